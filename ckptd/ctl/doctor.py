@@ -1,6 +1,6 @@
-"""What on this machine helps or hinders: `ckptctl doctor`, each finding with its fix.
+"""`ckptctl doctor`: checks of this machine's settings, each with its fix.
 
-Every check returns one `Diagnosis` and raises nothing. Nothing here changes the machine.
+Every check returns one `Diagnosis` and raises no exception. No check changes the machine.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ckptd.units import format_bytes
 
 __all__ = ["Diagnosis", "Grade", "as_rows", "diagnose"]
 
-_FIRST_LOGIN_USER = 1000  # systemd's SYS_UID_MAX, as nearly everybody builds it
+_FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30
 _THRESHOLD_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 
 
 class Grade(StrEnum):
-    """OK, could be better, or will not work."""
+    """OK, an improvement is possible, or ckptd will not work."""
 
     OK = "OK"
     WARN = "WARN"
@@ -45,7 +45,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One check's result; `fix` is empty where nothing needs fixing."""
+    """The result of one check; `fix` is empty if nothing needs fixing."""
 
     name: str
     grade: Grade
@@ -54,10 +54,10 @@ class Diagnosis:
 
 
 def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Diagnosis]:
-    """Every check, in the order in which they are worth reading.
+    """Run every check, the most important first.
 
     Raises:
-        ConfigError: CKPTD_DAEMON_USER names nobody.
+        ConfigError: CKPTD_DAEMON_USER names no user.
     """
     config, users = loaded.config, trusted_users(environ)
     checks: tuple[Callable[[], Diagnosis], ...] = (
@@ -92,23 +92,23 @@ def as_rows(findings: Iterable[Diagnosis]) -> list[dict[str, str]]:
 def check_daemon(endpoint: str) -> Diagnosis:
     """Does a daemon answer?"""
     try:
-        there = answers(endpoint)
+        running = answers(endpoint)
     except DaemonUnavailable as error:
         return Diagnosis("daemon", Grade.FAIL, error.message, error.hint)
-    if there:
+    if running:
         return Diagnosis("daemon", Grade.OK, f"answers on {endpoint}")
     return Diagnosis(
         "daemon",
         Grade.WARN,
-        f"none answers on {endpoint}",
+        f"no daemon answers on {endpoint}",
         'start `ckptd run` (or its systemd unit); with daemon="auto" a trainer starts its own',
     )
 
 
 def check_settings(warnings: Sequence[str]) -> Diagnosis:
-    """Is something in the settings a slip, or within reach of others?"""
+    """Do the settings contain a probable mistake, or a path that other users can change?"""
     if not warnings:
-        return Diagnosis("settings", Grade.OK, "nothing to note")
+        return Diagnosis("settings", Grade.OK, "no warnings")
     fixes = [text.partition(": run ")[2] for text in warnings if ": run " in text]
     return Diagnosis(
         "settings", Grade.WARN, "; ".join(warnings), "run " + " and ".join(fixes) if fixes else ""
@@ -118,11 +118,11 @@ def check_settings(warnings: Sequence[str]) -> Diagnosis:
 def check_folder(
     name: str, folder: Path, trainer_group: str = "", users: Collection[int] | None = None
 ) -> Diagnosis:
-    """Is it the daemon's, and open to nobody but its trainers?
+    """Does the folder belong to the daemon, and is it closed to all but its trainers?
 
     Args:
         trainer_group: the setting.
-        users: who may run the daemon; default: this user and root.
+        users: the users that may run the daemon; default: this user and root.
     """
     try:
         info = folder.lstat()
@@ -130,7 +130,9 @@ def check_folder(
     except FileNotFoundError:
         return _folder_to_be_made(name, folder)
     except UnusableFolder as error:
-        return Diagnosis(name, Grade.FAIL, str(error), "make the group, or name another one")
+        return Diagnosis(
+            name, Grade.FAIL, str(error), "create the group, or set trainer_group to another one"
+        )
     except OSError as error:
         return Diagnosis(name, Grade.FAIL, f"{folder}: {error.strerror}", "choose another folder")
     mode = stat.S_IMODE(info.st_mode)
@@ -148,7 +150,7 @@ def check_folder(
         fix = f"run `chmod go-w {folder}`"
         return Diagnosis(name, Grade.FAIL, f"{folder} has mode {mode:04o}", fix)
     if mode & 0o005:
-        detail = f"{folder} has mode {mode:04o}: others may see the names of what is in it"
+        detail = f"{folder} has mode {mode:04o}: all users can list the files in it"
         return Diagnosis(name, Grade.WARN, detail, f"run `chmod o= {folder}`")
     if info.st_uid != os.geteuid():
         return _folder_of_daemon_user(name, folder, info)
@@ -156,14 +158,16 @@ def check_folder(
 
 
 def _folder_of_ours(name: str, folder: Path, info: os.stat_result, group: int | None) -> Diagnosis:
-    """Ours and closed to others: the group is the trainers', or may nothing."""
+    """The folder is ours and closed to other users: check that the group is trainer_group, or has
+    no rights.
+    """
     mode = stat.S_IMODE(info.st_mode)
     if group is None and mode & 0o050:
         return Diagnosis(
             name,
             Grade.WARN,
-            f"{folder} has mode {mode:04o}: group {info.st_gid} may see the names of what is in it",
-            f"run `chmod 700 {folder}`; for trainers that are other users set trainer_group",
+            f"{folder} has mode {mode:04o}: members of group {info.st_gid} can list the files in it",
+            f"run `chmod 700 {folder}`; if trainers run as other users, set trainer_group",
         )
     if group is None:
         return Diagnosis(name, Grade.OK, f"{folder} is private (mode {mode:04o})")
@@ -179,7 +183,7 @@ def _folder_of_ours(name: str, folder: Path, info: os.stat_result, group: int | 
 
 
 def _folder_of_daemon_user(name: str, folder: Path, info: os.stat_result) -> Diagnosis:
-    """That of a daemon that runs as another user whom this one trusts."""
+    """The folder of a daemon that runs as another, trusted user."""
     owner = f"{folder} belongs to the daemon's user {user_name(info.st_uid)}"
     if not os.access(folder, os.R_OK | os.X_OK):
         return Diagnosis(
@@ -193,7 +197,7 @@ def _folder_of_daemon_user(name: str, folder: Path, info: os.stat_result) -> Dia
 
 
 def check_segment_filesystem(config: DaemonConfig) -> Diagnosis:
-    """Is there memory under the segments, and how much of it may be used?"""
+    """Is the segment folder in memory, and is it large enough for the quota?"""
     name = "segment memory"
     folder = _nearest_existing(Path(config.segment_dir))
     kind = filesystem_kind(folder)
@@ -213,22 +217,27 @@ def check_segment_filesystem(config: DaemonConfig) -> Diagnosis:
     if total < _SMALL_SHM_BYTES:
         return Diagnosis(name, Grade.WARN, detail, f"enlarge it: {enlarge}")
     if total < physical_memory() // 4:
-        return Diagnosis(name, Grade.WARN, detail, f"most memory is out of reach: {enlarge}")
+        return Diagnosis(
+            name,
+            Grade.WARN,
+            detail,
+            f"segments can use less than a quarter of the memory: {enlarge}",
+        )
     return Diagnosis(name, Grade.OK, detail)
 
 
 def check_damaged_files(folder: Path) -> Diagnosis:
-    """Was a segment put aside?"""
+    """Did the daemon put damaged segments aside?"""
     found = sorted(folder.glob("*.bad")) if folder.is_dir() else []
     if not found:
-        return Diagnosis("damaged segments", Grade.OK, "none were put aside")
+        return Diagnosis("damaged segments", Grade.OK, "none")
     size = sum(path.stat().st_size for path in found)
     names = ", ".join(path.name for path in found[:4]) + (" …" if len(found) > 4 else "")
     return Diagnosis(
         "damaged segments",
         Grade.WARN,
         f"{len(found)} files, {format_bytes(size)}: {names}",
-        "`ckptctl events` says why; `ckptctl forget JOB RUN` deletes them",
+        "`ckptctl events` shows the reason; `ckptctl forget JOB RUN` deletes them",
     )
 
 
@@ -236,34 +245,40 @@ def check_remove_ipc(folder: Path, *, root: Path = Path("/"), uid: int | None = 
     """Does logind remove the segments when their user's last login ends?
 
     Args:
-        root: of the filesystem in which logind's files are looked for.
+        root: the folder below which logind's files are searched.
         uid: the user of the daemon; default: this one.
     """
     name = "logind"
     uid = os.geteuid() if uid is None else uid
     if not (root / "run/systemd/system").is_dir():
-        return Diagnosis(name, Grade.OK, "systemd does not run this machine")
+        return Diagnosis(name, Grade.OK, "this machine does not run systemd")
     if uid < _FIRST_LOGIN_USER:
-        return Diagnosis(name, Grade.OK, f"user {uid} is of the system: nothing of it is removed")
+        return Diagnosis(
+            name, Grade.OK, f"user {uid} is a system user: logind removes none of its files"
+        )
     if (root / "var/lib/systemd/linger" / user_name(uid)).exists():
         return Diagnosis(
-            name, Grade.OK, f"user {uid} lingers: nothing of it is removed at a logout"
+            name, Grade.OK, f"user {uid} lingers: logind removes none of its files at logout"
         )
     setting, where = _remove_ipc(root)
     if setting in ("no", "false", "0", "off"):
         return Diagnosis(name, Grade.OK, f"RemoveIPC={setting} ({where})")
     if not folder.is_relative_to("/dev/shm"):
-        return Diagnosis(name, Grade.OK, f"{folder} is not in /dev/shm, which logind clears")
+        return Diagnosis(
+            name, Grade.OK, f"{folder} is not in /dev/shm, the folder that logind clears"
+        )
     return Diagnosis(
         name,
         Grade.WARN,
-        f"RemoveIPC is {setting} ({where}): when the last login of user {uid} ends, all of it in /dev/shm is removed, {folder} too",
-        f"`loginctl enable-linger {user_name(uid)}`, or RemoveIPC=no in /etc/systemd/logind.conf, or run the daemon as a user of the system",
+        f"RemoveIPC is {setting} ({where}): when the last login of user {uid} ends, logind removes "
+        f"its files in /dev/shm, {folder} included",
+        f"`loginctl enable-linger {user_name(uid)}`, or RemoveIPC=no in /etc/systemd/logind.conf, "
+        "or run the daemon as a system user",
     )
 
 
 def _remove_ipc(root: Path) -> tuple[str, str]:
-    """The setting, and where it is; systemd's own default is yes."""
+    """The setting, and the file that contains it; systemd's default is yes."""
     found, where = "yes", "the default"
     main = [root / "usr/lib/systemd/logind.conf", root / "etc/systemd/logind.conf"]
     parts = [path for base in main for path in sorted(Path(f"{base}.d").glob("*.conf"))]
@@ -271,7 +286,7 @@ def _remove_ipc(root: Path) -> tuple[str, str]:
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
-            continue  # not there, or not ours to read
+            continue  # missing, or not readable for this user
         for line in lines:
             key, _, value = line.partition("=")
             if key.strip() == "RemoveIPC" and value.strip():
@@ -284,8 +299,8 @@ def check_memlock(setting: str) -> Diagnosis:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0 or setting == "off":
-        who = ", and root is not bound by it" if os.geteuid() == 0 else ""
-        return Diagnosis("memlock", Grade.OK, f"limit {text}{who}; mlock = {setting}")
+        root = " (does not apply to root)" if os.geteuid() == 0 else ""
+        return Diagnosis("memlock", Grade.OK, f"limit {text}{root}; mlock = {setting}")
     swap = "no swap is on" if not _swap_is_on() else "swap is on"
     grade = Grade.FAIL if setting == "on" else Grade.WARN if _swap_is_on() else Grade.OK
     fix = "" if grade is Grade.OK else "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`"
@@ -295,11 +310,13 @@ def check_memlock(setting: str) -> Diagnosis:
 
 
 def check_hugepages(path: Path) -> Diagnosis:
-    """Can shared memory take huge pages?"""
+    """Can shared memory use huge pages?"""
     try:
         text = path.read_text(encoding="ascii")
     except OSError:
-        return Diagnosis("huge pages", Grade.OK, "the kernel has none for shared memory")
+        return Diagnosis(
+            "huge pages", Grade.OK, "the kernel does not support them for shared memory"
+        )
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "advise", "within_size", "force"):
         return Diagnosis("huge pages", Grade.OK, f"shmem_enabled is {chosen}")
@@ -313,30 +330,34 @@ def check_hugepages(path: Path) -> Diagnosis:
 
 
 def check_pidfd() -> Diagnosis:
-    """Can the daemon see a trainer die at once?"""
+    """Can the daemon detect the death of a trainer immediately?"""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         return Diagnosis(
             "pidfd",
             Grade.WARN,
-            f"not available ({error.strerror}): dead trainers are noticed by their lock, within 1 s",
-            "Linux 5.3 or newer, and a seccomp profile that allows pidfd_open",
+            f"not available ({error.strerror}): the daemon detects dead trainers by their lock, within 1 s",
+            "use Linux 5.3 or newer, and a seccomp profile that allows pidfd_open",
         )
-    return Diagnosis("pidfd", Grade.OK, "a trainer's death is noticed at once")
+    return Diagnosis("pidfd", Grade.OK, "the daemon detects the death of a trainer immediately")
 
 
 def check_ptrace(path: Path) -> Diagnosis:
-    """Informative: may processes of one user read each other's memory?"""
+    """Informative: can processes of one user read each other's memory?"""
     try:
         scope = path.read_text(encoding="ascii").strip()
     except OSError:
-        return Diagnosis("ptrace", Grade.OK, "no Yama: processes of one user may read each other")
-    return Diagnosis("ptrace", Grade.OK, f"yama ptrace_scope is {scope}; nothing here needs ptrace")
+        return Diagnosis(
+            "ptrace", Grade.OK, "no Yama: processes of one user can read each other's memory"
+        )
+    return Diagnosis(
+        "ptrace", Grade.OK, f"yama ptrace_scope is {scope}; ckptd does not need ptrace"
+    )
 
 
 def check_clock() -> Diagnosis:
-    """Does the clock of the slot times make sense? Says only what one machine can know."""
+    """Is the system clock plausible and steady? Does not compare it with other nodes."""
     boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     year = time.gmtime().tm_year
     drift = abs(_seconds_between(time.time, time.monotonic))
@@ -348,19 +369,21 @@ def check_clock() -> Diagnosis:
         return Diagnosis(
             "clock",
             Grade.WARN,
-            f"the clock was stepped by {drift:.3f} s while looking",
-            "let the time service slew instead of step",
+            f"the clock jumped by {drift:.3f} s during the check",
+            "configure the time service to slew the clock instead of stepping it",
         )
-    return Diagnosis("clock", Grade.OK, "plausible and steady (other nodes are not compared)")
+    return Diagnosis("clock", Grade.OK, "plausible and steady (not compared with other nodes)")
 
 
 def check_copy_tunable(environ: Mapping[str, str]) -> Diagnosis:
-    """Would copies of mixed tensors run past the caches? Worth up to 1.6 times."""
+    """Is glibc's threshold for non-temporal copies set? Copies of mixed tensors are up to 1.6 times
+    faster.
+    """
     tunables = environ.get("GLIBC_TUNABLES", "")
     if _THRESHOLD_TUNABLE in tunables:
         return Diagnosis("copy speed", Grade.OK, f"GLIBC_TUNABLES={tunables}")
     if platform.machine() not in ("x86_64", "AMD64"):
-        return Diagnosis("copy speed", Grade.OK, f"nothing to set on {platform.machine()}")
+        return Diagnosis("copy speed", Grade.OK, f"no setting needed on {platform.machine()}")
     return Diagnosis(
         "copy speed",
         Grade.OK,
@@ -370,7 +393,7 @@ def check_copy_tunable(environ: Mapping[str, str]) -> Diagnosis:
 
 
 def check_peer_data(config: DaemonConfig) -> Diagnosis:
-    """Are snapshots encrypted on their way to peers?"""
+    """Are snapshots encrypted when they are sent to peers?"""
     name = "peer encryption"
     if not config.peer_listen:
         return Diagnosis(name, Grade.OK, "snapshots stay on this node")
@@ -386,13 +409,13 @@ def check_peer_data(config: DaemonConfig) -> Diagnosis:
         return Diagnosis(name, Grade.FAIL, str(error), "pip install 'cryptography>=47'")
     if first is Cipher.PLAINTEXT:
         return Diagnosis(
-            name, Grade.WARN, "snapshots travel unencrypted", "set peer_data to stream"
+            name, Grade.WARN, "snapshots are sent unencrypted", "set peer_data to stream"
         )
     return Diagnosis(name, Grade.OK, first.title)
 
 
 def check_versions() -> Diagnosis:
-    """Which versions meet here; torch is asked by its metadata and never imported."""
+    """The installed versions; torch's version comes from its metadata, without importing it."""
     versions = [f"ckptd {ckptd.__version__}", f"python {platform.python_version()}"]
     missing = []
     for name in ("pyzmq", "msgspec", "xxhash", "numpy", "torch"):
@@ -414,9 +437,9 @@ def check_versions() -> Diagnosis:
 def _folder_to_be_made(name: str, folder: Path) -> Diagnosis:
     parent = _nearest_existing(folder)
     if os.access(parent, os.W_OK):
-        return Diagnosis(name, Grade.OK, f"{folder} will be made")
+        return Diagnosis(name, Grade.OK, f"{folder} will be created")
     return Diagnosis(
-        name, Grade.FAIL, f"{folder} cannot be made in {parent}", "choose a folder of your own"
+        name, Grade.FAIL, f"{folder} cannot be created in {parent}", "choose a folder that you own"
     )
 
 
@@ -428,11 +451,11 @@ def _swap_is_on() -> bool:
     try:
         return len(Path("/proc/swaps").read_text(encoding="ascii").splitlines()) > 1
     except OSError:
-        return True  # unknown: assume what asks for care
+        return True  # unknown: assume that swap is on
 
 
 def _seconds_between(one: Callable[[], float], other: Callable[[], float]) -> float:
-    """How far one clock moved against the other in a twentieth of a second."""
+    """The drift of one clock against the other within 50 ms."""
     begin = one() - other()
     time.sleep(0.05)
     return (one() - other()) - begin

@@ -1,4 +1,4 @@
-"""`ckptctl export` and `ckptctl import`: models out of snapshots, in memory or in storage, and into runs."""
+"""`ckptctl export` and `ckptctl import`: write models from snapshots, and read models for new runs."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ def run_export(
     """`ckptctl export`.
 
     Args:
-        segment_dir: finds out where this node's segments are.
-        whereabouts: finds out which nodes hold what this one lacks; it is not asked where a folder is named.
+        segment_dir: returns the folder of this node's segments.
+        whereabouts: returns the nodes that hold the snapshots that this one lacks; not called if
+            ``--segment-dir`` is given.
     Raises:
-        ExportError, DamagedSnapshot: it cannot be exported, and why; nothing is left.
+        ExportError, DamagedSnapshot: the snapshot cannot be exported; no file is left behind.
         StoreProblem, ConfigError: the store cannot be used.
     """
     if args.config and args.format != "hf":
-        raise ExportError("--config is for --format hf: no other format has a place for it")
+        raise ExportError("--config needs --format hf: no other format contains a configuration")
     with _source(args, segment_dir, whereabouts) as source:
         report = _write(args, source)
     return CommandOutcome(report, _export_text(report))
@@ -66,7 +67,7 @@ def run_import(args: argparse.Namespace) -> CommandOutcome:
     """`ckptctl import`.
 
     Raises:
-        ExportError, DamagedSnapshot: it cannot be imported, and why.
+        ExportError, DamagedSnapshot: the model cannot be imported.
         StoreProblem, ConfigError: the store cannot be used.
     """
     keys = {"model_key": args.model_key, "optimizer_key": args.optimizer_key}
@@ -76,7 +77,7 @@ def run_import(args: argparse.Namespace) -> CommandOutcome:
         else:
             if args.job is None or args.run is None:
                 raise ExportError(
-                    "name the JOB and the RUN that start from it, or a folder by --to"
+                    "name the JOB and the RUN that start from the model, or a folder with --to"
                 )
             place, _ = configured_place(args.store, args.store_options, args.store_backend)
             with opened(place, args.timeout) as store:
@@ -93,9 +94,9 @@ def run_import(args: argparse.Namespace) -> CommandOutcome:
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `ckptctl export` takes beside --job, --run and --rank."""
+    """Add the arguments of `ckptctl export`, except --job, --run and --rank."""
     parser.add_argument(
-        "--iteration", type=int, help="which snapshot (default: the newest in memory, or durable)"
+        "--iteration", type=int, help="iteration of the snapshot (default: the newest)"
     )
     parser.add_argument("--to", required=True, metavar="PATH", help="file or folder to write")
     parser.add_argument(
@@ -108,9 +109,9 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--durable",
         action="store_true",
-        help="out of the store of the configuration instead of this node's memory",
+        help="read from the configured store instead of this node's memory",
     )
-    _add_store(parser, "out of the store at this URL or folder")
+    _add_store(parser, "read from the store at this URL or folder")
     parser.add_argument(
         "--config", metavar="PATH", help="config.json, or a folder with it and the tokenizer (hf)"
     )
@@ -119,22 +120,26 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         type=_size,
         default=DEFAULT_SHARD_BYTES,
         metavar="BYTES",
-        help="of the files in a folder, such as 2GB (hf; default 5GB)",
+        help="largest size of one file, such as 2GB (hf; default 5GB)",
     )
     parser.add_argument(
         "--keep-prefix",
         action="store_true",
-        help="leave names as the trainer has them ('module.' under DistributedDataParallel)",
+        help="keep the trainer's parameter names (with 'module.' under DistributedDataParallel)",
     )
-    parser.add_argument("--force", action="store_true", help="replace what is there")
-    parser.add_argument("--segment-dir", help="read this folder (no daemon is needed)")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
+    parser.add_argument("--segment-dir", help="read segments from this folder; needs no daemon")
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `ckptctl import` takes."""
+    """Add the arguments of `ckptctl import`."""
     parser.set_defaults(timeout=600.0)
     parser.add_argument(
-        "job", metavar="JOB", type=partial(_name, "job"), nargs="?", help="below whose name it is"
+        "job",
+        metavar="JOB",
+        type=partial(_name, "job"),
+        nargs="?",
+        help="job that may start from it",
     )
     parser.add_argument("run", metavar="RUN", type=partial(_name, "run"), nargs="?")
     parser.add_argument(
@@ -142,23 +147,23 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         required=True,
         metavar="PATH",
-        help="safetensors as of Hugging Face (folder or file), or a checkpoint of "
+        help="a folder or file of Hugging Face safetensors, or a checkpoint of "
         "torch.distributed.checkpoint",
     )
     parser.add_argument(
         "--format",
         choices=IMPORT_FORMATS,
         default=IMPORT_FORMATS[0],
-        help="what lies there (default: safetensors); it is never guessed. A dcp holds pickles: they are "
-        "read without running anything, and refused where they name more than torch's own classes",
+        help="format of PATH (default: safetensors); it is not detected. A dcp contains pickles: ckptd "
+        "reads them without running code, and refuses classes other than torch's own",
     )
-    parser.add_argument("--to", metavar="FOLDER", help="write a folder, and ask no store")
-    _add_store(parser, "the store (default: as configured)")
+    parser.add_argument("--to", metavar="FOLDER", help="write to a folder instead of a store")
+    _add_store(parser, "URL or folder of the store (default: as configured)")
     parser.add_argument(
-        "--model-key", default="model", help='where a DCP has the model ("": at its root)'
+        "--model-key", default="model", help='key of the model in a DCP ("": its root)'
     )
     parser.add_argument(
-        "--optimizer-key", default="optim", help='where it has the optimizer ("": leave it)'
+        "--optimizer-key", default="optim", help='key of the optimizer ("": do not import it)'
     )
     parser.add_argument("--force", action="store_true", help="replace what is there")
 

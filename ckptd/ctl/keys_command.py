@@ -1,7 +1,7 @@
-"""`ckptctl keys`: this node's key pair, and whom it trusts. Works on the folder; no daemon is asked.
+"""`ckptctl keys`: manage this node's key pair and its trusted nodes. Edits the folder; needs no daemon.
 
-A running daemon looks at the folder again when somebody unknown connects, and once a second at the
-keys of those that are connected: neither trusting a node nor the opposite needs a restart. A new
+A running daemon reads the folder again when an unknown node connects, and checks the keys of
+connected nodes once a second. Trusting a node, or ending that trust, needs no restart; a new key
 pair of this node does.
 """
 
@@ -33,7 +33,7 @@ _DAY_S = 24 * _HOUR_S
 
 
 def add_keys_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """The subcommands."""
+    """Add the subcommands of `ckptctl keys`."""
     commands = parser.add_subparsers(required=True, metavar="ACTION")
 
     def add(name: str, text: str) -> Any:
@@ -42,32 +42,34 @@ def add_keys_commands(parser: argparse.ArgumentParser, common: argparse.Argument
         sub.set_defaults(action=name)
         return sub
 
-    add("new", "make this node's key pair and print the public key")
-    trusting = add("trust", "let a node connect to this one, and this one to it")
+    add("new", "create this node's key pair and print the public key")
+    trusting = add("trust", "trust a node: it may connect to this one, and this one to it")
     trusting.add_argument("node", help="its node id")
-    trusting.add_argument("key", help="its public key, or the file node.key that holds it")
-    trusting.add_argument("--valid-days", type=float, help="the key expires after so many days")
+    trusting.add_argument("key", help="its public key, or the file node.key that contains it")
+    trusting.add_argument(
+        "--valid-days", type=float, help="days until the key expires (default: never)"
+    )
     trusting.add_argument(
         "--keep-previous-hours",
         type=float,
         default=0.0,
-        help="accept the key that the node had for so long, too: for its rotation (default: 0)",
+        help="hours for which the node's previous key stays valid, during its rotation (default: 0)",
     )
-    untrusting = add("untrust", "end all connections of a node, and let it connect no more")
+    untrusting = add("untrust", "end the connections of a node and refuse new ones")
     untrusting.add_argument("node", help="its node id")
     add("rotate", "replace this node's key pair; its daemon uses the new one after a restart")
-    add("new-signer", "make the key that signs this node's checkpoints and print its public half")
-    believing = add("trust-signer", "believe checkpoints that a node signed")
+    add("new-signer", "create the key that signs this node's checkpoints, and print the public key")
+    believing = add("trust-signer", "accept checkpoints that a node signed")
     believing.add_argument("node", help="its name")
     believing.add_argument("key", help="its public key: 64 hexadecimal digits")
-    add("list", "this node's public key and the nodes it trusts")
+    add("list", "print this node's public key and the nodes that it trusts")
 
 
 def run_keys(args: argparse.Namespace) -> tuple[Any, str]:
-    """Perform a subcommand; returns what it found, for ``--json`` and as text.
+    """Perform a subcommand; returns the answer for ``--json``, and its text.
 
     Raises:
-        KeysError, SigningError: there is a key already, none at all, something is no key, or a node is not trusted.
+        KeysError, SigningError: a key exists already, is missing or is malformed, or the node is not trusted.
     """
     folder = Path(args.keys_dir or load_config({}).config.keys_dir)
     if args.action in ("new", "rotate"):
@@ -81,11 +83,11 @@ def run_keys(args: argparse.Namespace) -> tuple[Any, str]:
         return {"keys_dir": str(folder), "signer": public}, public
     if args.action == "trust-signer":
         trust_signer(folder, args.node, args.key)
-        text = f"checkpoints that {args.node} signed are believed"
+        text = f"checkpoints that {args.node} signed are accepted"
         return {"keys_dir": str(folder), "node": args.node, "signer": args.key}, text
     if args.action == "untrust":
         untrust(folder, args.node)
-        return {"keys_dir": str(folder), "node": args.node}, f"{args.node} is not trusted any more"
+        return {"keys_dir": str(folder), "node": args.node}, f"{args.node} is no longer trusted"
     return _list(folder)
 
 
@@ -106,7 +108,7 @@ def _list(folder: Path) -> tuple[Any, str]:
     public, now_s = Keys.load(folder).public, time.time()
     keys = trusted_keys(folder)
     lines = [f"this node: {public}", *(_shown(key, now_s) for key in keys)]
-    told = {
+    answer = {
         "keys_dir": str(folder),
         "public_key": public,
         "trusted": trusted(folder),
@@ -120,7 +122,7 @@ def _list(folder: Path) -> tuple[Any, str]:
             for key in keys
         ],
     }
-    return told, "\n".join(lines)
+    return answer, "\n".join(lines)
 
 
 def _shown(key: TrustedKey, now_s: float) -> str:
@@ -133,15 +135,15 @@ def _shown(key: TrustedKey, now_s: float) -> str:
 
 
 def _key_of(text: str) -> str:
-    """A key as it stands, or the one in a certificate file."""
+    """A key given as text, or the one in a certificate file."""
     path = Path(text)
-    if not path.is_file():  # the characters of a key may look like a path
+    if not path.is_file():  # a key may contain characters of a path
         return checked_key(text)
     for line in _read(path).splitlines():
         name, equals, value = line.strip().partition("=")
         if equals and name.strip() == "public-key":
             return checked_key(value.strip().strip('"'))
-    raise KeysError(f"{path} holds no public key")
+    raise KeysError(f"{path} contains no public key")
 
 
 def _read(path: Path) -> str:

@@ -1,10 +1,10 @@
-"""`ckptctl`: look at a node's daemon and its snapshots, and at what is durable.
+"""`ckptctl`: inspect a node's daemon, its snapshots, and the checkpoints in object storage.
 
-Exit codes: 0 done, 1 a check failed (`doctor`, `whatif`, `drill`, `verify`, `elastic`), `park`
-parked not everybody, or a bug, 2 wrong usage or a store that cannot be used, 3 no daemon answers, 4
-refused or not there, 5 a snapshot is damaged. With `--json` the answer is one JSON document on
-stdout (`events --follow`: one per line), of an error, too: ``{"error": …, "exit_status": …}``. What
-is wrong goes to stderr in either case.
+Exit codes: 0 success; 1 a check failed (`doctor`, `whatif`, `drill`, `verify`, `elastic`), `park`
+did not park every rank, or a bug; 2 wrong usage, or a store that cannot be used; 3 no daemon
+answers; 4 the request was refused or its object was not found; 5 a snapshot is damaged. With
+`--json` the answer is one JSON document on stdout (`events --follow`: one per line). An error is a
+document too: ``{"error": …, "exit_status": …}``. Error messages go to stderr in either case.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ EXIT_NO_DAEMON = 3
 EXIT_REFUSED = 4
 EXIT_DAMAGED = 5
 
-_BEYOND = 1 << 61  # above any event number: asks only what the newest is
+_BEYOND = 1 << 61  # above any event number: returns only the newest one
 _FOLLOW_S = 0.5
 _WAIT_STEP_S = 0.2
-_CONNECT_S = 10.0  # what takes longer says so itself
+_CONNECT_S = 10.0  # requests that take longer set their own limit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,7 +174,11 @@ def _forget(args: argparse.Namespace) -> int:
     if not args.yes:
         question = f"Free all snapshots of {args.job}/{args.run}? They cannot be recovered. [y/N] "
         if not sys.stdin.isatty():
-            return _fail(args, EXIT_USAGE, "pass --yes to free snapshots without being asked")
+            return _fail(
+                args,
+                EXIT_USAGE,
+                "stdin is not a terminal: pass --yes to free snapshots without confirmation",
+            )
         if input(question).strip().lower() not in ("y", "yes"):
             return _fail(args, EXIT_USAGE, "nothing was freed")
     with _connect(args) as client:
@@ -238,7 +242,7 @@ def _what_if(args: argparse.Namespace) -> int:
 
 
 def _elastic(args: argparse.Namespace) -> int:
-    try:  # the one command that needs NumPy and SciPy
+    try:  # the only command that needs NumPy and SciPy
         from ckptd.ctl.elastic.elastic_command import run_elastic
         from ckptd.ctl.elastic.elastic_input import InputProblem
     except ImportError as error:
@@ -279,7 +283,7 @@ def _show_outcome(args: argparse.Namespace, outcome: CommandOutcome) -> int:
 
 
 def _segment_dir(args: argparse.Namespace) -> str:
-    """Where the daemon has its segments; where it would have them, if none answers."""
+    """The daemon's segment folder; the configured one if no daemon answers."""
     try:
         with _connect(args) as client:
             return client.ask(m.GetStatus(), m.Status, timeout_s=1.0).segment_dir
@@ -290,8 +294,8 @@ def _segment_dir(args: argparse.Namespace) -> str:
 def _whereabouts(
     args: argparse.Namespace, job: str, run: str, iteration: int
 ) -> Mapping[int, Sequence[str]]:
-    """Where other ranks' snapshots are; nothing if no daemon can tell (whoever asks says that it is
-    not known).
+    """The nodes that hold other ranks' snapshots, by rank; empty if no daemon can answer (the caller
+    then reports that the nodes are not known).
     """
     try:
         with _connect(args) as client:
@@ -302,7 +306,7 @@ def _whereabouts(
 
 def _connect(args: argparse.Namespace) -> ControlClient:
     path = Path(_endpoint(args).removeprefix("ipc://"))
-    if not path.exists():  # a connection would wait for it
+    if not path.exists():  # connecting would wait for the socket
         raise DaemonUnavailable(f"no daemon serves {_endpoint(args)}: there is no socket")
     return connect(_endpoint(args), min(args.timeout, _CONNECT_S))
 
@@ -336,9 +340,10 @@ def _fail(args: argparse.Namespace, code: int, message: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="machine-readable output")
+    common.add_argument("--json", action="store_true", help="print one JSON document")
     common.add_argument(
-        "--endpoint", help="daemon to ask (default: CKPTD_LISTEN, or the socket in the runtime dir)"
+        "--endpoint",
+        help="address of the daemon (default: CKPTD_LISTEN, or the socket in the runtime folder)",
     )
     common.add_argument("--timeout", type=float, default=10.0, help="seconds to wait (default 10)")
     which = argparse.ArgumentParser(add_help=False)
@@ -348,9 +353,9 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="ckptctl",
-        description="Look at a node's daemon and its snapshots, and at what is durable.",
-        epilog="Exit codes: 0 done, 1 a check failed, 2 usage or an unusable store, 3 no daemon "
-        "answers, 4 refused or not there, 5 damaged snapshot.",
+        description="Inspect a node's daemon, its snapshots, and the checkpoints in object storage.",
+        epilog="Exit codes: 0 success, 1 a check failed, 2 wrong usage or an unusable store, "
+        "3 no daemon answers, 4 refused or not found, 5 damaged snapshot.",
     )
     parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -362,48 +367,64 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
-    add("status", _status, "daemon, memory, trainers and segments")
-    snapshots = add("snapshots", _snapshots, "slots of each rank and what is recoverable", which)
+    add("status", _status, "show the daemon, its memory, its trainers and its segments")
+    snapshots = add(
+        "snapshots",
+        _snapshots,
+        "list the slots of each rank and the iteration that can be recovered",
+        which,
+    )
     snapshots.add_argument("--operators", action="store_true", help="list operators by name")
-    text = "the iterations that a run can go back to, for Checkpointer(resume_at=)"
+    text = "list the iterations that a run can resume at, for Checkpointer(resume_at=)"
     iterations = add("iterations", _iterations, text, which)
-    events = add("events", _events, "what happened on this node")
-    events.add_argument("--follow", action="store_true", help="go on as events come")
+    events = add("events", _events, "list the events of this node")
+    events.add_argument("--follow", action="store_true", help="keep printing new events")
     events.add_argument("--since", type=int, default=0, help="only events after this number")
-    events.add_argument("--limit", type=int, default=1000, help="at most so many (default 1000)")
-    text = "have attached trainers copy their state to memory now, so that a restart goes on from there"
+    events.add_argument(
+        "--limit", type=int, default=1000, help="print at most this many (default 1000)"
+    )
+    text = "park: attached trainers copy their state to memory now, and a restart resumes from that copy"
     park = add("park", _park, text)
     park.add_argument("job", nargs="?", help="only this job")
     park.add_argument("run", nargs="?", help="only this run of it")
     park.set_defaults(timeout=60.0)
-    add("doctor", _doctor, "what on this machine helps or hinders, with the fix")
-    admit = add("admit", _admit, "let nodes that are no members of a run have what lies here of it")
+    add("doctor", _doctor, "check this machine's settings, and print a fix for each problem")
+    admit = add(
+        "admit",
+        _admit,
+        "allow nodes that are not members of a run to read its snapshots from this node",
+    )
     admit.add_argument("job")
     admit.add_argument("run")
     admit.add_argument("nodes", nargs="+", metavar="node", help="node ids whose keys are trusted")
     forget = add("forget", _forget, "free the snapshots of a run that has no live trainer")
     forget.add_argument("job")
     forget.add_argument("run")
-    forget.add_argument("--yes", action="store_true", help="do not ask")
-    text = (
-        "use again, at the next start, what this node quarantined because no replay reproduced it"
-    )
+    forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    text = "lift the quarantine of snapshots that no replay reproduced; the next start may use them"
     lift = add("unquarantine", _unquarantine, text)
     lift.add_argument("job")
     lift.add_argument("run")
-    text = (
-        "write the model of one iteration: safetensors, Hugging Face, torch.distributed.checkpoint"
-    )
+    text = "write the model of one iteration as safetensors, Hugging Face or torch.distributed.checkpoint"
     add_export_arguments(add("export", _export, text, which))
     add_import_arguments(
-        add("import", _import, "make a model from elsewhere what a run can start from")
+        add(
+            "import",
+            _import,
+            "convert a model from another tool into a checkpoint that a run can start from",
+        )
     )
-    add("peers", _peers, "other nodes, what is replicated where, and how far it is behind")
+    add("peers", _peers, "list the other nodes, the replicas and their lag")
     lose = add(
-        "whatif", _what_if, "what losing nodes now would mean: sources, replay, losses", which
+        "whatif",
+        _what_if,
+        "predict a recovery after the loss of nodes: sources, replay, lost iterations",
+        which,
     )
     lose.add_argument(
-        "--lose", required=True, help="nodes, by name or label: node=host-3,rack=A (any of them)"
+        "--lose",
+        required=True,
+        help="the lost nodes, by name or label: node=host-3,rack=A (nodes that match any of these)",
     )
     for each in (snapshots, iterations, lose):
         each.add_argument(
@@ -411,18 +432,20 @@ def _parser() -> argparse.ArgumentParser:
             type=int,
             default=VERIFY_ITERATIONS,
             metavar="N",
-            help="as the trainers' Checkpointer(verify_iterations=N) (default: %(default)s)",
+            help="value of Checkpointer(verify_iterations=N) in the trainers (default: %(default)s)",
         )
     drill = add("drill", _drill, "rehearse the recovery of --rank from other nodes", which)
     drill.set_defaults(timeout=600.0)
-    elastic = add("elastic", _elastic, "where experts are or would be, and what that is worth")
+    elastic = add("elastic", _elastic, "show or plan the placement of experts, and rate it")
     add_elastic_commands(elastic, [common, which])
-    keys = add("keys", _keys, "this node's keys towards peers, and whom it trusts")
+    keys = add("keys", _keys, "manage this node's keys and the peers that it trusts")
     add_keys_commands(keys, common)
-    stored = add("checkpoints", _checkpoints, "what is durable: look, verify, pin, remove")
+    stored = add(
+        "checkpoints", _checkpoints, "list, verify, pin and remove checkpoints in object storage"
+    )
     add_checkpoints_commands(stored, common)
     add_verify_arguments(
-        add("verify", _verify, "whether everything in a store is whole; needs no daemon")
+        add("verify", _verify, "verify every checkpoint in a store; needs no daemon")
     )
-    add("wait", _wait, "block until the daemon answers, at most --timeout")
+    add("wait", _wait, "wait until the daemon answers, for at most --timeout")
     return parser

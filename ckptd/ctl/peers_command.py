@@ -1,4 +1,4 @@
-"""`ckptctl peers`, `whatif` and `drill`: where snapshots have their second home, and what it is worth."""
+"""`ckptctl peers`, `whatif` and `drill`: replicas on other nodes, and recoveries from them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = [
     "run_drill",
 ]
 
-_STORE_S = 900.0  # a store may take its time; the daemon gives up on it by itself
+_STORE_S = 900.0  # stores can be slow; the daemon has its own limit for them
 _MAX_RANKS = 64
 
 
 def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, str]:
-    """The job and run that are meant: as given, or the only ones that this node knows.
+    """The job and run that the arguments name, or the only ones that this node knows.
 
     Raises:
-        RefusedError: none is known, or several are and none is named.
+        RefusedError: this node knows no matching run, or several.
     """
     peers = client.ask(m.GetPeers(), m.Peers)
     segments = client.ask(m.GetStatus(), m.Status).segments
@@ -48,17 +48,17 @@ def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, st
     if len(fits) == 1:
         return fits[0]
     named = ", ".join(f"{job}/{run}" for job, run in known) or "none"
-    text = "no such run is known here" if not fits else "several runs fit"
-    raise RefusedError("not_found", f"{text}; known are {named}", "pass --job and --run")
+    text = "this node knows no such run" if not fits else "several runs match"
+    raise RefusedError("not_found", f"{text}; known runs: {named}", "pass --job and --run")
 
 
 def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iterations: int) -> WhatIf:
-    """What losing the nodes that ``--lose`` names would mean now to trainers with these
+    """Predict the recovery after the loss of the nodes in ``--lose``, for trainers with these
     ``verify_iterations``.
 
     Raises:
-        ValueError: a selector fits no node.
-        RefusedError: no run is meant, or nothing is held of it.
+        ValueError: a selector matches no node.
+        RefusedError: the arguments match no run, or no node holds a snapshot of it.
     """
     job, run = choose_run(client, args)
     seen = client.ask(m.SeeRun(job, run), m.RunSeen, timeout_s=max(args.timeout, 10.0))
@@ -68,8 +68,8 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
         raise RefusedError("internal", str(error)) from error
     homes = {rank: member.card.node for member in seen.members for rank in member.ranks}
     if not held.world_size:
-        raise RefusedError("not_found", f"nothing is held of {job}/{run}")
-    if not homes:  # no trainer has told this daemon who takes part: its own ranks live here
+        raise RefusedError("not_found", f"no reachable node holds a snapshot of {job}/{run}")
+    if not homes:  # no trainer reported its members: the primaries show the homes
         homes = {h.rank: h.node for h in held.snapshots if h.own}
     labels = {member.card.node: member.card.labels for member in seen.members}
     lose = args.lose.split(",")
@@ -86,7 +86,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
         )
         if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
             return found
-        # Memory would not do; what is durable may.
+        # Memory does not suffice: look at object storage, too.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
         durable = newest_history(seen)
         stored = what_if(
@@ -105,21 +105,21 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
 def ask_whereabouts(
     client: ControlClient, job: str, run: str, iteration: int
 ) -> dict[int, tuple[str, ...]]:
-    """By rank, the nodes that hold its snapshot of this iteration; of a rank of which none does,
-    where it trains.
+    """By rank, the nodes that hold its snapshot of this iteration; if there are none, the node
+    on which the rank trains.
     """
     seen = client.ask(m.SeeRun(job, run), m.RunSeen)
     found: dict[int, set[str]] = {}
-    for told in seen.holdings:
-        for held in held_from_segments(told.node, told.segments):
+    for node in seen.holdings:
+        for held in held_from_segments(node.node, node.segments):
             if any(record.iteration == iteration for record in held.records):
-                found.setdefault(held.rank, set()).add(told.node)
+                found.setdefault(held.rank, set()).add(node.node)
     homes = {rank: (member.card.node,) for member in seen.members for rank in member.ranks}
     return homes | {rank: tuple(sorted(nodes)) for rank, nodes in found.items()}
 
 
 def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:
-    """Rehearse the recovery of ``--rank``; takes as long as the transfer does."""
+    """Rehearse the recovery of ``--rank``; blocks until the transfer has ended."""
     job, run = choose_run(client, args)
     return client.ask(m.Drill(job, run, args.rank), m.DrillReport, timeout_s=args.timeout)
 
@@ -127,17 +127,17 @@ def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:
 def as_json(answer: WhatIf) -> dict[str, Any]:
     """A `WhatIf` as plain values.
 
-    ``together`` is the recovery of all ranks together, ``localized`` the other one (absent for a
-    job without boundary logs); ``recovery`` says which of them counts, or is "none". ``reason`` and
-    ``ranks`` are of that one; ``start`` and ``end`` of the recovery together. What is replayed
-    before ``needed`` is only compared.
+    ``together`` is the global recovery; ``localized`` is the localized recovery (absent for a job
+    without boundary logs). ``recovery`` names the one that applies, or is "none"; ``reason`` and
+    ``ranks`` describe it. ``start`` and ``end`` belong to the global recovery. Iterations before
+    ``needed`` are replayed only for verification.
     """
     plan, localized = answer.plan, answer.localized
-    apart = isinstance(localized, LocalizedPlan)
+    is_localized = isinstance(localized, LocalizedPlan)
     found = {
         "lost_nodes": answer.lost_nodes,
         "recoverable": answer.recoverable,
-        "recovery": "localized" if apart else "together" if answer.recoverable else "none",
+        "recovery": "localized" if is_localized else "together" if answer.recoverable else "none",
         "reason": answer.reason,
         "ranks": [dataclasses.asdict(rank) for rank in answer.ranks],
         "together": {"reason": plan.reason},
@@ -145,16 +145,19 @@ def as_json(answer: WhatIf) -> dict[str, Any]:
     if isinstance(plan, RecoveryPlan):
         found |= {"start": plan.start, "end": plan.end, "needed": plan.needed}
     if localized is not None:
-        told: dict[str, Any] = {"reason": localized.reason}
+        described: dict[str, Any] = {"reason": localized.reason}
         if isinstance(localized, LocalizedPlan):
-            told |= {"resume": localized.resume, "together": localized.together}
-        found["localized"] = told
+            described |= {"resume": localized.resume, "together": localized.together}
+        found["localized"] = described
     return found
 
 
 def render_peers(answer: m.Peers) -> str:
-    """Neighbours, replication of the local ranks, replicas that lie here."""
-    listen = answer.endpoint or "no peer listener (CKPTD_PEER_LISTEN): snapshots stay on this node"
+    """The peers, the replication of the local ranks, and the replicas on this node."""
+    listen = (
+        answer.endpoint
+        or "no peer listener (CKPTD_PEER_LISTEN is not set): snapshots stay on this node"
+    )
     peers = [
         [
             p.node,
@@ -194,14 +197,14 @@ def render_peers(answer: m.Peers) -> str:
     if answer.public_key:
         parts[0] += f", key {answer.public_key}"
     if answer.encryption:
-        parts[0] += f"\nsnapshots travel to peers in {answer.encryption}"
+        parts[0] += f"\nencryption of snapshots sent to peers: {answer.encryption}"
     parts.append(
         format_table(["peer", "endpoint", "labels", "alive", "heard", "free"], peers)
         if peers
-        else "no peers known: they are learned when trainers attach"
+        else "no peers known: trainers report them when they attach"
     )
     if targets:
-        head = ["replicates", "to", "state", "held", "current to", "lag", "floor", "last trouble"]
+        head = ["replicates", "to", "state", "held", "current to", "lag", "floor", "last error"]
         parts.append(format_table(head, targets))
     if replicas:
         parts.append(format_table(["holds", "size", "snapshots", "newest"], replicas))
@@ -211,21 +214,21 @@ def render_peers(answer: m.Peers) -> str:
 
 
 def render_what_if(answer: WhatIf) -> str:
-    """The plan, and what each rank would go through."""
+    """The plan, and the recovery of each rank."""
     lost, localized = ", ".join(answer.lost_nodes), answer.localized
-    apart = isinstance(localized, LocalizedPlan)
+    is_localized = isinstance(localized, LocalizedPlan)
     head = f"without {lost}: " + ("" if answer.recoverable else "NOT RECOVERABLE: ")
     if any(STORE_NODE in rank.sources for rank in answer.ranks):
-        head += "memory does not have it, storage has: "
-    if apart:
-        head += "localized recovery, if those who are left park: "
-    lines = [head + answer.reason + ("" if apart else _compared(answer.plan))]
+        head += "from object storage, because memory does not suffice: "
+    if is_localized:
+        head += "localized recovery, if the surviving ranks park: "
+    lines = [head + answer.reason + ("" if is_localized else _compared(answer.plan))]
     if isinstance(localized, NotLocalized):
-        lines.append(f"all ranks together, because {localized.reason}")
+        lines.append(f"all ranks recover (global recovery), because {localized.reason}")
     head_row = ["rank", "home", "recovered from", "replayed", "lost", "moved"]
-    if apart:
+    if is_localized:
         head_row[2:3] = ["how", "recovered from", "fed by"]
-    rows = [_outcome_row(r, apart) for r in answer.ranks[:_MAX_RANKS]]
+    rows = [_outcome_row(r, is_localized) for r in answer.ranks[:_MAX_RANKS]]
     if rows:
         lines += ["", format_table(head_row, rows)]
     if len(answer.ranks) > _MAX_RANKS:
@@ -237,19 +240,21 @@ def _compared(plan: RecoveryPlan | NoRecovery) -> str:
     if isinstance(plan, NoRecovery):
         return ""
     if plan.start < plan.needed:
-        return f"; {plan.needed - plan.start} of the replayed iterations only to compare what is loaded"
-    return f"; nothing more is replayed to compare what is loaded: {plan.unverified}"
+        return (
+            f"; {plan.needed - plan.start} of the replayed iterations only verify the loaded values"
+        )
+    return f"; no additional iteration verifies the loaded values: {plan.unverified}"
 
 
-def _outcome_row(rank: RankOutcome, apart: bool) -> list[str]:
+def _outcome_row(rank: RankOutcome, is_localized: bool) -> list[str]:
     how = f"copies rank {rank.copies}" if rank.copies >= 0 else rank.kind or "-"
     fed = [f"rank {f.rank} {f.first}-{f.end - 1} ({', '.join(f.sources)})" for f in rank.fed_by]
     return [
         str(rank.rank),
         rank.home + (" (lost)" if rank.home_lost else ""),
-        *([how] if apart else []),
+        *([how] if is_localized else []),
         ", ".join("storage" if s == STORE_NODE else s for s in rank.sources) or "-",
-        *(["; ".join(fed) or "-"] if apart else []),
+        *(["; ".join(fed) or "-"] if is_localized else []),
         str(rank.replayed),
         str(rank.lost_iterations),
         format_bytes(rank.moved_bytes),
@@ -257,7 +262,7 @@ def _outcome_row(rank: RankOutcome, apart: bool) -> list[str]:
 
 
 def render_drill(answer: m.DrillReport) -> str:
-    """How the rehearsal went."""
+    """The result of the rehearsal."""
     if not answer.recoverable:
         return f"NOT RECOVERABLE from other nodes: {answer.reason}"
     rate = f", {answer.bytes / answer.seconds / 1e9:.2f} GB/s" if answer.seconds else ""
@@ -274,7 +279,7 @@ def render_drill(answer: m.DrillReport) -> str:
 
 
 def _whose(of: m.ReplicationStatus | m.HostedReplica) -> str:
-    """For a table; of a boundary log it is said."""
+    """Job, run and rank for a table; "log" marks a boundary log."""
     return f"{of.job}/{of.run} rank {of.rank}" + (" log" if of.kind == "log" else "")
 
 

@@ -1,4 +1,4 @@
-"""A line on a terminal that tells how far long work is; silent everywhere else."""
+"""A progress line for long operations on a terminal; prints nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["ProgressBar", "progress_line"]
 _EVERY_S = 0.1
 _BAR_CELLS = 24
 _CLEAR = "\r\x1b[K"
-_RATE_AFTER_S = 0.5  # before, a rate says nothing
+_RATE_AFTER_S = 0.5  # earlier, a rate is too noisy to show
 
 
 class ProgressBar:
-    """Shown on ``stream`` (stderr) while it is a terminal and ``quiet`` is not set; gone after the block.
+    """Shown on ``stream`` (stderr) if that is a terminal and ``quiet`` is not set; erased after the block.
 
     Called by one thread at a time.
 
     Args:
-        what: what is being done, in a few words.
-        total_bytes: of all the work; 0 where that is not known.
+        what: name of the operation, in a few words.
+        total_bytes: total size of the operation; 0 if not known.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ProgressBar:
             self._write(_CLEAR)
 
     def update(self, done_bytes: int) -> None:
-        """So much is done."""
+        """Report that ``done_bytes`` of the total are done."""
         now_s = self._clock()
         if not self._shown or now_s < self._next_s:
             return
@@ -75,7 +75,7 @@ class ProgressBar:
 
 
 def progress_line(what: str, done_bytes: int, total_bytes: int, elapsed_s: float) -> str:
-    """How far it is: a bar where the total is known, and what is done, how fast, how much longer."""
+    """A bar if the total is known, the bytes done, the rate and the time left."""
     rate = done_bytes / elapsed_s if elapsed_s > _RATE_AFTER_S else 0.0
     speed = f", {format_bytes(int(rate))}/s" if rate else ""
     if not total_bytes:

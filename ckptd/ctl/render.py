@@ -19,7 +19,7 @@ _OPERATORS_PER_LINE = 8
 
 
 def status(answer: m.Status) -> str:
-    """Daemon, memory, trainers, segments, what goes to storage, counters."""
+    """Daemon, memory, trainers, segments, uploads to storage, counters."""
     used = answer.used_bytes / answer.quota_bytes if answer.quota_bytes else 0.0
     who = (
         f"ckptd {answer.version} on node {answer.node_id}, process {answer.pid}, "
@@ -49,9 +49,9 @@ def status(answer: m.Status) -> str:
 
 
 def iterations(job: str, run: str, found: Sequence[SavedIteration]) -> str:
-    """Newest first."""
+    """A table of the iterations, newest first."""
     if not found:
-        return f"nothing is saved of {job}/{run} that all ranks can go back to"
+        return f"no iteration of {job}/{run} is saved on all ranks"
     rows = [
         [str(each.iteration), str(each.replay_from), "yes" if each.durable else "no"]
         for each in found
@@ -62,14 +62,14 @@ def iterations(job: str, run: str, found: Sequence[SavedIteration]) -> str:
 def snapshots(
     answer: m.Snapshots, *, operators: bool, verify_iterations: int = VERIFY_ITERATIONS
 ) -> str:
-    """One block per rank: its slots, then what could be recovered and what that would cost a
-    trainer with these ``verify_iterations``.
+    """One block per rank: its slots, then the iteration that can be recovered and its cost for
+    a trainer with these ``verify_iterations``.
     """
     ranks = [
         _rank(rank, operators=operators, verify_iterations=verify_iterations)
         for rank in answer.ranks
     ]
-    replays = [_replays(told) for told in answer.replays]
+    replays = [_replays(run) for run in answer.replays]
     return "\n\n".join([*(ranks or ["no snapshots in memory"]), *replays])
 
 
@@ -85,17 +85,17 @@ def events(found: Sequence[m.EventInfo]) -> str:
 
 
 def parks(answer: m.Parks) -> str:
-    """One line per trainer that was asked."""
+    """One line per trainer that received the request."""
     if not answer.ranks:
-        return "no trainer is attached that could park"
+        return "no attached trainer can park"
     return "\n".join(
-        f"{told.job}/{told.run} rank {told.rank}: "
+        f"{rank.job}/{rank.run} rank {rank.rank}: "
         + (
-            f"parked at iteration {told.iteration}"
-            if told.iteration >= 0
-            else f"not parked: {told.reason}"
+            f"parked at iteration {rank.iteration}"
+            if rank.iteration >= 0
+            else f"not parked: {rank.reason}"
         )
-        for told in answer.ranks
+        for rank in answer.ranks
     )
 
 
@@ -110,10 +110,10 @@ def findings(found: Sequence[Diagnosis]) -> str:
     return "\n".join(lines)
 
 
-def _replays(told: m.RunFailures) -> str:
-    """The replays of a run that did not reproduce, and what was concluded."""
-    lines = [f"{told.job}/{told.run}: replays that did not reproduce what was recorded"]
-    for failure in told.failures:
+def _replays(run: m.RunFailures) -> str:
+    """The failed replays of a run, and the verdict on each."""
+    lines = [f"{run.job}/{run.run}: replays that did not reproduce the recorded values"]
+    for failure in run.failures:
         lines.append(f"  {failure.verdict}: {describe_failure(failure)}")
         lines += [
             f"    rank {rank.rank}: {rank.what} ({rank.count} in all; recorded {rank.expected}, "
@@ -210,13 +210,13 @@ def _rank(rank: m.RankSnapshots, *, operators: bool, verify_iterations: int) -> 
         f"{rank.job}/{rank.run} rank {rank.rank} of {rank.world_size}: window {rank.window}, "
         f"{rank.num_operators} operators"
     )
-    held = [slot for slot in rank.slots if slot.state != "free"]
-    free = len(rank.slots) - len(held)
+    used = [slot for slot in rank.slots if slot.state != "free"]
+    free = len(rank.slots) - len(used)
     header = (
         "iteration", "size", "anchored", "compute", "state", "replicated", "durable", "gen", "slot",
         "age", "digest",
     )  # fmt: skip
-    lines = [title, format_table(header, [_slot(slot, rank) for slot in held])]
+    lines = [title, format_table(header, [_slot(slot, rank) for slot in used])]
     if free:
         lines.append(f"and {free} free slots")
     lines.append(_recoverable(rank, verify_iterations))
@@ -225,7 +225,7 @@ def _rank(rank: m.RankSnapshots, *, operators: bool, verify_iterations: int) -> 
     if rank.parked:
         lines.append(_parked(rank.parked))
     if operators:
-        lines += [line for slot in held for line in _anchored(slot, rank)]
+        lines += [line for slot in used for line in _anchored(slot, rank)]
     return "\n".join(lines)
 
 
@@ -256,7 +256,7 @@ def _recoverable(rank: m.RankSnapshots, verify_iterations: int) -> str:
     if more > verify_iterations:
         more = 0
     replayed = end - start + more
-    to_compare = f", {more} of them only to compare what is loaded" if more else ""
+    to_compare = f", {more} of them only to verify the loaded values" if more else ""
     return (
         f"recoverable: iteration {end}, from snapshots {start - more} to {end}, by replaying {replayed} "
         f"iteration{'' if replayed == 1 else 's'}{to_compare} ({rank.reason})"
@@ -264,7 +264,7 @@ def _recoverable(rank: m.RankSnapshots, verify_iterations: int) -> str:
 
 
 def _log(slots: Sequence[m.SlotInfo]) -> str:
-    """What is logged of pipeline boundaries."""
+    """The iterations in the boundary log."""
     logged = sorted({slot.iteration for slot in slots if slot.state == "sealed"})
     size = format_bytes(sum(slot.image_len for slot in slots if slot.state == "sealed"))
     span = f"iterations {', '.join(map(str, logged))}, {size}" if logged else "nothing yet"
@@ -272,12 +272,12 @@ def _log(slots: Sequence[m.SlotInfo]) -> str:
 
 
 def _parked(slots: Sequence[m.SlotInfo]) -> str:
-    """Which iterations can be gone on with without any replay."""
-    held = [slot for slot in slots if slot.state == "sealed"]
+    """The iterations from which a restart resumes without replay."""
+    sealed = [slot for slot in slots if slot.state == "sealed"]
     shown = ", ".join(
         f"iteration {slot.iteration} ({format_bytes(slot.image_len)}, "
         f"{format_age(max(0.0, (time.time_ns() - slot.filled_at_ns) / 1e9))} ago)"
-        for slot in held
+        for slot in sealed
     )
     return f"parked: {shown or 'nothing'} ({len(slots)} slots)"
 

@@ -19,13 +19,13 @@ from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.run_retention import Surveyed, newest_ns
 from ckptd.persistence.run_store import RunStore
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
-from ckptd.storage.checkpoints.incarnation_retention import StoredWorld, plan_worlds
+from ckptd.storage.checkpoints.incarnation_retention import StoredIncarnation, plan_incarnations
 from ckptd.storage.checkpoints.names import (
-    WorldName,
+    IncarnationName,
+    incarnation_of_run,
+    incarnations_prefix,
     parse,
-    run_of_world,
-    world_of_run,
-    worlds_prefix,
+    run_of_incarnation,
 )
 from ckptd.storage.checkpoints.retention import RetentionPolicy
 from ckptd.storage.stores.objects import ObjectStore
@@ -49,7 +49,7 @@ class StoredWorlds:
         policy: RetentionPolicy,
     ) -> None:
         self._store, self._run_of, self._policy = store, run_of, policy
-        self._marked: set[WorldName] = set()
+        self._marked: set[IncarnationName] = set()
 
     def mark(self, job: str, run: str, descriptor: bytes) -> None:
         """Before a rank's manifest: if its run is a world, the store shall show it.
@@ -74,7 +74,7 @@ class StoredWorlds:
         found: list[w.WholeWorld] = []
         damaged: list[tuple[int, int]] = []
         for number in numbers:
-            run = self._run_of(job, run_of_world(message.run, number))
+            run = self._run_of(job, run_of_incarnation(message.run, number))
             if not message.again:
                 run.trust_again()
             catalog, passed_over = run.offered()
@@ -96,29 +96,33 @@ class StoredWorlds:
         """
         name = _name(job, run)
         numbers = [] if name is None else self._numbers(job, name.run)
-        if name is None or name.world not in numbers:
+        if name is None or name.number not in numbers:
             return  # it is called like a world, and is none
-        runs = {n: self._run_of(job, run_of_world(name.run, n)) for n in numbers if n < name.world}
+        runs = {
+            n: self._run_of(job, run_of_incarnation(name.run, n))
+            for n in numbers
+            if n < name.number
+        }
         if not runs:
             return
         newest = _world(self._run_of(job, run).retention.survey())
         seen = {number: each.retention.survey() for number, each in runs.items()}
         earlier = {number: _world(one) for number, one in seen.items()}
         now_ns = max(newest_ns(world.catalog) for world in (newest, *earlier.values()))
-        for plan in plan_worlds(newest, earlier, self._policy, now_ns=now_ns):
-            runs[plan.world].retention.delete(
-                plan.manifests, plan.objects, plan.names, listed_s=seen[plan.world].listed_s
+        for plan in plan_incarnations(newest, earlier, self._policy, now_ns=now_ns):
+            runs[plan.number].retention.delete(
+                plan.manifests, plan.objects, plan.names, listed_s=seen[plan.number].listed_s
             )
 
     def _numbers(self, job: str, run: str) -> list[int]:
         """Of all worlds that are marked, the latest first."""
-        names = [parse(info.key) for info in self._store.list(worlds_prefix(job, run))]
-        return sorted({n.world for n in names if isinstance(n, WorldName)}, reverse=True)
+        names = [parse(info.key) for info in self._store.list(incarnations_prefix(job, run))]
+        return sorted({n.number for n in names if isinstance(n, IncarnationName)}, reverse=True)
 
 
-def _name(job: str, run: str) -> WorldName | None:
-    found = world_of_run(run)
-    return None if found is None else WorldName(job, *found)
+def _name(job: str, run: str) -> IncarnationName | None:
+    found = incarnation_of_run(run)
+    return None if found is None else IncarnationName(job, *found)
 
 
 def _sizes(catalog: Catalog, checkpoint: StoredCheckpoint) -> list[int]:
@@ -128,5 +132,5 @@ def _sizes(catalog: Catalog, checkpoint: StoredCheckpoint) -> list[int]:
     ]
 
 
-def _world(seen: Surveyed) -> StoredWorld:
-    return StoredWorld(seen.catalog, seen.verified, seen.references)
+def _world(seen: Surveyed) -> StoredIncarnation:
+    return StoredIncarnation(seen.catalog, seen.verified, seen.references)

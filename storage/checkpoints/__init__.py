@@ -1,1 +1,1 @@
-"""Checkpoints in a store: names, manifests, what may be deleted, whether it is whole."""
+"""Checkpoints in a store: names, manifests, retention and verification."""

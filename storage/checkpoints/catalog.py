@@ -1,9 +1,9 @@
-"""What lies in a store of one run, from a listing alone: which checkpoints are there, and in which state.
+"""The checkpoints of one run in a store and their states, built from a listing alone.
 
-* *committed*: a manifest of every rank is there. Nobody decides that, and nothing has to be read for it.
-* *incomplete*: some are missing; it may yet be written, or its writers are gone.
+* *committed*: every rank's manifest exists. No process decides that, and no object has to be read.
+* *incomplete*: some manifests are missing; a job may still be writing them, or its writers are gone.
 * *stale*: it belongs to an abandoned history (``docs/replication.md`` section 2): a later epoch began at
-  an iteration before its end. It is never restored, whatever it holds.
+  an iteration before its end. It is never restored, even if it is complete.
 
 Pure: the listing is given, in any order.
 """
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from ckptd.storage.checkpoints.names import (
     CheckpointId,
+    IncarnationName,
     ManifestName,
     ObjectName,
     PinName,
     RunName,
-    WorldName,
     parse,
     run_prefix,
 )
@@ -36,7 +36,7 @@ __all__ = [
     "build_catalog",
 ]
 
-_TOLD = 8
+_MOST_LISTED = 8
 
 
 class CheckpointState(StrEnum):
@@ -48,14 +48,16 @@ class CheckpointState(StrEnum):
 
 
 class Epoch(NamedTuple):
-    """A history: at which iteration it left the one before, and since when the store shows it."""
+    """A history: the iteration at which it left the one before, and the time since which the store
+    shows it.
+    """
 
     start: int
     since_ns: int | None
 
 
 class ListedObject(NamedTuple):
-    """An object of the run, as named and as listed."""
+    """An object of the run: its name and its entry in the listing."""
 
     name: ObjectName
     info: ObjectInfo
@@ -63,13 +65,13 @@ class ListedObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint as far as a listing tells.
+    """A checkpoint, as far as the listing shows it.
 
     Attributes:
-        manifests: by rank.
-        missing: the ranks whose manifest is not there.
+        manifests: the manifests by rank.
+        missing: the ranks without a manifest.
         modified_ns: when the last of its manifests was written, by the store's clock.
-        stale_since_ns: since when the store shows the history that made it stale; None if it is not
+        stale_since_ns: the time since which the store shows the history that made it stale; None if it is not
             stale, or if only the caller knows of that history.
     """
 
@@ -85,20 +87,20 @@ class StoredCheckpoint:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank's manifest is there; a stale one may be complete, too."""
+        """Whether every rank's manifest exists; a stale checkpoint may be complete, too."""
         return not self.missing
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What there is of a run; ``checkpoints`` are newest first.
+    """The contents of a run; ``checkpoints`` are newest first.
 
     Attributes:
-        identity: ``run.json``, if it is there.
-        objects: by (rank, iteration).
+        identity: ``run.json``, if it exists.
+        objects: the objects by (rank, iteration).
         epochs: the known histories by number.
-        known_epochs: those of which the caller knew from elsewhere.
-        foreign: keys below the run's prefix that are none of ours; they are left alone.
+        known_epochs: the histories that the caller passed.
+        foreign: keys below the run's prefix that ckptd did not write; they are left alone.
     """
 
     job: str
@@ -113,31 +115,31 @@ class Catalog:
 
     @property
     def committed(self) -> tuple[StoredCheckpoint, ...]:
-        """What can be restored, newest first."""
+        """The checkpoints that can be restored, newest first."""
         return tuple([c for c in self.checkpoints if c.state is CheckpointState.COMMITTED])
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """The newest committed one."""
+        """The newest committed checkpoint."""
         return next((c for c in self.checkpoints if c.state is CheckpointState.COMMITTED), None)
 
     def last_of(self, rank: int) -> StoredCheckpoint | None:
-        """The newest one that is not stale and has this rank's manifest, committed or not."""
+        """The newest checkpoint that is not stale and has this rank's manifest, committed or not."""
         for checkpoint in self.checkpoints:
             if checkpoint.state is not CheckpointState.STALE and rank in checkpoint.manifests:
                 return checkpoint
         return None
 
     def leaving(self, epoch: int, iteration: int) -> Epoch | None:
-        """The history that made a record of this epoch and iteration stale; None if none did.
+        """The history that made a record of this epoch and iteration stale, or None.
 
-        Of several, the one that the store has shown for longest.
+        If several did: the one that the store has shown for longest.
         """
         return _leaving(self.epochs, epoch, iteration)
 
     def only(self, ids: Collection[CheckpointId]) -> Catalog:
-        """The same with these checkpoints alone; no other one tells of a history that makes one of
-        them stale.
+        """The same catalog with only these checkpoints, and without the histories that only the others
+        show.
         """
         manifests = {
             c.id: {c.world_size: dict(c.manifests)} for c in self.checkpoints if c.id in ids
@@ -146,14 +148,16 @@ class Catalog:
         return replace(self, checkpoints=_checkpoints(manifests, epochs, self.pins), epochs=epochs)
 
 
-_Worlds = dict[int, dict[int, ObjectInfo]]  # of one checkpoint: manifests by world size and rank
+_ManifestsBySize = dict[
+    int, dict[int, ObjectInfo]
+]  # of one checkpoint: manifests by world size and rank
 
 
 class _Found:
-    """What a listing shows, sorted by kind."""
+    """The names in a listing, sorted by kind."""
 
     def __init__(self) -> None:
-        self.manifests: dict[CheckpointId, _Worlds] = {}
+        self.manifests: dict[CheckpointId, _ManifestsBySize] = {}
         self.objects: dict[tuple[int, int], list[ListedObject]] = {}
         self.pins: list[PinName] = []
         self.identity: ObjectInfo | None = None
@@ -162,8 +166,8 @@ class _Found:
     def add(self, info: ObjectInfo) -> None:
         name = parse(info.key)
         if isinstance(name, ManifestName):
-            worlds = self.manifests.setdefault(name.checkpoint, {})
-            worlds.setdefault(name.world_size, {})[name.rank] = info
+            by_size = self.manifests.setdefault(name.checkpoint, {})
+            by_size.setdefault(name.world_size, {})[name.rank] = info
         elif isinstance(name, ObjectName):
             listed = ListedObject(name, info)
             self.objects.setdefault((name.rank, name.iteration), []).append(listed)
@@ -171,7 +175,9 @@ class _Found:
             self.pins.append(name)
         elif isinstance(name, RunName):
             self.identity = info
-        elif not isinstance(name, WorldName):  # of other runs' names, and of no checkpoint
+        elif not isinstance(
+            name, IncarnationName
+        ):  # it marks another run, and belongs to no checkpoint
             self.foreign.append(info.key)
 
 
@@ -182,12 +188,12 @@ def build_catalog(
     *,
     known_epochs: Mapping[int, int] | None = None,
 ) -> Catalog:
-    """What ``listing`` shows of a run; other runs' keys are passed over.
+    """Build the catalog of a run from ``listing``; ignores the keys of other runs.
 
     Args:
-        known_epochs: epoch_start by epoch, of which the caller knows from elsewhere.
+        known_epochs: histories that the caller knows: epoch_start by epoch.
     Raises:
-        ValueError: ``job`` or ``run`` is no name.
+        ValueError: ``job`` or ``run`` is not a valid name.
     """
     prefix = run_prefix(job, run)
     found = _Found()
@@ -210,26 +216,30 @@ def build_catalog(
 
 
 def _checkpoints(
-    manifests: Mapping[CheckpointId, _Worlds], epochs: Mapping[int, Epoch], pins: Iterable[PinName]
+    manifests: Mapping[CheckpointId, _ManifestsBySize],
+    epochs: Mapping[int, Epoch],
+    pins: Iterable[PinName],
 ) -> tuple[StoredCheckpoint, ...]:
-    """Newest first; of two that end alike, the one that was written last."""
+    """The checkpoints, newest first; of two with the same end, the one written last comes first."""
     pinned = {(pin.end, pin.epoch, pin.agreement) for pin in pins}
-    found = [_checkpoint(name, worlds, epochs, pinned) for name, worlds in manifests.items()]
+    found = [_checkpoint(name, by_size, epochs, pinned) for name, by_size in manifests.items()]
     found.sort(key=lambda c: (c.id.end, c.id.epoch, c.modified_ns, c.id), reverse=True)
     return tuple(found)
 
 
 def _epochs(
-    manifests: Mapping[CheckpointId, _Worlds], known: Mapping[int, int]
+    manifests: Mapping[CheckpointId, _ManifestsBySize], known: Mapping[int, int]
 ) -> dict[int, Epoch]:
-    """Every history that is known; where its beginning is told differently, the earliest counts."""
+    """All known histories; if the checkpoints of one disagree about its start, the earliest counts."""
     epochs = {number: Epoch(start, None) for number, start in known.items()}
-    for checkpoint, worlds in manifests.items():
-        since = min([i.modified_ns for infos in worlds.values() for i in infos.values()])
-        told = epochs.get(checkpoint.epoch)
-        if told is not None:
-            since = since if told.since_ns is None else min(since, told.since_ns)
-        start = checkpoint.epoch_start if told is None else min(checkpoint.epoch_start, told.start)
+    for checkpoint, by_size in manifests.items():
+        since = min([i.modified_ns for infos in by_size.values() for i in infos.values()])
+        epoch = epochs.get(checkpoint.epoch)
+        if epoch is not None:
+            since = since if epoch.since_ns is None else min(since, epoch.since_ns)
+        start = (
+            checkpoint.epoch_start if epoch is None else min(checkpoint.epoch_start, epoch.start)
+        )
         epochs[checkpoint.epoch] = Epoch(start, since)
     return epochs
 
@@ -242,12 +252,12 @@ def _leaving(epochs: Mapping[int, Epoch], epoch: int, iteration: int) -> Epoch |
 
 def _checkpoint(
     checkpoint: CheckpointId,
-    worlds: _Worlds,
+    by_size: _ManifestsBySize,
     epochs: Mapping[int, Epoch],
     pinned: set[tuple[int, int, str]],
 ) -> StoredCheckpoint:
-    world_size = _one_world(worlds)
-    manifests = worlds[world_size]
+    world_size = _counting_world_size(by_size)
+    manifests = by_size[world_size]
     missing: tuple[int, ...] = ()
     if len(manifests) < world_size:
         missing = tuple([rank for rank in range(world_size) if rank not in manifests])
@@ -260,7 +270,7 @@ def _checkpoint(
         reason = f"{len(missing)} of {world_size} ranks are missing: {_listed(missing)}"
     else:
         state = CheckpointState.COMMITTED
-        reason = f"all {world_size} ranks are there"
+        reason = f"the manifests of all {world_size} ranks exist"
     return StoredCheckpoint(
         checkpoint,
         state,
@@ -274,15 +284,15 @@ def _checkpoint(
     )
 
 
-def _one_world(worlds: _Worlds) -> int:
-    """The size of the world whose manifests count.
+def _counting_world_size(by_size: _ManifestsBySize) -> int:
+    """The world size whose manifests count.
 
-    The agreement is about the world size, too, so there is only one, unless somebody copied a file to
-    where it does not belong. Then the one that is nearest to being complete counts.
+    The agreement covers the world size, so there is only one, unless somebody copied a manifest into
+    the wrong folder. Then the world size with the largest part of its manifests counts.
     """
-    return max(worlds, key=lambda world: (len(worlds[world]) / world, world))
+    return max(by_size, key=lambda size: (len(by_size[size]) / size, size))
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
-    more = f" and {len(ranks) - _TOLD} more" if len(ranks) > _TOLD else ""
-    return ", ".join(map(str, ranks[:_TOLD])) + more
+    more = f" and {len(ranks) - _MOST_LISTED} more" if len(ranks) > _MOST_LISTED else ""
+    return ", ".join(map(str, ranks[:_MOST_LISTED])) + more

@@ -1,11 +1,11 @@
-"""One checkpoint, checked from its manifests down to the last byte that they refer to.
+"""Verification of one checkpoint, from its manifests to the last byte of their objects.
 
 An object is checked by itself (`ckptd.storage.images.object_check`), once; an image by its header's
-digest, then by comparing the digests in it with those of the tensors that its extents point to, and
-last, in a second pass, by the cryptographic digest in its manifest: the others can be made to fit.
+digest, then by comparing its digests with those of the tensors that its extents point to, and last, in
+a second pass, by the cryptographic digest in its manifest, because xxh3 digests can be forged.
 
-What is found is data; trouble with the store itself (`StoreError`, unless an object is missing or too
-short) is raised, because it says nothing about what is stored.
+Findings are returned as data. Errors of the store itself (`StoreError`, except for an object that is
+missing or too short) are raised, because they say nothing about the stored data.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _Contents = Mapping[int, tuple[int, bytes]]  # of an object: length and digest o
 
 
 class Checker:
-    """Checks checkpoints of one store, and each of their objects once; threads may share it.
+    """Checks checkpoints of one store, and each of their objects once. Thread-safe.
 
-    ``mentioned`` are the keys of all objects that the manifests refer to that were read.
+    ``mentioned`` contains the keys of all objects that the manifests read so far refer to.
     """
 
     def __init__(
-        self, store: ObjectStore, *, full: bool, told: Callable[[Progress], None] | None
+        self, store: ObjectStore, *, full: bool, progress: Callable[[Progress], None] | None
     ) -> None:
         self.mentioned: set[str] = set()
         self.num_objects = 0
         self.read_bytes = 0
         self._store = store
         self._full = full
-        self._told = told
+        self._progress = progress
         self._lock = threading.Lock()
         self._checked: dict[StoredObject, tuple[Finding, ...]] = {}
         self._contents: OrderedDict[str, _Contents] = OrderedDict()
@@ -71,7 +71,7 @@ class Checker:
     def check(
         self, checkpoint: StoredCheckpoint, run_id: str | None, map_fn: MapFunction
     ) -> set[Finding]:
-        """What is wrong with a checkpoint; ``run_id`` is the run's, None if that is not known."""
+        """The findings about a checkpoint; ``run_id`` is that of the run, None if not known."""
         infos = [checkpoint.manifests[rank] for rank in sorted(checkpoint.manifests)]
         found = map_fn(lambda info: list(self._rank(info, run_id)), infos)
         findings = {finding for one in found for finding in one}
@@ -81,7 +81,7 @@ class Checker:
         return findings
 
     def mention(self, checkpoint: StoredCheckpoint, map_fn: MapFunction) -> set[Finding]:
-        """Learn to what objects an unfinished checkpoint refers, without checking them."""
+        """Add the objects of an unfinished checkpoint to ``mentioned``, without checking them."""
         found = map_fn(
             lambda info: self._read(info.key, Severity.WARNING), checkpoint.manifests.values()
         )
@@ -112,7 +112,7 @@ class Checker:
         return manifest, ()
 
     def _object(self, stored: StoredObject) -> tuple[Finding, ...]:
-        """What is wrong with an object, found out once."""
+        """The findings about an object; each object is checked once."""
         known = self._checked.get(stored)
         if known is not None:
             return known
@@ -127,7 +127,7 @@ class Checker:
         if info is None:
             yield Finding(Severity.ERROR, stored.key, "it is missing")
         elif info.size != stored.size:
-            what = f"it has {info.size} bytes, by its manifest {stored.size}"
+            what = f"it has {info.size} bytes, but its manifest says {stored.size}"
             yield Finding(Severity.ERROR, stored.key, what)
         elif self._full:
             yield from self._content_findings(stored)
@@ -136,9 +136,9 @@ class Checker:
         memory = self._take_memory()
         try:
             header, _ = self._load(stored)
-            told = self._teller(stored.key)
-            told(header.data_offset)
-            for tensor in check_tensors(self._store, stored.key, header, memory, told):
+            count = self._count_reads(stored.key)
+            count(header.data_offset)
+            for tensor in check_tensors(self._store, stored.key, header, memory, count):
                 yield Finding(Severity.ERROR, stored.key, "its digest does not match", tensor)
         except ObjectDamaged as error:
             yield Finding(Severity.ERROR, stored.key, str(error))
@@ -150,7 +150,7 @@ class Checker:
     def _image(
         self, key: str, manifest: RankManifest, snapshot: StoredSnapshot
     ) -> Iterator[Finding]:
-        """Whether a snapshot's extents make up the image that was sealed."""
+        """Check that a snapshot's extents form the image that was sealed."""
         where = f"iteration {snapshot.iteration}"
         try:
             parsed = parse_header(read_image_header(self._store, snapshot))
@@ -163,7 +163,7 @@ class Checker:
                 yield Finding(Severity.ERROR, key, what, tensor)
                 return
             if not has_its_digest(self._store, snapshot):
-                what = "its cryptographic digest does not match, and its xxh3 digests do"
+                what = "its cryptographic digest does not match, but its xxh3 digests do"
                 yield Finding(
                     Severity.ERROR, key, f"{where}: {what}: an object or the manifest was forged"
                 )
@@ -171,7 +171,7 @@ class Checker:
             yield Finding(Severity.ERROR, key, f"{where}: {error}")
 
     def _misplaced(self, parsed: ObjectHeader, snapshot: StoredSnapshot) -> Iterator[str]:
-        """The tensors that are not what lies where the extents say."""
+        """The tensors whose extents point to other contents."""
         starts = [extent.image_offset for extent in snapshot.extents]
         contents = [self._contents_of(stored) for stored in snapshot.objects]
         for tensor, digest in zip(parsed.tensors, parsed.digests, strict=True):
@@ -190,7 +190,7 @@ class Checker:
 
     def _load(self, stored: StoredObject) -> tuple[ObjectHeader, _Contents]:
         name = parse(stored.key)
-        assert isinstance(name, ObjectName), "a manifest holds no other keys"
+        assert isinstance(name, ObjectName), "a manifest contains no other keys"
         header = read_object_header(self._store, stored.key, stored.size, name.tag)
         contents = {
             tensor.offset: (tensor.nbytes, digest)
@@ -203,24 +203,24 @@ class Checker:
                 self._contents.popitem(last=False)
         return header, contents
 
-    def _teller(self, key: str) -> Callable[[int], None]:
-        def told(num_bytes: int) -> None:
+    def _count_reads(self, key: str) -> Callable[[int], None]:
+        def count(num_bytes: int) -> None:
             with self._lock:
                 self.read_bytes += num_bytes
-                if self._told is not None:
-                    self._told(Progress(key, self.num_objects, self.read_bytes))
+                if self._progress is not None:
+                    self._progress(Progress(key, self.num_objects, self.read_bytes))
 
-        return told
+        return count
 
     def _take_memory(self) -> StreamBuffers:
         try:
             return self._memory.pop()
-        except IndexError:  # each thread keeps what it took the first time, in effect
+        except IndexError:  # in effect, one per thread
             return StreamBuffers.allocate()
 
 
 def _unlike(parsed: ObjectHeader, manifest: RankManifest, snapshot: StoredSnapshot) -> str:
-    """In what an image is not the one that its manifest describes; "" if it is."""
+    """The first difference between an image and its description in the manifest; "" if there is none."""
     bitmap = snapshot.anchors.to_bytes((snapshot.num_operators + 7) // 8, "little")
     wanted = {
         "job": manifest.job,
@@ -231,9 +231,9 @@ def _unlike(parsed: ObjectHeader, manifest: RankManifest, snapshot: StoredSnapsh
         "anchors": base64.b64encode(bitmap).decode("ascii"),
     }
     for what, value in wanted.items():
-        told = parsed.metadata.get(what, "").strip()
-        if told != value:
-            return f"the image tells {told[:40]!r} for {what}, the manifest {value[:40]!r}"
+        recorded = parsed.metadata.get(what, "").strip()
+        if recorded != value:
+            return f"{what} is {recorded[:40]!r} in the image and {value[:40]!r} in the manifest"
     if parsed.size != snapshot.image_len:
-        return f"the image has {parsed.size} bytes, by the manifest {snapshot.image_len}"
+        return f"the image has {parsed.size} bytes, but the manifest says {snapshot.image_len}"
     return ""

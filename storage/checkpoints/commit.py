@@ -1,12 +1,12 @@
-"""When a rank may write its manifest, and what it may refer to in it. ``docs/format.md`` section 7.
+"""The rules by which a rank may write its manifest and refer to objects. ``docs/format.md`` section 7.
 
-Whoever collects garbage sees what the store shows; a writer knows, beside that, the history that it is part
-of, of which the store may show nothing yet. What a writer refers to must stay in *both* views: in the
-store's, nothing newer may have replaced it, or it could be deleted at this very moment, and rightly.
+A garbage collector sees only the store. A writer also knows its own history, which the store may not show
+yet. An object that a writer refers to must stay in *both* views: if a newer checkpoint has replaced it in
+the store's view, a collector may be deleting it now.
 
-What is decided here holds for a while only (`RetentionPolicy.settle_ns`): whoever was allowed to commit
-does it within half of that time after the listing was begun, and within half of `RetentionPolicy.grace_ns`
-after the first object was put; or looks again.
+A decision is valid for a limited time (`RetentionPolicy.settle_ns`): a writer commits within half of that
+time after the start of the listing, and within half of `RetentionPolicy.grace_ns` after its first upload;
+or lists again.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ __all__ = ["Views", "see"]
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """One listing of a run as everybody sees it (``shown``) and as a writer does (``own``)."""
+    """One listing of a run as every process sees it (``shown``), and as the writer sees it (``own``)."""
 
     shown: Catalog
     own: Catalog
 
     def base_of(self, rank: int) -> StoredCheckpoint | None:
-        """The checkpoint whose manifest by this rank tells what need not be uploaded again.
+        """The checkpoint whose objects this rank need not upload again.
 
-        None if there is none that is sure to stay: then everything is uploaded.
+        None if no checkpoint is sure to stay: then everything is uploaded.
         """
         last = self.own.last_of(rank)
         return last if last is not None and last.id in self._staying() else None
 
     def refusal(self, checkpoint: CheckpointId, relied: Collection[str]) -> str:
-        """Why a rank must not write its manifest of ``checkpoint``; "" if it may.
+        """The reason why a rank must not write its manifest of ``checkpoint``; "" if it may.
 
         Args:
-            relied: the keys of the manifests because of which something was not uploaded again.
+            relied: the keys of the manifests whose objects the rank did not upload again.
         """
         left = self.own.leaving(checkpoint.epoch, checkpoint.end)
         if left is not None:
@@ -61,13 +61,14 @@ class Views:
             for info in c.manifests.values()
         }
         lost = sorted(set(relied) - sure)
-        return f"what was not uploaded again may be deleted ({lost[0]})" if lost else ""
+        return f"objects that it refers to may be deleted: {lost[0]} was replaced" if lost else ""
 
     def _staying(self) -> set[CheckpointId]:
-        """What nobody may delete: what is stale in neither view, and was not replaced in anybody's.
+        """The checkpoints that no collector may delete: stale in neither view, and replaced in no view.
 
-        A collector may still act on a listing in which what is stale by now was not: therefore what is
-        complete counts as a replacement, stale or not, unless whoever sees the one sees the other as stale.
+        A collector may still act on an older listing, in which a stale checkpoint was not stale yet.
+        Therefore every complete checkpoint counts as a replacement, stale or not, unless each view that
+        shows the one shows the other as stale.
         """
         complete = [c.id for c in self.shown.checkpoints if c.complete]
         stale = {

@@ -1,4 +1,4 @@
-"""What a verification finds, as data."""
+"""The findings of a verification, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Finding", "Progress", "Severity", "VerifyReport", "is_whole"]
 
 
 class Severity(StrEnum):
-    """What a finding means: data are lost, somebody should look, or all is as it may be."""
+    """The severity of a finding: data are lost, an operator should look, or information."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -21,7 +21,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """Something about a key; ``tensor`` is the one that is concerned, if it is one."""
+    """A finding about a key, and about one ``tensor`` of it if that is not empty."""
 
     severity: Severity
     key: str
@@ -29,14 +29,14 @@ class Finding:
     tensor: str = ""
 
     def __str__(self) -> str:
-        """In one line."""
+        """The finding in one line."""
         tensor = f" (tensor {self.tensor!r})" if self.tensor else ""
         return f"{self.severity}: {self.key}: {self.what}{tensor}"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is: what is being read, and how much was read up to now."""
+    """Progress of a verification: the key being read, and the amount read so far."""
 
     key: str
     num_objects: int
@@ -45,7 +45,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was found (errors first), and which checkpoints were found whole: (job, run, which)."""
+    """The findings, errors first, and the checkpoints that are whole: (job, run, id)."""
 
     findings: tuple[Finding, ...]
     whole: tuple[tuple[str, str, CheckpointId], ...]
@@ -54,7 +54,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is lost."""
+        """Whether no data are lost."""
         return is_whole(self.findings)
 
 

@@ -1,10 +1,9 @@
-"""What a rank says it stored for a checkpoint: written last, and all of it checked when it is read.
+"""The manifest of one rank's part of a checkpoint: written last, and checked completely when it is read.
 
-``docs/format.md`` section 4 is the specification. A manifest is worth as much as what it refers to, so
-nothing in it is believed: numbers are bounded, keys lie below the run's own prefix and have the form of
-object keys, extents cover each image without gap or overlap and stay within their objects, the snapshots
-are an unbroken chain that anchors every operator. Whatever is read ends in a `RankManifest` of which all
-this holds, or in a `ManifestError`.
+``docs/format.md`` section 4 is the specification. Reading a manifest checks that its numbers are in
+range, its keys are object keys below the run's prefix, its extents cover each image without gap or
+overlap and stay within their objects, and its snapshots are an unbroken chain that anchors every operator.
+The result is a `RankManifest` with these properties, or a `ManifestError`.
 
 `RankManifest.from_bytes` accepts only the one spelling that `to_bytes` writes.
 """
@@ -70,19 +69,20 @@ _SIGNATURE_BYTES = 64
 _MAX_DESCRIPTOR_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)  # no slots: `agreement` is computed once, and asked for with every key
+@dataclass(frozen=True)  # no slots: `agreement` is a cached property, used by every key
 class RankManifest:
-    """Everything one rank has stored of a checkpoint.
+    """The objects and snapshots of a checkpoint that one rank has stored.
 
     Attributes:
         every: iterations between checkpoints.
-        slot_bytes: how large the slots were: room for any image of this window.
-        num_slots: how many of them the ring had.
+        slot_bytes: the size of a slot, sufficient for any image of this window.
+        num_slots: the number of slots of the ring.
         descriptor: the segment's descriptor, opaque to storage.
-        tool: name and version of what wrote it.
-        version: of the format. 1 has neither digests of images nor signatures; it is read, and not written any more.
-        signer: public key of who signed it (`ckptd.storage.checkpoints.signing`); "" if nobody did.
-        signature: 64 bytes over `signed_bytes`; empty if nobody signed.
+        tool: name and version of the writer.
+        version: of the format. Version 1 has no digests of images and no signatures; it is read,
+            but no longer written.
+        signer: public key of the signer (`ckptd.storage.checkpoints.signing`); "" if it is not signed.
+        signature: 64 bytes over `signed_bytes`; empty if it is not signed.
     """
 
     job: str
@@ -117,7 +117,9 @@ class RankManifest:
         prefix = run_prefix(self.job, self.run)
         for snapshot in self.snapshots:
             if snapshot.image_len > self.slot_bytes:
-                raise ManifestError(f"the image of iteration {snapshot.iteration} fits no slot")
+                raise ManifestError(
+                    f"the image of iteration {snapshot.iteration} is larger than a slot"
+                )
             if not all(stored.key.startswith(prefix) for stored in snapshot.objects):
                 raise ManifestError(f"an object lies outside {prefix}")
 
@@ -125,23 +127,23 @@ class RankManifest:
         if self.version not in _FORMATS:
             raise ManifestError(f"version {self.version} of the manifest is unsupported")
         if (len(self.signature), bool(self.signer)) not in ((0, False), (_SIGNATURE_BYTES, True)):
-            raise ManifestError("a signature has 64 bytes and a signer, or there is neither")
+            raise ManifestError("a signature needs a signer and 64 bytes")
         if self.version == 1 and (self.signer or any(s.image_digest for s in self.snapshots)):
             raise ManifestError("version 1 has no digests of images, and no signature")
 
     @property
     def start(self) -> int:
-        """The iteration of the oldest snapshot: where a replay begins."""
+        """The iteration of the oldest snapshot, at which a replay starts."""
         return self.snapshots[0].iteration
 
     @property
     def end(self) -> int:
-        """The iteration of the newest snapshot: where it is exact."""
+        """The iteration of the newest snapshot, whose state the checkpoint represents."""
         return self.snapshots[-1].iteration
 
     @cached_property
     def checkpoint(self) -> CheckpointId:
-        """The checkpoint that this is a part of."""
+        """The checkpoint that this manifest belongs to."""
         last = self.snapshots[-1]
         agreed = agreement(
             job=self.job,
@@ -156,29 +158,29 @@ class RankManifest:
 
     @property
     def key(self) -> str:
-        """Where it belongs."""
+        """The key of the manifest."""
         name = ManifestName(self.job, self.run, self.checkpoint, self.rank, self.world_size)
         return name.key
 
     @property
     def object_keys(self) -> frozenset[str]:
-        """Every object without which this manifest is worth nothing."""
+        """The keys of all objects that a restore needs."""
         return frozenset(stored.key for snapshot in self.snapshots for stored in snapshot.objects)
 
     def to_bytes(self) -> bytes:
-        """As it is stored; ManifestError if that is more than `MAX_MANIFEST_BYTES`."""
+        """The stored form; raises ManifestError if it exceeds `MAX_MANIFEST_BYTES`."""
         body = self._body()
         if self.version > 1:
             body["signature"] = base64.b64encode(self.signature).decode("ascii")
         data = seal_json(body)
         if len(data) > MAX_MANIFEST_BYTES:
             raise ManifestError(
-                f"the manifest has {len(data)} bytes, may have {MAX_MANIFEST_BYTES}"
+                f"the manifest has {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}"
             )
         return data
 
     def signed_by(self, signer: ManifestSigner | None) -> RankManifest:
-        """The same, signed; None: unsigned."""
+        """The same manifest, signed; unsigned if ``signer`` is None."""
         if signer is None:
             return self
         named = replace(self, signer=signer.public, signature=bytes(_SIGNATURE_BYTES))
@@ -186,7 +188,7 @@ class RankManifest:
 
     @property
     def signed_bytes(self) -> bytes:
-        """What a signature covers: all of the manifest that stands before it."""
+        """The bytes that a signature covers: everything before the signature."""
         return head_of(self._body())
 
     def _body(self) -> dict[str, object]:
@@ -214,9 +216,9 @@ class RankManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankManifest:
-        """What `to_bytes` made ``data`` of; ManifestError if it did not."""
+        """Parse the output of `to_bytes`; raises ManifestError for anything else."""
         wire = decode_sealed(data, MAX_MANIFEST_BYTES, _manifest_decoder)
-        snapshots = tuple([_snapshot(told) for told in wire.snapshots])
+        snapshots = tuple([_snapshot(fields) for fields in wire.snapshots])
         manifest = cls(
             wire.job,
             wire.run,
@@ -236,7 +238,7 @@ class RankManifest:
             from_base64("signature", wire.signature),
         )
         if manifest.to_bytes() != data:
-            raise ManifestError("the manifest is not spelled as this version writes it")
+            raise ManifestError("the manifest is not in the form that this version writes")
         return manifest
 
 
@@ -250,14 +252,24 @@ def agreement(
     epoch_start: int,
     phases: Sequence[tuple[int, int]],
 ) -> str:
-    """A hash of all that must be equal on all ranks: whoever shares it takes part in one checkpoint.
+    """A hash of the values that all ranks must share: manifests with the same hash form one checkpoint.
 
     Args:
         phases: (iteration, phase) of each snapshot, from the start of the checkpoint to its end.
     """
     start, end = phases[0][0], phases[-1][0]
-    told = [job, run, run_id, world_size, start, end, epoch, epoch_start, [list(p) for p in phases]]
-    return xxhash.xxh3_128_hexdigest(json.dumps(told, separators=(",", ":")).encode("ascii"))
+    values = [
+        job,
+        run,
+        run_id,
+        world_size,
+        start,
+        end,
+        epoch,
+        epoch_start,
+        [list(p) for p in phases],
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, separators=(",", ":")).encode("ascii"))
 
 
 _Natural = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
@@ -338,35 +350,35 @@ def _snapshot_fields(snapshot: StoredSnapshot, version: int) -> dict[str, object
     return fields
 
 
-def _snapshot(told: _WireSnapshot) -> StoredSnapshot:
-    bitmap = from_base64("anchors", told.anchors)
-    if len(bitmap) != (told.num_operators + 7) // 8:
+def _snapshot(fields: _WireSnapshot) -> StoredSnapshot:
+    bitmap = from_base64("anchors", fields.anchors)
+    if len(bitmap) != (fields.num_operators + 7) // 8:
         raise ManifestError(
-            f"{len(bitmap)} bytes of anchors do not fit {told.num_operators} operators"
+            f"{len(bitmap)} bytes of anchors do not fit {fields.num_operators} operators"
         )
     return StoredSnapshot(
-        told.iteration,
-        told.previous,
-        told.sequence,
-        told.phase,
-        told.epoch,
-        told.epoch_start,
-        told.filled_at_ns,
-        bytes.fromhex(told.header_digest),
-        told.image_len,
-        int(told.layout_id, 16),
-        told.num_operators,
+        fields.iteration,
+        fields.previous,
+        fields.sequence,
+        fields.phase,
+        fields.epoch,
+        fields.epoch_start,
+        fields.filled_at_ns,
+        bytes.fromhex(fields.header_digest),
+        fields.image_len,
+        int(fields.layout_id, 16),
+        fields.num_operators,
         int.from_bytes(bitmap, "little"),
-        tuple([StoredObject(stored.key, stored.size, stored.etag) for stored in told.objects]),
-        tuple([Extent(*extent) for extent in told.extents]),
-        told.image_digest,
+        tuple([StoredObject(stored.key, stored.size, stored.etag) for stored in fields.objects]),
+        tuple([Extent(*extent) for extent in fields.extents]),
+        fields.image_digest,
     )
 
 
 def _check_chain(snapshots: Sequence[StoredSnapshot]) -> None:
     """Each snapshot follows the one before it, and together they anchor every operator."""
     if not snapshots:
-        raise ManifestError("there is no snapshot")
+        raise ManifestError("the manifest has no snapshot")
     for before, after in pairwise(snapshots):
         if after.previous != before.iteration:
             raise ManifestError(f"iteration {after.iteration} does not follow {before.iteration}")

@@ -1,7 +1,7 @@
-"""A snapshot as a manifest tells of it: what its slot said, and where the bytes of its image lie.
+"""A snapshot in a manifest: the facts of its slot, and the objects that contain its image.
 
-Whatever is made of these classes has been checked: an image is covered by its extents without gap or
-overlap, every extent lies within its object, and every object is used and has the form of our keys.
+Constructors check their arguments: the extents cover the image without gap or overlap, every extent
+lies within its object, and every object is used and has a valid key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DIGEST_BYTES = 16
 
 
 class StoredObject(NamedTuple):
-    """An object as the store reported it after it was put; ``etag`` is "" where there is none."""
+    """An object as the store reported it after the upload; ``etag`` is "" if the store has none."""
 
     key: str
     size: int
@@ -46,7 +46,7 @@ class StoredObject(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Bytes of an image, and where they lie: ``object`` counts in the snapshot's objects."""
+    """A range of an image and its place; ``object`` is an index into the snapshot's objects."""
 
     image_offset: int
     length: int
@@ -56,7 +56,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredSnapshot:
-    """One snapshot of a rank: what its slot said of it, and where its image lies."""
+    """One snapshot of a rank: the facts of its slot, and the extents of its image."""
 
     iteration: int
     previous: int
@@ -90,7 +90,7 @@ class StoredSnapshot:
         if self.image_digest and not is_strong_digest(self.image_digest):
             raise ManifestError(f"{self.image_digest[:80]!r} is not the digest of an image")
         if self.anchors < 0 or self.anchors >> self.num_operators:
-            raise ManifestError(f"iteration {self.iteration} anchors operators that are not there")
+            raise ManifestError(f"iteration {self.iteration} anchors operators that do not exist")
         _check_objects(self.objects)
         _check_extents(self)
 
@@ -119,4 +119,4 @@ def _check_extents(snapshot: StoredSnapshot) -> None:
     if at != snapshot.image_len:
         raise ManifestError(f"extents cover {at} bytes of an image of {snapshot.image_len}")
     if {extent.object for extent in snapshot.extents} != set(range(len(objects))):
-        raise ManifestError("an object is listed and not used")
+        raise ManifestError("an object is listed but not used")

@@ -1,8 +1,8 @@
-"""Keys of a store, to and from the facts that they carry. ``docs/format.md`` section 2 specifies them.
+"""Keys of a store, and conversion between keys and names. ``docs/format.md`` section 2 specifies them.
 
-Each fact has exactly one spelling: numbers are padded with zeros to a fixed width, or have no leading
-zero. So ``parse(name.key) == name``, and ``parse(key).key == key`` for whatever `parse` knows; what is
-spelled in another way is foreign, and left alone.
+Each value has exactly one spelling: numbers are padded with zeros to a fixed width, or have no leading
+zero. So ``parse(name.key) == name``, and ``parse(key).key == key`` for every key that `parse` accepts; a
+key with another spelling is foreign, and ckptd leaves it alone.
 """
 
 from __future__ import annotations
@@ -15,33 +15,35 @@ from ckptd.storage.stores.objects import RESERVED
 
 __all__ = [
     "MAX_EPOCH",
+    "MAX_INCARNATION",
     "MAX_ITERATION",
     "MAX_RANKS",
     "MAX_SEQUENCE",
-    "MAX_WORLD",
     "CheckpointId",
+    "IncarnationName",
     "ManifestName",
     "ObjectName",
     "PinName",
     "RunName",
     "StoredName",
-    "WorldName",
     "check_name",
+    "incarnation_of_run",
+    "incarnations_prefix",
     "parse",
-    "run_of_world",
+    "run_of_incarnation",
     "run_prefix",
-    "world_of_run",
-    "worlds_prefix",
 ]
 
 MAX_ITERATION = 10**12 - 1
 MAX_EPOCH = 2**32 - 1
 MAX_SEQUENCE = 2**63 - 1
 MAX_RANKS = 99_999
-MAX_WORLD = 10**12 - 1
+MAX_INCARNATION = 10**12 - 1
 
 _LABEL = r"[A-Za-z0-9._-]{1,64}"
-_OURS = rf"(?!\.{{1,2}}/|{re.escape(RESERVED)})({_LABEL})"  # not a path, nor a store's own
+_OURS = (
+    rf"(?!\.{{1,2}}/|{re.escape(RESERVED)})({_LABEL})"  # not a path, and not reserved for the store
+)
 _COUNT = r"0|[1-9][0-9]{0,18}"
 _HASH = r"[0-9a-f]{32}"
 _TAG = r"[0-9a-f]{16}"
@@ -58,12 +60,12 @@ _MANIFEST = re.compile(
 )
 _PIN = re.compile(rf"{_OURS}/{_OURS}/pins/([0-9]{{12}})\.({_COUNT})\.({_HASH})")
 _RUN = re.compile(rf"{_OURS}/{_OURS}/run\.json")
-_WORLD = re.compile(rf"{_OURS}/{_OURS}/worlds/([0-9]{{12}})")
-_WORLD_RUN = re.compile(rf"({_LABEL})\.w([0-9]{{1,12}})")
+_INCARNATION = re.compile(rf"{_OURS}/{_OURS}/worlds/([0-9]{{12}})")
+_INCARNATION_RUN = re.compile(rf"({_LABEL})\.w([0-9]{{1,12}})")
 
 
 class CheckpointId(NamedTuple):
-    """Which checkpoint of a run: the state at the top of iteration ``end`` of one history."""
+    """The identity of a checkpoint in a run: the state at the top of iteration ``end`` of one history."""
 
     end: int
     epoch: int
@@ -71,7 +73,7 @@ class CheckpointId(NamedTuple):
     agreement: str
 
     def __str__(self) -> str:
-        """As people read it."""
+        """The identity as text."""
         return f"iteration {self.end} (epoch {self.epoch}, agreement {self.agreement[:8]})"
 
 
@@ -83,15 +85,15 @@ class RunName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it lies."""
+        """The key."""
         return f"{run_prefix(self.job, self.run)}run.json"
 
 
 class ObjectName(NamedTuple):
-    """What one rank uploaded of one snapshot; ``tag`` is the xxh3_64 of the object's header.
+    """An object that one rank uploaded for one snapshot; ``tag`` is the xxh3_64 of the object's header.
 
-    The header holds the digests of all that follows, so a key never stands for two contents: an upload
-    that is repeated, even from another node or with another choice of what is new, damages nothing.
+    The header contains the digests of all data, so a key never stands for two contents: a repeated
+    upload, even from another node or with another choice of tensors, damages nothing.
     """
 
     job: str
@@ -104,7 +106,7 @@ class ObjectName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it lies; ValueError if a fact is out of its range."""
+        """The key; raises ValueError if a field is out of range."""
         _check_range("iteration", self.iteration, MAX_ITERATION)
         _check_range("rank", self.rank, MAX_RANKS - 1)
         _check_range("epoch", self.epoch, MAX_EPOCH)
@@ -127,7 +129,7 @@ class ManifestName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it lies; ValueError if a fact is out of its range."""
+        """The key; raises ValueError if a field is out of range."""
         end, epoch, epoch_start, agreement = self.checkpoint
         _check_range("end", end, MAX_ITERATION)
         _check_range("epoch", epoch, MAX_EPOCH)
@@ -142,7 +144,7 @@ class ManifestName(NamedTuple):
 
 
 class PinName(NamedTuple):
-    """The mark of a checkpoint that retention leaves alone."""
+    """The mark of a pinned checkpoint, which retention does not delete."""
 
     job: str
     run: str
@@ -152,7 +154,7 @@ class PinName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Where it lies; ValueError if a fact is out of its range."""
+        """The key; raises ValueError if a field is out of range."""
         _check_range("end", self.end, MAX_ITERATION)
         _check_range("epoch", self.epoch, MAX_EPOCH)
         _check_form("agreement", self.agreement, _HASH_FORM)
@@ -160,64 +162,64 @@ class PinName(NamedTuple):
         return f"{prefix}pins/{self.end:012d}.{self.epoch}.{self.agreement}"
 
 
-class WorldName(NamedTuple):
-    """The mark of a world of an elastic run: that `run_of_world` of it is one, and not a run that
-    happens to be called so.
+class IncarnationName(NamedTuple):
+    """The mark of an incarnation of an elastic run. It distinguishes the incarnation's run (see
+    `run_of_incarnation`) from an ordinary run with the same form of name.
     """
 
     job: str
     run: str
-    world: int
+    number: int
 
     @property
     def key(self) -> str:
-        """Where it lies; ValueError if a fact is out of its range."""
-        _check_range("world", self.world, MAX_WORLD)
-        return f"{worlds_prefix(self.job, self.run)}{self.world:012d}"
+        """The key; raises ValueError if a field is out of range."""
+        _check_range("incarnation", self.number, MAX_INCARNATION)
+        return f"{incarnations_prefix(self.job, self.run)}{self.number:012d}"
 
 
-StoredName = RunName | ObjectName | ManifestName | PinName | WorldName
+StoredName = RunName | ObjectName | ManifestName | PinName | IncarnationName
 
 
 def parse(key: str) -> StoredName | None:
-    """What ``key`` names; None if it is not one of ours."""
+    """The name that ``key`` spells; None if ckptd does not write such keys."""
     if key.endswith(".safetensors"):
         return _object(key)
     if key.endswith("/run.json"):
         return _run(key)
     if key.endswith(".json"):
         return _manifest(key)
-    return _pin(key) or _world(key)
+    return _pin(key) or _incarnation(key)
 
 
 def run_prefix(job: str, run: str) -> str:
-    """Below which everything of a run lies; ValueError if one of them is no name."""
+    """The prefix of all keys of a run; ValueError if ``job`` or ``run`` is not a valid name."""
     return f"{check_name(job, 'job')}/{check_name(run, 'run')}/"
 
 
-def worlds_prefix(job: str, run: str) -> str:
-    """Below which the marks of an elastic run's worlds lie."""
+def incarnations_prefix(job: str, run: str) -> str:
+    """The prefix of the marks of an elastic run's incarnations."""
     return f"{run_prefix(job, run)}worlds/"
 
 
-def run_of_world(run: str, world: int) -> str:
-    """The run under which the ranks of a world of an elastic run are attached, and stored."""
-    return f"{run}.w{world}"
+def run_of_incarnation(run: str, number: int) -> str:
+    """The run name under which the ranks of an incarnation attach and store their checkpoints."""
+    return f"{run}.w{number}"
 
 
-def world_of_run(name: str) -> tuple[str, int] | None:
-    """The elastic run and the number of the world, if this may be the name of one."""
-    found = _WORLD_RUN.fullmatch(name)
-    if found is None or run_of_world(found[1], int(found[2])) != name:
+def incarnation_of_run(name: str) -> tuple[str, int] | None:
+    """The elastic run and the number of the incarnation, if ``name`` has the form of one; else None."""
+    found = _INCARNATION_RUN.fullmatch(name)
+    if found is None or run_of_incarnation(found[1], int(found[2])) != name:
         return None
     return found[1], int(found[2])
 
 
 def check_name(name: str, what: str) -> str:
-    """``name`` itself, if a job or a run can be called so.
+    """Return ``name`` if it is valid for a job or a run.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: ``name`` is not valid.
     """
     if _NAME.fullmatch(name) is None or name in (".", "..") or name.startswith(RESERVED):
         raise ValueError(
@@ -268,16 +270,16 @@ def _run(key: str) -> RunName | None:
     return None if found is None else RunName(found[1], found[2])
 
 
-def _world(key: str) -> WorldName | None:
-    found = _WORLD.fullmatch(key)
-    return None if found is None else WorldName(found[1], found[2], int(found[3]))
+def _incarnation(key: str) -> IncarnationName | None:
+    found = _INCARNATION.fullmatch(key)
+    return None if found is None else IncarnationName(found[1], found[2], int(found[3]))
 
 
 def _check_range(what: str, value: int, most: int, *, least: int = 0) -> None:
     if not least <= value <= most:
-        raise ValueError(f"{what} must be from {least} to {most}, is {value}")
+        raise ValueError(f"{what} must be from {least} to {most}, but is {value}")
 
 
 def _check_form(what: str, text: str, form: re.Pattern[str]) -> None:
     if form.fullmatch(text) is None:
-        raise ValueError(f"{what} {text[:80]!r} is not in lower-case hexadecimal digits")
+        raise ValueError(f"{what} {text[:80]!r} must be lower-case hexadecimal digits")

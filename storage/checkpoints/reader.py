@@ -1,11 +1,10 @@
-"""Reading what is stored: catalog, manifests, and snapshots straight into memory.
+"""Reading from a store: catalogs, manifests, and snapshots directly into memory.
 
-Nothing is believed that can be checked: a manifest must be the one that belongs where it lies, and a
-snapshot is compared, bit for bit by its digests, with what was sealed. A `StoreError` of the store comes
-through as it is.
+Everything that can be checked is checked: a manifest must belong to its key, and the digests of a
+snapshot must be those of the sealed image. A `StoreError` of the store is passed on unchanged.
 
-``map_fn`` is ``map``, or the ``map`` of a thread pool; whatever it was given is over when a call returns or
-raises, so that nobody writes to a buffer that its owner has taken back.
+``map_fn`` is ``map``, or the ``map`` of a thread pool. All of its tasks have ended when a call returns or
+raises, so no thread writes to a buffer that its owner reuses.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ __all__ = [
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_HEADER_GUESS = 256 << 10  # most headers are smaller, and a second request takes longer than this
-_TOLD = 8
+_HEADER_GUESS = (
+    256 << 10
+)  # most headers are smaller; reading this much costs less than a second request
+_MOST_LISTED = 8
 
 
 class MapFunction(Protocol):
@@ -59,10 +60,10 @@ class MapFunction(Protocol):
 
 
 class SnapshotDamaged(ValueError):
-    """What is stored is not what was sealed.
+    """The stored bytes differ from the sealed image.
 
-    ``tensors`` are those that differ ("header" for the image's header), ``objects`` the keys where their
-    bytes come from.
+    ``tensors`` are the tensors that differ ("header" for the image's header), ``objects`` the keys that
+    contain their bytes.
     """
 
     def __init__(self, iteration: int, tensors: tuple[str, ...], objects: tuple[str, ...]) -> None:
@@ -72,26 +73,26 @@ class SnapshotDamaged(ValueError):
         self.objects = objects
 
     def __str__(self) -> str:
-        """What is damaged and where it lies."""
+        """The damaged tensors and their objects."""
         return (
-            f"the stored snapshot of iteration {self.iteration} is damaged: {_told(self.tensors)} "
-            f"in {_told(self.objects)}"
+            f"the stored snapshot of iteration {self.iteration} is damaged: {_listed(self.tensors)} "
+            f"in {_listed(self.objects)}"
         )
 
 
 def read_catalog(
     store: ObjectStore, job: str, run: str, *, known_epochs: Mapping[int, int] | None = None
 ) -> Catalog:
-    """What the store holds of a run, by listing it."""
+    """List the store and build the catalog of a run."""
     listing = store.list(run_prefix(job, run))
     return build_catalog(listing, job, run, known_epochs=known_epochs)
 
 
 def read_identity(store: ObjectStore, job: str, run: str) -> RunIdentity | None:
-    """Which run it is that the store holds; None if it holds none.
+    """The identity of the run in the store; None if the store contains none.
 
     Raises:
-        ManifestError: what lies there is damaged, or belongs elsewhere.
+        ManifestError: ``run.json`` is damaged, or belongs to another run.
     """
     try:
         data = store.read(RunName(job, run).key, limit=MAX_RUN_BYTES)
@@ -104,10 +105,10 @@ def read_identity(store: ObjectStore, job: str, run: str) -> RunIdentity | None:
 
 
 def read_manifest(store: ObjectStore, key: str) -> RankManifest:
-    """The manifest that lies at ``key`` and belongs there.
+    """Read the manifest at ``key``.
 
     Raises:
-        ManifestError: it is damaged, or belongs elsewhere (its agreement is computed anew).
+        ManifestError: it is damaged, or does not belong to ``key`` (its agreement is computed again).
     """
     try:
         manifest = RankManifest.from_bytes(store.read(key, limit=MAX_MANIFEST_BYTES))
@@ -121,7 +122,7 @@ def read_manifest(store: ObjectStore, key: str) -> RankManifest:
 def read_manifests(
     store: ObjectStore, checkpoint: StoredCheckpoint, *, map_fn: MapFunction = map
 ) -> dict[int, RankManifest]:
-    """The manifests of a checkpoint by rank; they agree, because each belongs where it lies.
+    """Read the manifests of a checkpoint, by rank; they agree because each belongs to its key.
 
     Raises:
         ManifestError: one of them is damaged.
@@ -139,7 +140,7 @@ def read_image_bytes(
     *,
     map_fn: MapFunction = map,
 ) -> None:
-    """Fill ``into`` with the image's bytes from ``begin`` on; they are not verified here.
+    """Fill ``into`` with the image's bytes from ``begin`` on, without verifying them.
 
     Raises:
         ValueError: the image has fewer bytes.
@@ -151,7 +152,7 @@ def read_image_bytes(
 
     def fill(reads: ObjectReads) -> None:
         if failures:
-            return  # it is lost already
+            return  # the result is lost already
         try:
             _fill(store, reads, begin, into)
         except BaseException as failure:  # noqa: BLE001 - raised below, when no thread writes any more
@@ -164,10 +165,10 @@ def read_image_bytes(
 
 
 def read_image_header(store: ObjectStore, snapshot: StoredSnapshot) -> bytes:
-    """The stored image's bytes up to its data, verified.
+    """Read and verify the stored image's header.
 
     Raises:
-        SnapshotDamaged: they are not those that were sealed.
+        SnapshotDamaged: the header differs from the sealed one.
     """
     head = bytearray(min(_HEADER_GUESS, snapshot.image_len))
     read_image_bytes(store, snapshot, 0, memoryview(head))
@@ -190,10 +191,10 @@ def read_image_header(store: ObjectStore, snapshot: StoredSnapshot) -> bytes:
 def index_of(
     store: ObjectStore, snapshots: Iterable[StoredSnapshot], *, map_fn: MapFunction = map
 ) -> StoredIndex:
-    """Where the tensors of these snapshots lie, so that they need not be uploaded again.
+    """An index of the tensors of these snapshots, which need not be uploaded again.
 
     Raises:
-        SnapshotDamaged: the header of one is not as it was sealed.
+        SnapshotDamaged: the header of a snapshot differs from the sealed one.
     """
     index = StoredIndex()
     wanted = list(snapshots)
@@ -206,13 +207,13 @@ def index_of(
 def restore_snapshot(
     store: ObjectStore, snapshot: StoredSnapshot, into: memoryview, *, map_fn: MapFunction = map
 ) -> None:
-    """Bring a snapshot's image to the beginning of ``into``, and verify it there.
+    """Read a snapshot's image to the beginning of ``into``, and verify it.
 
     Args:
-        into: at least as long as the image; a slot is longer. What follows the image is not touched.
+        into: at least as long as the image (a slot is longer). Bytes after the image stay unchanged.
     Raises:
         ValueError: ``into`` is too short.
-        SnapshotDamaged: what is stored is not what was sealed.
+        SnapshotDamaged: the stored bytes differ from the sealed image.
     """
     if len(into) < snapshot.image_len:
         raise ValueError(f"the image has {snapshot.image_len} bytes, the buffer {len(into)}")
@@ -250,7 +251,7 @@ def _fill(store: ObjectStore, reads: ObjectReads, begin: int, into: memoryview) 
 
 
 def _is_of(view: ImageView, snapshot: StoredSnapshot) -> bool:
-    """Whether the image is what the manifest says of it."""
+    """Whether the image matches its description in the manifest."""
     return (view.iteration, view.image_len, view.layout_id, view.num_operators, view.anchors) == (
         snapshot.iteration,
         snapshot.image_len,
@@ -265,7 +266,7 @@ def _damaged_header(snapshot: StoredSnapshot, length: int) -> SnapshotDamaged:
 
 
 def _damage(snapshot: StoredSnapshot, image: memoryview) -> SnapshotDamaged:
-    """All that differs, not only the first."""
+    """An error with all tensors that differ, not only the first."""
     try:
         head = bytes(image[: data_offset_of(bytes(image[:LENGTH_BYTES]))])
     except HeaderError:
@@ -288,7 +289,7 @@ def _damage(snapshot: StoredSnapshot, image: memoryview) -> SnapshotDamaged:
 
 
 def _objects_of(snapshot: StoredSnapshot, ranges: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """The objects in which these bytes of the image lie."""
+    """The objects that contain these ranges of the image."""
     found: dict[str, None] = {}
     for begin, length in ranges:
         for extent in snapshot.extents:
@@ -297,6 +298,6 @@ def _objects_of(snapshot: StoredSnapshot, ranges: Iterable[tuple[int, int]]) -> 
     return tuple(found)
 
 
-def _told(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return ", ".join(map(repr, names[:_TOLD])) + more
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(map(repr, names[:_MOST_LISTED])) + more

@@ -1,20 +1,20 @@
-"""What of a run may be deleted. Pure: the result is a plan with reasons, and nothing is done here.
+"""Decides which objects of a run may be deleted. Pure: the result is a plan with reasons.
 
-A plan is carried out in its order: all manifests, and only when they are gone the objects. A death in
-between leaves a checkpoint incomplete and never damaged, and the next plan goes on from there.
+A plan is carried out in its order: all manifests first, then the objects. A crash in between leaves a
+checkpoint incomplete, never damaged, and the next plan continues from there.
 
-Invariants, whatever the policy and wherever the last plan was cut short:
+Invariants, for every policy and after any interrupted plan:
 
-* a committed checkpoint goes only if a newer one is committed *and verified*, so the newest verified one
-  stays, and is whole; and only some time after that one was committed;
-* only a checkpoint of the same run replaces one: names stand for another run where ``run.json`` was
-  removed, or where somebody copied checkpoints to them. Which run it is of a manifest tells
-  (``run_id``), and no listing;
-* an object goes only if no manifest that stays refers to it, of whichever run, and nobody can be
-  about to write one that does (``docs/format.md`` section 7). If a manifest that stays could not be
-  read, no object goes.
+* a committed checkpoint is deleted only if a newer one is committed *and verified*, and has been for
+  some time. So the newest verified checkpoint stays, and is whole;
+* only a checkpoint of the same run replaces another. The same names may stand for another run if
+  ``run.json`` was removed, or if somebody copied checkpoints. The manifests identify the run
+  (``run_id``); a listing does not;
+* an object is deleted only if no remaining manifest of any run refers to it, and no job can be about to
+  write one that does (``docs/format.md`` section 7). If a remaining manifest could not be read, no
+  object is deleted.
 
-Time is the store's, as its listing tells it: nobody else's clock is compared with it.
+All times come from the store's listing; no other clock is compared with them.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Which committed checkpoints stay although newer ones are there; any one reason is enough."""
+    """Which committed checkpoints stay in addition to the newest one; one reason is sufficient."""
 
     keep_last: int = 2
-    """So many of the newest."""
+    """Keep this many of the newest checkpoints."""
     keep_every: int = 0
-    """Of every so many iterations the first one; 0: none for this reason."""
+    """Keep the first checkpoint of every this many iterations; 0: off."""
     keep_younger_than_ns: int = 0
-    """Those written within this time."""
+    """Keep checkpoints written within this time."""
     grace_ns: int = 24 * 3600 * 10**9
-    """How long a writer may take for one checkpoint: what is younger and unfinished is left alone."""
+    """The longest time that a writer may need for one checkpoint: younger unfinished objects stay."""
     settle_ns: int = 600 * 10**9
-    """How long a checkpoint must have been committed to replace others: readers may be at those, and
-    writers that have not heard of it yet may be about to refer to them."""
+    """How long a checkpoint must have been committed to replace others: readers may be using those, and
+    writers that have not seen it yet may be about to refer to them."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, is {self.keep_last}")
+            raise ValueError(f"keep_last must be at least 1, but is {self.keep_last}")
         times = (self.keep_younger_than_ns, self.grace_ns, self.settle_ns)
         if min(self.keep_every, *times) < 0:
             raise ValueError("keep_every and the times of a retention policy must not be negative")
 
 
 class References(NamedTuple):
-    """What retention must know of a manifest."""
+    """The facts of a manifest that retention needs."""
 
     start: int
     objects: frozenset[str]
@@ -78,12 +78,12 @@ class References(NamedTuple):
 
     @classmethod
     def of(cls, manifest: RankManifest) -> References:
-        """Of a manifest that was read."""
+        """The references of a manifest."""
         return cls(manifest.start, manifest.object_keys, manifest.run_id)
 
 
 class Deletion(NamedTuple):
-    """A key that may go, how many bytes that frees, and why."""
+    """A key that may be deleted, the bytes that this frees, and the reason."""
 
     key: str
     size: int
@@ -92,7 +92,7 @@ class Deletion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointChoice:
-    """Which checkpoints stay and which go, with reasons; ``kept`` are those whose manifests count."""
+    """The checkpoints that stay and those that are deleted, with reasons; the manifests of ``kept`` count."""
 
     kept: Mapping[CheckpointId, str]
     doomed: Mapping[CheckpointId, str]
@@ -100,7 +100,7 @@ class CheckpointChoice:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """First all of ``manifests`` go, then ``objects``; ``notes`` say what could not be decided."""
+    """Deletes all ``manifests`` first, then ``objects``; ``notes`` name what could not be decided."""
 
     manifests: tuple[Deletion, ...]
     objects: tuple[Deletion, ...]
@@ -109,7 +109,7 @@ class RetentionPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """What carrying it out frees."""
+        """The number of bytes that the plan frees."""
         return sum(deletion.size for deletion in (*self.manifests, *self.objects))
 
 
@@ -120,12 +120,12 @@ def choose_checkpoints(
     verified: Collection[CheckpointId],
     now_ns: int,
 ) -> CheckpointChoice:
-    """Which checkpoints of one run go, by the listing alone.
+    """Choose the checkpoints of one run to delete, from the listing alone.
 
     Args:
-        catalog: where several runs have used the names, of one of them only (`Catalog.only`).
-        verified: those that were read and found whole.
-        now_ns: by the store's clock.
+        catalog: if several runs have used the names, the catalog of one of them (`Catalog.only`).
+        verified: the checkpoints that were verified as whole.
+        now_ns: the time of the store's clock.
     """
     committed = catalog.committed
     settled = [c for c in committed if now_ns - c.modified_ns >= policy.settle_ns]
@@ -156,17 +156,18 @@ def plan_retention(
     references: Mapping[str, References],
     now_ns: int,
 ) -> RetentionPlan:
-    """What goes.
+    """Plan the deletions of a run.
 
     Args:
-        verified: the checkpoints that were read and found whole.
-        references: by key what the manifests say: at least those of what `choose_checkpoints` keeps. Where they are of
-            several runs, a checkpoint none of whose manifests is known stays.
-        now_ns: by the store's clock.
+        verified: the checkpoints that were verified as whole.
+        references: the references of the manifests by key, at least of those that
+            `choose_checkpoints` keeps. If they belong to several runs, a checkpoint without a known
+            manifest stays.
+        now_ns: the time of the store's clock.
     """
-    runs, unknown = _apart(catalog, references)
+    runs, unknown = _by_run(catalog, references)
     choices = [choose_checkpoints(r, policy, verified=verified, now_ns=now_ns) for r in runs]
-    choice = _together(choices, unknown)
+    choice = _merged(choices, unknown)
     manifests = [
         Deletion(info.key, info.size, choice.doomed[checkpoint.id])
         for checkpoint in reversed(catalog.checkpoints)
@@ -179,7 +180,7 @@ def plan_retention(
     ]
     if unread:
         note = (
-            f"no object is deleted: what {len(unread)} manifests refer to is not known "
+            f"no object is deleted: {len(unread)} manifests could not be read "
             f"({', '.join(sorted(unread)[:3])})"
         )
         return RetentionPlan(tuple(manifests), (), choice.kept, (note,))
@@ -195,39 +196,39 @@ def plan_retention(
 def run_of(
     catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]
 ) -> Catalog:
-    """The catalog with the checkpoints alone that are of the same run as this one; with all if that
-    cannot be told.
+    """The catalog with only the checkpoints of the same run as this one; with all checkpoints if its
+    run is not known.
     """
-    runs, unknown = _apart(catalog, references)
+    runs, unknown = _by_run(catalog, references)
     if checkpoint in unknown:
         return catalog
     return next(run for run in runs if any(c.id == checkpoint for c in run.checkpoints))
 
 
-def _apart(
+def _by_run(
     catalog: Catalog, references: Mapping[str, References]
 ) -> tuple[list[Catalog], Collection[CheckpointId]]:
-    """Run by run, and the checkpoints of which it is not known.
+    """The checkpoints by run, and those whose run is not known.
 
-    A folder's name is a hash of the run, too, so that all of its manifests are of one. If all that
-    is known is of one run, nothing speaks for another one: what cannot be read is taken for
-    damaged, and goes when its time has come.
+    The name of a folder is a hash that covers the run, so all of its manifests belong to one run. If
+    all known checkpoints belong to one run, the others are assumed to belong to it, too: they are
+    damaged, and deleted at their time.
     """
     found: dict[str, set[CheckpointId]] = {}
     unknown: set[CheckpointId] = set()
     for checkpoint in catalog.checkpoints:
         keys = [info.key for info in checkpoint.manifests.values()]
-        told = next((references[key].run_id for key in keys if key in references), None)
-        (unknown if told is None else found.setdefault(told, set())).add(checkpoint.id)
+        run_id = next((references[key].run_id for key in keys if key in references), None)
+        (unknown if run_id is None else found.setdefault(run_id, set())).add(checkpoint.id)
     if len(found) <= 1:
         return [catalog], ()
     return [catalog.only(ids) for ids in found.values()], unknown
 
 
-def _together(
+def _merged(
     choices: Iterable[CheckpointChoice], unknown: Iterable[CheckpointId]
 ) -> CheckpointChoice:
-    kept = dict.fromkeys(unknown, "of which run it is cannot be told")
+    kept = dict.fromkeys(unknown, "its run is not known")
     doomed: dict[CheckpointId, str] = {}
     for choice in choices:
         kept |= choice.kept
@@ -236,7 +237,7 @@ def _together(
 
 
 def _committed_ns(run: Catalog) -> int:
-    """When its newest checkpoint was; of several runs the one that is under way has the latest."""
+    """The time of a run's newest committed checkpoint; the running job has the latest."""
     return -1 if run.newest is None else run.newest.modified_ns
 
 
@@ -247,7 +248,7 @@ def wanted_by(
 
     Args:
         committed: newest first.
-        last: how many of the newest stay because they are.
+        last: number of newest checkpoints to keep.
     """
     wanted: dict[CheckpointId, str] = {}
     firsts: dict[int, CheckpointId] = {}
@@ -282,9 +283,12 @@ def _committed(
 def _stale(
     checkpoint: StoredCheckpoint, anchor: StoredCheckpoint | None, grace_ns: int, now_ns: int
 ) -> tuple[bool, str]:
-    """The other history must have been in the store for a while: writers have learned of it."""
+    """The other history must have been in the store for some time, so that all writers have seen it."""
     if anchor is None or anchor.id.epoch <= checkpoint.id.epoch:
-        return False, f"stale ({checkpoint.reason}), but of no later history one is verified"
+        return (
+            False,
+            f"stale ({checkpoint.reason}), but no checkpoint of a later history is verified",
+        )
     since = checkpoint.stale_since_ns
     if since is None or now_ns - max(since, checkpoint.modified_ns) < grace_ns:
         return False, f"stale ({checkpoint.reason}), within the grace time"
@@ -308,10 +312,10 @@ def _incomplete(
 
 
 def _begin(catalog: Catalog, references: Mapping[str, References]) -> tuple[int, int]:
-    """Epoch and start of the newest committed checkpoint: of histories up to this epoch nobody
-    needs what is older.
+    """Epoch and start of the newest committed checkpoint: no history up to this epoch needs older
+    objects.
 
-    A later history, of which no checkpoint is there yet, may have begun before it.
+    A later history without a checkpoint may have begun before it.
     """
     newest = catalog.newest
     if newest is None:
@@ -336,7 +340,7 @@ def _orphans(
 def _useless(
     catalog: Catalog, found: ListedObject, begin: tuple[int, int], grace_ns: int, now_ns: int
 ) -> str:
-    """Why nobody will refer to an object to which nobody does; "" if somebody may."""
+    """The reason why no job will ever refer to an unreferenced object; "" if one may."""
     epoch, start = begin
     if found.name.epoch <= epoch and found.name.iteration < start:
         return f"no manifest refers to it, and the newest checkpoint begins at {start}"

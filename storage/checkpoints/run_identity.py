@@ -1,4 +1,4 @@
-"""Which run the names stand for: ``run.json``, created if absent. ``docs/format.md`` section 3."""
+"""The identity of the run behind a job and run name: ``run.json``. ``docs/format.md`` section 3."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_TIME_NS = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """A run; ``run_id`` differs where somebody takes the same names again for another one."""
+    """A run; ``run_id`` distinguishes runs that use the same names one after the other."""
 
     job: str
     run: str
@@ -39,7 +39,7 @@ class RunIdentity:
         in_range("created_at_ns", self.created_at_ns, 0, _MAX_TIME_NS)
 
     def to_bytes(self) -> bytes:
-        """As it is stored."""
+        """The stored form."""
         return seal_json(
             {
                 "format": RUN_FORMAT,
@@ -53,16 +53,16 @@ class RunIdentity:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunIdentity:
-        """What `to_bytes` made ``data`` of; ManifestError if it did not."""
+        """Parse the output of `to_bytes`; raises ManifestError for anything else."""
         wire = decode_sealed(data, MAX_RUN_BYTES, _decoder)
         identity = cls(wire.job, wire.run, wire.run_id, wire.created_at_ns, wire.tool)
         if identity.to_bytes() != data:
-            raise ManifestError("it is not spelled as this version writes it")
+            raise ManifestError("it is not in the form that this version writes")
         return identity
 
 
 def check_run(job: str, run: str, run_id: str, tool: str) -> None:
-    """Return if these can stand in a manifest; ManifestError otherwise."""
+    """Check that these values are valid in a manifest; raises ManifestError otherwise."""
     try:
         check_name(job, "job")
         check_name(run, "run")

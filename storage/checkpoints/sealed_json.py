@@ -1,8 +1,8 @@
-"""JSON that people can read and that ends with its own digest. ``docs/format.md`` section 3.
+"""Readable JSON that ends with its own digest. ``docs/format.md`` section 3.
 
-One spelling for one value: fields in the order given, one per line, indented by one blank; a list of
-numbers or strings on one line, a list of lists or objects one item per line; ASCII. The last field is
-``digest``, xxh3_128 of all the bytes before its line: a reader needs no canonical JSON of its own.
+Each value has one spelling: fields in the given order, one per line, indented by one blank; a list of
+numbers or strings on one line, a list of lists or objects with one item per line; ASCII. The last field
+is ``digest``, the xxh3_128 of all bytes before its line; so readers need no canonical JSON.
 """
 
 from __future__ import annotations
@@ -30,41 +30,45 @@ __all__ = [
 MAX_TEXT = 256
 
 _T = TypeVar("_T")
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one per call
+_encode = json.JSONEncoder(
+    separators=(",", ":")
+).encode  # created once: json.dumps creates one per call
 _TAIL = re.compile(rb' "digest": "([0-9a-f]{32})"\n\}\n')
 _TAIL_BYTES = len(' "digest": ""\n}\n') + 32
 
 
 class ManifestError(ValueError):
-    """The bytes are not a manifest (or not a ``run.json``), or one that contradicts itself."""
+    """The bytes are not a manifest or ``run.json``, or contradict themselves."""
 
 
 def seal_json(fields: Mapping[str, object]) -> bytes:
-    """``fields`` (at least one), and their digest."""
+    """Encode ``fields`` (at least one) and their digest."""
     head = head_of(fields)
     digest = xxhash.xxh3_128_hexdigest(head)
     return head + f' "digest": "{digest}"\n}}\n'.encode("ascii")
 
 
 def head_of(fields: Mapping[str, object]) -> bytes:
-    """``fields`` (at least one) as they are spelled before one more field."""
+    """Encode ``fields`` (at least one) in the form that precedes another field."""
     return f"{_text(fields, 1)[:-2]},\n".encode("ascii")  # without "\n}", which follows the last
 
 
 def check_seal(data: bytes) -> None:
-    """Return if ``data`` ends with the digest of what is before it; ManifestError otherwise."""
+    """Check that ``data`` ends with the digest of the bytes before it; raises ManifestError otherwise."""
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     found = _TAIL.fullmatch(tail)
     if found is None:
-        raise ManifestError("it does not end with a digest: it is truncated, or not one of ours")
+        raise ManifestError(
+            "it does not end with a digest: it is truncated, or ckptd did not write it"
+        )
     if xxhash.xxh3_128_hexdigest(head).encode("ascii") != found[1]:
         raise ManifestError("its digest does not match: its bytes were changed")
 
 
 def decode_sealed(data: bytes, limit: int, decoder: msgspec.json.Decoder[_T]) -> _T:
-    """What ``decoder`` reads in ``data``, whose seal is whole; ManifestError in any other case."""
+    """Check the seal of ``data`` and decode it; raises ManifestError if either fails."""
     if len(data) > limit:
-        raise ManifestError(f"it has {len(data)} bytes, may have {limit}")
+        raise ManifestError(f"it has {len(data)} bytes, the limit is {limit}")
     check_seal(data)
     try:
         return decoder.decode(data)
@@ -73,7 +77,7 @@ def decode_sealed(data: bytes, limit: int, decoder: msgspec.json.Decoder[_T]) ->
 
 
 def from_base64(what: str, text: str) -> bytes:
-    """The bytes; ManifestError if it is not base64."""
+    """Decode base64; raises ManifestError if ``text`` is not base64."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
@@ -81,9 +85,9 @@ def from_base64(what: str, text: str) -> bytes:
 
 
 def in_range(what: str, value: int, least: int, most: int) -> None:
-    """Return if ``value`` is one of these; ManifestError otherwise."""
+    """Check that ``value`` is in the range; raises ManifestError otherwise."""
     if not least <= value <= most:
-        raise ManifestError(f"{what} must be from {least} to {most}, is {value}")
+        raise ManifestError(f"{what} must be from {least} to {most}, but is {value}")
 
 
 def _text(value: object, depth: int) -> str:

@@ -1,10 +1,10 @@
-"""Signatures of manifests (Ed25519): who wrote a checkpoint.
+"""Signatures of manifests (Ed25519): they prove which node wrote a checkpoint.
 
     <folder>/sign.key              the secret of this node, 64 hexadecimal digits, 0600
     <folder>/sign.pub              its public key, for others
-    <folder>/signers/<name>.pub    the public key of a node whose manifests are believed
+    <folder>/signers/<name>.pub    the public key of a trusted node
 
-A manifest tells the digest of every image, so its signature covers all bytes that a restore reads
+A manifest contains the digest of every image, so its signature covers all bytes that a restore reads
 (docs/format.md section 4).
 """
 
@@ -22,39 +22,39 @@ from ckptd.private_files import new_private_file, replace_private_file
 
 __all__ = ["SIGNER", "ManifestSigner", "Signers", "SigningError", "create_signer", "trust_signer"]
 
-SIGNER = r"[0-9a-f]{64}"  # a public key names who signed
+SIGNER = r"[0-9a-f]{64}"  # a public key identifies the signer
 _KEY = re.compile(SIGNER)
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}\Z")
 _OTHERS = 0o077
 
 
 class SigningError(ValueError):
-    """Key files that are missing, damaged or not safe; says which, and what to do."""
+    """A key file is missing, damaged or not safe; the message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestSigner:
-    """Signs; its public key is its name."""
+    """Signs manifests; its public key is its name."""
 
     _secret: Ed25519PrivateKey = field(repr=False)
     public: str
 
     @classmethod
     def load(cls, folder: Path) -> ManifestSigner:
-        """The key that `create_signer` left there.
+        """Load the key that `create_signer` made.
 
         Raises:
-            SigningError: there is none, it is damaged, or others may read it.
+            SigningError: the key is missing or damaged, or other users can read it.
         """
         path = Path(folder) / "sign.key"
         try:
             mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise SigningError(
-                f"no usable key in {path}: {error}; `ckptctl keys new-signer` makes one"
+                f"no usable key in {path}: {error}; create one with `ckptctl keys new-signer`"
             ) from error
         if mode & _OTHERS:
-            raise SigningError(f"{path} may be read by others: chmod 600 {path}")
+            raise SigningError(f"other users can read {path}: run chmod 600 {path}")
         if not _KEY.fullmatch(text):
             raise SigningError(f"{path} is not 64 hexadecimal digits")
         return cls._of(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text)))
@@ -70,16 +70,17 @@ class ManifestSigner:
 
 @dataclass(frozen=True, slots=True)
 class Signers:
-    """Whose manifests are believed: name by public key."""
+    """The trusted signers: names by public key."""
 
     names: Mapping[str, str]
 
     @classmethod
     def load(cls, folder: Path) -> Signers:
-        """Those in ``<folder>/signers``, and this node's own.
+        """Load the signers in ``<folder>/signers``, and this node's own.
 
         Raises:
-            SigningError: there is none, or a file holds no key. One that is passed over in silence would make good checkpoints unusable.
+            SigningError: there is no signer, or a file contains no key. Ignoring such a file would
+                make good checkpoints unusable.
         """
         folder = Path(folder)
         files = {path.stem: path for path in sorted((folder / "signers").glob("[!.]*.pub"))}
@@ -90,27 +91,27 @@ class Signers:
             names[_read_public(path)] = name
         if not names:
             raise SigningError(
-                f"no signer is trusted: `ckptctl keys trust-signer` puts one into {folder / 'signers'}"
+                f"no signer is trusted: add one to {folder / 'signers'} with `ckptctl keys trust-signer`"
             )
         return cls(names)
 
     @classmethod
     def found(cls, folder: Path) -> Signers | None:
-        """As `load`; None if there is none, and so nothing to compare with.
+        """Like `load`, but None if there is no signer.
 
         Raises:
-            SigningError: a file holds no key.
+            SigningError: a file contains no key.
         """
         folder = Path(folder)
         some = any((folder / "signers").glob("[!.]*.pub")) or (folder / "sign.pub").exists()
         return cls.load(folder) if some else None
 
     def objection(self, signer: str, signature: bytes, data: bytes) -> str:
-        """Why ``data`` is not believed; "" if a trusted signer signed it."""
+        """The reason why ``data`` is not accepted; "" if a trusted signer signed it."""
         if not signer:
             return "it is not signed"
         if signer not in self.names:
-            return f"it is signed by {signer}, who is not trusted"
+            return f"it is signed by {signer}, which is not trusted"
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer)).verify(signature, data)
         except InvalidSignature:
@@ -119,10 +120,10 @@ class Signers:
 
 
 def create_signer(folder: Path) -> str:
-    """Make this node's key; the folder is made, with 0700, if need be. Returns the public key.
+    """Create this node's key, and its folder (mode 0700) if missing. Returns the public key.
 
     Raises:
-        SigningError: there is a key already, which is never overwritten, or it cannot be written.
+        SigningError: a key exists already (it is never overwritten), or it cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,13 +135,15 @@ def create_signer(folder: Path) -> str:
 
 
 def trust_signer(folder: Path, name: str, public: str) -> None:
-    """Believe what the node ``name`` signs with this key; replaces the key it had.
+    """Trust the node ``name`` with this key; replaces its previous key.
 
     Raises:
-        SigningError: not a name or key, or it cannot be written.
+        SigningError: the name or key is malformed, or the file cannot be written.
     """
     if not _NAME.match(name):
-        raise SigningError(f"{name!r} is no name: 1 to 64 letters, digits, '.', '_', '-'")
+        raise SigningError(
+            f"{name!r} is not a valid name: use 1 to 64 letters, digits, '.', '_', '-'"
+        )
     if not _KEY.fullmatch(public):
         raise SigningError("a signer's key is 64 hexadecimal digits")
     target = Path(folder) / "signers" / f"{name}.pub"
@@ -157,7 +160,7 @@ def _read_public(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise SigningError(f"cannot read {path}: {error}") from error
     if not _KEY.fullmatch(text):
-        raise SigningError(f"{path} holds no key: 64 hexadecimal digits")
+        raise SigningError(f"{path} contains no key: 64 hexadecimal digits")
     return text
 
 

@@ -1,9 +1,9 @@
-"""Whether what is stored is whole: a checkpoint, a run, or all of a store. Nothing is changed.
+"""Verification of a checkpoint, a run, or a whole store. Changes nothing.
 
-With ``full`` every byte of every object that a committed checkpoint refers to is read; without,
-objects are only looked for, and must be as long as they were. What is found is data, see
-`ckptd.storage.checkpoints.findings`; trouble with the store itself is raised (`StoreError`),
-because it says nothing about what is stored.
+With ``full`` every byte of every object of the committed checkpoints is read; without it, only the
+existence and size of objects are checked. Findings are data, see
+`ckptd.storage.checkpoints.findings`. Errors of the store itself are raised (`StoreError`), because
+they say nothing about the stored data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState, StoredCh
 from ckptd.storage.checkpoints.checkpoint_check import Checker
 from ckptd.storage.checkpoints.findings import Finding, Progress, Severity, VerifyReport, is_whole
 from ckptd.storage.checkpoints.manifest import ManifestError
-from ckptd.storage.checkpoints.names import CheckpointId, RunName, WorldName, parse
+from ckptd.storage.checkpoints.names import CheckpointId, IncarnationName, RunName, parse
 from ckptd.storage.checkpoints.reader import MapFunction, read_catalog, read_identity
 from ckptd.storage.stores.objects import ObjectStore, TooLarge
 
@@ -36,16 +36,16 @@ def verify_checkpoint(
     *,
     full: bool = True,
     map_fn: MapFunction = map,
-    told: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> VerifyReport:
-    """Whether a checkpoint is whole; one that lacks a rank is not.
+    """Verify a checkpoint; one that lacks a rank is not whole.
 
     Args:
-        full: read every byte, and not only what is needed to know that it is there.
-        map_fn: the ``map`` of a thread pool; ranks are verified side by side.
-        told: called with the progress, by one thread at a time.
+        full: read every byte, instead of checking existence and size.
+        map_fn: the ``map`` of a thread pool; ranks are verified in parallel.
+        progress: called with the progress, by one thread at a time.
     """
-    checker = Checker(store, full=full, told=told)
+    checker = Checker(store, full=full, progress=progress)
     run_id, findings = _identity(store, catalog)
     found = checker.check(checkpoint, run_id, map_fn)
     whole = [checkpoint.id] if is_whole(found) else []
@@ -59,10 +59,10 @@ def verify_run(
     *,
     full: bool = True,
     map_fn: MapFunction = map,
-    told: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> VerifyReport:
-    """Whether all committed checkpoints of a run are whole, and what else lies there."""
-    return _run(store, job, run, full, map_fn, told)
+    """Verify all committed checkpoints of a run, and report its other objects."""
+    return _run(store, job, run, full, map_fn, progress)
 
 
 def verify_store(
@@ -70,19 +70,21 @@ def verify_store(
     *,
     full: bool = True,
     map_fn: MapFunction = map,
-    told: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> VerifyReport:
-    """Whether all committed checkpoints of all runs are whole, and what else lies there."""
+    """Verify all committed checkpoints of all runs, and report the other objects."""
     runs: set[tuple[str, str]] = set()
     foreign: list[str] = []
     for info in store.list(""):
         name = parse(info.key)
         if name is None:
             foreign.append(info.key)
-        elif not isinstance(name, WorldName):  # what it names is a run of its own
+        elif not isinstance(
+            name, IncarnationName
+        ):  # the incarnation that it marks is a run of its own
             runs.add((name.job, name.run))
     outside = [key for key in foreign if tuple(key.split("/")[:2]) not in runs]
-    reports = [_run(store, job, run, full, map_fn, told) for job, run in sorted(runs)]
+    reports = [_run(store, job, run, full, map_fn, progress) for job, run in sorted(runs)]
     findings = {finding for report in reports for finding in report.findings}
     return VerifyReport(
         _sorted(findings | _foreign(outside)),
@@ -98,9 +100,9 @@ def _run(
     run: str,
     full: bool,
     map_fn: MapFunction,
-    told: Callable[[Progress], None] | None,
+    progress: Callable[[Progress], None] | None,
 ) -> VerifyReport:
-    checker = Checker(store, full=full, told=told)
+    checker = Checker(store, full=full, progress=progress)
     catalog = read_catalog(store, job, run)
     run_id, findings = _identity(store, catalog)
     whole: list[CheckpointId] = []
@@ -120,7 +122,7 @@ def _run(
 
 
 def _identity(store: ObjectStore, catalog: Catalog) -> tuple[str | None, set[Finding]]:
-    """The run's id as ``run.json`` tells it."""
+    """The run's id in ``run.json``."""
     key = RunName(catalog.job, catalog.run).key
     try:
         identity = read_identity(store, catalog.job, catalog.run)
@@ -139,7 +141,7 @@ def _state(checkpoint: StoredCheckpoint) -> Finding:
 
 
 def _foreign(keys: Iterable[str]) -> set[Finding]:
-    return {Finding(Severity.INFO, key, "it is none of ours") for key in keys}
+    return {Finding(Severity.INFO, key, "ckptd did not write it") for key in keys}
 
 
 def _report(

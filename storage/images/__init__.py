@@ -1,1 +1,1 @@
-"""The image: what a slot holds and what is stored, and how stored images are read."""
+"""Images: the contents of a slot and of stored objects, and reading of stored images."""

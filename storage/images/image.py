@@ -1,10 +1,10 @@
-"""The image: what a slot holds and what is stored, one valid safetensors file per snapshot.
+"""The image: the bytes of a snapshot in a slot and in a store, one valid safetensors file per snapshot.
 
-``docs/architecture.md`` section 3 is the specification. An image is laid out once
-(`ckptd.storage.images.image_layout`); sealing it is digesting bytes that are already in place, and
-a view reads it where it lies.
+``docs/architecture.md`` section 3 is the specification. The layout of an image is planned once
+(`ckptd.storage.images.image_layout`); sealing computes the digests of bytes that are already in
+place, and a view reads the image in place.
 
-A buffer may be longer than its image (a slot is); what follows the image is never touched.
+A buffer may be longer than its image (as a slot is); bytes after the image are never touched.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ __all__ = [
 
 
 class DigestMismatch(ImageError):
-    """The bytes are not those that were sealed; ``tensor`` is the first that differs."""
+    """The bytes differ from the sealed ones; ``tensor`` is the first tensor that differs."""
 
     def __init__(self, tensor: str) -> None:
         super().__init__(f"the digest of {tensor!r} does not match: its bytes were changed")
         self.tensor = tensor
-        self.args = (tensor,)  # what rebuilds it from a pickle
+        self.args = (tensor,)  # arguments from which pickle rebuilds it
 
     def __str__(self) -> str:
-        """What does not match."""
+        """The tensor that does not match."""
         return f"the digest of {self.tensor!r} does not match: its bytes were changed"
 
 
@@ -69,7 +69,7 @@ class DigestMap(Protocol):
 
 
 class Mismatch(NamedTuple):
-    """Bytes ``[start, stop)`` of an image that are not those that were sealed: of a tensor, or of
+    """A range ``[start, stop)`` of an image that differs from the sealed bytes: of a tensor, or of
     the ``"header"``.
     """
 
@@ -79,13 +79,13 @@ class Mismatch(NamedTuple):
 
 
 class ImageView:
-    """An image in a buffer, its header checked; digests are `verify`'s affair.
+    """An image in a buffer, with a checked header; `verify` checks the digests.
 
     Iterating yields the tensors in data order. Nothing is copied; the view is valid as long as the
     buffer is.
 
     Raises:
-        ImageError: the header is not that of an image, or the buffer ends before the image does.
+        ImageError: the header is not an image header, or the buffer ends before the image.
     """
 
     __slots__ = ("_buf", "_parsed", "iteration", "layout_id", "previous", "scalars_len")
@@ -106,27 +106,27 @@ class ImageView:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """The metadata that `ImageLayout.build` was given."""
+        """The metadata that was passed to `ImageLayout.build`."""
         return self._parsed.identity
 
     @property
     def num_operators(self) -> int:
-        """How many operators the model has."""
+        """The number of operators of the model."""
         return self._parsed.num_operators
 
     @property
     def anchors(self) -> int:
-        """Bitmask over operator ids: those whose anchor is here."""
+        """Bitmask over operator ids: the operators with an anchor in this image."""
         return self._parsed.anchors
 
     @property
     def data_offset(self) -> int:
-        """Where tensor data begins."""
+        """The offset of the tensor data."""
         return self._parsed.data_offset
 
     @property
     def image_len(self) -> int:
-        """Where the image ends."""
+        """The length of the image."""
         return self._parsed.image_len
 
     def names(self) -> tuple[str, ...]:
@@ -134,11 +134,11 @@ class ImageView:
         return tuple(self._parsed.by_name)
 
     def tensor(self, name: str) -> ImageTensor:
-        """Where and what tensor ``name`` is; KeyError if it is not here."""
+        """The description of tensor ``name``; KeyError if the image has none."""
         return self._parsed.by_name[name]
 
     def data(self, name: str) -> memoryview:
-        """The bytes of tensor ``name``, in place; KeyError if it is not here."""
+        """The bytes of tensor ``name``, in place; KeyError if the image has none."""
         tensor = self._parsed.by_name[name]
         return self._buf[tensor.offset : tensor.offset + tensor.nbytes]
 
@@ -156,10 +156,10 @@ def seal(buf: memoryview, *, map_fn: DigestMap | None = None) -> bytes:
     """Digest every tensor, write the digests into the header, return the header's digest.
 
     Args:
-        buf: the image, complete but for its digests; only its digests field is written.
+        buf: the image, complete except for its digests; only the digests field is written.
         map_fn: the ``map`` of a thread pool; digesting releases the GIL.
     Raises:
-        ImageError: the header is not that of an image.
+        ImageError: the header is not an image header.
     """
     parsed, _ = parse_image_header(buf)
     digests = b"".join(_digests(buf, parsed, map_fn))
@@ -168,11 +168,11 @@ def seal(buf: memoryview, *, map_fn: DigestMap | None = None) -> bytes:
 
 
 def verify(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None) -> None:
-    """Return if the image is, bit for bit, what was sealed with ``header_digest``.
+    """Check that the image is, bit for bit, the one that was sealed with ``header_digest``.
 
     Raises:
-        DigestMismatch: naming the first damaged tensor, or ``"header"``.
-        ImageError: the header is truncated, or not that of an image.
+        DigestMismatch: names the first damaged tensor, or ``"header"``.
+        ImageError: the header is truncated, or not an image header.
     """
     if xxhash.xxh3_128_digest(buf[: find_data_offset(buf)]) != header_digest:
         raise DigestMismatch("header")
@@ -184,14 +184,14 @@ def verify(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = 
 def mismatches(
     buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None
 ) -> list[Mismatch]:
-    """Everything in the image that is not, bit for bit, what was sealed with ``header_digest``, in
-    order and in one pass.
+    """All ranges of the image that differ from the one sealed with ``header_digest``, in order and in
+    one pass.
 
-    A damaged header hides which tensors are damaged: it is named alone, as far as its length can be
-    told (8 bytes, if that is what is damaged). Who mends it asks again.
+    If the header is damaged, the tensors cannot be checked: the result is the header alone, as far as
+    its length is known (8 bytes, if the length itself is damaged). Repair it and call again.
 
     Raises:
-        ImageError: what was sealed is not an image, or does not fit into the buffer: nothing mends that.
+        ImageError: the sealed bytes are not an image, or do not fit into the buffer; this cannot be repaired.
     """
     if len(buf) < LENGTH_BYTES:
         raise ImageError(f"{len(buf)} bytes are too few for an image")

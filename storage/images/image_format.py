@@ -1,14 +1,13 @@
-"""What is fixed in every image: where the mutable fields of its header lie, which dtypes there are,
-how a tensor is described.
+"""The fixed parts of the image format: the mutable header fields, the dtypes, and the description of tensors.
 
-``docs/architecture.md`` section 3 is the specification. So that the mutable fields are found
-without parsing, every header begins with the same bytes::
+``docs/architecture.md`` section 3 is the specification. Every header begins with the same bytes, so
+that the mutable fields are found without parsing::
 
     {"__metadata__":{"format":"ckptd/1","iteration":"<20>","previous":"<20>","scalars_len":"<12>",
     "digests":"<32 per tensor>", …
 
 (in one line). The *layout id* is the xxh3_64 of bytes [0, 8 + header_len) with the first three fields
-blanked to spaces and the digests to zeros; what a header says is parsed once per layout id.
+blanked to spaces and the digests to zeros; headers are parsed once per layout id.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ DTYPE_SIZE: Mapping[str, int] = {
     "C64": 8,
 }
 
-LENGTH_BYTES = 8  # of the header's own length, in front of it
+LENGTH_BYTES = 8  # of the length field in front of the header
 DATA_ALIGNMENT = 64
-MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MAX_DIMS = 64
 ITERATION_WIDTH = 20
 SCALARS_WIDTH = 12
 DIGEST_HEX = 32
-# Metadata of a header that identity may not have.
+# Metadata keys that ``identity`` must not contain.
 OWN_KEYS = frozenset(
     {"format", "iteration", "previous", "scalars_len", "digests", "num_operators", "anchors"}
 )
@@ -76,7 +75,7 @@ AT_ITERATION = LENGTH_BYTES + len(f'{{"__metadata__":{{"format":"{FORMAT}","iter
 AT_PREVIOUS = AT_ITERATION + ITERATION_WIDTH + len('","previous":"')
 AT_SCALARS = AT_PREVIOUS + ITERATION_WIDTH + len('","scalars_len":"')
 AT_DIGESTS = AT_SCALARS + SCALARS_WIDTH + len('","digests":"')
-# With which every header begins whose mutable fields are blanked.
+# The first bytes of every header with blanked mutable fields.
 PREFIX = (
     f'{{"__metadata__":{{"format":"{FORMAT}","iteration":"{" " * ITERATION_WIDTH}"'
     f',"previous":"{" " * ITERATION_WIDTH}","scalars_len":"{" " * SCALARS_WIDTH}","digests":"'

@@ -1,7 +1,7 @@
-"""Reading the header of an image: what it says, apart from its mutable fields; parsed once per layout id.
+"""Reading of image headers without their mutable fields; parsed once per layout id.
 
-Whatever is read is checked before it is used: a hostile header raises `ImageError` and costs no
-more than its own length.
+Every value is checked before it is used: a hostile header raises `ImageError` and costs no more than
+its own length.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from ckptd.storage.images.image_format import (
 
 __all__ = ["Batch", "ParsedHeader", "find_data_offset", "parse_image_header", "read_number"]
 
-_BATCH_BYTES = 4 << 20  # below this a thread's hand-over costs more than it hashes (16 GB/s)
+_BATCH_BYTES = (
+    4 << 20
+)  # below this, handing a batch to a thread takes longer than hashing it (16 GB/s)
 _MAX_CACHED_LAYOUTS = 1024
 _MAX_CACHED_TENSORS = 500_000
 _NUMBER = re.compile(rb" *(-?[0-9]+)")
@@ -48,7 +50,7 @@ _NUMBER = re.compile(rb" *(-?[0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Neighbouring tensors that one call digests; ``order`` is its place in the image."""
+    """Adjacent tensors that one call digests; ``order`` is the batch's position in the image."""
 
     order: int
     tensors: tuple[ImageTensor, ...]
@@ -57,11 +59,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ParsedHeader:
-    """What a header says, apart from its mutable fields."""
+    """The contents of a header without its mutable fields."""
 
     tensors: tuple[ImageTensor, ...]
     by_name: Mapping[str, ImageTensor]
-    batches: tuple[Batch, ...]  # largest first, so that a pool ends evenly
+    batches: tuple[Batch, ...]  # largest first, so that the threads of a pool finish together
     identity: Mapping[str, str]
     num_operators: int
     anchors: int
@@ -70,7 +72,7 @@ class ParsedHeader:
 
 
 class _LayoutCache:
-    """The headers parsed last, by layout id; bounded in layouts and in tensors."""
+    """The most recently used headers by layout id; bounded in layouts and in tensors."""
 
     def __init__(self, max_layouts: int, max_tensors: int) -> None:
         self._max_layouts = max_layouts
@@ -80,7 +82,7 @@ class _LayoutCache:
         self._num_tensors = 0
 
     def get(self, layout_id: int) -> ParsedHeader | None:
-        """The parsed header, which becomes the most recent one."""
+        """Return the parsed header, and mark it as the most recent one."""
         with self._lock:
             parsed = self._layouts.get(layout_id)
             if parsed is not None:
@@ -88,7 +90,7 @@ class _LayoutCache:
             return parsed
 
     def put(self, layout_id: int, parsed: ParsedHeader) -> None:
-        """Keep ``parsed``, and as many of the others as the bounds allow."""
+        """Add ``parsed``, and evict the oldest headers beyond the bounds."""
         if len(parsed.tensors) > self._max_tensors:
             return
         with self._lock:
@@ -108,7 +110,7 @@ _parsed_layouts = _LayoutCache(_MAX_CACHED_LAYOUTS, _MAX_CACHED_TENSORS)
 
 
 def read_number(buf: memoryview, name: str, at: int, width: int) -> int:
-    """The number in a mutable field of the header; ImageError if there is none."""
+    """The number in a mutable field of the header; raises ImageError if it is malformed."""
     text = bytes(buf[at : at + width])
     match = _NUMBER.fullmatch(text)
     if match is None:
@@ -117,7 +119,7 @@ def read_number(buf: memoryview, name: str, at: int, width: int) -> int:
 
 
 def find_data_offset(buf: memoryview) -> int:
-    """Where data begins, checked against the buffer and the limit."""
+    """The offset of the data, checked against the buffer and the limit."""
     if len(buf) < LENGTH_BYTES:
         raise ImageError(f"{len(buf)} bytes are too few for an image")
     offset = LENGTH_BYTES + int.from_bytes(buf[:LENGTH_BYTES], "little")
@@ -129,10 +131,10 @@ def find_data_offset(buf: memoryview) -> int:
 
 
 def parse_image_header(buf: memoryview) -> tuple[ParsedHeader, int]:
-    """What the header says, and its layout id.
+    """Parse the header; returns its contents and its layout id.
 
     Raises:
-        ImageError: it is not the header of an image, or the buffer ends before the image does.
+        ImageError: it is not an image header, or the buffer ends before the image.
     """
     data_offset = find_data_offset(buf)
     blanked, num_tensors = _blanked(buf, data_offset)
@@ -149,7 +151,7 @@ def parse_image_header(buf: memoryview) -> tuple[ParsedHeader, int]:
 
 
 def _blanked(buf: memoryview, data_offset: int) -> tuple[bytearray, int]:
-    """The header with its mutable fields blanked, and how many digests it holds."""
+    """The header with its mutable fields blanked, and the number of its digests."""
     header = bytearray(buf[:data_offset])
     end = header.find(b'"', AT_DIGESTS)
     digits = header[AT_DIGESTS : max(end, AT_DIGESTS)]
@@ -160,7 +162,7 @@ def _blanked(buf: memoryview, data_offset: int) -> tuple[bytearray, int]:
     header[AT_SCALARS : AT_SCALARS + SCALARS_WIDTH] = b" " * SCALARS_WIDTH
     header[AT_DIGESTS:end] = b"0" * len(digits)
     if not header.startswith(PREFIX, LENGTH_BYTES):
-        raise ImageError(f"the header does not begin as one of format {FORMAT}")
+        raise ImageError(f"the header is not one of format {FORMAT}")
     return header, len(digits) // DIGEST_HEX
 
 
@@ -172,7 +174,7 @@ def _parse_blanked(blanked: bytearray, num_tensors: int) -> ParsedHeader:
         raise
     except (ValueError, RecursionError) as error:
         raise ImageError(f"the image header is not JSON ({error})") from error
-    metadata = header.pop("__metadata__", None)  # it is an object: the prefix was checked
+    metadata = header.pop("__metadata__", None)  # the prefix was checked, so it is an object
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ImageError("the metadata of the image header are not strings")
     tensors = _tensors(cast("dict[str, object]", header), len(blanked))
@@ -209,7 +211,7 @@ def _operators(metadata: Mapping[str, str]) -> tuple[int, int]:
         raise ImageError(f"{len(bitmap)} bytes of anchors do not fit {count[:20]} operators")
     anchors = int.from_bytes(bitmap, "little")
     if anchors >> int(count):
-        raise ImageError(f"the image anchors operators beyond the {count} there are")
+        raise ImageError(f"the image anchors operators beyond the model's {count}")
     return int(count), anchors
 
 
@@ -221,14 +223,14 @@ def _tensors(header: Mapping[str, object], data_offset: int) -> tuple[ImageTenso
     end = data_offset
     for tensor in found:
         if tensor.offset != end:
-            raise ImageError(f"tensor {tensor.name!r} overlaps its neighbour or leaves a gap")
+            raise ImageError(f"tensor {tensor.name!r} overlaps the previous tensor or leaves a gap")
         end += tensor.nbytes
     return tuple(found)
 
 
 def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ImageError(f"tensor {name!r} is not described by dtype, shape and data_offsets")
+        raise ImageError(f"tensor {name!r} must be described by dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_SIZE:
         raise ImageError(f"tensor {name!r} has unknown dtype {str(dtype)[:20]!r}")
@@ -238,17 +240,17 @@ def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
         raise ImageError(f"tensor {name!r} has bad offsets")
     begin, end = offsets
     if math.prod(shape) * DTYPE_SIZE[dtype] != end - begin:
-        raise ImageError(f"tensor {name!r} is {end - begin} bytes long, not as its shape says")
+        raise ImageError(f"tensor {name!r} has {end - begin} bytes, which do not match its shape")
     return ImageTensor(name, dtype, tuple(shape), data_offset + begin, end - begin)
 
 
 def _naturals(value: object) -> bool:
-    """Whether it is a list of integers from 0 to 2^63."""
+    """Whether ``value`` is a list of integers from 0 to 2^63."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
 
 
 def _batches(tensors: Sequence[ImageTensor]) -> tuple[Batch, ...]:
-    """Neighbours together until they are worth a call, largest batch first."""
+    """Group adjacent tensors into batches that are worth a call, the largest first."""
     groups: list[list[ImageTensor]] = []
     room = 0
     for tensor in tensors:

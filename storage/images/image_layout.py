@@ -1,7 +1,5 @@
-"""Writing an image: its layout is planned once, and its header is then one copy of a template and
-three patches.
-
-Nothing is serialised, nothing is copied.
+"""Writing of images: the layout is planned once; a header is then one copy of a template and three
+patches, without serialization.
 
 Invariants: tensor data is contiguous, begins at a multiple of 64, and lies in order of item size
 (descending), so every tensor is aligned to its items.
@@ -39,7 +37,7 @@ __all__ = ["ImageLayout"]
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """Where everything of an image lies, and its header ready to be copied."""
+    """The offsets of all parts of an image, and its header as a template."""
 
     entries: tuple[TensorEntry, ...]
     header_len: int
@@ -61,17 +59,17 @@ class ImageLayout:
         anchors: int,
         data_offset: int | None = None,
     ) -> ImageLayout:
-        """Plan the image of ``entries``, which are ordered by item size, descending and stable.
+        """Plan the image of ``entries``, ordered by item size (descending, stable).
 
         Args:
             identity: further metadata of the header: job, run, rank, world_size.
-            num_operators: how many operators the model has.
-            anchors: bitmask over operator ids: those whose anchor is in this image.
-            data_offset: where data is to begin (a multiple of 64), for data that is in place already, in the order of
-                ``entries``; None lets it follow the header, in the order said above.
+            num_operators: number of operators of the model.
+            anchors: bitmask over operator ids: the operators with an anchor in this image.
+            data_offset: offset of the data (a multiple of 64) that is already in place, in the order of
+                ``entries``; None: the data follow the header, ordered by item size.
         Raises:
-            ValueError: a name twice, an unknown dtype, a bad shape, an anchor out of range, a header longer than
-                ``data_offset`` leaves room for.
+            ValueError: a duplicate name, an unknown dtype, a bad shape, an anchor out of range, or
+                a header that does not fit before ``data_offset``.
         """
         checked = _checked(entries)
         if data_offset is None:
@@ -94,7 +92,7 @@ class ImageLayout:
         )
 
     def offset_of(self, name: str) -> int:
-        """Where tensor ``name`` begins, from the beginning of the image; KeyError if unknown."""
+        """The offset of tensor ``name`` in the image; KeyError if unknown."""
         return self._offsets[name]
 
     def write_header(
@@ -122,7 +120,7 @@ def _checked(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     checked = list(entries)
     for entry in checked:
         if entry.name in seen or entry.name == "__metadata__":
-            raise ValueError(f"tensor name {entry.name!r} is taken")
+            raise ValueError(f"two tensors have the name {entry.name!r}")
         seen.add(entry.name)
         if entry.dtype not in DTYPE_SIZE:
             raise ValueError(f"tensor {entry.name!r} has unknown dtype {entry.dtype!r}")
@@ -138,7 +136,7 @@ def _metadata(
     if taken:
         raise ValueError(f"identity must not contain {', '.join(sorted(taken))}")
     if anchors < 0 or anchors >> num_operators:
-        raise ValueError(f"anchors name operators beyond the {num_operators} there are")
+        raise ValueError(f"anchors name operators beyond the model's {num_operators}")
     bitmap = anchors.to_bytes((num_operators + 7) // 8, "little")
     return {
         "format": FORMAT,
@@ -155,7 +153,7 @@ def _metadata(
 def _render(
     metadata: Mapping[str, str], ordered: Sequence[TensorEntry], ends: Sequence[int]
 ) -> bytes:
-    """The header with its length in front and blank mutable fields, padded up to the data."""
+    """The header with its length in front and blank mutable fields, padded to the start of the data."""
     header: dict[str, object] = {"__metadata__": metadata}
     for entry, begin, end in zip(ordered, ends, ends[1:], strict=False):
         header[entry.name] = {
@@ -166,16 +164,16 @@ def _render(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"the header has {len(text)} bytes, limit {MAX_HEADER_BYTES}")
+        raise ValueError(f"the header has {len(text)} bytes, the limit is {MAX_HEADER_BYTES}")
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _padded(header: bytes, data_offset: int | None) -> bytes:
-    """The same header, longer, so that data begins at ``data_offset``."""
+    """The header, padded so that the data begin at ``data_offset``."""
     if data_offset is None or len(header) == data_offset:
         return header
     if data_offset % DATA_ALIGNMENT or len(header) > data_offset:
-        raise ValueError(f"a header of {len(header)} bytes does not end at {data_offset}")
+        raise ValueError(f"a header of {len(header)} bytes cannot be padded to {data_offset} bytes")
     text = header[LENGTH_BYTES:] + b" " * (data_offset - len(header))
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 

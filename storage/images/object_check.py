@@ -1,7 +1,7 @@
-"""One stored object, checked by itself from its first byte to its last, in bounded memory.
+"""Verification of one stored object, from its first byte to its last, in bounded memory.
 
-An object needs nobody else to be checked: its key names the hash of its header, its header holds the
-digests of its tensors, and the tensors are all that follows.
+An object can be verified by itself: its key contains the hash of its header, its header contains the
+digests of its tensors, and the tensors are the rest of the object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADER_GUESS = 256 << 10
 
 
 class ObjectDamaged(ValueError):
-    """The object is not what its key says; ``tensor`` is the one that differs, "" for its header."""
+    """The object does not match its key; ``tensor`` is the tensor that differs, "" for the header."""
 
     def __init__(self, what: str, tensor: str = "") -> None:
         super().__init__(what, tensor)
@@ -38,19 +38,19 @@ class ObjectDamaged(ValueError):
         self.tensor = tensor
 
     def __str__(self) -> str:
-        """What is wrong."""
+        """The description of the damage."""
         return self.what
 
 
 @dataclass(frozen=True, slots=True)
 class StreamBuffers:
-    """The memory through which objects are streamed; for one thread at a time."""
+    """The buffers through which objects are streamed; for one thread at a time."""
 
     buffers: tuple[memoryview, ...]
 
     @classmethod
     def allocate(cls, size: int = _BUFFER_BYTES, count: int = _NUM_BUFFERS) -> StreamBuffers:
-        """So much of it; the system gives it only when it is used."""
+        """Allocate the buffers; the system commits their pages at first use."""
         return cls(tuple([memoryview(mmap.mmap(-1, size)) for _ in range(count)]))
 
 
@@ -58,7 +58,7 @@ def read_object_header(store: ObjectStore, key: str, size: int, tag: str) -> Obj
     """The header of an object of ``size`` bytes whose key ends with ``tag``.
 
     Raises:
-        ObjectDamaged: it is not that header, or the object has another length than it says.
+        ObjectDamaged: the header has another hash, or gives another length than ``size``.
     """
     head = memoryview(bytearray(min(_HEADER_GUESS, size)))
     _read(store, key, [Range(0, head)])
@@ -77,7 +77,7 @@ def read_object_header(store: ObjectStore, key: str, size: int, tag: str) -> Obj
     except HeaderError as error:
         raise ObjectDamaged(str(error)) from error
     if parsed.size != size:
-        raise ObjectDamaged(f"the object has {size} bytes, by its header {parsed.size}")
+        raise ObjectDamaged(f"the object has {size} bytes, but its header says {parsed.size}")
     return parsed
 
 
@@ -86,24 +86,24 @@ def check_tensors(
     key: str,
     header: ObjectHeader,
     memory: StreamBuffers,
-    told: Callable[[int], None],
+    count: Callable[[int], None],
 ) -> list[str]:
     """Read all of an object's tensors and compare their digests.
 
     Args:
-        told: called with the number of bytes whenever some were read.
+        count: called with the number of bytes after each read.
     Returns:
-        The names of the tensors whose bytes are not those of their digests.
+        The names of the tensors whose digests do not match.
     """
     check = _Check(header.tensors, header.digests)
     for filled in _stream(store, key, header.data_offset, header.size, memory):
         check.feed(filled)
-        told(len(filled))
+        count(len(filled))
     return check.end()
 
 
 class _Check:
-    """Digests tensors that follow one another, whatever pieces their bytes come in."""
+    """Digests consecutive tensors from chunks of any size."""
 
     def __init__(self, tensors: Sequence[ImageTensor], digests: Sequence[bytes]) -> None:
         self._tensors, self._digests = tensors, digests
@@ -113,21 +113,21 @@ class _Check:
         self._bad: list[str] = []
 
     def feed(self, data: memoryview) -> None:
-        """The bytes that come next."""
+        """Add the next bytes."""
         while len(data):
             self._finish()
-            piece = data[: self._tensors[self._number].nbytes - self._seen]
-            self._hash.update(piece)
-            self._seen += len(piece)
-            data = data[len(piece) :]
+            chunk = data[: self._tensors[self._number].nbytes - self._seen]
+            self._hash.update(chunk)
+            self._seen += len(chunk)
+            data = data[len(chunk) :]
 
     def end(self) -> list[str]:
-        """What did not match, when all was fed."""
+        """Return the tensors that did not match; call it after the last `feed`."""
         self._finish()
         return self._bad
 
     def _finish(self) -> None:
-        """Go on to the next tensor of which bytes are missing."""
+        """Advance to the next tensor with missing bytes."""
         while (
             self._number < len(self._tensors) and self._seen == self._tensors[self._number].nbytes
         ):
@@ -141,7 +141,7 @@ class _Check:
 def _stream(
     store: ObjectStore, key: str, begin: int, end: int, memory: StreamBuffers
 ) -> Iterator[memoryview]:
-    """Bytes [begin, end) in order, as many buffers at once as there are."""
+    """Bytes [begin, end) in order; fills all buffers at once."""
     while begin < end:
         ranges: list[Range] = []
         for buffer in memory.buffers:

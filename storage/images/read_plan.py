@@ -1,8 +1,8 @@
-"""Which ranged reads bring bytes of an image to where they belong. Pure.
+"""Plans the range requests that read an image. Pure.
 
-Large extents are read straight into place, split so that several requests share the work. Small ones that
-lie close together in an object are read at once and copied into place: a request costs as much as about a
-megabyte of bytes.
+Large extents are read directly into place, split over several requests. Small extents that are close
+to each other in an object are read by one request and copied into place: a request costs as much as
+about a megabyte of data.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SPLIT_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 _GAP_BYTES = 64 << 10
 _JOINED_BYTES = 8 << 20
-_STAGED_BYTES = 64 << 20  # what one job may hold in buffers of its own
+_STAGED_BYTES = 64 << 20  # limit of the staging buffers of one job
 
 
 class ReadTarget(NamedTuple):
-    """Bytes of a read: from ``at`` in it to ``image_offset`` in the image."""
+    """A part of a read: from offset ``at`` in the read to ``image_offset`` in the image."""
 
     at: int
     image_offset: int
@@ -30,7 +30,7 @@ class ReadTarget(NamedTuple):
 
 
 class RangeRead(NamedTuple):
-    """One range of an object, and where its bytes belong."""
+    """One range of an object, and the targets of its bytes."""
 
     offset: int
     length: int
@@ -38,95 +38,95 @@ class RangeRead(NamedTuple):
 
     @property
     def staged(self) -> bool:
-        """Whether it needs a buffer of its own: it does not go to one place as a whole."""
+        """Whether the read needs a staging buffer: its bytes have several targets."""
         return len(self.targets) != 1
 
 
 class ObjectReads(NamedTuple):
-    """Reads of one object that are asked for at once."""
+    """Reads of one object that one request group performs."""
 
     key: str
     reads: tuple[RangeRead, ...]
 
 
-class _Piece(NamedTuple):
+class _ExtentRange(NamedTuple):
     offset: int
     length: int
     image_offset: int
 
 
 def plan_reads(snapshot: StoredSnapshot, begin: int, end: int) -> list[ObjectReads]:
-    """The reads that bring bytes [begin, end) of the image, and none of them twice."""
-    pieces: dict[str, list[_Piece]] = {}
+    """Plan the reads of bytes [begin, end) of the image; no byte is read twice."""
+    ranges: dict[str, list[_ExtentRange]] = {}
     for extent in snapshot.extents:
         first = max(extent.image_offset, begin)
         last = min(extent.image_offset + extent.length, end)
         if first < last:
             offset = extent.object_offset + first - extent.image_offset
             key = snapshot.objects[extent.object].key
-            pieces.setdefault(key, []).append(_Piece(offset, last - first, first))
+            ranges.setdefault(key, []).append(_ExtentRange(offset, last - first, first))
     return [
         ObjectReads(key, reads)
-        for key, found in pieces.items()
+        for key, found in ranges.items()
         for reads in _batches(_joined(_split(_merged(sorted(found)))))
     ]
 
 
-def _merged(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    """Neighbours in the object that are neighbours in the image, too, become one."""
-    last: _Piece | None = None
-    for piece in pieces:
-        follows = last is not None and (piece.offset, piece.image_offset) == (
+def _merged(ranges: Iterable[_ExtentRange]) -> Iterator[_ExtentRange]:
+    """Merge ranges that are adjacent in the object and in the image."""
+    last: _ExtentRange | None = None
+    for part in ranges:
+        follows = last is not None and (part.offset, part.image_offset) == (
             last.offset + last.length,
             last.image_offset + last.length,
         )
         if last is not None and follows:
-            last = last._replace(length=last.length + piece.length)
+            last = last._replace(length=last.length + part.length)
             continue
         if last is not None:
             yield last
-        last = piece
+        last = part
     if last is not None:
         yield last
 
 
-def _split(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    for piece in pieces:
-        for at in range(0, piece.length, SPLIT_BYTES):
-            length = min(SPLIT_BYTES, piece.length - at)
-            yield _Piece(piece.offset + at, length, piece.image_offset + at)
+def _split(ranges: Iterable[_ExtentRange]) -> Iterator[_ExtentRange]:
+    for part in ranges:
+        for at in range(0, part.length, SPLIT_BYTES):
+            length = min(SPLIT_BYTES, part.length - at)
+            yield _ExtentRange(part.offset + at, length, part.image_offset + at)
 
 
-def _joined(pieces: Iterable[_Piece]) -> Iterator[RangeRead]:
-    """Small ones that lie close together become one read."""
-    group: list[_Piece] = []
-    for piece in pieces:
-        if group and not _fits(group, piece):
+def _joined(ranges: Iterable[_ExtentRange]) -> Iterator[RangeRead]:
+    """Join small ranges that are close to each other into one read."""
+    group: list[_ExtentRange] = []
+    for part in ranges:
+        if group and not _fits(group, part):
             yield _read(group)
             group = []
-        group.append(piece)
+        group.append(part)
     if group:
         yield _read(group)
 
 
-def _fits(group: list[_Piece], piece: _Piece) -> bool:
+def _fits(group: list[_ExtentRange], part: _ExtentRange) -> bool:
     last = group[-1]
-    gap = piece.offset - last.offset - last.length
+    gap = part.offset - last.offset - last.length
     return (
-        max(last.length, piece.length) < _SMALL_BYTES
+        max(last.length, part.length) < _SMALL_BYTES
         and 0 <= gap <= _GAP_BYTES
-        and piece.offset + piece.length - group[0].offset <= _JOINED_BYTES
+        and part.offset + part.length - group[0].offset <= _JOINED_BYTES
     )
 
 
-def _read(group: list[_Piece]) -> RangeRead:
+def _read(group: list[_ExtentRange]) -> RangeRead:
     begin = group[0].offset
     targets = tuple([ReadTarget(p.offset - begin, p.image_offset, p.length) for p in group])
     return RangeRead(begin, group[-1].offset + group[-1].length - begin, targets)
 
 
 def _batches(reads: Iterable[RangeRead]) -> Iterator[tuple[RangeRead, ...]]:
-    """As many at once as their own buffers allow."""
+    """Group the reads within the limit of the staging buffers."""
     batch: list[RangeRead] = []
     staged = 0
     for read in reads:

@@ -1,8 +1,8 @@
-"""Headers of stored objects: of images as they are stored verbatim, and of parts.
+"""Headers of stored objects: of verbatim images and of parts.
 
-Both are safetensors headers whose metadata hold one xxh3_128 digest per tensor, in order of data
-offset. `ckptd.storage.images.image` reads images that lie in memory as a whole; here a header is
-read by itself, so that an object can be checked while it streams by, and is checked no less.
+Both are safetensors headers whose metadata contain one xxh3_128 digest per tensor, in the order of the
+data offsets. `ckptd.storage.images.image` reads complete images in memory. This module reads a header
+alone, with the same checks, so that an object can be verified while it is streamed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """What a header says; ``tensors`` are in data order, ``digests`` are theirs."""
+    """The contents of a header: ``tensors`` in data order, and their ``digests``."""
 
     metadata: Mapping[str, str]
     tensors: tuple[ImageTensor, ...]
@@ -51,7 +51,7 @@ class ObjectHeader:
 
 
 def data_offset_of(length: bytes) -> int:
-    """Where data begins, from an object's first 8 bytes; HeaderError if it cannot begin there."""
+    """The offset of the data, from an object's first 8 bytes; raises HeaderError if it is not possible."""
     if len(length) != LENGTH_BYTES:
         raise HeaderError(f"{len(length)} bytes are too few for a header")
     header_len = int.from_bytes(length, "little")
@@ -61,14 +61,14 @@ def data_offset_of(length: bytes) -> int:
 
 
 def tag_of(header: bytes | memoryview) -> str:
-    """What stands for an object in its key: a hash of its bytes up to the data."""
+    """The hash of an object's header, which its key contains."""
     return xxhash.xxh3_64_hexdigest(header)
 
 
 def render_header(metadata: Mapping[str, str], tensors: Iterable[ImageTensor]) -> bytes:
-    """The header of ``tensors``, one behind the other in this order, up to where data begins.
+    """The header of an object with ``tensors``, stored one after the other in this order.
 
-    Their ``offset`` counts for nothing: they are put where there is room for them.
+    Ignores their ``offset``.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -85,14 +85,16 @@ def render_header(metadata: Mapping[str, str], tensors: Iterable[ImageTensor]) -
 
 
 def parse_header(header: bytes) -> ObjectHeader:
-    """What the bytes up to the data say.
+    """Parse the bytes before the data.
 
     Raises:
-        HeaderError: they are no header, tensors overlap or leave gaps, or a digest is missing.
+        HeaderError: they are not a header, tensors overlap or leave gaps, or a digest is missing.
     """
     data_offset = data_offset_of(header[:LENGTH_BYTES])
     if len(header) != data_offset:
-        raise HeaderError(f"the header ends at {len(header)}, says that it ends at {data_offset}")
+        raise HeaderError(
+            f"the header has {len(header)} bytes, but gives its length as {data_offset}"
+        )
     fields = _decoded(header[LENGTH_BYTES:])
     metadata = fields.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -102,7 +104,9 @@ def parse_header(header: bytes) -> ObjectHeader:
     end = data_offset
     for tensor in tensors:
         if tensor.offset != end:
-            raise HeaderError(f"tensor {tensor.name!r} overlaps its neighbour or leaves a gap")
+            raise HeaderError(
+                f"tensor {tensor.name!r} overlaps the previous tensor or leaves a gap"
+            )
         end += tensor.nbytes
     digests = _digests(metadata.get("digests", ""), len(tensors))
     return ObjectHeader(metadata, tensors, digests, data_offset, end)
@@ -129,13 +133,13 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _digests(text: str, count: int) -> tuple[bytes, ...]:
     if len(text) != count * DIGEST_HEX or not re.fullmatch("[0-9a-f]*", text):
-        raise HeaderError(f"the header does not hold a digest for each of {count} tensors")
+        raise HeaderError(f"the header does not contain a digest for each of {count} tensors")
     return tuple([bytes.fromhex(text[at : at + 32]) for at in range(0, len(text), DIGEST_HEX)])
 
 
 def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise HeaderError(f"tensor {name!r} is not described by dtype, shape and data_offsets")
+        raise HeaderError(f"tensor {name!r} must be described by dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_SIZE:
         raise HeaderError(f"tensor {name!r} has unknown dtype {str(dtype)[:20]!r}")
@@ -145,10 +149,10 @@ def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
         raise HeaderError(f"tensor {name!r} has bad offsets")
     nbytes = offsets[1] - offsets[0]
     if math.prod(shape) * DTYPE_SIZE[dtype] != nbytes:
-        raise HeaderError(f"tensor {name!r} is {nbytes} bytes long, not as its shape says")
+        raise HeaderError(f"tensor {name!r} has {nbytes} bytes, which do not match its shape")
     return ImageTensor(name, dtype, tuple(shape), data_offset + offsets[0], nbytes)
 
 
 def _naturals(value: object) -> bool:
-    """Whether it is a list of integers from 0 to 2^63."""
+    """Whether ``value`` is a list of integers from 0 to 2^63."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)

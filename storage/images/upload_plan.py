@@ -1,15 +1,16 @@
-"""What of a snapshot must be uploaded, given what is stored already. ``docs/format.md`` section 5.
+"""Plans the upload of a snapshot, given the tensors that are already stored. ``docs/format.md`` section 5.
 
-Two shapes: *verbatim*, the object is the image; or a *part*, which holds the tensors that are new and the
-image's header, while the image's other bytes are found in older objects. Nothing is read or sent here;
-the image is looked at up to its data.
+An object has one of two shapes: *verbatim*, the object is the image; or a *part*, which contains the new
+tensors and the image's header, while older objects contain the other bytes. This module performs no I/O;
+it reads only the header of the image.
 
-Invariants: the extents of a plan cover the image without gap or overlap; what a part leaves out has, by
-digest and length, the same bytes where its extent points; an object's key says what its content is.
+Invariants: the extents of a plan cover the image without gap or overlap; a tensor that a part leaves out
+has, by digest and length, the same bytes where its extent points; an object's key identifies its contents.
 
-What a plan refers to must be there for as long as the manifest that will name it. So the index of a rank
-is made of the manifest that it wrote last (and that is not stale) and of what has been stored for the same
-checkpoint since, by itself or, as told by their manifests, by other ranks: see ``docs/format.md`` section 7.
+The objects that a plan refers to must exist as long as the manifest that will name them. Therefore the
+index of a rank consists of its last manifest (if that is not stale) and of the objects stored since then
+for the same checkpoint, by itself or, according to their manifests, by other ranks: see
+``docs/format.md`` section 7.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ __all__ = [
 
 PART_FORMAT = "ckptd.part/1"
 IMAGE_HEADER = "ckptd.image_header"
-MIN_TENSOR_BYTES = 64 << 10  # below this a request for it costs more than its bytes
-MIN_SAVING = 0.05  # of the image: below this a file that any tool reads is worth more
-_MAX_REUSED = (
-    32  # older objects that one image may be spread over, so that it is read in few requests
+MIN_TENSOR_BYTES = 64 << 10  # below this, a request costs more than the bytes
+MIN_SAVING = (
+    0.05  # part of the image; below this, a verbatim file, which any tool can read, is worth more
 )
+_MAX_REUSED = 32  # limit of older objects per image, so that few requests read it
 _OWN_METADATA = (
     "scalars_len",
     "num_operators",
     "anchors",
-)  # in the image's header, which is inside
+)  # in the image's header, which the part contains
 
 
 class _Place(NamedTuple):
@@ -64,7 +65,7 @@ class _Place(NamedTuple):
 
 
 class StoredIndex:
-    """Where the tensors lie that are stored already, by digest and length."""
+    """The places of the tensors that are already stored, by digest and length."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[bytes, int], _Place] = {}
@@ -73,10 +74,10 @@ class StoredIndex:
         return len(self._places)
 
     def add(self, header: bytes, snapshot: StoredSnapshot) -> None:
-        """Learn where the tensors of a stored snapshot lie; ``header`` is its image up to the data.
+        """Add the tensors of a stored snapshot; ``header`` is its image up to the data.
 
         Raises:
-            HeaderError: it is not the header of that snapshot's image.
+            HeaderError: ``header`` does not belong to that snapshot's image.
         """
         if xxhash.xxh3_128_digest(header) != snapshot.header_digest:
             raise HeaderError(f"it is not the header of the image of {snapshot.iteration}")
@@ -90,23 +91,23 @@ class StoredIndex:
                 self._places.setdefault((digest, tensor.nbytes), place)
 
     def find(self, digest: bytes, nbytes: int) -> tuple[StoredObject, int] | None:
-        """The object that holds such a tensor, and where; None if there is none."""
+        """The object with such a tensor, and the offset in it; None if there is none."""
         return self._places.get((digest, nbytes))
 
 
 @dataclass(frozen=True, slots=True)
 class UploadPlan:
-    """What to put where, and what the image is made of then.
+    """The new object, and the extents of the image.
 
     Attributes:
-        key: where the new object goes.
-        size: how long the new object is.
-        header: what the new object begins with; empty if it is the image itself.
-        ranges: (offset, length) of the image's bytes that follow, in order.
-        reused: the older objects that the extents refer to, as their numbers 1, 2, and so on.
-        extents: where the image's bytes lie; object 0 is the new one.
-        saved_bytes: what is not uploaded.
-        reason: why it is stored in this shape.
+        key: the key of the new object.
+        size: the size of the new object.
+        header: the first bytes of the new object; empty if the object is the image itself.
+        ranges: (offset, length) of the image's ranges that follow, in order.
+        reused: the older objects of the extents, with the numbers 1, 2, and so on.
+        extents: the places of the image's bytes; object 0 is the new one.
+        saved_bytes: number of bytes that need no upload.
+        reason: the reason for this shape.
     """
 
     key: str
@@ -119,7 +120,7 @@ class UploadPlan:
     reason: str
 
     def parts(self, image: memoryview) -> list[memoryview]:
-        """What to put, without a copy; ``image`` is the one that was planned."""
+        """The parts of the new object, without a copy; ``image`` is the planned one."""
         head = [memoryview(self.header)] if self.header else []
         return head + [image[at : at + length] for at, length in self.ranges]
 
@@ -140,10 +141,10 @@ def plan_upload(
     min_tensor_bytes: int = MIN_TENSOR_BYTES,
     min_saving: float = MIN_SAVING,
 ) -> UploadPlan:
-    """What to upload of a sealed image; ``image`` may be longer than the image is, as a slot is.
+    """Plan the upload of a sealed image; the buffer ``image`` may be longer than the image.
 
     Raises:
-        HeaderError: it is not an image, or not a whole one.
+        HeaderError: the buffer does not contain a whole image.
     """
     head = bytes(image[: data_offset_of(bytes(image[:LENGTH_BYTES]))])
     parsed = parse_header(head)
@@ -152,24 +153,24 @@ def plan_upload(
     name = ObjectName(job, run, _iteration(parsed), rank, epoch, sequence, tag_of(head))
     found = _found(parsed, index, min_tensor_bytes)
     if not found:
-        return _verbatim(name.key, parsed.size, "nothing of it is stored already")
+        return _verbatim(name.key, parsed.size, "none of its tensors is stored already")
     part = _part(name, head, parsed, found)
     if part.saved_bytes < min_saving * parsed.size:
-        return _verbatim(name.key, parsed.size, f"a part would save {part.saved_bytes} bytes only")
+        return _verbatim(name.key, parsed.size, f"a part would save only {part.saved_bytes} bytes")
     return part
 
 
 def _iteration(parsed: ObjectHeader) -> int:
     text = parsed.metadata.get("iteration", "").strip()
     if not (text.isascii() and text.isdigit()):
-        raise HeaderError(f"the image tells {text[:20]!r} for its iteration")
+        raise HeaderError(f"the iteration of the image is {text[:20]!r}, which is not a number")
     return int(text)
 
 
 def _found(parsed: ObjectHeader, index: StoredIndex, min_tensor_bytes: int) -> dict[int, _Place]:
-    """By number of the tensor where it lies already, in as many objects as may be."""
+    """The places of stored tensors by tensor number, in at most the allowed number of objects."""
     if any(tensor.name == IMAGE_HEADER for tensor in parsed.tensors):
-        return {}  # the name that a part needs is taken
+        return {}  # a tensor of the image has the name that a part needs
     found: dict[int, _Place] = {}
     per_object: Counter[str] = Counter()
     for number, (tensor, digest) in enumerate(zip(parsed.tensors, parsed.digests, strict=True)):
@@ -188,7 +189,7 @@ def _verbatim(key: str, size: int, reason: str) -> UploadPlan:
 def _part(
     name: ObjectName, head: bytes, parsed: ObjectHeader, found: dict[int, _Place]
 ) -> UploadPlan:
-    """The image's header and the tensors that were not found, as a safetensors file of their own."""
+    """A safetensors file with the image's header and its new tensors."""
     new = [tensor for number, tensor in enumerate(parsed.tensors) if number not in found]
     digests = [digest for number, digest in enumerate(parsed.digests) if number not in found]
     metadata = {key: value for key, value in parsed.metadata.items() if key not in _OWN_METADATA}
@@ -219,20 +220,20 @@ def _part(
 
 
 class _Spread:
-    """Extents of an image, made from its first byte to its last; neighbours are merged."""
+    """Builds the extents of an image from its first byte to its last; merges adjacent ones."""
 
     def __init__(self, size: int) -> None:
-        self.size = size  # of the new object so far
+        self.size = size  # size of the new object so far
         self.extents: list[Extent] = []
         self._at = 0
 
     def add_new(self, length: int) -> None:
-        """The image's next bytes go to the end of the new object."""
+        """Append the image's next bytes to the new object."""
         self._add(length, 0, self.size)
         self.size += length
 
     def add_old(self, length: int, number: int, offset: int) -> None:
-        """The image's next bytes lie in an older object."""
+        """The image's next bytes are in an older object."""
         self._add(length, number, offset)
 
     def _add(self, length: int, number: int, offset: int) -> None:
@@ -247,5 +248,5 @@ class _Spread:
 
 
 def _ranges(extents: Sequence[Extent]) -> tuple[tuple[int, int], ...]:
-    """What of the image is in the new object, in the order in which it lies there."""
+    """The ranges of the image in the new object, in the order of that object."""
     return tuple([(e.image_offset, e.length) for e in extents if e.object == 0])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.checkpoints.names import run_of_world
+from ckptd.storage.checkpoints.names import run_of_incarnation
 from ckptd.storage.checkpoints.verifier import verify_run
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.nodes import Net
@@ -54,7 +54,7 @@ class Reader:
             if newest < (0, 0):
                 continue
             self.seen.append(newest)
-            report = verify_run(opened, "e2e", run_of_world(self._run, newest[0]))
+            report = verify_run(opened, "e2e", run_of_incarnation(self._run, newest[0]))
             whole = [(newest[0], which.end) for _, _, which in report.whole]
             if not report.ok or max(whole, default=(-1, -1)) < newest:
                 self.wrong.append(f"{newest} is not whole: {report.findings}, {whole}")
@@ -98,7 +98,7 @@ def test_three_two_three_ranks_leave_one_world_in_the_store(tmp_path: Path) -> N
             node.lose()
         (world,), (_, newest) = store.worlds(run.run), store.newest(run.run)
         left = {path.parts[len(folder.parts) + 1] for path in folder.rglob("*") if path.is_file()}
-        assert left == {run.run, run_of_world(run.run, world)}, "nothing of earlier worlds"
+        assert left == {run.run, run_of_incarnation(run.run, world)}, "nothing of earlier worlds"
         for node in net.nodes[1:]:
             node.launch()
         last = run.life(net.nodes[1:], total=newest + 1)

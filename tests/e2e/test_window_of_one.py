@@ -88,7 +88,7 @@ def test_a_resume_replays_and_compares_though_it_needs_no_replay(
     resumed = jobs.run(case, *options, "--run", run, "--seed", "77")
     report = jobs.report(resumed)
     assert f"by replaying {replayed} iteration" in foretold
-    assert f"{replayed} of them only to compare" in foretold
+    assert f"{replayed} of them only to verify" in foretold
     assert (back.iteration, back.replay_from) == (newest, newest - replayed)
     assert report["resumed_from"] is not None, jobs.log(resumed)
     assert report["replayed_steps"] == replayed, jobs.log(resumed)

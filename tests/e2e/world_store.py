@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptd.storage.checkpoints.catalog import Catalog
-from ckptd.storage.checkpoints.names import WorldName, parse, run_of_world
+from ckptd.storage.checkpoints.names import IncarnationName, parse, run_of_incarnation
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.objects import ObjectStore
 from ckptd.storage.stores.open_store import open_store
@@ -45,7 +45,7 @@ class WorldStore:
         return self._with(lambda store: _worlds(store, run))
 
     def catalog(self, run: str, world: int) -> Catalog:
-        return self._with(lambda store: read_catalog(store, _JOB, run_of_world(run, world)))
+        return self._with(lambda store: read_catalog(store, _JOB, run_of_incarnation(run, world)))
 
     def committed(self, run: str) -> list[int]:
         """The ends of the checkpoints of the latest world, newest first."""
@@ -83,4 +83,4 @@ class WorldStore:
 
 def _worlds(store: ObjectStore, run: str) -> list[int]:
     names = [parse(info.key) for info in store.list(f"{_JOB}/{run}/")]
-    return sorted((n.world for n in names if isinstance(n, WorldName)), reverse=True)
+    return sorted((n.number for n in names if isinstance(n, IncarnationName)), reverse=True)

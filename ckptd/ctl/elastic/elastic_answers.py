@@ -1,8 +1,8 @@
-"""What `ckptctl elastic` answers: plans, what they are worth, what moves, and what the loss of
-nodes would mean.
+"""The answers of `ckptctl elastic`: plans, their rating, the transfers that they need, and the
+result of a loss of nodes.
 
-Pure: an input (`ckptd.ctl.elastic.elastic_input`) in, numbers out; the planners are those that a
-running job uses.
+Pure functions of the input (`ckptd.ctl.elastic.elastic_input`). A running job uses the same
+planners.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ __all__ = [
     "plan",
 ]
 
-_ALL_UP_TO = 8  # numbers of lost units that are all shown; then every second power of two
+_ALL_UP_TO = 8  # up to this many lost units every number is shown; above, doublings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outlook:
-    """What a placement is worth under the load.
+    """The rating of a placement under the load.
 
     Args:
-        recovery: with how many lost nodes how likely all experts survive; ends with the first chance of 0.
-        domain_recovery: the same for lost domains; empty where nodes are the domains.
-        straggler: the busiest rank over the mean, over all layers, and of each layer.
-        tokens_LR: predicted tokens of every rank, those of the first node first.
+        recovery: pairs of a number of lost nodes and the probability that every expert survives;
+            ends with the first probability of 0.
+        domain_recovery: the same for lost domains; empty if every node is a domain.
+        straggler, straggler_by_layer: tokens of the busiest rank over the mean; of all layers, and of each.
+        tokens_LR: predicted tokens of every rank, in the order of the nodes.
     """
 
     placement: ExpertPlacement
@@ -64,8 +65,8 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFetch:
-    """What one node gets from one other, or from snapshots (``source`` is empty then); bytes are -1
-    where sizes are not known.
+    """The experts that one node fetches from another node, or from snapshots (``source`` is empty);
+    ``bytes`` is -1 if the sizes are not known.
     """
 
     receiver: str
@@ -76,16 +77,17 @@ class ExpertFetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementMove:
-    """What brings nodes from what they hold to a plan.
+    """The transfers from the present placement to a planned one.
 
     Args:
-        replicas: how many experts are fetched by some node.
-        from_snapshots: how many of these no node holds any more.
-        total_bytes, largest_bytes: of all fetches, and of the node that fetches most; -1: the size of experts is not known.
-        snapshot_bytes: of what comes from snapshots; part of the total; -1 likewise.
-        seconds: until the last node has what it needs; -1: the speed of nodes is not known.
-        lost: layer and expert of what no node holds.
-        fetches: by receiver and source.
+        replicas: number of replicas that nodes fetch.
+        from_snapshots: number of these that no node holds any more.
+        total_bytes, largest_bytes: size of all fetches, and of the node that fetches most; -1: the
+            sizes of experts are not known.
+        snapshot_bytes: the part of the total that comes from snapshots; -1 likewise.
+        seconds: time until the last node has all its experts; -1: the speeds of nodes are not known.
+        lost: layer and expert of the replicas that no node holds.
+        fetches: the transfers by receiver and source.
     """
 
     replicas: int
@@ -103,8 +105,8 @@ class Planned:
     """A new placement for a situation.
 
     Args:
-        guarantee: what `allocate` promises, in a sentence.
-        move: None: what nodes hold now is not told.
+        guarantee: the guarantee of `allocate`, in a sentence.
+        move: the transfers; None: the input does not say which experts the nodes hold.
     """
 
     situation: Situation
@@ -116,12 +118,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossReport:
-    """What the loss of nodes would mean.
+    """The result of a loss of nodes.
 
     Args:
-        nodes: the lost ones.
-        gone: layer and expert of which every replica is lost.
-        planned: the placement on the nodes that are left, or why there is none.
+        nodes: the lost nodes.
+        gone: layer and number of the experts that lose every replica.
+        planned: the placement on the remaining nodes, or the reason why none exists.
     """
 
     nodes: tuple[str, ...]
@@ -131,15 +133,16 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class NextTime:
-    """Whether placing anew now would pay, and when that is looked at next.
+    """Whether a rebalance now would pay, and the step of the next check.
 
     Args:
-        check_step: the next step at which the load is looked at; -1: the present one is not told.
-        due_step: when it is done even if it hardly pays; -1: never.
-        straggler_now, straggler_after: without and with it.
-        cost_s: what it costs; -1: not known.
-        gain_s: what it saves within the horizon; -1: the time of a step that grows with tokens was not measured.
-        worth_from_s: from which such time on it pays; -1: never, or the cost is not known.
+        check_step: the next step at which the job checks its load; -1: the present step is not given.
+        due_step: the step of the next rebalance that needs no minimum gain; -1: never.
+        straggler_now, straggler_after: straggler factor without and with the rebalance.
+        cost_s: time that the rebalance takes; -1: not known.
+        gain_s: time that it saves within the horizon; -1: the part of the step time that grows with
+            tokens was not measured.
+        worth_from_s: the smallest such part with which it pays; -1: none, or the cost is not known.
         pays: None: not known.
     """
 
@@ -154,16 +157,18 @@ class NextTime:
 
 
 def outlook(situation: Situation, placement: ExpertPlacement) -> Outlook:
-    """What a placement on these nodes is worth under this load.
+    """Rate a placement on these nodes under this load.
 
     Raises:
-        InputProblem: an expert has no replica, or a node more than it has slots.
+        InputProblem: an expert has no replica, or a node has more replicas than slots.
     """
     cluster, loads_LE = situation.cluster, situation.loads_LE
     try:
         placement.check(cluster)
     except ElasticError as error:
-        raise InputProblem(f"what the nodes hold is no placement: {error}") from error
+        raise InputProblem(
+            f"the experts that the nodes hold are not a valid placement: {error}"
+        ) from error
     replicas_LRE = split_over_ranks(placement, cluster, loads_LE)
     each_LE = loads_LE / placement.replicas
     several = 1 < cluster.num_domains < cluster.num_nodes
@@ -196,13 +201,13 @@ def _numbers(num_units: int) -> list[int]:
 
 
 def plan(situation: Situation) -> Planned:
-    """Place experts on the nodes that there are, near to what they hold.
+    """Place the experts on the nodes, close to the present placement.
 
     Raises:
         ElasticError: there are fewer slots than experts.
     """
     cluster, loads_LE = situation.cluster, situation.loads_LE
-    allocation = allocate(loads_LE, cluster, situation.told.threshold)
+    allocation = allocate(loads_LE, cluster, situation.report.threshold)
     found = place(allocation, loads_LE, cluster, max_straggler=situation.max_straggler)
     placement, move = found.placement, None
     if situation.held is not None:
@@ -266,12 +271,12 @@ def _fetches(
 
 
 def lost_nodes(situation: Situation, lose: str) -> tuple[str, ...]:
-    """The nodes that ``node=3,rack=A`` names.
+    """The nodes that selectors such as ``node=3,rack=A`` match.
 
     Raises:
-        InputProblem: a selector fits no node, or is none.
+        InputProblem: a selector matches no node, or is malformed.
     """
-    labels = {node.name: node.labels for node in situation.told.nodes}
+    labels = {node.name: node.labels for node in situation.report.nodes}
     try:
         return select_nodes(situation.names, labels, lose.split(","))
     except ValueError as error:
@@ -279,7 +284,7 @@ def lost_nodes(situation: Situation, lose: str) -> tuple[str, ...]:
 
 
 def as_planned(situation: Situation) -> Situation:
-    """The same where nodes hold what would be planned for them; for who has not told what they hold.
+    """The same situation, with the planned placement as the present one; for an input without a placement.
 
     Raises:
         ElasticError: there are fewer slots than experts.
@@ -288,12 +293,14 @@ def as_planned(situation: Situation) -> Situation:
 
 
 def lose(situation: Situation, nodes: tuple[str, ...]) -> LossReport:
-    """What is left without these nodes, and how it would be placed; what the nodes hold has to be known."""
-    assert situation.held is not None, "as_planned() where it is not told"
+    """The experts lost with these nodes, and the placement on the remaining ones; needs
+    ``situation.held``.
+    """
+    assert situation.held is not None, "call as_planned() first"
     left = np.array([n for n, name in enumerate(situation.names) if name not in nodes], np.int64)
     missing = situation.held.counts[:, left].sum(axis=1) == 0
-    there = situation.held.replicas > 0
-    gone = tuple((int(at[0]), int(at[1])) for at in np.argwhere(missing & there))
+    placed = situation.held.replicas > 0
+    gone = tuple((int(at[0]), int(at[1])) for at in np.argwhere(missing & placed))
     try:
         return LossReport(nodes, gone, plan(situation.only(left)))
     except (ElasticError, InputProblem) as error:
@@ -301,11 +308,11 @@ def lose(situation: Situation, nodes: tuple[str, ...]) -> LossReport:
 
 
 def next_time(situation: Situation, now: Outlook, planned: Planned) -> NextTime:
-    """Whether the planned placement would be worth its move, by the rule of
+    """Whether the gain of the planned placement exceeds its cost, by the rule of
     `ckptd.core.elastic.placement.rebalance_policy`.
     """
-    when, step = situation.told.when, situation.told.step
-    assert planned.move is not None, "it is known what the nodes hold"
+    when, step = situation.report.when, situation.report.step
+    assert planned.move is not None, "the situation says which experts the nodes hold"
     cost_s = planned.move.seconds + when.pause_s if planned.move.seconds >= 0 else -1.0
     steps = when.horizon_steps
     if when.remaining_steps >= 0:

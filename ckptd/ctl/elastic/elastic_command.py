@@ -1,8 +1,7 @@
-"""`ckptctl elastic`: where the experts of a job are or would be, what that is worth, and what
-losing nodes would mean.
+"""`ckptctl elastic`: show and plan the placement of a job's experts, and predict the loss of nodes.
 
-Without a file the answer is about what a running job told its daemon (`show`, `plan`, `whatif`);
-with one, no daemon is asked.
+Without a file, the input is the report of a running job to its daemon (`show`, `plan`, `whatif`);
+with a file, the command needs no daemon.
 """
 
 from __future__ import annotations
@@ -50,9 +49,10 @@ def run_elastic(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     """`ckptctl elastic plan|show|whatif`.
 
     Raises:
-        InputProblem: the file, or what a job told, cannot be used.
+        InputProblem: the file, or the report of a job, cannot be used.
         ElasticError: there are fewer slots than experts.
-        RefusedError: no job told this daemon of its placement, or several did and none is named.
+        RefusedError: no job reported its placement to this daemon, or several did and the arguments
+            name none.
     """
     run: Callable[[argparse.Namespace, Connect], CommandOutcome] = {
         "plan": _plan,
@@ -63,17 +63,17 @@ def run_elastic(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
 
 
 def _plan(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
-    found = situation(read_file(args.file) if args.file else _told(args, connect).elastic)
+    found = situation(read_file(args.file) if args.file else _reported_run(args, connect).elastic)
     planned = plan(found)
     return CommandOutcome(planned_json(planned), planned_text(planned, _canvas(args, found)))
 
 
 def _show(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     with connect() as client:
-        told = client.ask(m.GetElastic(args.job or "", args.run or ""), m.SeenElastic).told
-    if not told:
-        raise _nobody(args)
-    shown = [_shown(one, args) for one in told]
+        reports = client.ask(m.GetElastic(args.job or "", args.run or ""), m.SeenElastic).told
+    if not reports:
+        raise _nothing_reported(args)
+    shown = [_shown(one, args) for one in reports]
     return CommandOutcome(
         {"runs": [one for one, _ in shown]}, "\n\n".join(text for _, text in shown)
     )
@@ -81,17 +81,17 @@ def _show(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
 
 def _shown(one: m.ElasticTold, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     found = situation(one.elastic)
-    head = f"{one.job}/{one.run}, told by rank {one.rank} {format_age(one.ago_s)} ago"
-    head += f" in step {found.told.step}" if found.told.step >= 0 else ""
-    why = "; ".join(part for part in (found.told.method, found.told.reason) if part)
+    head = f"{one.job}/{one.run}, reported by rank {one.rank} {format_age(one.ago_s)} ago"
+    head += f" in step {found.report.step}" if found.report.step >= 0 else ""
+    why = "; ".join(part for part in (found.report.method, found.report.reason) if part)
     out: dict[str, Any] = {"job": one.job, "run": one.run, "rank": one.rank, "ago_s": one.ago_s}
     out["told"] = one.elastic
     if found.held is None:
-        return out, f"{head}\nwhat its nodes hold is not told"
+        return out, f"{head}\nthe report does not say which experts the nodes hold"
     now = outlook(found, found.held)
     parts = [head + (f"\n{why}" if why else ""), outlook_text(found, now, _canvas(args, found))]
     out["now"] = outlook_json(now)
-    out["history"] = [_hottest(period) for period in (*found.told.history, found.told.loads)]
+    out["history"] = [_hottest(period) for period in (*found.report.history, found.report.loads)]
     parts.append(_history_text(out["history"]))
     try:
         coming = next_time(found, now, plan(found))
@@ -103,37 +103,39 @@ def _shown(one: m.ElasticTold, args: argparse.Namespace) -> tuple[dict[str, Any]
 
 
 def _hottest(period: tuple[tuple[int, ...], ...]) -> float:
-    """The share of the layer's hottest expert in its tokens, mean over layers."""
+    """The hottest expert's share of its layer's tokens; mean over the layers."""
     shares = [max(row) / sum(row) for row in period if sum(row)]
     return sum(shares) / len(shares) if shares else 0.0
 
 
 def _history_text(shares: list[float]) -> str:
-    told = ", ".join(f"{share:.1%}" for share in shares)
-    return f"share of a layer's tokens on its hottest expert, by period, the newest last: {told}"
+    listed = ", ".join(f"{share:.1%}" for share in shares)
+    return f"the hottest expert's share of its layer's tokens, by period, the newest last: {listed}"
 
 
 def _what_if(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
-    told = None if args.file else _told(args, connect)
-    found = situation(read_file(args.file) if told is None else told.elastic)
+    report = None if args.file else _reported_run(args, connect)
+    found = situation(read_file(args.file) if report is None else report.elastic)
     nodes, text = lost_nodes(found, args.lose), []
     if found.held is None:
         found = as_planned(found)
-        text.append("what the nodes hold is not told: taken as `plan` would place it")
+        text.append(
+            "the input does not say which experts the nodes hold: the placement of `plan` is assumed"
+        )
     lost = lose(found, nodes)
     text.append(lost_text(found, lost, _canvas(args, found)))
     answer = lost_json(lost)
     recoverable = None if lost.gone else True
     if isinstance(lost.planned, str):
         recoverable = False
-    elif told is not None:
-        snapshots, said = _from_snapshots(args, connect, told, lost)
+    elif report is not None:
+        snapshots, outcome = _from_snapshots(args, connect, report, lost)
         answer["snapshots"] = snapshots
-        text.append(said)
+        text.append(outcome)
         recoverable = True if recoverable else bool(snapshots.get("recoverable"))
     elif lost.gone:
         text.append(
-            "whether the lost ones can be had from snapshots, only a running job's daemon knows"
+            "only the daemon of a running job knows whether snapshots contain the lost experts"
         )
     answer["recoverable"] = recoverable
     text.append(_next_after(found, lost))
@@ -143,18 +145,18 @@ def _what_if(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
 
 
 def _from_snapshots(
-    args: argparse.Namespace, connect: Connect, told: m.ElasticTold, lost: LossReport
+    args: argparse.Namespace, connect: Connect, report: m.ElasticTold, lost: LossReport
 ) -> tuple[dict[str, Any], str]:
-    """What the memory tier would give the ranks of these nodes, as `ckptctl whatif` has it."""
+    """The recovery of the ranks of these nodes from the memory tier, as `ckptctl whatif` predicts it."""
     asked = argparse.Namespace(
-        job=told.job,
-        run=told.run,
+        job=report.job,
+        run=report.run,
         lose=",".join(f"node={node}" for node in lost.nodes),
         timeout=args.timeout,
     )
     try:
         with connect() as client:
-            # A new world loads one iteration, and replays none.
+            # A new incarnation loads one iteration and replays none.
             found = ask_what_if(client, asked, verify_iterations=0)
     except (ValueError, RefusedError) as error:
         text = f"snapshots: not known: {error}"
@@ -164,36 +166,42 @@ def _from_snapshots(
 
 def _next_after(found: Situation, lost: LossReport) -> str:
     if isinstance(lost.planned, str):
-        return "next rebalance: as soon as there are nodes with slots enough"
-    gather = "120 s after the last node has come (at most 600 s after the first)"
-    return f"next rebalance: at once, on the nodes that are left; again {gather}, and when the load has moved"
+        return "next rebalance: when the nodes have enough slots"
+    gather = "120 s after the last node has joined (at most 600 s after the first)"
+    return (
+        f"next rebalance: immediately, on the remaining nodes; again {gather}, and when the "
+        "load has shifted"
+    )
 
 
-def _told(args: argparse.Namespace, connect: Connect) -> m.ElasticTold:
-    """What the one run that is meant has told."""
+def _reported_run(args: argparse.Namespace, connect: Connect) -> m.ElasticTold:
+    """The report of the one run that the arguments match."""
     with connect() as client:
-        told = client.ask(m.GetElastic(args.job or "", args.run or ""), m.SeenElastic).told
-    if not told:
-        raise _nobody(args)
-    if len(told) > 1:
-        runs = ", ".join(f"{one.job}/{one.run}" for one in told)
-        raise RefusedError("not_found", f"several runs fit: {runs}", "pass --job and --run")
-    return told[0]
+        reports = client.ask(m.GetElastic(args.job or "", args.run or ""), m.SeenElastic).told
+    if not reports:
+        raise _nothing_reported(args)
+    if len(reports) > 1:
+        runs = ", ".join(f"{one.job}/{one.run}" for one in reports)
+        raise RefusedError("not_found", f"several runs match: {runs}", "pass --job and --run")
+    return reports[0]
 
 
-def _nobody(args: argparse.Namespace) -> RefusedError:
+def _nothing_reported(args: argparse.Namespace) -> RefusedError:
     which = f" of {args.job or 'any job'}/{args.run or 'any run'}" if args.job or args.run else ""
     return RefusedError(
         "not_found",
-        f"no elastic job{which} has told this daemon where its experts are",
-        "it does when it has placed them; a restarted daemon hears of it with the next measured load",
+        f"no elastic job{which} has reported its expert placement to this daemon",
+        "a job reports after each placement; a restarted daemon receives a report with the next "
+        "measured load",
     )
 
 
 def _canvas(args: argparse.Namespace, found: Situation) -> Canvas:
     for layer in args.layer or ():
         if not 0 <= layer < len(found.loads_LE):
-            raise InputProblem(f"--layer {layer}: there are layers 0 to {len(found.loads_LE) - 1}")
+            raise InputProblem(
+                f"--layer {layer} does not exist: the layers are 0 to {len(found.loads_LE) - 1}"
+            )
     terminal = sys.stdout.isatty()
     color = terminal if args.color == "auto" else args.color == "always"
     return Canvas(shutil.get_terminal_size((100, 24)).columns, color, tuple(args.layer or ()))
@@ -203,8 +211,8 @@ def _canvas(args: argparse.Namespace, found: Situation) -> Canvas:
 
 
 def outlook_json(found: Outlook) -> dict[str, Any]:
-    """``placement``: for each layer and node, in the order of the nodes, its experts, one entry for
-    each replica.
+    """An outlook as plain values. ``placement`` lists the experts of each layer and node (in the
+    order of the nodes), with one entry for each replica.
     """
     placement = [
         [[e for e, n in enumerate(node) for _ in range(n)] for node in layer]
@@ -240,7 +248,7 @@ def planned_json(planned: Planned) -> dict[str, Any]:
 
 
 def lost_json(lost: LossReport) -> dict[str, Any]:
-    """What the loss of nodes would mean, as plain values."""
+    """The report of a loss as plain values."""
     return {
         "lost_nodes": list(lost.nodes),
         "lost_experts": [list(one) for one in lost.gone],

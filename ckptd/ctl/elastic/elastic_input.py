@@ -1,7 +1,6 @@
-"""What `ckptctl elastic` answers about: a file, or what a running job told, checked and made into arrays.
+"""The input of `ckptctl elastic`: a file, or the report of a running job, checked and converted to arrays.
 
-Everything that a person may have got wrong in a file is said here, with the place in the file and
-what belongs there.
+An error in a file names the place in the file and the values that are allowed there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 class InputProblem(ValueError):
-    """The file, or what is in it, cannot be used; the message says what is wrong and what belongs there."""
+    """The file or one of its values cannot be used; the message names the place and the allowed values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,13 +34,14 @@ class Situation:
 
     Args:
         loads_LE: tokens of the newest period.
-        held: what the nodes hold; None: not told.
-        expert_bytes_LE: None: not told.
-        speeds_N: bytes a second of every node; None: not told.
+        report: the file or the message from which the arrays come.
+        held: the experts that the nodes hold; None: not given.
+        expert_bytes_LE: the size of one replica of each expert; None: not given.
+        speeds_N: bytes per second of every node; None: not given.
         max_straggler: None: no bound.
     """
 
-    told: Elastic
+    report: Elastic
     cluster: Cluster
     loads_LE: Loads
     held: ExpertPlacement | None
@@ -51,44 +51,46 @@ class Situation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes."""
-        return tuple(node.name for node in self.told.nodes)
+        """The names of the nodes."""
+        return tuple(node.name for node in self.report.nodes)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers; their numbers where they have none."""
-        return self.told.layers or tuple(f"layer {number}" for number in range(len(self.loads_LE)))
+        """The names of the layers; "layer 0" and so on if the input gives none."""
+        return self.report.layers or tuple(
+            f"layer {number}" for number in range(len(self.loads_LE))
+        )
 
     def only(self, nodes: Ints) -> Situation:
-        """The same with these nodes alone, given by their numbers.
+        """The same situation with only these nodes, given by their numbers.
 
         Raises:
-            InputProblem: none is left.
+            InputProblem: ``nodes`` is empty.
         """
         if not len(nodes):
-            raise InputProblem("no node is left: there is nothing to place experts on")
-        told = msgspec.structs.replace(
-            self.told, nodes=tuple(self.told.nodes[n] for n in nodes.tolist())
+            raise InputProblem("no node is left on which experts could be placed")
+        report = msgspec.structs.replace(
+            self.report, nodes=tuple(self.report.nodes[n] for n in nodes.tolist())
         )
         return dataclasses.replace(
             self,
-            told=told,
-            cluster=_cluster(told),
+            report=report,
+            cluster=_cluster(report),
             held=None if self.held is None else ExpertPlacement(self.held.counts[:, nodes]),
             speeds_N=None if self.speeds_N is None else self.speeds_N[nodes],
         )
 
 
 def read_file(path: str) -> Elastic:
-    """The `Elastic` of a JSON file; also of what `ckptctl elastic show --json` printed, if that is
-    of one run.
+    """The `Elastic` in a JSON file. The output of `ckptctl elastic show --json` for one run is
+    accepted, too.
 
-    ``nodes`` may be a number: as many nodes, named by their numbers, of ``slots`` slots and
+    ``nodes`` may be a number: that many nodes, named by their numbers, with ``slots`` slots and
     ``ranks`` ranks each. ``expert_bytes`` may be one number for all experts, ``max_straggler``
     null.
 
     Raises:
-        InputProblem: it cannot be read, is no JSON, or a value is not what it must be.
+        InputProblem: the file cannot be read, is not JSON, or a value is not allowed.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -105,18 +107,18 @@ def read_file(path: str) -> Elastic:
 
 
 def _spelled_out(found: Any) -> dict[str, Any]:
-    """Without the abbreviations that people may use."""
+    """Replace the abbreviations that a file may contain."""
     if isinstance(found, dict) and "runs" in found:
         found = _of_one_run(found["runs"])
     if not isinstance(found, dict):
         raise InputProblem(
-            'a JSON object is needed, such as {"loads": [[5, 3]], "nodes": 2, "slots": 2}'
+            'the file must contain a JSON object, such as {"loads": [[5, 3]], "nodes": 2, "slots": 2}'
         )
     out = dict(found)
     for key in ("loads", "nodes"):
         if key not in out:
             raise InputProblem(
-                f"there is no {key!r}: tokens of every expert of each layer, and nodes"
+                f"{key!r} is missing: pass the tokens of every expert of each layer (loads) and the nodes"
             )
     for name in ("loads", "expert_bytes"):
         _refuse_floats(out.get(name), name)
@@ -125,7 +127,7 @@ def _spelled_out(found: Any) -> dict[str, Any]:
     if isinstance(nodes, int) and not isinstance(nodes, bool):
         if not 1 <= nodes <= 1 << 16 or slots is None:
             raise InputProblem(
-                f'"nodes": {nodes} needs "slots" beside it, and to be a number of at least 1 (at most 65536)'
+                f'"nodes": {nodes} must be a number from 1 to 65536, and needs "slots" in the same object'
             )
         nodes = [{"name": str(number)} for number in range(nodes)]
     if isinstance(nodes, list):
@@ -141,20 +143,22 @@ def _spelled_out(found: Any) -> dict[str, Any]:
 def _of_one_run(runs: Any) -> Any:
     if not isinstance(runs, list) or len(runs) != 1 or not isinstance(runs[0], dict):
         raise InputProblem(
-            "it is of several runs, or none: keep one of them (show --job … --run …)"
+            "the file must describe exactly one run: select it with `show --job … --run …`"
         )
     return runs[0].get("told")
 
 
 def _refuse_floats(value: Any, name: str) -> None:
-    """In words: what the decoder says of a NaN does not help."""
+    """Raise an error with the place; the decoder's own message for a NaN does not help."""
     for where, number in _numbers(value, name):
         if isinstance(number, float) and not math.isfinite(number):
-            raise InputProblem(f"{where} is {number}: a number of tokens or bytes was not measured")
+            raise InputProblem(f"{where} is {number}: tokens and bytes must be finite numbers")
         if isinstance(number, float):
-            raise InputProblem(f"{where} is {number}: whole numbers are needed; round them once")
+            raise InputProblem(
+                f"{where} is {number}: tokens and bytes must be whole numbers; round them"
+            )
         if number < 0:
-            raise InputProblem(f"{where} is {number}: it is never negative")
+            raise InputProblem(f"{where} is {number}: tokens and bytes cannot be negative")
 
 
 def _numbers(value: Any, name: str) -> list[tuple[str, int | float]]:
@@ -166,90 +170,100 @@ def _numbers(value: Any, name: str) -> list[tuple[str, int | float]]:
     return []
 
 
-def situation(told: Elastic) -> Situation:
-    """Check it and make arrays of it.
+def situation(report: Elastic) -> Situation:
+    """Check a report and convert it to arrays.
 
     Raises:
-        InputProblem: what is said of the same thing does not fit together; each case in words.
+        InputProblem: two values contradict each other; the message names both.
     """
-    loads_LE = _rectangle(told.loads, "loads")
-    names = [node.name for node in told.nodes]
+    loads_LE = _rectangle(report.loads, "loads")
+    names = [node.name for node in report.nodes]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InputProblem(f"two nodes are called {twice}: each needs a name of its own")
-    if told.layers and len(told.layers) != len(loads_LE):
-        raise InputProblem(f"{len(told.layers)} names of layers for {len(loads_LE)} rows of loads")
-    if told.max_straggler and told.max_straggler < 1:
+        raise InputProblem(f"two nodes have the name {twice}: names of nodes must be unique")
+    if report.layers and len(report.layers) != len(loads_LE):
         raise InputProblem(
-            f"max_straggler is {told.max_straggler}: the busiest rank is never below the mean; 1.1 is usual, null is no bound"
+            f"{len(report.layers)} names of layers for {len(loads_LE)} rows of loads: pass one "
+            "name for each row"
         )
-    for number, period in enumerate(told.history):
+    if report.max_straggler and report.max_straggler < 1:
+        raise InputProblem(
+            f"max_straggler is {report.max_straggler}: it must be at least 1 (1.1 is usual), or "
+            "null for no bound"
+        )
+    for number, period in enumerate(report.history):
         if _rectangle(period, f"history[{number}]").shape != loads_LE.shape:
-            raise InputProblem(f"history[{number}] has another shape than loads")
-    known = all(node.bytes_per_s for node in told.nodes)
+            raise InputProblem(f"history[{number}] must have the shape of loads")
+    known = all(node.bytes_per_s for node in report.nodes)
     return Situation(
-        told,
-        _cluster(told),
+        report,
+        _cluster(report),
         loads_LE,
-        _held(told, loads_LE.shape),
-        _expert_bytes(told, loads_LE.shape),
-        np.array([node.bytes_per_s for node in told.nodes]) if known else None,
-        told.max_straggler or None,
+        _held(report, loads_LE.shape),
+        _expert_bytes(report, loads_LE.shape),
+        np.array([node.bytes_per_s for node in report.nodes]) if known else None,
+        report.max_straggler or None,
     )
 
 
 def _rectangle(rows: tuple[tuple[int, ...], ...], name: str) -> Loads:
     if not rows or not rows[0]:
-        raise InputProblem(f"{name} is empty: a row for each layer, with the tokens of each expert")
+        raise InputProblem(
+            f"{name} is empty: it needs a row for each layer, with a number for each expert"
+        )
     for number, row in enumerate(rows):
         if len(row) != len(rows[0]):
             raise InputProblem(
-                f"{name}[{number}] has {len(row)} experts, {name}[0] has {len(rows[0])}: all layers need as many"
+                f"{name}[{number}] has {len(row)} experts, {name}[0] has {len(rows[0])}: all "
+                "layers must have the same number"
             )
     return checked_loads(np.array(rows, dtype=np.int64))
 
 
-def _cluster(told: Elastic) -> Cluster:
-    domains = tuple(_domain(node, told.domain) for node in told.nodes) if told.domain else ()
-    slots = np.array([node.slots for node in told.nodes], dtype=np.int64)
-    return Cluster(slots, domains, tuple(node.ranks for node in told.nodes))
+def _cluster(report: Elastic) -> Cluster:
+    domains = tuple(_domain(node, report.domain) for node in report.nodes) if report.domain else ()
+    slots = np.array([node.slots for node in report.nodes], dtype=np.int64)
+    return Cluster(slots, domains, tuple(node.ranks for node in report.nodes))
 
 
 def _domain(node: ElasticNode, label: str) -> str:
     if label not in node.labels:
         has = ", ".join(sorted(node.labels)) or "none"
         raise InputProblem(
-            f'node {node.name} has no label {label!r} (it has: {has}), which "domain" names'
+            f'"domain" is {label!r}, but node {node.name} has no such label (its labels: {has})'
         )
     return node.labels[label]
 
 
-def _held(told: Elastic, shape: tuple[int, ...]) -> ExpertPlacement | None:
-    if not any(node.holds for node in told.nodes):
+def _held(report: Elastic, shape: tuple[int, ...]) -> ExpertPlacement | None:
+    if not any(node.holds for node in report.nodes):
         return None
-    counts = np.zeros((shape[0], len(told.nodes), shape[1]), dtype=np.int32)
-    for number, node in enumerate(told.nodes):
+    counts = np.zeros((shape[0], len(report.nodes), shape[1]), dtype=np.int32)
+    for number, node in enumerate(report.nodes):
         if not node.holds:
             continue
         if len(node.holds) != shape[0]:
             raise InputProblem(
-                f"node {node.name} holds something in {len(node.holds)} layers, and there are {shape[0]}"
+                f"node {node.name} holds experts of {len(node.holds)} layers, but loads have "
+                f"{shape[0]} layers"
             )
         for layer, experts in enumerate(node.holds):
             if any(expert >= shape[1] for expert in experts):
                 raise InputProblem(
-                    f"node {node.name} holds expert {max(experts)} of layer {layer}, which has {shape[1]}: they count from 0"
+                    f"node {node.name} holds expert {max(experts)} of layer {layer}: its experts "
+                    f"are 0 to {shape[1] - 1}"
                 )
             np.add.at(counts[layer, number], list(experts), 1)
     return ExpertPlacement(counts)
 
 
-def _expert_bytes(told: Elastic, shape: tuple[int, ...]) -> Ints | None:
-    if not told.expert_bytes:
+def _expert_bytes(report: Elastic, shape: tuple[int, ...]) -> Ints | None:
+    if not report.expert_bytes:
         return None
-    rows = _rectangle(told.expert_bytes, "expert_bytes")
+    rows = _rectangle(report.expert_bytes, "expert_bytes")
     if rows.shape != (1, 1) and rows.shape != shape:
         raise InputProblem(
-            f"expert_bytes has the shape {rows.shape}, loads have {shape}: give one number, or one for each expert"
+            f"expert_bytes has the shape {rows.shape}, loads have {shape}: pass one number, or one "
+            "for each expert"
         )
     return np.broadcast_to(rows, shape).copy()

@@ -1,8 +1,8 @@
-"""What `ckptctl elastic` found, for people: a heat map of each layer, and what the placement is worth.
+"""The answers of `ckptctl elastic` as text: a heat map of each layer, and the rating of the placement.
 
-A cell of the map is the number of replicas of an expert (column) on a node (row), "." for none and
-"+" for ten and more. On a terminal its background tells how much of the layer's tokens the node
-computes for that expert: from blue to red, as far as the hottest cell.
+A cell of the map is the number of replicas of an expert (column) on a node (row): "." for none,
+"+" for ten and more. On a terminal the background shows the share of the layer's tokens that the
+node computes for that expert, from blue to red (the hottest cell).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """Args: columns: of the terminal. color: whether it shows colours. layers: which to show;
-    empty: the first few.
+    """The terminal: its number of columns, whether it shows colors, and the layers to show (empty: the
+    first few).
     """
 
     columns: int = 80
@@ -41,7 +41,7 @@ class Canvas:
 
 
 def planned_text(planned: Planned, canvas: Canvas) -> str:
-    """A new placement."""
+    """A new placement, its rating and its transfers."""
     lines = [f"{planned.method}; {planned.guarantee}", ""]
     lines.append(outlook_text(planned.situation, planned.outlook, canvas))
     if planned.move is not None:
@@ -50,7 +50,7 @@ def planned_text(planned: Planned, canvas: Canvas) -> str:
 
 
 def outlook_text(situation: Situation, found: Outlook, canvas: Canvas) -> str:
-    """A placement: maps, recovery, tokens."""
+    """A placement: maps, probability of recovery, tokens."""
     shown = canvas.layers or tuple(range(min(len(situation.loads_LE), _MOST_LAYERS)))
     lines = []
     for layer in shown:
@@ -59,15 +59,18 @@ def outlook_text(situation: Situation, found: Outlook, canvas: Canvas) -> str:
         lines += [f"{len(situation.loads_LE) - len(shown)} more layers (--layer N, --json)", ""]
     lines += [_recovery("nodes lost", found.recovery)]
     if found.domain_recovery:
-        lines += ["", _recovery(f"{situation.told.domain} lost", found.domain_recovery)]
+        lines += ["", _recovery(f"{situation.report.domain} lost", found.domain_recovery)]
     return "\n".join([*lines, "", _tokens(situation, found)])
 
 
 def lost_text(situation: Situation, lost: LossReport, canvas: Canvas) -> str:
-    """What the loss of nodes would mean, but for where snapshots are."""
+    """The result of a loss of nodes, without the snapshots."""
     head = f"without {', '.join(lost.nodes)}: "
     if lost.gone:
-        head += f"{len(lost.gone)} expert{'s' * (len(lost.gone) > 1)} lose{'s' * (len(lost.gone) == 1)} every replica: {_experts(situation, lost.gone)}"
+        head += (
+            f"{len(lost.gone)} expert{'s' * (len(lost.gone) > 1)} "
+            f"lose{'s' * (len(lost.gone) == 1)} every replica: {_experts(situation, lost.gone)}"
+        )
     else:
         head += "every expert keeps a replica"
     if isinstance(lost.planned, str):
@@ -78,23 +81,27 @@ def lost_text(situation: Situation, lost: LossReport, canvas: Canvas) -> str:
 
 
 def next_text(found: NextTime) -> str:
-    """When experts are placed anew."""
-    factors = f"straggler factor {found.straggler_now:.3f} now, {found.straggler_after:.3f} with a new placement"
+    """Whether a rebalance pays, and when the job checks next."""
+    factors = (
+        f"straggler factor {found.straggler_now:.3f} now, {found.straggler_after:.3f} with a "
+        "new placement"
+    )
     if found.pays:
         verdict = f"it pays: saves {found.gain_s:.1f} s, costs {found.cost_s:.1f} s"
     elif found.pays is False and found.gain_s >= 0 and found.cost_s >= 0:
         verdict = f"it does not pay: saves {found.gain_s:.1f} s, costs {found.cost_s:.1f} s"
     elif found.pays is False:
-        verdict = "nothing would be gained"
+        verdict = "it gains nothing"
     elif found.worth_from_s >= 0:
-        verdict = f"it pays if more than {found.worth_from_s:.3g} s of a step grow with the tokens of the busiest rank"
+        verdict = (
+            f"it pays if more than {found.worth_from_s:.3g} s of each step grow with the "
+            "tokens of the busiest rank"
+        )
     else:
-        verdict = "what it costs is not known: sizes of experts and speeds of nodes are not told"
-    looked = f"; looked at next in step {found.check_step}" if found.check_step >= 0 else ""
-    due = (
-        f"; done in step {found.due_step} in any case where it gains" if found.due_step >= 0 else ""
-    )
-    return f"next rebalance: {factors}: {verdict}{looked}{due}"
+        verdict = "the cost is not known: the input lacks expert_bytes and bytes_per_s"
+    check = f"; next check in step {found.check_step}" if found.check_step >= 0 else ""
+    due = f"; any gain suffices in step {found.due_step}" if found.due_step >= 0 else ""
+    return f"next rebalance: {factors}: {verdict}{check}{due}"
 
 
 # --- the map ---------------------------------------------------------------------------------------------
@@ -112,7 +119,7 @@ def _map(situation: Situation, found: Outlook, layer: int, canvas: Canvas) -> li
     width = max(10, canvas.columns - margin - 12)
     factor = found.straggler_by_layer[layer]
     lines = [
-        f"{situation.layers[layer]}: straggler factor {factor:.3f}; columns are experts, then a rank's load over the mean"
+        f"{situation.layers[layer]}: straggler factor {factor:.3f}; columns: experts, then load / mean"
     ]
     hottest = float(heat_NE.max())
     for first in range(0, counts_NE.shape[1], width):
@@ -127,7 +134,7 @@ def _map(situation: Situation, found: Outlook, layer: int, canvas: Canvas) -> li
 
 
 def _ruler(start: int, stop: int) -> list[str]:
-    """The numbers of experts, top to bottom: tens (and hundreds) where they change, then units."""
+    """The numbers of the experts in two lines: the tens, where they change, and the units."""
     units = "".join(str(number % 10) for number in range(start, stop))
     if stop <= 10:
         return [units]
@@ -154,14 +161,12 @@ def _cells(
     return "".join(painted)
 
 
-# --- what it is worth ------------------------------------------------------------------------------------
+# --- the rating ------------------------------------------------------------------------------------------
 
 
 def _recovery(title: str, chances: Sequence[tuple[int, Chance]]) -> str:
     if not chances:
-        return (
-            f"{title}: there is but one, and nothing survives its loss without snapshots elsewhere"
-        )
+        return f"{title}: the job has only one; without snapshots elsewhere, its loss loses every expert"
     head = [title, *(str(lost) for lost, _ in chances)]
     return format_table(head, [["every expert survives", *(str(chance) for _, chance in chances)]])
 
@@ -170,7 +175,8 @@ def _tokens(situation: Situation, found: Outlook) -> str:
     per_rank = found.tokens_LR.sum(axis=0)
     mean = per_rank.mean()
     text = (
-        f"straggler factor {found.straggler:.3f}; predicted tokens of a rank, all layers: least {per_rank.min():.0f}, "
+        f"straggler factor {found.straggler:.3f}; predicted tokens of a rank, all layers: least "
+        f"{per_rank.min():.0f}, "
         f"mean {mean:.0f}, most {per_rank.max():.0f}"
         + (f" ({per_rank.max() / mean:.2f} of the mean)" if mean else "")
     )
@@ -186,15 +192,15 @@ def _tokens(situation: Situation, found: Outlook) -> str:
 
 def _move_text(situation: Situation, move: PlacementMove) -> str:
     if not move.replicas:
-        return "nothing has to be moved: every node holds what it is to hold"
-    text = f"to move from what nodes hold: {move.replicas} experts"
+        return "no transfers: every node holds its planned experts"
+    text = f"transfers from the present placement: {move.replicas} experts"
     if move.total_bytes >= 0:
         text += f", {format_bytes(move.total_bytes)}, at most {format_bytes(move.largest_bytes)} to one node"
     if move.seconds >= 0:
         text += f", {move.seconds:.2f} s"
     else:
         lacking = "expert_bytes and bytes_per_s" if move.total_bytes < 0 else "bytes_per_s"
-        text += f" (for how long, {lacking} would have to be told)"
+        text += f" (the time is not known: the input lacks {lacking})"
     if move.from_snapshots:
         size = f" ({format_bytes(move.snapshot_bytes)})" if move.snapshot_bytes >= 0 else ""
         text += f"; {move.from_snapshots} of them{size} from snapshots: {_experts(situation, move.lost)}"
@@ -202,13 +208,13 @@ def _move_text(situation: Situation, move: PlacementMove) -> str:
 
 
 def _fetches_text(move: PlacementMove) -> str:
-    """Who gets what from whom; where that are many, what each node gets, those that get most first."""
+    """The transfers by receiver and source; if they are many, totals by receiver, the largest first."""
     if len(move.fetches) <= _MOST_FETCHES:
         pairs = [
             (one.receiver, one.source or "snapshots", one.replicas, _size(one.bytes))
             for one in move.fetches
         ]
-        return format_table(["node", "gets from", "experts", "size"], pairs)
+        return format_table(["node", "fetches from", "experts", "size"], pairs)
     by_node: dict[str, list[int]] = {}
     for one in move.fetches:
         total = by_node.setdefault(one.receiver, [0, 0, 0])

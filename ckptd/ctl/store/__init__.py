@@ -1,1 +1,1 @@
-"""`ckptctl checkpoints`, `verify` and what they do in a store."""
+"""`ckptctl checkpoints` and `ckptctl verify`: commands on checkpoints in a store."""

@@ -1,7 +1,7 @@
-"""`ckptctl checkpoints` and `ckptctl verify`: what is durable. The store is asked itself, and no daemon.
+"""`ckptctl checkpoints` and `ckptctl verify`: checkpoints in object storage. They need no daemon.
 
-It is the configured one (environment, TOML) unless `--store` names another; `verify URL` needs no
-configuration at all.
+The store is the configured one (environment, TOML) unless `--store` names another; `verify URL`
+needs no configuration.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _GRACE_S, _SETTLE_S = RetentionPolicy().grace_ns / 1e9, RetentionPolicy().settle
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """What a command found: for ``--json``, for people, and the exit status."""
+    """The result of a command: the answer for ``--json``, its text, and the exit status."""
 
     answer: Any
     text: str
@@ -68,7 +68,7 @@ def run_checkpoints(args: argparse.Namespace) -> CommandOutcome:
     """Perform a subcommand of `ckptctl checkpoints`.
 
     Raises:
-        StoreProblem: it cannot be done, and why.
+        StoreProblem: the command cannot be done; the message gives the reason.
         ConfigError: a setting cannot be used.
     """
     place, config = configured_place(args.store, args.store_options, args.store_backend)
@@ -81,15 +81,15 @@ def run_verify(args: argparse.Namespace) -> CommandOutcome:
     """`ckptctl verify URL`.
 
     Raises:
-        StoreProblem: the store cannot be read, or holds nothing.
+        StoreProblem: the store cannot be read, or contains no checkpoint.
     """
     place = named_place(args.url, args.store_options, args.store_backend)
     with opened(place, args.timeout) as store:
         checked = check_store(store, full=not args.fast, quiet=args.json)
         if not checked.whole and not runs_in(store.store.list("")):
             raise StoreProblem(
-                f"no checkpoint of any job lies below {place.shown}: the URL must be the one that "
-                "the daemon has as its store, above the folders of the jobs"
+                f"no checkpoint of any job exists below {place.shown}: pass the URL of the daemon's "
+                "store, the folder above those of the jobs"
             )
     return _checked(checked)
 
@@ -106,10 +106,12 @@ def _list(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Comm
 
 
 def _family_shown(store: OpenedStore, family: Family, args: argparse.Namespace) -> list[RunShown]:
-    """Its chosen runs; of worlds the latest first."""
+    """The chosen runs of a family; incarnations with the latest first."""
     catalogs = {run: read_catalog(store.store, family.job, run) for run in family.runs}
-    committed = {number: len(catalogs[run].committed) for number, run in family.worlds.items()}
-    standing = {run: standing_of(number, committed) for number, run in family.worlds.items()}
+    committed = {
+        number: len(catalogs[run].committed) for number, run in family.incarnations.items()
+    }
+    standing = {run: standing_of(number, committed) for number, run in family.incarnations.items()}
     found = []
     for run in family.chosen:
         shown = _run_shown(store, catalogs[run], args)
@@ -150,7 +152,7 @@ def _verify(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Co
         chosen = catalog.newest
         if chosen is None:
             raise StoreProblem(
-                f"no checkpoint of {args.job}/{args.run} is committed; --all looks at all"
+                f"no checkpoint of {args.job}/{args.run} is committed; --all verifies the others"
             )
     else:
         chosen = choose_checkpoint(
@@ -201,7 +203,7 @@ def _gc(store: OpenedStore, args: argparse.Namespace, config: DaemonConfig) -> C
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `ckptctl verify` takes."""
+    """Add the arguments of `ckptctl verify`."""
     parser.add_argument(
         "url", metavar="URL", help="a store, such as s3://bucket/prefix or a folder"
     )
@@ -212,7 +214,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 def add_checkpoints_commands(
     parser: argparse.ArgumentParser, common: argparse.ArgumentParser
 ) -> None:
-    """The subcommands of `ckptctl checkpoints`."""
+    """Add the subcommands of `ckptctl checkpoints`."""
     commands = parser.add_subparsers(required=True, metavar="ACTION")
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--store", metavar="URL", help="a URL or folder (default: as configured)")
@@ -227,41 +229,47 @@ def add_checkpoints_commands(
         sub.set_defaults(stored=function, action=name)
         return sub
 
-    some = add("list", _list, "what is stored, newest first: committed, incomplete or stale")
+    some = add("list", _list, "list checkpoints, newest first: committed, incomplete or stale")
     _add_run(some, nargs="?")
-    some.add_argument("--fast", action="store_true", help="by the listing alone, without sizes")
+    some.add_argument("--fast", action="store_true", help="read no manifest, and show no sizes")
     show = add(
-        "show", _show, "one checkpoint: its ranks, snapshots and bytes, and what a restore replays"
+        "show",
+        _show,
+        "show one checkpoint: its ranks, snapshots and sizes, and the replay of a restore",
     )
     _add_checkpoint(show)
-    show.add_argument("--rank", type=int, help="only this rank, with its objects")
-    verify = add(
-        "verify", _verify, "whether the newest checkpoint, or the one named, or all are whole"
-    )
+    show.add_argument("--rank", type=int, help="show only this rank, with its objects")
+    verify = add("verify", _verify, "verify the newest checkpoint, the named one, or all")
     _add_checkpoint(verify, nargs="?")
-    verify.add_argument("--all", action="store_true", help="all checkpoints of the run")
+    verify.add_argument("--all", action="store_true", help="verify all checkpoints of the run")
     _add_fast(verify)
-    _add_checkpoint(add("pin", _pin, "let retention leave a checkpoint alone"))
-    _add_checkpoint(add("unpin", _pin, "take a pin away"))
-    rm = add("rm", _rm, "remove a checkpoint, and what no other one needs")
+    _add_checkpoint(add("pin", _pin, "pin a checkpoint: retention does not delete it"))
+    _add_checkpoint(add("unpin", _pin, "remove the pin of a checkpoint"))
+    rm = add("rm", _rm, "remove a checkpoint and the objects that no other checkpoint needs")
     _add_checkpoint(rm)
     rm.add_argument(
         "--force",
         action="store_true",
-        help="even the newest one, and all its objects at once: only where no job writes",
+        help="remove even the newest checkpoint, and all its objects at once; safe only if no job writes",
     )
     _add_grace(rm)
-    _add_policy(add("gc", _gc, "delete what retention does not keep, and what nobody refers to"))
+    _add_policy(
+        add(
+            "gc",
+            _gc,
+            "delete the checkpoints that retention does not keep, and unreferenced objects",
+        )
+    )
 
 
 def _add_store_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store-options", metavar="JSON", help='such as \'{"region": "eu-1"}\'')
-    parser.add_argument("--store-backend", choices=BACKENDS, help="what speaks to the store")
+    parser.add_argument("--store-backend", choices=BACKENDS, help="library that accesses the store")
 
 
 def _add_fast(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--fast", action="store_true", help="compare sizes with the listing; read no tensor"
+        "--fast", action="store_true", help="compare sizes with the listing; read no tensors"
     )
 
 
@@ -273,27 +281,37 @@ def _add_run(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
 def _add_checkpoint(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     _add_run(parser)
     parser.add_argument("iteration", metavar="ITERATION", type=_iteration, nargs=nargs)
-    parser.add_argument("--epoch", type=int, help="which, if several end at that iteration")
-    parser.add_argument("--agreement", default="", metavar="HEX", help="as --epoch; its beginning")
+    parser.add_argument(
+        "--epoch", type=int, help="epoch of the checkpoint, if several end at that iteration"
+    )
+    parser.add_argument(
+        "--agreement",
+        default="",
+        metavar="HEX",
+        help="first digits of its agreement, if several end at that iteration",
+    )
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     _add_run(parser, nargs="?")
-    parser.add_argument("--dry-run", action="store_true", help="tell, and delete nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, and delete nothing")
     parser.add_argument(
-        "--keep-last", type=_positive, metavar="N", help="the newest N (configured)"
+        "--keep-last",
+        type=_positive,
+        metavar="N",
+        help="keep the newest N (default: as configured)",
     )
     parser.add_argument(
         "--keep-every",
         type=_natural,
         metavar="M",
-        help="the first of every M iterations (configured)",
+        help="keep the first of every M iterations (default: as configured)",
     )
     parser.add_argument(
         "--keep-for",
         type=_duration,
         metavar="TIME",
-        help="those younger than 7d, 12h … (configured)",
+        help="keep those younger than TIME, such as 7d or 12h (default: as configured)",
     )
     _add_grace(parser)
     parser.add_argument(
@@ -301,8 +319,8 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
         type=_duration,
         default=_SETTLE_S,
         metavar="TIME",
-        help="how long a checkpoint must be committed to replace older ones (10m): writers and "
-        "readers may not know of it before",
+        help="a checkpoint replaces older ones when it has been committed for this long (default: 10m); "
+        "writers and readers may not see it earlier",
     )
 
 
@@ -312,7 +330,7 @@ def _add_grace(parser: argparse.ArgumentParser) -> None:
         type=_duration,
         default=_GRACE_S,
         metavar="TIME",
-        help="leave alone what is unfinished and younger (24h): it may be being written",
+        help="do not delete unfinished objects younger than this (default: 24h); a job may be writing them",
     )
 
 
@@ -325,19 +343,19 @@ def _name(what: str, text: str) -> str:
 
 def _iteration(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > MAX_ITERATION:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of an iteration")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an iteration number")
     return int(text)
 
 
 def _natural(text: str) -> int:
     if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return int(text)
 
 
 def _positive(text: str) -> int:
     if _natural(text) < 1:
-        raise argparse.ArgumentTypeError("at least one must stay")
+        raise argparse.ArgumentTypeError("at least one checkpoint must be kept")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""What `ckptctl` finds in a store, as text for people."""
+"""The answers of `ckptctl checkpoints` and `ckptctl verify` as text."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_FINDINGS = 50
 def runs(found: Sequence[RunShown], store: str) -> str:
     """One table per run."""
     if not found:
-        return f"nothing is stored in {store}"
+        return f"{store} contains no checkpoints"
     return "\n\n".join([f"store {store}", *(_run(run) for run in found)])
 
 
 def checkpoint(shown: CheckpointShown, *, only_rank: int | None) -> str:
-    """What there is of each rank, and what a restore does with it; the objects of ``only_rank``."""
+    """The ranks and snapshots of a checkpoint, and its use by a restore; the objects of ``only_rank``."""
     row = shown.checkpoint
     lines = [
         f"{row.job}/{row.run} iteration {row.iteration} (epoch {row.epoch}, agreement {row.agreement}):"
         f" {row.state}, {row.reason}; written {format_age(row.age_s)} ago"
         + (", pinned" if row.pinned else ""),
-        f"{_size(row.size_bytes)} in all, {_size(row.own_bytes)} of it only here",
+        f"{_size(row.size_bytes)} in all, {_size(row.own_bytes)} in no other checkpoint",
         _restore(shown),
         "",
     ]
@@ -46,7 +46,7 @@ def checkpoint(shown: CheckpointShown, *, only_rank: int | None) -> str:
 
 
 def checked(found: Checked) -> str:
-    """The findings, each with what to do, and what is whole."""
+    """The findings, each with its advice, and the whole checkpoints."""
     lines = [line for finding in found.findings[:_MAX_FINDINGS] for line in _finding(finding)]
     if len(found.findings) > _MAX_FINDINGS:
         lines.append(f"… and {len(found.findings) - _MAX_FINDINGS} more findings (--json has all)")
@@ -63,28 +63,30 @@ def checked(found: Checked) -> str:
 
 
 def pinned(done: Pinned) -> str:
-    """Whether it is pinned now."""
+    """Whether the checkpoint is pinned now."""
     name = f"{done.job}/{done.run} iteration {done.iteration} (epoch {done.epoch})"
     state = "pinned" if done.pinned else "not pinned"
     return f"{name} is {state}" + ("" if done.changed else ", as before")
 
 
 def removed(done: Removed) -> str:
-    """What went, and what stays for now."""
+    """The deleted objects, and those that stay for now."""
     text = (
         f"removed {done.job}/{done.run} iteration {done.iteration} (epoch {done.epoch}): "
-        f"{_count(done.num_manifests, 'manifest')} and {_count(done.num_objects, 'object')}, {format_bytes(done.freed_bytes)}"
+        f"{_count(done.num_manifests, 'manifest')} and {_count(done.num_objects, 'object')}, "
+        f"{format_bytes(done.freed_bytes)}"
     )
     if not done.left:
         return text
     return (
-        f"{text}\n{_count(done.left, 'object')} that only it referred to stay for now, because {done.reason}; "
-        "`ckptctl checkpoints gc` deletes them when that is over"
+        f"{text}\n{_count(done.left, 'object')} that no other checkpoint needs stay for now, "
+        f"because {done.reason}; "
+        "`ckptctl checkpoints gc` deletes them later"
     )
 
 
 def planned(plan: Collected) -> str:
-    """What stays and what goes of a run, with reasons."""
+    """The keys of a run that stay and those that are deleted, with reasons."""
     name = f"{plan.job}/{plan.run}"
     if plan.refused:
         return f"{name}: nothing is deleted: {plan.refused}"
@@ -98,7 +100,7 @@ def planned(plan: Collected) -> str:
 
 
 def collected(found: Sequence[Collected], *, dry_run: bool) -> str:
-    """What was done, in one line."""
+    """A summary in one line."""
     freed = format_bytes(sum(plan.freed_bytes for plan in found))
     num = sum(len(plan.manifests) + len(plan.objects) + len(plan.names) for plan in found)
     if dry_run:
@@ -201,7 +203,7 @@ def _finding(finding: Advised) -> list[str]:
 
 
 def _going(what: str, going: Iterable[Gone]) -> list[str]:
-    """How many keys go for which reason."""
+    """The number of deleted keys for each reason."""
     by_reason: dict[str, list[int]] = {}
     for gone in going:
         by_reason.setdefault(gone.reason, []).append(gone.size)

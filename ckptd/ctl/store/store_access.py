@@ -1,7 +1,6 @@
-"""How `ckptctl` comes to a store: which one is meant, opened for a short while, its troubles as
-sentences that say what to do.
+"""Opening a store for `ckptctl`: which store, with short timeouts, and its errors with advice.
 
-What is secret in a URL or in options shows in no text that is made here.
+No text from this module contains a secret of a URL or of options.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ EXIT_REFUSED = 4
 
 _THREADS = 8
 _ATTEMPTS = 4
-# Whoever waits at a terminal wants to hear why it fails, and not that it is not tried any more.
+# A person at a terminal needs the cause of the failure, not the message that retries have ended.
 _NEVER_OPENS = 1 << 30
 _MAX_TEXT = 600
 _UNUSABLE_STORE = re.compile(
@@ -68,7 +67,7 @@ _UNUSABLE_STORE = re.compile(
 
 
 class StoreProblem(RuntimeError):
-    """Why a command on a store ends, and with which exit status."""
+    """The reason why a command on a store ends, with its exit status."""
 
     def __init__(self, text: str, code: int = EXIT_UNUSABLE) -> None:
         super().__init__(text)
@@ -77,21 +76,21 @@ class StoreProblem(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StorePlace:
-    """Which store is meant."""
+    """A store that the arguments or the configuration name."""
 
     url: str = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
     backend: str
-    keys_dir: str = ""  # with the keys of the signers that are trusted
-    signed_only: bool = False  # believe nobody else
+    keys_dir: str = ""  # folder with the keys of the trusted signers
+    signed_only: bool = False  # accept no other manifests
 
     @property
     def shown(self) -> str:
-        """The URL without what is secret."""
+        """The URL without secrets."""
         return public_url(self.url)
 
     def hide(self, text: str) -> str:
-        """The text on one line, without what is secret."""
+        """The text on one line, without secrets."""
         text = text.replace(self.url, self.shown)
         for secret in secrets_in(self.options):
             text = text.replace(secret, "***")
@@ -101,7 +100,7 @@ class StorePlace:
 
 @dataclass(frozen=True, slots=True)
 class OpenedStore:
-    """A store that answers within a command's patience; ``map`` works on several things at a time."""
+    """A store with the timeouts of a command; ``map`` runs several requests at a time."""
 
     place: StorePlace
     store: ObjectStore
@@ -111,10 +110,10 @@ class OpenedStore:
 def configured_place(
     url: str | None, options: str | None, backend: str | None
 ) -> tuple[StorePlace, DaemonConfig]:
-    """The store of the configuration; what is given takes precedence, each for itself.
+    """The configured store; each argument that is given takes precedence over its setting.
 
     Raises:
-        StoreProblem: there is none.
+        StoreProblem: no store is configured.
         ConfigError: a setting cannot be used.
     """
     given = {"store": url and _url_of(url), "store_options": options, "store_backend": backend}
@@ -135,12 +134,12 @@ def configured_place(
 
 
 def named_place(url: str, options: str | None, backend: str | None) -> StorePlace:
-    """The store at a URL or in a folder, whatever store is configured. Whose manifests are believed
-    is as configured, if the configuration can be used; else a line on stderr says that signatures
-    are not looked at.
+    """The store at a URL or in a folder, independent of the configured store. The trusted signers are
+    the configured ones; if the configuration cannot be used, a line on stderr says that signatures
+    are not checked.
 
     Raises:
-        StoreProblem: the options are none.
+        StoreProblem: the options are not a JSON object.
     """
     try:
         found = json.loads(options or "{}")
@@ -152,7 +151,7 @@ def named_place(url: str, options: str | None, backend: str | None) -> StorePlac
         config = load_config({}).config
     except ConfigError as error:
         text = _without_value(str(error))
-        print(f"ckptctl: signatures are not looked at: {text}", file=sys.stderr)
+        print(f"ckptctl: signatures are not checked: {text}", file=sys.stderr)
         return StorePlace(_url_of(url), found, backend or "auto")
     return StorePlace(
         _url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only
@@ -161,10 +160,10 @@ def named_place(url: str, options: str | None, backend: str | None) -> StorePlac
 
 @contextmanager
 def opened(place: StorePlace, timeout_s: float) -> Iterator[OpenedStore]:
-    """The store, until the end of the block; its errors leave the block as `StoreProblem`.
+    """Open the store until the end of the block; its errors leave the block as `StoreProblem`.
 
     Args:
-        timeout_s: for how long one request is tried again.
+        timeout_s: how long one request is retried.
     """
     stop = threading.Event()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="store") as pool:
@@ -184,7 +183,7 @@ def opened(place: StorePlace, timeout_s: float) -> Iterator[OpenedStore]:
 
 
 def store_clock_ns(store: ObjectStore, job: str, run: str) -> int:
-    """The time by the store's clock, which only something that is written now tells."""
+    """The time of the store's clock. Only a newly written object shows it."""
     key = f"{run_prefix(job, run)}ckptctl-clock-{secrets.token_hex(8)}"
     written = store.put(key, [memoryview(b"now")])
     store.delete([key])
@@ -192,8 +191,8 @@ def store_clock_ns(store: ObjectStore, job: str, run: str) -> int:
 
 
 class ListedStore:
-    """A store of which one listing is known already: what it tells is not asked for again. Nothing
-    is written.
+    """A read-only view of a store with a listing that was made before: ``info`` and ``list`` send no
+    request.
     """
 
     def __init__(self, store: ObjectStore, listing: Iterable[ObjectInfo]) -> None:
@@ -234,15 +233,15 @@ class ListedStore:
         raise StoreRefused(prefix, "it is only looked at")
 
     def close(self) -> None:
-        """Nothing: who opened the store closes it."""
+        """Do nothing: the caller that opened the store closes it."""
 
 
 def _open(place: StorePlace) -> ObjectStore:
     try:
         parts = urlsplit(place.url)
         if parts.scheme in ("file", "local") and not Path(unquote(parts.path)).is_dir():
-            # A store makes its folder when it is opened. Who looks for something has mistyped it.
-            raise StoreProblem(f"there is no folder {unquote(parts.path)}: is the URL right?")
+            # Opening a store creates its folder. For a reader, a missing folder is a mistyped one.
+            raise StoreProblem(f"the folder {unquote(parts.path)} does not exist: check the URL")
         store = open_store(place.url, place.options, place.backend)
     except ValueError as error:
         text = place.hide(str(error))
@@ -251,12 +250,12 @@ def _open(place: StorePlace) -> ObjectStore:
         return _believed(place, store)
     except SigningError as error:
         store.close()
-        raise StoreProblem(f"whose manifests are believed cannot be told: {error}") from error
+        raise StoreProblem(f"the keys of the trusted signers cannot be read: {error}") from error
 
 
 def _believed(place: StorePlace, store: ObjectStore) -> ObjectStore:
-    """With ``store_signed_only`` what trusted signers signed; else signatures of those that are
-    known must be theirs.
+    """With ``store_signed_only``, accept only manifests that trusted signers signed; else check only
+    the signatures of known signers.
     """
     folder = Path(place.keys_dir)
     if place.signed_only:
@@ -271,16 +270,16 @@ def _sentence(place: StorePlace, error: StoreError) -> str:
 
 
 def _hint(error: StoreError) -> str:
-    """What to do about it."""
+    """The advice for an error of a store."""
     if isinstance(error, StoreRefused):
         return (
             " -> check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or key and "
             "secret in the store options) and what they allow"
         )
     if isinstance(error, ContainerMissing):
-        return " -> check the bucket or folder in the URL: it is not made by looking at it"
+        return " -> check the bucket or folder in the URL: reading does not create it"
     if isinstance(error, NoSpace):
-        return " -> make room in the store, or raise its quota"
+        return " -> free space in the store, or raise its quota"
     if error.retriable:
         return (
             " -> check that the store runs and can be reached from here, and endpoint_url and "
@@ -290,12 +289,12 @@ def _hint(error: StoreError) -> str:
 
 
 def _url_of(text: str) -> str:
-    """A folder may be given by its path."""
+    """The URL of a store that may be given as the path of a folder."""
     return text if "://" in text else "file://" + quote(str(Path(text).absolute()))
 
 
 def _without_value(text: str) -> str:
-    """What is wrong with a setting; without its value if that may hold a secret."""
+    """The error of a setting, without its value if that may contain a secret."""
     found = _UNUSABLE_STORE.match(text)
     if found is None:
         return text

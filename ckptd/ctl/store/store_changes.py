@@ -1,6 +1,4 @@
-"""`ckptctl checkpoints pin`, `unpin` and `rm`: what an operator changes in a store; `gc` is
-`ckptd.ctl.store.store_gc`.
-"""
+"""`ckptctl checkpoints pin`, `unpin` and `rm`. `gc` is in `ckptd.ctl.store.store_gc`."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ __all__ = ["Pinned", "Removed", "pin", "policy_of", "remove", "unpin"]
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Whether a checkpoint is pinned now; ``changed``: it was not so before."""
+    """Whether a checkpoint is pinned now; ``changed`` is true if the command changed that."""
 
     job: str
     run: str
@@ -43,7 +41,9 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What went with a checkpoint; ``left`` objects that only it referred to stay for now, and why."""
+    """The deleted manifests and objects of a checkpoint; ``left`` objects stay for now because of
+    ``reason``.
+    """
 
     job: str
     run: str
@@ -58,7 +58,7 @@ class Removed:
 
 
 def pin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
-    """Let retention leave a checkpoint alone."""
+    """Pin a checkpoint: retention does not delete it."""
     catalog = find_catalog(opened, args.job, args.run)
     chosen = choose_checkpoint(
         catalog, args.iteration, args.epoch, args.agreement, prefer_committed=False
@@ -75,7 +75,7 @@ def pin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
 
 
 def unpin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
-    """Take the mark away again."""
+    """Remove the pin of a checkpoint."""
     catalog = find_catalog(opened, args.job, args.run)
     name = choose_pin(catalog, args.iteration, args.epoch, args.agreement)
     if name is not None:
@@ -88,10 +88,10 @@ def unpin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
 
 
 def remove(opened: OpenedStore, args: argparse.Namespace) -> Removed:
-    """Remove one checkpoint, and the objects that nobody else refers to.
+    """Remove one checkpoint, and the objects that no other checkpoint needs.
 
     Raises:
-        StoreProblem: it must stay.
+        StoreProblem: the checkpoint must not be removed.
     """
     listed_s = time.monotonic()
     catalog = find_catalog(opened, args.job, args.run)
@@ -101,7 +101,7 @@ def remove(opened: OpenedStore, args: argparse.Namespace) -> Removed:
     manifests = read_manifests_of(opened, catalog.checkpoints)
     verified = whole_ones(catalog, manifests)
     references = references_of(manifests)
-    # What is left of another run is no replacement.
+    # Checkpoints of another run do not replace it.
     mine = run_of(catalog, chosen.id, references)
     named = next(c for c in mine.checkpoints if c.id == chosen.id)
     reason = objection(mine, named, verified=verified, force=args.force)
@@ -132,7 +132,7 @@ def remove(opened: OpenedStore, args: argparse.Namespace) -> Removed:
 
 
 def policy_of(args: argparse.Namespace, config: DaemonConfig) -> RetentionPolicy:
-    """What shall stay: as given, else as configured."""
+    """The retention policy: from the arguments, else from the configuration."""
     last, every, keep_s = args.keep_last, args.keep_every, args.keep_for
     return RetentionPolicy(
         keep_last=config.persist_keep_last if last is None else last,

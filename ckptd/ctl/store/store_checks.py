@@ -1,4 +1,4 @@
-"""Verifying what is stored while jobs may be writing and deleting there, and what to do about what is found."""
+"""Verification of checkpoints in a store that jobs may be changing, and advice for its findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Advised", "Checked", "check_checkpoint", "check_run", "check_store"]
 
 @dataclass(frozen=True, slots=True)
 class Advised:
-    """A finding, and what to do about it ("": nothing)."""
+    """A finding and the advice for it ("": none is needed)."""
 
     severity: str
     key: str
@@ -36,7 +36,7 @@ class Advised:
 
 @dataclass(frozen=True, slots=True)
 class WholeCheckpoint:
-    """One that was found whole."""
+    """A checkpoint that was verified and is whole."""
 
     job: str
     run: str
@@ -47,7 +47,7 @@ class WholeCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a verification found; ``full``: every byte was read."""
+    """The result of a verification; ``full``: every byte was read."""
 
     ok: bool
     full: bool
@@ -57,7 +57,7 @@ class Checked:
     read_bytes: int
 
 
-_BRING_BACK = "bring it back from a version or a backup of the store"
+_RESTORE_COPY = "restore it from an older version or a backup of the store"
 
 _Look = Callable[[ListedStore, bool, ProgressBar], VerifyReport]
 
@@ -71,35 +71,37 @@ def check_checkpoint(
     full: bool,
     quiet: bool,
 ) -> Checked:
-    """One checkpoint; ``total_bytes`` are those of its objects, 0 if that is not known."""
+    """Verify one checkpoint; ``total_bytes`` is the size of its objects, 0 if not known."""
     job, run = catalog.job, catalog.run
 
     def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
         seen = read_catalog(listed, job, run)
         found = next((c for c in seen.checkpoints if c.id == checkpoint.id), None)
         if found is None:
-            return VerifyReport((), (), 0, 0)  # it was removed while it was verified
+            return VerifyReport((), (), 0, 0)  # it was removed during the verification
         return verify_checkpoint(
-            listed, seen, found, full=full, map_fn=opened.map, told=_telling(bar)
+            listed, seen, found, full=full, map_fn=opened.map, progress=_progress_of(bar)
         )
 
     return _check(opened, f"{job}/{run}/", look, full=full, quiet=quiet, total_bytes=total_bytes)
 
 
 def check_run(opened: OpenedStore, job: str, run: str, *, full: bool, quiet: bool) -> Checked:
-    """All checkpoints of a run, and what else lies there."""
+    """Verify all checkpoints and other objects of a run."""
 
     def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
-        return verify_run(listed, job, run, full=full, map_fn=opened.map, told=_telling(bar))
+        return verify_run(
+            listed, job, run, full=full, map_fn=opened.map, progress=_progress_of(bar)
+        )
 
     return _check(opened, f"{job}/{run}/", look, full=full, quiet=quiet)
 
 
 def check_store(opened: OpenedStore, *, full: bool, quiet: bool) -> Checked:
-    """Everything in the store."""
+    """Verify everything in the store."""
 
     def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
-        return verify_store(listed, full=full, map_fn=opened.map, told=_telling(bar))
+        return verify_store(listed, full=full, map_fn=opened.map, progress=_progress_of(bar))
 
     return _check(opened, "", look, full=full, quiet=quiet)
 
@@ -113,7 +115,7 @@ def _check(
     quiet: bool,
     total_bytes: int | None = None,
 ) -> Checked:
-    """Look once; and where something seems to be lost, once more, because a job may just have removed it."""
+    """Verify once. If an object seems to be lost, list again: a job may have removed it meanwhile."""
     listed = ListedStore(opened.store, opened.store.list(prefix))
     if total_bytes is None:
         sizes = [i.size for i in listed.listing.values() if isinstance(parse(i.key), ObjectName)]
@@ -131,9 +133,9 @@ def _check(
 def _without_removed(
     report: VerifyReport, then: ListedStore, now: ListedStore, again: VerifyReport
 ) -> VerifyReport:
-    """What was found, without what concerns keys that have been removed meanwhile.
+    """The report without the findings about keys that have been removed meanwhile.
 
-    ``again`` is what a quick look finds now: an object that should be there still is among it.
+    ``again`` is a fast verification made now: an object that is really lost is in its findings, too.
     """
     gone = {key for key in then.listing if key not in now.listing}
     if not gone:
@@ -146,7 +148,7 @@ def _without_removed(
     return replace(report, findings=tuple(findings), whole=whole)
 
 
-def _telling(bar: ProgressBar) -> Callable[[Progress], None]:
+def _progress_of(bar: ProgressBar) -> Callable[[Progress], None]:
     return lambda progress: bar.update(progress.read_bytes)
 
 
@@ -159,22 +161,22 @@ def _advice(finding: Finding, report: VerifyReport) -> str:
     if finding.severity is Severity.INFO:
         return ""
     if isinstance(parse(finding.key), RunName):
-        return f"{_BRING_BACK}: it says whose checkpoints these are"
+        return f"{_RESTORE_COPY}: it names the job and run of these checkpoints"
     if finding.severity is Severity.WARNING:
         return (
-            "nothing while it may still be being written; `ckptctl checkpoints gc` removes it "
-            "when newer ones are committed"
+            "none while a job may be writing it; `ckptctl checkpoints gc` removes it when newer "
+            "ones are committed"
         )
     job, run, iteration, *rest = finding.key.split("/")
-    # An object may belong to several checkpoints; a manifest and its folder say which one it is.
+    # An object may belong to several checkpoints; a manifest and its folder name one.
     which = str(int(iteration)) if rest and rest[0].startswith("commit-") else "ITERATION"
-    remove = f"remove what needs it: `ckptctl checkpoints rm {job} {run} {which}`"
-    return f"{_BRING_BACK}, or {remove}; {_instead(job, run, report)}"
+    remove = f"remove the checkpoint that needs it: `ckptctl checkpoints rm {job} {run} {which}`"
+    return f"{_RESTORE_COPY}, or {remove}; {_alternative(job, run, report)}"
 
 
-def _instead(job: str, run: str, report: VerifyReport) -> str:
-    """What a restore does without a damaged checkpoint."""
+def _alternative(job: str, run: str, report: VerifyReport) -> str:
+    """The checkpoint that a restore uses instead of a damaged one."""
     ends = [checkpoint.end for j, r, checkpoint in report.whole if (j, r) == (job, run)]
     if not ends:
-        return "no other one was seen to be whole"
+        return "this verification found no other whole checkpoint"
     return f"a restore uses iteration {max(ends)}, which is whole"

@@ -1,10 +1,10 @@
-"""`ckptctl checkpoints gc`: what the policy does not keep is deleted, of ordinary runs and of the
-worlds of elastic ones.
+"""`ckptctl checkpoints gc`: deletes the checkpoints that the policy does not keep, of ordinary runs and
+of the incarnations of elastic runs.
 
-An ordinary run is collected by itself. The worlds of an elastic run are collected together, by the
-rule of the daemon's keeper (`ckptd.storage.checkpoints.incarnation_retention`): the latest world
-that has a verified checkpoint that has settled takes the place of all before it. That one, and any
-later one of which nothing is whole yet, are collected as ordinary runs are.
+An ordinary run is collected by itself. The incarnations of an elastic run are collected together,
+by the rule of the daemon's keeper (`ckptd.storage.checkpoints.incarnation_retention`): the latest
+incarnation with a verified and settled checkpoint replaces all earlier ones. That incarnation, and
+later ones without a whole checkpoint, are collected like ordinary runs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ckptd.ctl.store.store_views import Manifests
 from ckptd.storage.checkpoints.catalog import Catalog
 from ckptd.storage.checkpoints.incarnation_retention import (
     IncarnationRemoval,
-    StoredWorld,
-    plan_worlds,
-    replacing_world,
+    StoredIncarnation,
+    plan_incarnations,
+    replacing_incarnation,
 )
 from ckptd.storage.checkpoints.manifest import RankManifest
-from ckptd.storage.checkpoints.names import CheckpointId, run_of_world
+from ckptd.storage.checkpoints.names import CheckpointId, run_of_incarnation
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.retention import Deletion, RetentionPolicy, plan_retention
 from ckptd.storage.stores.objects import ObjectStore
@@ -39,17 +39,17 @@ from ckptd.storage.stores.objects import ObjectStore
 __all__ = ["Collected", "Gone", "KeptCheckpoint", "collect", "delete_soon"]
 
 _BATCH = 500
-# What was decided is done so soon after the listing was begun, or not at all: writers count on it
+# Deletions happen within this time after the start of the listing, or not at all: writers rely on it
 # (docs/format.md section 8).
 _DELETE_WITHIN_S = RetentionPolicy().settle_ns / 2e9
 _READ_WITHIN_S = (
-    60.0  # of these; manifests never change, so they are read before the listing that counts
+    60.0  # rounds; manifests never change, so they are read before the listing that decides
 )
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCheckpoint:
-    """A checkpoint that stays, and why."""
+    """A checkpoint that stays, with the reason."""
 
     iteration: int
     epoch: int
@@ -59,7 +59,7 @@ class KeptCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A key that goes, and why."""
+    """A key that is deleted, with the reason."""
 
     key: str
     size: int
@@ -68,11 +68,12 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The plan for one run; ``refused`` says why nothing of it is done, ``done`` that it was done.
+    """The plan for one run; ``refused`` is the reason why it is not carried out, ``done`` is true
+    after it was.
 
     Attributes:
-        names: of a world of which nothing is left: its mark and ``run.json``.
-        uploads_ended: half-finished uploads of dead writers; -1: the store does not tell.
+        names: the mark and ``run.json`` of an incarnation without any other object.
+        uploads_ended: number of ended uploads of dead writers; -1: the store does not report it.
     """
 
     job: str
@@ -89,15 +90,15 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One run as it was listed, with its manifests."""
+    """The listing and the manifests of one run."""
 
     catalog: Catalog
     manifests: Manifests
     verified: set[CheckpointId]
 
     @property
-    def world(self) -> StoredWorld:
-        return StoredWorld(self.catalog, self.verified, references_of(self.manifests))
+    def incarnation(self) -> StoredIncarnation:
+        return StoredIncarnation(self.catalog, self.verified, references_of(self.manifests))
 
 
 def collect(
@@ -106,13 +107,13 @@ def collect(
     policy: RetentionPolicy,
     planned: Callable[[Collected], None],
 ) -> list[Collected]:
-    """Delete what the policy does not keep, run by run; ``planned`` hears of each before anything
-    of it is done.
+    """Delete the checkpoints that the policy does not keep, run by run; calls ``planned`` with each
+    plan before it is carried out.
 
-    A world that is named itself is collected alone, by what there is of the others.
+    An incarnation that is named itself is collected alone, with the state of the others as input.
 
     Raises:
-        StoreProblem: a job or run is named of which nothing is stored; or the store is too slow.
+        StoreProblem: the store contains nothing of the named job or run, or is too slow.
     """
     found = []
     for family in families_of(opened, args.job, args.run):
@@ -131,27 +132,29 @@ def collect(
 
 
 def delete_soon(store: ObjectStore, steps: Iterable[Sequence[str]], listed_s: float) -> None:
-    """One step after the other.
+    """Delete the keys, one step after the other.
 
     Raises:
-        StoreProblem: that takes too long after the listing on which it was decided.
+        StoreProblem: the deletion takes too long after the listing on which the plan is based.
     """
     for keys in steps:
         for begin in range(0, len(keys), _BATCH):
             if time.monotonic() - listed_s > _DELETE_WITHIN_S:
                 raise StoreProblem(
-                    f"not all was deleted: it took more than {_DELETE_WITHIN_S:.0f} s, in which a job "
-                    "may have begun to need it; `ckptctl checkpoints gc` goes on",
+                    f"stopped after {_DELETE_WITHIN_S:.0f} s with objects left: a job may need "
+                    "them meanwhile; run `ckptctl checkpoints gc` again",
                     EXIT_REFUSED,
                 )
             store.delete(keys[begin : begin + _BATCH])
 
 
-# -- looking -------------------------------------------------------------------------------------
+# -- listing -------------------------------------------------------------------------------------
 
 
 def _look(opened: OpenedStore, family: Family) -> tuple[float, dict[str, _Seen]]:
-    """All runs of a family by name, and when the listing of them was begun; again where reading took long."""
+    """All runs of a family by name, and the start time of their listing; listed again if reading
+    took long.
+    """
     known: dict[str, RankManifest] = {}
     listed_s, seen = _survey(opened, family, known)
     if len(family.runs) > 1 and time.monotonic() - listed_s > _READ_WITHIN_S:
@@ -182,34 +185,36 @@ def _plans(
     *,
     dry_run: bool,
 ) -> list[Collected]:
-    """Of the chosen runs of a family, the latest first."""
-    # A dry run writes nothing, not even to learn the time.
+    """The plans of the chosen runs of a family, the latest first."""
+    # A dry run writes nothing, not even to read the store's clock.
     clock = family.chosen[0]
     now_ns = time.time_ns() if dry_run else store_clock_ns(opened.store, family.job, clock)
-    worlds = {number: seen[run].world for number, run in family.worlds.items()}
+    incarnations = {number: seen[run].incarnation for number, run in family.incarnations.items()}
     replaced: dict[str, IncarnationRemoval] = {}
-    by = replacing_world(worlds, policy, now_ns=now_ns)
+    by = replacing_incarnation(incarnations, policy, now_ns=now_ns)
     if by is not None:
-        earlier = {number: world for number, world in worlds.items() if number < by}
-        for plan in plan_worlds(worlds[by], earlier, policy, now_ns=now_ns):
-            replaced[run_of_world(family.elastic, plan.world)] = plan
+        earlier = {
+            number: incarnation for number, incarnation in incarnations.items() if number < by
+        }
+        for plan in plan_incarnations(incarnations[by], earlier, policy, now_ns=now_ns):
+            replaced[run_of_incarnation(family.elastic, plan.number)] = plan
     return [_plan_of(seen[run], replaced.get(run), policy, now_ns) for run in family.chosen]
 
 
 def _plan_of(
     seen: _Seen, replaced: IncarnationRemoval | None, policy: RetentionPolicy, now_ns: int
 ) -> Collected:
-    """Of one run.
+    """The plan of one run.
 
     Args:
-        replaced: what goes of a world whose place a later one took.
+        replaced: the deletions in an incarnation that a later one replaced.
     """
     catalog, unreadable = seen.catalog, seen.manifests.unreadable
     if unreadable:
         why = min(unreadable.values())
         others = len(unreadable) - 1
         more = f" (and {others} more manifests)" if others else ""
-        refused = f"what it refers to is not known: {why}{more}"
+        refused = f"its references are not known: {why}{more}"
         return Collected(catalog.job, catalog.run, refused)
     if replaced is not None:
         return _collected(

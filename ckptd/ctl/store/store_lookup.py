@@ -1,4 +1,4 @@
-"""Finding in a store what a user of `ckptctl` names, and reading what there is of it."""
+"""Lookup of the runs and checkpoints that a user of `ckptctl` names, and reading of their manifests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ckptd.storage.checkpoints.catalog import (
 from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest
 from ckptd.storage.checkpoints.names import (
     CheckpointId,
+    IncarnationName,
     PinName,
-    WorldName,
+    incarnation_of_run,
+    incarnations_prefix,
     parse,
-    run_of_world,
-    world_of_run,
-    worlds_prefix,
+    run_of_incarnation,
 )
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.retention import References
@@ -40,14 +40,14 @@ __all__ = [
     "whole_ones",
 ]
 
-_TOLD = 8
+_MOST_LISTED = 8
 
 
 def find_catalog(opened: OpenedStore, job: str, run: str) -> Catalog:
-    """What is stored of a run.
+    """The catalog of a run.
 
     Raises:
-        StoreProblem: nothing is; says of which runs something is.
+        StoreProblem: the store contains nothing of it; the message lists the known runs.
     """
     catalog = read_catalog(opened.store, job, run)
     if catalog.checkpoints or catalog.objects or catalog.identity or catalog.pins:
@@ -56,17 +56,20 @@ def find_catalog(opened: OpenedStore, job: str, run: str) -> Catalog:
 
 
 def catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[Catalog]:
-    """What is stored of one run, of all runs of a job, or of all; of an elastic run, of all its
-    worlds, the latest first.
+    """The catalogs of one run, of all runs of a job, or of all; an elastic run stands for all its
+    incarnations, the latest first.
 
     Raises:
-        StoreProblem: a job or run is named of which nothing is stored.
+        StoreProblem: the store contains nothing of the named job or run.
     """
     if job is not None and run is not None:
-        worlds = _worlds_of(opened, job, run)
-        if not worlds:
+        incarnations = _incarnations_of(opened, job, run)
+        if not incarnations:
             return [find_catalog(opened, job, run)]
-        return [read_catalog(opened.store, job, run_of_world(run, world)) for world in worlds]
+        return [
+            read_catalog(opened.store, job, run_of_incarnation(run, incarnation))
+            for incarnation in incarnations
+        ]
     by_run: dict[tuple[str, str], list[ObjectInfo]] = {}
     for info in opened.store.list("" if job is None else f"{job}/"):
         first, _, rest = info.key.partition("/")
@@ -79,57 +82,61 @@ def catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[C
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Runs that are looked at together: one ordinary run, or all worlds of an elastic one.
+    """Runs that are collected together: one ordinary run, or all incarnations of an elastic one.
 
     Args:
-        chosen: the runs of it that were asked for; of worlds the latest first.
+        chosen: the runs that the arguments select; incarnations with the latest first.
         elastic: the name of the elastic run; "" for an ordinary one.
-        worlds: the run of each world by number, the latest first; empty for an ordinary run.
+        incarnations: the run of each incarnation by number, the latest first; empty for an ordinary run.
     """
 
     job: str
     chosen: tuple[str, ...]
     elastic: str = ""
-    worlds: Mapping[int, str] = field(default_factory=dict)
+    incarnations: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """All that must be known to tell what goes."""
-        return tuple(self.worlds.values()) or self.chosen
+        """All runs of the family: a plan needs the catalogs of all."""
+        return tuple(self.incarnations.values()) or self.chosen
 
 
 def families_of(opened: OpenedStore, job: str | None, run: str | None) -> list[Family]:
-    """What is asked for, worlds of one elastic run together: one run, all runs of a job, or all.
+    """The families of one run, of all runs of a job, or of all runs.
 
-    The name of an elastic run means all of its worlds; a world that is named itself is chosen alone.
+    The name of an elastic run selects all its incarnations; the name of an incarnation only itself.
 
     Raises:
-        StoreProblem: a job or run is named of which nothing is stored.
+        StoreProblem: the store contains nothing of the named job or run.
     """
-    if job is not None and run is not None and (worlds := _worlds_of(opened, job, run)):
-        return [_elastic(job, run, worlds)]
+    if job is not None and run is not None and (incarnations := _incarnations_of(opened, job, run)):
+        return [_elastic(job, run, incarnations)]
     found: dict[tuple[str, str], Family] = {}
     for catalog in catalogs_of(opened, job, run):
-        named = world_of_run(catalog.run)
-        worlds = [] if named is None else _worlds_of(opened, catalog.job, named[0])
-        if named is None or named[1] not in worlds:  # it may be called like a world, and be none
+        named = incarnation_of_run(catalog.run)
+        incarnations = [] if named is None else _incarnations_of(opened, catalog.job, named[0])
+        if (
+            named is None or named[1] not in incarnations
+        ):  # an ordinary run may have the name of an incarnation
             found[catalog.job, catalog.run] = Family(catalog.job, (catalog.run,))
         elif run is not None:
-            found[catalog.job, named[0]] = _elastic(catalog.job, named[0], worlds, catalog.run)
+            found[catalog.job, named[0]] = _elastic(
+                catalog.job, named[0], incarnations, catalog.run
+            )
         else:
-            found[catalog.job, named[0]] = _elastic(catalog.job, named[0], worlds)
+            found[catalog.job, named[0]] = _elastic(catalog.job, named[0], incarnations)
     return list(found.values())
 
 
-def _elastic(job: str, run: str, worlds: Iterable[int], only: str = "") -> Family:
-    runs = {number: run_of_world(run, number) for number in worlds}
+def _elastic(job: str, run: str, incarnations: Iterable[int], only: str = "") -> Family:
+    runs = {number: run_of_incarnation(run, number) for number in incarnations}
     return Family(job, (only,) if only else tuple(runs.values()), run, runs)
 
 
-def _worlds_of(opened: OpenedStore, job: str, run: str) -> list[int]:
-    """The worlds of an elastic run, the latest first; none if it is no elastic run."""
-    names = [parse(info.key) for info in opened.store.list(worlds_prefix(job, run))]
-    return sorted((n.world for n in names if isinstance(n, WorldName)), reverse=True)
+def _incarnations_of(opened: OpenedStore, job: str, run: str) -> list[int]:
+    """The incarnations of an elastic run, the latest first; empty for an ordinary run."""
+    names = [parse(info.key) for info in opened.store.list(incarnations_prefix(job, run))]
+    return sorted((n.number for n in names if isinstance(n, IncarnationName)), reverse=True)
 
 
 def read_manifests_of(
@@ -137,7 +144,9 @@ def read_manifests_of(
     checkpoints: Iterable[StoredCheckpoint],
     known: Mapping[str, RankManifest] | None = None,
 ) -> Manifests:
-    """Their manifests, several at a time; ``known`` ones, by key, are not read again: they never change."""
+    """Read the manifests, several at a time; those in ``known`` (by key) are not read again: they
+    never change.
+    """
     there = known or {}
 
     def read(key: str) -> RankManifest | str:
@@ -158,17 +167,19 @@ def read_manifests_of(
 
 
 def references_of(manifests: Manifests) -> dict[str, References]:
-    """What retention must know of those that were read."""
+    """The references of the manifests that were read; retention needs them."""
     return {key: References.of(manifest) for key, manifest in manifests.read.items()}
 
 
 def object_sizes(catalog: Catalog) -> dict[str, int]:
-    """Of every object, as listed."""
+    """The size of every object in the listing."""
     return {o.info.key: o.info.size for listed in catalog.objects.values() for o in listed}
 
 
 def whole_ones(catalog: Catalog, manifests: Manifests) -> set[CheckpointId]:
-    """The complete checkpoints all of whose objects are listed, as long as they were; also stale ones."""
+    """The complete checkpoints whose objects are all listed with their recorded sizes; stale ones
+    included.
+    """
     sizes = object_sizes(catalog)
     return {c.id for c in catalog.checkpoints if c.complete and is_whole(c, manifests, sizes)}
 
@@ -181,12 +192,13 @@ def choose_checkpoint(
     *,
     prefer_committed: bool,
 ) -> StoredCheckpoint:
-    """The one that ends at an iteration.
+    """The checkpoint that ends at an iteration.
 
     Args:
-        prefer_committed: of several, the one that is committed is meant.
+        prefer_committed: choose the committed one of several.
+
     Raises:
-        StoreProblem: there is none, or several.
+        StoreProblem: none matches, or several do.
     """
     wanted = matching([c.id for c in catalog.checkpoints], iteration, epoch, agreement)
     found = [c for c in catalog.checkpoints if c.id in wanted]
@@ -197,18 +209,20 @@ def choose_checkpoint(
         return found[0]
     name = f"{catalog.job}/{catalog.run}"
     if not found:
-        ends = _told(str(c.id.end) for c in catalog.checkpoints) or "none"
-        raise StoreProblem(f"{name} has no such checkpoint of iteration {iteration}; it has {ends}")
+        ends = _listed(str(c.id.end) for c in catalog.checkpoints) or "none"
+        raise StoreProblem(
+            f"{name} has no such checkpoint of iteration {iteration}; its checkpoints end at {ends}"
+        )
     raise _several(name, [c.id for c in found])
 
 
 def choose_pin(
     catalog: Catalog, iteration: int, epoch: int | None, agreement: str
 ) -> PinName | None:
-    """The pin of a checkpoint, which may be there without it; None if there is none.
+    """The pin of a checkpoint, or None; a pin may exist without its checkpoint.
 
     Raises:
-        StoreProblem: there are several.
+        StoreProblem: several pins match.
     """
     found = matching(catalog.pins, iteration, epoch, agreement)
     if len(found) > 1:
@@ -217,17 +231,17 @@ def choose_pin(
 
 
 def _several(name: str, found: Iterable[CheckpointId | PinName]) -> StoreProblem:
-    told = _told(f"--epoch {each.epoch} --agreement {each.agreement[:8]}" for each in found)
-    return StoreProblem(f"{name} has several of that iteration; pass one of: {told}")
+    choices = _listed(f"--epoch {each.epoch} --agreement {each.agreement[:8]}" for each in found)
+    return StoreProblem(f"{name} has several checkpoints of that iteration; pass one of: {choices}")
 
 
 def _nothing(opened: OpenedStore, what: str) -> StoreProblem:
-    known = _told(f"{job}/{run}" for job, run in runs_in(opened.store.list("")))
+    known = _listed(f"{job}/{run}" for job, run in runs_in(opened.store.list("")))
     there = f"there is {known}" if known else "there is nothing of any job"
     return StoreProblem(f"nothing is stored {what} in {opened.place.shown}; {there}")
 
 
-def _told(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     found = list(names)
-    more = f" and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
-    return ", ".join(found[:_TOLD]) + more
+    more = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+    return ", ".join(found[:_MOST_LISTED]) + more

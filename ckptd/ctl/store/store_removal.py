@@ -1,9 +1,9 @@
-"""Whether one checkpoint may be removed, and what goes with it (pure: the result is a plan with reasons).
+"""Decides whether one checkpoint may be removed, and which keys to delete (pure: a plan with reasons).
 
-All of its manifests go first, and only then objects: a death in between leaves it incomplete, and
-never damages another one. An object goes only if no other manifest refers to it and nobody can be
-about to write one that does (``docs/format.md`` section 7); what may still be wanted is left to
-`ckptctl checkpoints gc`. ``force`` says that no job writes to the run.
+All manifests of the checkpoint are deleted first, then its objects: a crash in between leaves the
+checkpoint incomplete and damages no other one. An object is deleted only if no other manifest
+refers to it and no job can be about to write one that does (``docs/format.md`` section 7);
+`ckptctl checkpoints gc` deletes the others later. ``force`` means that no job writes to the run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NEVER_NS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """First all of ``manifests`` go, then ``objects``; ``left`` are objects that only it refers to
-    and that stay, and why.
+    """The keys to delete: ``manifests`` first, then ``objects``. The ``left`` objects belong only to
+    this checkpoint and stay because of ``reason``.
     """
 
     manifests: tuple[str, ...]
@@ -42,25 +42,23 @@ def objection(
     verified: Collection[CheckpointId],
     force: bool,
 ) -> str:
-    """Why it must not be removed; "" if it may.
+    """The reason why a checkpoint must not be removed; "" if it may be.
 
     Args:
-        catalog: of its run.
-        verified: the complete ones that were found whole.
+        catalog: the catalog of its run.
+        verified: the complete checkpoints that were verified as whole.
     """
     if checkpoint.pinned:
-        return "it is pinned: `ckptctl checkpoints unpin` it first"
+        return "it is pinned: run `ckptctl checkpoints unpin` first"
     if force:
         return ""
     newest = next((c for c in catalog.committed if c.id in verified), None)
     if newest is None:
-        return "none of this run is whole, and it may be all that is left: --force removes it"
+        return "no checkpoint of this run is whole, so it may be the last usable state: --force removes it"
     if newest.id == checkpoint.id:
-        return (
-            "it is the newest whole one, from which the job would be restored: --force removes it"
-        )
+        return "it is the newest whole checkpoint, which a restore would use: --force removes it"
     if checkpoint.state is CheckpointState.INCOMPLETE and checkpoint.id.end > newest.id.end:
-        return "it may be being written just now: --force removes it"
+        return "a job may be writing it now: --force removes it"
     return ""
 
 
@@ -73,12 +71,12 @@ def plan_removal(
     now_ns: int,
     force: bool,
 ) -> Removal:
-    """What goes with a checkpoint against which there is no objection.
+    """Plan the removal of a checkpoint that `objection` allows.
 
     Args:
-        manifests: of all the run.
-        policy: its times count.
-        now_ns: by the store's clock.
+        manifests: all manifests of the run.
+        policy: its times apply.
+        now_ns: the time of the store's clock.
     """
     gone = {info.key: info.size for info in checkpoint.manifests.values()}
     rest = replace(
@@ -88,7 +86,7 @@ def plan_removal(
     only = _only_there(catalog, manifests, gone, references)
     unread = sorted(key for key in manifests.unreadable if key not in gone)
     if unread:
-        free, reason = set[str](), f"it is not known what {unread[0]} refers to"
+        free, reason = set[str](), f"the references of {unread[0]} are not known"
     elif force:
         free, reason = set(only), ""
     else:
@@ -105,7 +103,7 @@ def _only_there(
     gone: Collection[str],
     references: Mapping[str, References],
 ) -> dict[str, int]:
-    """Sizes of the objects to which only the manifests refer that go."""
+    """The sizes of the objects that only the deleted manifests refer to."""
     wanted = {
         key for name in gone if name in manifests.read for key in manifests.read[name].object_keys
     }
@@ -117,15 +115,18 @@ def _only_there(
 def _free(
     rest: Catalog, references: Mapping[str, References], policy: RetentionPolicy, now_ns: int
 ) -> tuple[set[str], str]:
-    """The objects to which no job can be about to refer, by the rule of retention; and why it may to others."""
+    """The objects that no job can be about to refer to, by the rule of retention; and why others may stay."""
     newest = rest.newest
     if newest is None:
         return set(), "no other checkpoint is committed"
     if now_ns - newest.modified_ns < policy.settle_ns:
-        return set(), f"{newest.id} is committed for less than {format_age(policy.settle_ns / 1e9)}"
-    # Nothing is ever settled for so long: this finds what nobody needs, and no checkpoint to delete.
+        return (
+            set(),
+            f"{newest.id} has been committed for less than {format_age(policy.settle_ns / 1e9)}",
+        )
+    # No checkpoint is settled for so long: the plan finds unreferenced objects, and no checkpoint to delete.
     patient = replace(policy, settle_ns=_NEVER_NS)
     plan = plan_retention(rest, patient, verified=(), references=references, now_ns=now_ns)
     grace = format_age(policy.grace_ns / 1e9)
-    reason = f"they are younger than {grace}, or near to what a running job is storing"
+    reason = f"they are younger than {grace}, or near the iterations that a running job is storing"
     return {deletion.key for deletion in plan.objects}, reason

@@ -1,4 +1,4 @@
-"""What `ckptctl checkpoints` tells of a store, as data. Nothing here reads or writes; times are given in."""
+"""The answers of `ckptctl checkpoints` as data. Pure: no I/O; times are arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import TypeVar
 
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.checkpoints.names import CheckpointId, ObjectName, PinName, WorldName, parse
+from ckptd.storage.checkpoints.names import (
+    CheckpointId,
+    IncarnationName,
+    ObjectName,
+    PinName,
+    parse,
+)
 from ckptd.storage.stores.objects import ObjectInfo
 
 __all__ = [
@@ -32,7 +38,7 @@ _Named = TypeVar("_Named", CheckpointId, PinName)
 
 @dataclass(frozen=True, slots=True)
 class Manifests:
-    """The manifests of a run by key, and why some cannot be read."""
+    """The manifests of a run by key, and the errors of those that cannot be read."""
 
     read: Mapping[str, RankManifest]
     unreadable: Mapping[str, str]
@@ -54,9 +60,9 @@ class CheckpointRow:
     """One checkpoint in a list.
 
     Attributes:
-        size_bytes: of all that a restore needs; None where that is not known.
-        own_bytes: what no other checkpoint refers to.
-        age_s: since its last manifest was written, by the store's times.
+        size_bytes: size of all objects that a restore needs; None if not known.
+        own_bytes: size of the objects that no other checkpoint refers to.
+        age_s: time since its last manifest was written, by the store's clock.
     """
 
     job: str
@@ -78,11 +84,11 @@ class CheckpointRow:
 
 @dataclass(frozen=True, slots=True)
 class RunShown:
-    """The checkpoints of a run, newest first; ``unreadable`` are manifests, with the reason.
+    """The checkpoints of a run, newest first; ``unreadable`` maps manifests to their errors.
 
     Attributes:
-        elastic: the elastic run of which it is a world; "" if it is none.
-        standing: what this world is to the others; "" if it is none.
+        elastic: the elastic run that this incarnation belongs to; "" for an ordinary run.
+        standing: the role of this incarnation in its run; "" for an ordinary run.
     """
 
     job: str
@@ -98,8 +104,8 @@ class SnapshotShown:
     """One snapshot of a rank.
 
     Attributes:
-        uploaded_bytes: of the objects that were put for it.
-        shared_bytes: of its image, which lie in objects of other snapshots or ranks.
+        uploaded_bytes: size of the objects that were uploaded for it.
+        shared_bytes: bytes of its image that are in objects of other snapshots or ranks.
     """
 
     iteration: int
@@ -114,7 +120,7 @@ class SnapshotShown:
 
 @dataclass(frozen=True, slots=True)
 class RankShown:
-    """One rank's part of a checkpoint; ``damage`` says why its manifest cannot be read ("": it can)."""
+    """One rank's part of a checkpoint; ``damage`` is the error of its manifest ("": it can be read)."""
 
     rank: int
     manifest: str
@@ -130,7 +136,9 @@ class RankShown:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointShown:
-    """A checkpoint with all its ranks; a restore loads snapshots ``start`` to its iteration (-1: not known)."""
+    """A checkpoint with all its ranks; a restore loads snapshots ``start`` to its iteration (-1:
+    not known).
+    """
 
     checkpoint: CheckpointRow
     start: int
@@ -144,32 +152,33 @@ class CheckpointShown:
 
 
 def runs_in(listing: Iterable[ObjectInfo]) -> list[tuple[str, str]]:
-    """The jobs and runs that something in a listing belongs to; each world of an elastic run is one."""
+    """The jobs and runs in a listing; each incarnation of an elastic run is a run."""
     names = (parse(info.key) for info in listing)
-    real = (name for name in names if name is not None and not isinstance(name, WorldName))
+    real = (name for name in names if name is not None and not isinstance(name, IncarnationName))
     return sorted({(name.job, name.run) for name in real})
 
 
-def standing_of(world: int, committed: Mapping[int, int]) -> str:
-    """What a world of an elastic run is to the others, in words.
+def standing_of(incarnation: int, committed: Mapping[int, int]) -> str:
+    """The role of an incarnation in its elastic run, in words.
 
     Args:
-        committed: how many checkpoints are committed of each world.
+        committed: the number of committed checkpoints of each incarnation.
     """
-    history = max((number for number, count in committed.items() if count), default=None)
-    if history is None:
-        return f"world {world}; nothing of any world is committed yet"
-    if world > history:
-        return f"world {world}; nothing of it is committed yet: a job without memory goes on from world {history}"
-    if world == history:
-        return f"world {world}: the history of the job, a job without memory goes on from here"
-    return f"world {world}: world {history} took its place; it is kept as long as retention wants it to fall back to"
+    latest = max((number for number, count in committed.items() if count), default=None)
+    name = f"incarnation {incarnation}"
+    if latest is None:
+        return f"{name}; no incarnation has a committed checkpoint yet"
+    if incarnation > latest:
+        return f"{name}; it has no committed checkpoint yet: a restore from storage uses incarnation {latest}"
+    if incarnation == latest:
+        return f"{name}: a restore from storage uses it"
+    return f"{name}: incarnation {latest} replaced it; retention keeps it as a fallback"
 
 
 def matching(
     found: Iterable[_Named], iteration: int, epoch: int | None, agreement: str
 ) -> list[_Named]:
-    """Those that end at this iteration, of this epoch (any, if None), whose agreement begins so."""
+    """The names that end at this iteration, with this epoch (None: any) and this prefix of the agreement."""
     return [
         name
         for name in found
@@ -180,7 +189,7 @@ def matching(
 
 
 def is_whole(checkpoint: StoredCheckpoint, manifests: Manifests, sizes: Mapping[str, int]) -> bool:
-    """Whether every rank's manifest can be read, and every object in it is listed with the size it had."""
+    """Whether every rank's manifest can be read, and every object in it is listed with its recorded size."""
     objects = manifests.objects_of(checkpoint)
     if objects is None or not checkpoint.complete:
         return False
@@ -190,14 +199,14 @@ def is_whole(checkpoint: StoredCheckpoint, manifests: Manifests, sizes: Mapping[
 def rows_of(
     catalog: Catalog, manifests: Manifests | None, now_ns: int
 ) -> tuple[CheckpointRow, ...]:
-    """The checkpoints of a run, newest first; without sizes where the manifests are not given."""
+    """The checkpoints of a run, newest first; without sizes if ``manifests`` is None."""
     objects: dict[CheckpointId, dict[str, int] | None] = {}
     if manifests is not None:
         objects = {c.id: manifests.objects_of(c) for c in catalog.checkpoints}
     known = [found for found in objects.values() if found is not None]
     users = Counter(key for found in known for key in found)
     if len(known) < len(catalog.checkpoints):
-        users.clear()  # what only one refers to is not known, unless all could be asked
+        users.clear()  # the objects of one checkpoint alone are known only if all manifests are
     return tuple(
         [_row_of(catalog, c, objects.get(c.id), users, now_ns) for c in catalog.checkpoints]
     )
@@ -210,11 +219,11 @@ def _row_of(
     users: Mapping[str, int],
     now_ns: int,
 ) -> CheckpointRow:
-    """One of them.
+    """The row of one checkpoint.
 
     Args:
-        objects: sizes of what it refers to, if that is known.
-        users: how many checkpoints refer to an object; empty if that is not known.
+        objects: the sizes of its objects; None if not known.
+        users: the number of checkpoints that refer to an object; empty if not known.
     """
     name = checkpoint.id
     own = None
@@ -242,7 +251,7 @@ def _row_of(
 def show_checkpoint(
     row: CheckpointRow, checkpoint: StoredCheckpoint, manifests: Manifests
 ) -> CheckpointShown:
-    """All that its manifests tell."""
+    """A checkpoint with the details of its manifests."""
     ranks = []
     start = -1
     for rank, info in sorted(checkpoint.manifests.items()):
@@ -286,7 +295,7 @@ def _snapshot(manifest: RankManifest, snapshot: StoredSnapshot) -> SnapshotShown
 
 
 def _own(rank: int, snapshot: StoredSnapshot) -> set[int]:
-    """The numbers of the objects that were put for this very snapshot."""
+    """The numbers of the objects that were uploaded for this snapshot."""
     wanted = (snapshot.iteration, rank, snapshot.epoch, snapshot.sequence)
     names = [parse(stored.key) for stored in snapshot.objects]
     return {

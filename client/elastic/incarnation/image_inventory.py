@@ -22,11 +22,11 @@ from ckptd.core.slots.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
 from ckptd.errors import SegmentError
 from ckptd.holdings import header_record
 from ckptd.storage.checkpoints import names
-from ckptd.storage.checkpoints.names import run_of_world
+from ckptd.storage.checkpoints.names import run_of_incarnation
 from ckptd.storage.images.image import ImageView
 from ckptd.storage.images.image_format import ImageError
 
-__all__ = ["ImageKey", "Inventory", "LocalImage", "run_of_world", "settle", "world_files"]
+__all__ = ["ImageKey", "Inventory", "LocalImage", "run_of_incarnation", "settle", "world_files"]
 
 logger = get_logger(__name__)
 
@@ -41,9 +41,9 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def world_of_run(run: str, name: str) -> int | None:
+def incarnation_of_run(run: str, name: str) -> int | None:
     """The number of the world, if this is the name of one of this run's."""
-    found = names.world_of_run(name)
+    found = names.incarnation_of_run(name)
     return found[1] if found is not None and found[0] == run else None
 
 
@@ -191,7 +191,7 @@ def world_files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFil
     """The files of all worlds of a run, by name, each with the number of its world."""
     for path in sorted(folder.glob(f"{job}~{run}.w*~r*~g*")):
         kind = _KINDS.get(path.suffix)
-        world = world_of_run(run, path.name.split("~")[1])
+        world = incarnation_of_run(run, path.name.split("~")[1])
         if kind is None or world is None:
             continue
         try:

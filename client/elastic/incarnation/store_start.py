@@ -24,7 +24,7 @@ from ckptd.client.ranks.collectives import Exchange, Failure, raise_together
 from ckptd.core.elastic.incarnations import Chosen, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
-from ckptd.storage.checkpoints.names import run_of_world
+from ckptd.storage.checkpoints.names import run_of_incarnation
 from ckptd.transport.control.messages import (
     BringStored,
     Brought,
@@ -196,7 +196,7 @@ class Storage:
         ranks = shares.get(speakers.index(self._rank), ()) if self._rank in speakers else ()
         reason, failed = "", None
         if ranks:
-            name = run_of_world(self._run, wanted.world)
+            name = run_of_incarnation(self._run, wanted.world)
             try:
                 told = self._await(BringStored(self._job, name, wanted.iteration, ranks))
             except DaemonUnavailable as error:

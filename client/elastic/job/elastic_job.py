@@ -38,7 +38,7 @@ from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts, ExpertShards
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes, find_here
-from ckptd.client.elastic.incarnation.image_inventory import run_of_world
+from ckptd.client.elastic.incarnation.image_inventory import run_of_incarnation
 from ckptd.client.elastic.incarnation.incarnation_plan import placement_of, replicas_by_load
 from ckptd.client.elastic.incarnation.incarnation_start import start_world
 from ckptd.client.elastic.incarnation.sharded_job import same_call
@@ -175,7 +175,7 @@ class ElasticJob:
         """
         if self._here.folder is None:
             return -1
-        run = run_of_world(self._identity.run, self.plan.number)
+        run = run_of_incarnation(self._identity.run, self.plan.number)
         return floor_of(self._here.folder, self._identity.job, run, self.rank)
 
     @property
@@ -355,7 +355,7 @@ class ElasticJob:
             whole.optimizers,
             whole.stateful,
             job=self._identity.job,
-            run=run_of_world(self._identity.run, self.plan.number),
+            run=run_of_incarnation(self._identity.run, self.plan.number),
             rank=self.rank,
             world_size=self.world_size,
             daemon=self._daemon,

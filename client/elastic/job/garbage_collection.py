@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptd.client.daemon_link.slot_file import SlotFile
-from ckptd.client.elastic.incarnation.image_inventory import run_of_world, world_files
+from ckptd.client.elastic.incarnation.image_inventory import run_of_incarnation, world_files
 from ckptd.client.log_lines import get_logger
 from ckptd.core.slots.segment_names import FILE_ENDS
 from ckptd.errors import DaemonUnavailable, SegmentError
@@ -53,7 +53,11 @@ def needless(folder: Path, job: str, run: str, chosen: int) -> list[str]:
         )  # nobody tells floors to replicas, or to what is parked
         floors[world] = max(floors.get(world, -1), file.ring_hint.floor if own else -1)
     promised = max((world for world, floor in floors.items() if floor >= 0), default=-1)
-    return [run_of_world(run, world) for world in sorted(floors) if world not in (chosen, promised)]
+    return [
+        run_of_incarnation(run, world)
+        for world in sorted(floors)
+        if world not in (chosen, promised)
+    ]
 
 
 def forget(find_endpoint: Callable[[], str], job: str, runs: Sequence[str]) -> None:
@@ -101,7 +105,9 @@ class GarbageCollection:
     def earlier(self) -> list[str]:
         """The runs of earlier worlds of which there are files here."""
         worlds = {world for world, _ in world_files(self._folder, self._job, self._run)}
-        return [run_of_world(self._run, world) for world in sorted(worlds) if world < self._world]
+        return [
+            run_of_incarnation(self._run, world) for world in sorted(worlds) if world < self._world
+        ]
 
     def step_over(self) -> None:
         """Look, now and then, whether they are needless; what is to be done then is done beside training."""
@@ -118,7 +124,7 @@ class GarbageCollection:
     def _look(self) -> None:
         if self.over:
             return
-        run = run_of_world(self._run, self._world)
+        run = run_of_incarnation(self._run, self._world)
         if floor_of(self._folder, self._job, run, self._rank) > self._start:
             self.over = True
             self._thread = threading.Thread(target=self._forget, name="ckptd-retire", daemon=True)

@@ -77,13 +77,13 @@ def test_verify_of_a_url_needs_no_configuration(store: ObjectStore, folder: Path
     [
         (("checkpoints", "list", "nobody"), "nothing is stored of job nobody in file://"),
         (("checkpoints", "show", JOB, "r9", "1"), f"there is {JOB}/{RUN}"),
-        (("checkpoints", "show", *NAMES, "12"), "it has 31, 21, 11"),
+        (("checkpoints", "show", *NAMES, "12"), "its checkpoints end at 31, 21, 11"),
         (("checkpoints", "show", *NAMES, "31", "--rank", "2"), "no manifest of rank 2"),
         (("checkpoints", "verify", *NAMES, "31", "--all"), "not both"),
         (("checkpoints", "list", "a/b"), "must be 1 to 64 letters"),
-        (("checkpoints", "show", *NAMES, "-1"), "not the number of an iteration"),
+        (("checkpoints", "show", *NAMES, "-1"), "not an iteration number"),
         (("checkpoints", "gc", "--keep-for", "soon"), "is not a time such as"),
-        (("checkpoints", "gc", "--keep-last", "0"), "at least one must stay"),
+        (("checkpoints", "gc", "--keep-last", "0"), "at least one checkpoint must be kept"),
     ],
 )
 def test_what_is_not_there_is_told_in_a_sentence(
@@ -140,8 +140,8 @@ def test_without_a_store_it_says_how_to_name_one(capsys: pytest.CaptureFixture[s
 
 
 def test_a_folder_that_is_not_there_is_not_made(ctl: Ctl, folder: Path) -> None:
-    assert f"there is no folder {folder}" in ctl("list", code=2)
-    assert f"there is no folder {folder}" in ctl.run("verify", str(folder), code=2)[1]
+    assert f"the folder {folder} does not exist" in ctl("list", code=2)
+    assert f"the folder {folder} does not exist" in ctl.run("verify", str(folder), code=2)[1]
     assert not folder.exists()
 
 
@@ -149,7 +149,7 @@ def test_a_url_below_or_above_the_store_is_not_taken_for_an_empty_one(
     ctl: Ctl, store: ObjectStore, folder: Path
 ) -> None:
     for place in (folder.parent, folder / JOB):
-        assert "no checkpoint of any job lies below" in ctl.run("verify", str(place), code=2)[1]
+        assert "no checkpoint of any job exists below" in ctl.run("verify", str(place), code=2)[1]
 
 
 # -- progress ------------------------------------------------------------------------------------

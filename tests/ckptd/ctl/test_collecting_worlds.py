@@ -68,7 +68,7 @@ def test_so_many_checkpoints_are_kept_over_all_worlds(
     age(folder, OLD)
     told = ctl("gc", "--keep-last", "2", "--dry-run")
     assert "delete  1 manifest" in told
-    assert "world 7 took its place" in told
+    assert "incarnation 7 replaced it" in told
     assert len(whole(folder)) == 5
     ctl("gc", "--keep-last", "2")
     assert whole(folder) == [("run.w5", 54), ("run.w7", 40)]
@@ -133,7 +133,7 @@ def test_a_world_of_which_a_manifest_cannot_be_read_is_left_alone(
     manifest.write_bytes(b"damaged")
     before = sorted(path for path in folder.rglob("*") if "w5" in str(path))
     told = ctl.json("gc", JOB, "run", "--keep-last", "1", code=4)["runs"]
-    assert "what it refers to is not known" in told[1]["refused"]
+    assert "its references are not known" in told[1]["refused"]
     assert [len(each["manifests"]) for each in told] == [1, 0]
     assert sorted(path for path in folder.rglob("*") if "w5" in str(path)) == before
 
@@ -142,15 +142,15 @@ def test_a_list_tells_from_which_world_a_job_goes_on(ctl: Ctl, make: Make, folde
     make(5, 50)
     make(7, 40)
     text = ctl("list", JOB, "run")
-    assert "job/run.w7 (elastic run run, world 7: the history of the job" in text
-    assert "job/run.w5 (elastic run run, world 5: world 7 took its place" in text
+    assert "job/run.w7 (elastic run run, incarnation 7: a restore from storage uses it" in text
+    assert "job/run.w5 (elastic run run, incarnation 5: incarnation 7 replaced it" in text
     (told,) = ctl.json("list", JOB, "run.w5")["runs"]
     assert (told["elastic"], told["standing"].split(";")[0]) == (
         "run",
-        "world 5: world 7 took its place",
+        "incarnation 5: incarnation 7 replaced it",
     )
     for path in (folder / JOB).glob("run.w7/*/commit-*/*.json"):
         path.unlink()
     text = ctl("list", JOB)
-    assert "world 7; nothing of it is committed yet: a job without memory goes on from" in text
-    assert "world 5: the history of the job" in text
+    assert "incarnation 7; it has no committed checkpoint yet: a restore from storage uses" in text
+    assert "incarnation 5: a restore from storage uses it" in text

@@ -75,7 +75,7 @@ def test_without_the_library_that_encrypts_peers_cannot_be_served(
 def test_folders(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert doctor.check_folder("f", tmp_path).grade is Grade.OK
-    assert "will be made" in doctor.check_folder("f", tmp_path / "new").detail
+    assert "will be created" in doctor.check_folder("f", tmp_path / "new").detail
     tmp_path.chmod(0o777)
     assert "chmod go-w" in doctor.check_folder("f", tmp_path).fix
     tmp_path.chmod(0o755)

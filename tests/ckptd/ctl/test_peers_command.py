@@ -128,7 +128,7 @@ def test_a_drill_of_a_rank_that_is_not_there(net: Net) -> None:
 
 
 def test_several_runs_must_be_told_apart(net: Net) -> None:
-    assert "known are job/run" in ctl(net[0], "drill", "--rank", "0", "--job", "other", code=4)
+    assert "known runs: job/run" in ctl(net[0], "drill", "--rank", "0", "--job", "other", code=4)
 
 
 def test_an_export_that_lacks_a_ranks_share_says_where_that_is(net: Net, tmp_path: Path) -> None:

@@ -123,10 +123,14 @@ def test_a_bar_is_for_terminals_and_not_with_json(
 @pytest.mark.parametrize(
     ("flags", "status", "reason"),
     [
-        (["--config", "c"], 4, "--config is for --format hf"),
+        (["--config", "c"], 4, "--config needs --format hf"),
         (["--format", "hf", "--config", "/nowhere"], 4, "cannot read /nowhere"),
         (["--iteration", "7"], 4, "no sealed snapshot of iteration 7"),
-        (["--store", "/nowhere", "--job", "j", "--run", "r"], 2, "there is no folder /nowhere"),
+        (
+            ["--store", "/nowhere", "--job", "j", "--run", "r"],
+            2,
+            "the folder /nowhere does not exist",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(

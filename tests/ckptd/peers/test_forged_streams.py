@@ -46,4 +46,4 @@ def test_plaintext_is_said_at_the_start_and_in_the_status() -> None:
         assert not usual.events("plaintext")
         assert "plaintext" in asked.ctl("peers").stdout
         assert "plaintext" not in usual.ctl("peers").stdout
-        assert "snapshots travel to peers in" in usual.ctl("peers").stdout
+        assert "encryption of snapshots sent to peers: " in usual.ctl("peers").stdout

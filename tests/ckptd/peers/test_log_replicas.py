@@ -230,7 +230,7 @@ def test_whatif_tells_who_would_replay_and_from_where_it_would_be_fed(net: Net, 
     assert found["recovery"] == "together"
     assert "every rank would replay; rank 1 needs what rank 0 sent" in found["localized"]["reason"]
     assert {rank["kind"] for rank in found["ranks"]} == {None}
-    assert "all ranks together, because" in found["text"]
+    assert "all ranks recover (global recovery), because" in found["text"]
 
     logs += [Log(job[0]), Log(job[2])]
     for log in logs[1:]:

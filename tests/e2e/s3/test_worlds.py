@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.storage.checkpoints.names import run_of_world
+from ckptd.storage.checkpoints.names import run_of_incarnation
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.running import eventually
 from tests.e2e.bucket import Bucket
@@ -83,7 +83,7 @@ def test_all_three_hosts_are_destroyed_and_others_go_on(
         assert_losses_as_of(undisturbed, elastic)
         # What was brought is freed as soon as the new world can be had without it.
         held = {path.name.split("~")[1] for node in nodes for path in node.segment_dir.glob("*~*")}
-        assert held == {run_of_world(elastic.run, store.worlds(elastic.run)[0])}
+        assert held == {run_of_incarnation(elastic.run, store.worlds(elastic.run)[0])}
         eventually(lambda: store.committed(elastic.run)[0] == TOTAL, "its end is durable", SOON_S)
         for world in store.worlds(elastic.run):
             report = bucket.verify(f"{elastic.run}.w{world}")

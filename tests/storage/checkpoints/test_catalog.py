@@ -62,7 +62,7 @@ def test_a_checkpoint_is_committed_when_every_rank_is_there() -> None:
     newest, second, _ = catalog.checkpoints
     assert (newest.missing, newest.world_size, newest.complete) == ((1,), 3, False)
     assert newest.reason == "1 of 3 ranks are missing: 1"
-    assert second.reason == "all 2 ranks are there"
+    assert second.reason == "the manifests of all 2 ranks exist"
     assert catalog.newest is second
     assert second.manifests[1].key.endswith("rank-00001-of-00002.json")
     assert second.modified_ns == 101

@@ -44,9 +44,11 @@ def test_what_is_older_than_something_committed_is_no_base() -> None:
     """A rank that was gone while the others went on (in another world, say)."""
     seen = views(manifest(10, 1), *both(20))
     assert seen.refusal(named(30), [manifest(10, 1)]) == (
-        f"what was not uploaded again may be deleted ({manifest(10, 1)})"
+        f"objects that it refers to may be deleted: {manifest(10, 1)} was replaced"
     )
-    assert seen.refusal(named(30), [manifest(15, 1)]).endswith(f"({manifest(15, 1)})")  # gone
+    assert seen.refusal(named(30), [manifest(15, 1)]).endswith(
+        f"{manifest(15, 1)} was replaced"
+    )  # gone
 
 
 def test_nobody_commits_what_was_overtaken() -> None:
@@ -75,7 +77,7 @@ def test_what_the_new_history_shares_with_one_that_others_see_replaced_is_no_bas
     assert seen.own.newest is not None
     assert seen.own.newest.id.end == 12
     assert seen.base_of(0) is None
-    assert seen.refusal(named(18, 9, 14), [manifest(12, 0)]).startswith("what was not uploaded")
+    assert seen.refusal(named(18, 9, 14), [manifest(12, 0)]).startswith("objects that it refers to")
 
 
 def test_what_was_replaced_by_what_is_abandoned_by_now_is_no_base() -> None:

@@ -9,8 +9,8 @@ import pytest
 from ckptd.storage.checkpoints.catalog import build_catalog
 from ckptd.storage.checkpoints.incarnation_retention import (
     IncarnationRemoval,
-    StoredWorld,
-    plan_worlds,
+    StoredIncarnation,
+    plan_incarnations,
 )
 from ckptd.storage.checkpoints.names import (
     CheckpointId,
@@ -18,7 +18,7 @@ from ckptd.storage.checkpoints.names import (
     ObjectName,
     PinName,
     RunName,
-    run_of_world,
+    run_of_incarnation,
 )
 from ckptd.storage.checkpoints.retention import References, RetentionPolicy
 from ckptd.storage.stores.objects import ObjectInfo
@@ -38,9 +38,9 @@ def world(
     incomplete: Collection[int] = (),
     pinned: Collection[int] = (),
     unread: bool = False,
-) -> StoredWorld:
+) -> StoredIncarnation:
     """With dense checkpoints of two ranks that end there."""
-    run = run_of_world(RUN, number)
+    run = run_of_incarnation(RUN, number)
     listing = [ObjectInfo(RunName(JOB, run).key, 5, at, "")]
     references: dict[str, References] = {}
     verified = set()
@@ -55,12 +55,14 @@ def world(
             key = ManifestName(JOB, run, name, rank, RANKS).key
             listing += [ObjectInfo(stored, 1000, at, ""), ObjectInfo(key, 10, at, "")]
             references[key] = References(end, frozenset([stored]), f"run of {number}")
-    return StoredWorld(build_catalog(listing, JOB, run), verified, {} if unread else references)
+    return StoredIncarnation(
+        build_catalog(listing, JOB, run), verified, {} if unread else references
+    )
 
 
-def plans(newest: StoredWorld, *earlier: StoredWorld, policy: RetentionPolicy = POLICY) -> dict[str, IncarnationRemoval]:  # fmt: skip
-    found = plan_worlds(newest, {w.name.world: w for w in earlier}, policy, now_ns=NOW)
-    return {run_of_world(RUN, plan.world): plan for plan in found}
+def plans(newest: StoredIncarnation, *earlier: StoredIncarnation, policy: RetentionPolicy = POLICY) -> dict[str, IncarnationRemoval]:  # fmt: skip
+    found = plan_incarnations(newest, {w.name.number: w for w in earlier}, policy, now_ns=NOW)
+    return {run_of_incarnation(RUN, plan.number): plan for plan in found}
 
 
 def gone(plan: IncarnationRemoval) -> set[int]:
@@ -78,7 +80,7 @@ def gone(plan: IncarnationRemoval) -> set[int]:
     ids=["none", "incomplete", "damaged", "not yet settled"],
 )
 def test_nothing_goes_before_the_newest_world_has_a_checkpoint_that_counts(
-    newest: StoredWorld,
+    newest: StoredIncarnation,
 ) -> None:
     assert plans(newest, world(5, 30, 50)) == {}
 
@@ -89,7 +91,7 @@ def test_what_was_replaced_goes_to_the_last_object_and_its_names_too() -> None:
     assert gone(found) == {30, 50}
     assert {int(d.key.split("/")[2]) for d in found.objects} == {30, 50}
     assert [d.key for d in found.names] == ["moe/r1.w5/run.json", "moe/r1/worlds/000000000005"]
-    assert found.manifests[0].reason == "world 9 took its place"
+    assert found.manifests[0].reason == "incarnation 9 replaced it"
 
 
 def test_so_many_are_kept_over_all_worlds_and_those_are_whole() -> None:

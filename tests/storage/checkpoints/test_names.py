@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 
 from ckptd.storage.checkpoints.names import (
     MAX_EPOCH,
+    MAX_INCARNATION,
     MAX_ITERATION,
     MAX_RANKS,
     MAX_SEQUENCE,
-    MAX_WORLD,
     CheckpointId,
+    IncarnationName,
     ManifestName,
     ObjectName,
     PinName,
     RunName,
     StoredName,
-    WorldName,
     check_name,
+    incarnation_of_run,
     parse,
-    run_of_world,
+    run_of_incarnation,
     run_prefix,
-    world_of_run,
 )
 from ckptd.storage.stores.objects import check_key
 
@@ -57,7 +57,7 @@ NAMES: st.SearchStrategy[StoredName] = st.one_of(
         TAGS,
     ),
     st.builds(PinName, LABELS, LABELS, ITERATIONS, EPOCHS, HASHES),
-    st.builds(WorldName, LABELS, LABELS, st.integers(0, MAX_WORLD)),
+    st.builds(IncarnationName, LABELS, LABELS, st.integers(0, MAX_INCARNATION)),
     manifest_names(),
 )
 
@@ -71,7 +71,7 @@ EXAMPLES: dict[str, StoredName] = {
         "moe", "r1", CheckpointId(41, 1_700_000_000, -1, HASH), 3, 8
     ),
     f"moe/r1/pins/000000000041.1700000000.{HASH}": PinName("moe", "r1", 41, 1_700_000_000, HASH),
-    "moe/r1/worlds/001700000000": WorldName("moe", "r1", 1_700_000_000),
+    "moe/r1/worlds/001700000000": IncarnationName("moe", "r1", 1_700_000_000),
     f"moe/worlds/pins/000000000041.7.{HASH}": PinName("moe", "worlds", 41, 7, HASH),
 }
 
@@ -180,6 +180,6 @@ def test_facts_out_of_range_have_no_key(name: StoredName) -> None:
 def test_a_run_that_may_be_a_world_has_one_spelling(
     name: str, found: tuple[str, int] | None
 ) -> None:
-    assert world_of_run(name) == found
+    assert incarnation_of_run(name) == found
     if found is not None:
-        assert run_of_world(*found) == name
+        assert run_of_incarnation(*found) == name

@@ -199,8 +199,8 @@ def test_a_stale_checkpoint_goes_when_its_successor_history_is_verified() -> Non
     world = World()
     stale = world.checkpoint(30)
     new = world.checkpoint(25, epoch=9, epoch_start=20)
-    assert "of no later history one is verified" in world.plan([]).kept[stale]
-    assert "of no later history one is verified" in world.plan([stale]).kept[stale]
+    assert "no checkpoint of a later history is verified" in world.plan([]).kept[stale]
+    assert "no checkpoint of a later history is verified" in world.plan([stale]).kept[stale]
     plan = world.plan([new])
     assert gone(plan) == {30}
     assert plan.manifests[0].reason.startswith("stale: a later history began at iteration 20")
@@ -300,9 +300,7 @@ def test_if_a_manifest_that_stays_cannot_be_read_no_object_goes() -> None:
     plan = world.plan(ids, unread=[damaged])
     assert gone(plan) == {10, 20}
     assert plan.objects == ()
-    assert plan.notes == (
-        f"no object is deleted: what 1 manifests refer to is not known ({damaged})",
-    )
+    assert plan.notes == (f"no object is deleted: 1 manifests could not be read ({damaged})",)
     of_doomed = [key for key in world.references if "/000000000010/" in key]
     assert world.plan(ids, unread=of_doomed).notes == ()
 
@@ -372,7 +370,7 @@ def test_where_several_runs_are_what_cannot_be_read_stays_and_with_it_all_object
     world.checkpoint(40, run_id="b")
     unread = [key for key in world.references if "/000000000005/" in key]
     plan = world.plan(ids, unread=unread)
-    assert plan.kept[other] == "of which run it is cannot be told"
+    assert plan.kept[other] == "its run is not known"
     assert (gone(plan), plan.objects) == ({10}, ())
     known = world.plan(ids, unread=unread[:1])  # one of its two manifests tells
     assert known.kept[other] == "one of the last 2"

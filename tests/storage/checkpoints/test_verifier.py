@@ -155,11 +155,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "missing": (lambda store, key: store.delete([key]), "it is missing"),
     "truncated": (
         lambda store, key: store.objects.update({key: store.objects[key][:-1]}),
-        "by its manifest",
+        "but its manifest says",
     ),
     "extended": (
         lambda store, key: store.objects.update({key: store.objects[key] + b"\0"}),
-        "by its manifest",
+        "but its manifest says",
     ),
     "emptied": (lambda store, key: store.objects.update({key: b""}), "it has 0 bytes"),
 }
@@ -228,7 +228,7 @@ def test_a_manifest_that_lies_is_found(store: MemoryStore) -> None:
         "digest": ({"header_digest": bytes(16)}, "'header'"),
         "anchors": (
             {"anchors": 0b11},
-            "for anchors, the manifest",
+            "anchors is 'AQ==' in the image",
         ),
         "another rank's image": (
             {
@@ -237,7 +237,7 @@ def test_a_manifest_that_lies_is_found(store: MemoryStore) -> None:
                 "image_len": other.image_len,
                 "header_digest": other.header_digest,
             },
-            "for rank, the manifest '0'",
+            "in the image and '0' in the manifest",
         ),
         "other extents": (
             {
@@ -323,11 +323,11 @@ def test_a_whole_store_is_verified(store: MemoryStore) -> None:
 
 
 def test_progress_is_told(store: MemoryStore) -> None:
-    told: list[Progress] = []
-    report = verify_run(store, JOB, RUN, told=told.append)
-    assert told[-1].read_bytes == report.read_bytes
-    assert [p.read_bytes for p in told] == sorted(p.read_bytes for p in told)
-    assert {p.key for p in told} == set(objects_of(store))
+    reported: list[Progress] = []
+    report = verify_run(store, JOB, RUN, progress=reported.append)
+    assert reported[-1].read_bytes == report.read_bytes
+    assert [p.read_bytes for p in reported] == sorted(p.read_bytes for p in reported)
+    assert {p.key for p in reported} == set(objects_of(store))
 
 
 def test_a_store_that_fails_is_not_damage(store: MemoryStore) -> None:
@@ -391,7 +391,7 @@ def test_an_object_whose_header_lies_about_its_length_is_found() -> None:
     store.put(manifest.key, [memoryview(manifest.to_bytes())])
     found = errors(verify_run(store, JOB, RUN))
     assert [f.key for f in found] == [key]
-    assert found[0].what == f"the object has {size} bytes, by its header {size + 1}"
+    assert found[0].what == f"the object has {size} bytes, but its header says {size + 1}"
 
 
 def test_a_run_in_a_folder_is_verified(tmp_path: Path) -> None:

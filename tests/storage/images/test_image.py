@@ -124,7 +124,7 @@ def test_data_that_is_in_place_already_keeps_its_place_and_order(tmp_path: Path)
 
 @pytest.mark.parametrize("data_offset", [64, 4095])
 def test_a_header_that_does_not_end_where_data_begins_is_refused(data_offset: int) -> None:
-    with pytest.raises(ValueError, match=f"does not end at {data_offset}"):
+    with pytest.raises(ValueError, match=f"cannot be padded to {data_offset}"):
         ImageLayout.build(
             ENTRIES, identity=IDENTITY, num_operators=1, anchors=0, data_offset=data_offset
         )
@@ -412,8 +412,11 @@ def test_parsed_layouts_are_reused_and_bounded(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([TensorEntry("a", "F32", ()), TensorEntry("a", "F32", ())], "'a' is taken"),
-        ([TensorEntry("__metadata__", "F32", ())], "is taken"),
+        (
+            [TensorEntry("a", "F32", ()), TensorEntry("a", "F32", ())],
+            "two tensors have the name 'a'",
+        ),
+        ([TensorEntry("__metadata__", "F32", ())], "two tensors have the name"),
         ([TensorEntry("a", "F33", ())], "unknown dtype 'F33'"),
         ([TensorEntry("a", "F32", (-1,))], "bad shape"),
     ],

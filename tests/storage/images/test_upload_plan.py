@@ -62,7 +62,7 @@ def test_a_first_snapshot_is_stored_as_it_is() -> None:
     image = sample.image[: sample.view.image_len]
     assert b"".join(plan.parts(sample.image)) == image
     assert (plan.header, plan.saved_bytes, plan.reused) == (b"", 0, ())
-    assert plan.reason == "nothing of it is stored already"
+    assert plan.reason == "none of its tensors is stored already"
     assert plan.key == ObjectName(JOB, RUN, 40, 0, 7, 40, tag_of(sample.header)).key
     assert plan.size == len(image)
 
@@ -148,7 +148,7 @@ def test_small_tensors_are_uploaded_always() -> None:
     seeds = {entry.name: 1 for entry in TENSORS}
     writer.upload(make_sample(40, seeds=seeds))
     plan = plan_of(make_sample(41, seeds=seeds), writer.index, least=MIN_TENSOR_BYTES)
-    assert plan.reason == "nothing of it is stored already"
+    assert plan.reason == "none of its tensors is stored already"
 
 
 def test_an_image_that_uses_the_name_of_the_header_is_stored_as_it_is() -> None:

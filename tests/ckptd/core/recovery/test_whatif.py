@@ -63,8 +63,8 @@ def test_what_is_replayed_only_to_compare_counts(lose: list[str], told: int, rep
     assert answer.plan == start
     assert {rank.replayed for rank in answer.ranks} == {replayed}
     text = render_what_if(answer)
-    assert ("1 of the replayed iterations only to compare" in text) == (told > 0)
-    assert ("nothing more is replayed to compare what is loaded: verify_iterations=0" in text) == (told == 0)  # fmt: skip
+    assert ("1 of the replayed iterations only verify" in text) == (told > 0)
+    assert ("no additional iteration verifies the loaded values: verify_iterations=0" in text) == (told == 0)  # fmt: skip
 
 
 def test_losing_nothing_costs_nothing_but_the_replay() -> None:

@@ -118,8 +118,8 @@ def test_who_gets_what_from_whom() -> None:
     found = {(one.receiver, one.source) for one in lost.planned.move.fetches}
     assert found in ({("b", "d"), ("c", "d"), ("d", "b")}, {("b", "d"), ("c", "d"), ("d", "c")})
     text = lost_text(situation(told(nodes=nodes)), lost, Canvas())
-    assert "gets from" in text
-    assert "bytes_per_s would have to be told" in text
+    assert "fetches from" in text
+    assert "bytes_per_s)" in text
 
 
 def test_of_many_fetches_those_who_get_most_are_shown() -> None:
@@ -188,7 +188,7 @@ def test_the_next_time_follows_the_rule_of_the_running_job(
     assert ("it pays:" in next_text(coming)) == (pays is True)
     if pays is None:
         assert coming.worth_from_s == pytest.approx(0.006)
-        assert "0.006 s of a step" in next_text(coming)
+        assert "0.006 s of each step" in next_text(coming)
 
 
 def test_when_the_load_is_looked_at_counts_from_the_last_placement() -> None:
@@ -203,7 +203,7 @@ def test_nothing_is_gained_where_all_is_even() -> None:
     assert found.held is not None
     coming = next_time(found, outlook(found, found.held), plan(found))
     assert coming.pays is False
-    assert "nothing would be gained" in next_text(coming)
+    assert "it gains nothing" in next_text(coming)
 
 
 # --- the map ---------------------------------------------------------------------------------------------
@@ -246,37 +246,40 @@ def test_wide_layers_are_wrapped_and_many_nodes_cut() -> None:
     ("change", "said"),
     [
         ("{", "is not JSON"),
-        ("[1]", "a JSON object is needed"),
+        ("[1]", "must contain a JSON object"),
         ({"loads": None}, r"\$.loads"),
-        ({"loads": [[1.5, 2]]}, r"loads\[0\]\[0\] is 1.5: whole numbers"),
-        ('{"loads": [[1, NaN]], "nodes": 2, "slots": 1}', r"loads\[0\]\[1\] is nan: a number"),
+        ({"loads": [[1.5, 2]]}, r"loads\[0\]\[0\] is 1.5: tokens and bytes must be whole"),
+        (
+            '{"loads": [[1, NaN]], "nodes": 2, "slots": 1}',
+            r"loads\[0\]\[1\] is nan: tokens and bytes must be finite",
+        ),
         ('{"loads": [[1, Infinity]], "nodes": 2, "slots": 1}', "is inf"),
-        ({"loads": [[1, -2]]}, r"loads\[0\]\[1\] is -2: it is never negative"),
+        ({"loads": [[1, -2]]}, r"loads\[0\]\[1\] is -2: tokens and bytes cannot be negative"),
         ({"loads": [[1, 2], [3]]}, r"loads\[1\] has 1 experts"),
         ({"loads": []}, "loads is empty"),
         ({"loads": [[]]}, "loads is empty"),
         ({"loads": [["many", 2]]}, r"Expected `int`, got `str` - at `\$.loads\[0\]\[0\]`"),
         ({"nodes": []}, r"\$.nodes"),
-        ({"nodes": 0, "slots": 1}, '"nodes": 0 needs "slots"'),
-        ({"nodes": 3}, 'needs "slots" beside it'),
+        ({"nodes": 0, "slots": 1}, '"nodes": 0 must be a number from 1'),
+        ({"nodes": 3}, 'needs "slots" in the same object'),
         ({"nodes": [{"name": "a", "slots": 0}]}, r"slots"),
         ({"nodes": [{"name": "a"}]}, "missing required field `slots`"),
-        ({"nodes": [{"name": "a", "slots": 2}] * 2}, "two nodes are called a"),
+        ({"nodes": [{"name": "a", "slots": 2}] * 2}, "two nodes have the name a"),
         ({"nodes": [{"name": "a", "slots": 2, "rack": "A"}]}, "unknown field `rack`"),
         ({"nodes": [{"name": "a", "slots": 2, "holds": [[2]]}]}, "holds expert 2 of layer 0"),
         (
             {"nodes": [{"name": "a", "slots": 2, "holds": [[0], [1]]}]},
-            "in 2 layers, and there are 1",
+            "of 2 layers, but loads have 1",
         ),
-        ({"domain": "row"}, "node a has no label 'row'"),
+        ({"domain": "row"}, "is 'row', but node a has no such label"),
         ({"expert_bytes": [[1, 2, 3]]}, "expert_bytes has the shape"),
         ({"expert_bytes": [[1.0, 2]]}, r"expert_bytes\[0\]\[0\] is 1.0"),
         ({"max_straggler": 0.9}, "max_straggler is 0.9"),
         ({"threshold": 0}, "threshold"),
         ({"layers": ["a", "b"]}, "2 names of layers for 1 rows"),
-        ({"history": [[[1]]]}, r"history\[0\] has another shape"),
+        ({"history": [[[1]]]}, r"history\[0\] must have the shape of loads"),
         ({"load": 3}, "unknown field `load`"),
-        ({"runs": []}, "of several runs, or none"),
+        ({"runs": []}, "exactly one run"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_words(file: Any, change: Any, said: str) -> None:
@@ -316,14 +319,14 @@ def test_a_plan_from_a_file(file: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert found["move"]["replicas"] == 0
     code, out, _ = run(capsys, "plan", file(SMALL))
     assert code == 0
-    assert "nothing has to be moved" in out
+    assert "no transfers: every node holds" in out
     assert "any" not in found["guarantee"] or "no node may be lost" in found["guarantee"]
 
 
 def test_one_node_and_no_load_are_planned(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "plan", file({"loads": [[0, 0]], "nodes": 1, "slots": 2}))
     assert code == 0
-    assert "there is but one" in out
+    assert "the job has only one" in out
 
 
 def test_too_few_slots_end_with_a_status(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,9 +342,9 @@ def test_a_wrong_file_or_layer_is_wrong_usage(
     file: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, "plan", file({"loads": [[-1]], "nodes": 1, "slots": 1}))
-    assert (code, "never negative" in err) == (2, True)
+    assert (code, "cannot be negative" in err) == (2, True)
     code, _, err = run(capsys, "plan", file(SMALL), "--layer", "3")
-    assert (code, "there are layers 0 to 0" in err) == (2, True)
+    assert (code, "the layers are 0 to 0" in err) == (2, True)
     code, _, err = run(capsys, "whatif", file(SMALL), "--lose", "rack=Z")
     assert (code, "rack=A|B" in err) == (2, True)
 
@@ -396,11 +399,11 @@ def test_a_job_is_shown_planned_and_lost_as_it_told(
         return json.loads(out)
 
     with daemon.client() as client:
-        assert "no elastic job has told" in ask("show", code=4)["error"]
+        assert "no elastic job has reported" in ask("show", code=4)["error"]
         client.send(m.TellElastic(told()))  # not attached: refused, and nothing is known
         client.ask(m.Hello("1", 1), m.Welcome)
         client.ask(m.Attach("job", "run", 0, 1, "t", 1, 0), m.Attached)
-        assert "no elastic job has told" in ask("show", code=4)["error"]
+        assert "no elastic job has reported" in ask("show", code=4)["error"]
         client.send(m.TellElastic(told(history=[[[1, 3]]], method="by hand")))
         client.ask(m.Ping(), m.Pong)  # answered in order: it has been read
         shown = ask("show")
@@ -420,9 +423,9 @@ def test_a_job_is_shown_planned_and_lost_as_it_told(
         # Expert 0 was on a alone, and nothing of this run is in memory.
         found = ask("whatif", "--lose", "rack=A", code=1)
         assert (found["recoverable"], found["lost_experts"]) == (False, [[0, 0]])
-        assert "no such run is known" in found["snapshots"]["reason"]
+        assert "knows no such run" in found["snapshots"]["reason"]
         client.ask(m.Detach(final=True), m.Done)
-    assert "no elastic job has told" in ask("show", code=4)["error"]
+    assert "no elastic job has reported" in ask("show", code=4)["error"]
 
 
 def test_numbers_of_a_plan_are_those_of_the_planners() -> None:

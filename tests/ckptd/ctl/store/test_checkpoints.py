@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.ctl.store.store_access import OpenedStore, StorePlace
 from ckptd.ctl.store.store_checks import check_run
-from ckptd.storage.checkpoints.names import WorldName
+from ckptd.storage.checkpoints.names import IncarnationName
 from ckptd.storage.checkpoints.verifier import verify_store
 from ckptd.storage.stores.objects import ObjectStore
 from tests.ckptd.stored import (
@@ -98,7 +98,7 @@ def test_a_list_of_an_elastic_run_has_all_its_worlds(ctl: Ctl, store: ObjectStor
             key = info.key.replace(f"{JOB}/{RUN}/", f"{JOB}/elastic.w{world}/")
             store.put(key, [memoryview(store.read(info.key, limit=1 << 30))])
     for world in (5, 7):
-        store.put(WorldName(JOB, "elastic", world).key, [])
+        store.put(IncarnationName(JOB, "elastic", world).key, [])
     runs = ctl.json("list", JOB, "elastic", "--fast")["runs"]
     assert [run["run"] for run in runs] == ["elastic.w7", "elastic.w5"]
     assert [[row["iteration"] for row in run["checkpoints"]] for run in runs] == [
@@ -133,7 +133,7 @@ def test_a_manifest_that_cannot_be_read_is_told_in_the_list(
 
 def test_an_empty_store_is_no_error(ctl: Ctl, folder: Path) -> None:
     folder.mkdir()
-    assert "nothing is stored in" in ctl("list")
+    assert "contains no checkpoints" in ctl("list")
 
 
 # -- show ----------------------------------------------------------------------------------------
@@ -213,8 +213,10 @@ def test_a_flipped_bit_is_found_with_its_tensor_and_what_to_do(
     found = json.loads(ctl.run(*line, "--json", code=1)[0])
     (error,) = [finding for finding in found["findings"] if finding["severity"] == "error"]
     assert (error["key"], error["tensor"] != "") == (victim, True)
-    assert "bring it back from a version or a backup" in error["advice"]
-    instead = "no other one" if command == "newest" else "a restore uses iteration 21"
+    assert "restore it from an older version or a backup" in error["advice"]
+    instead = (
+        "found no other whole checkpoint" if command == "newest" else "a restore uses iteration 21"
+    )
     assert instead in error["advice"]
     text = ctl.run(*line, code=1)[0]
     assert f"-> {error['advice']}" in text
@@ -231,7 +233,7 @@ def test_fast_finds_what_is_missing_and_what_is_too_short(
     found = ctl.json("verify", *NAMES, "--fast", code=1)
     whats = {finding["key"]: finding["what"] for finding in found["findings"]}
     assert whats[gone] == "it is missing"
-    assert "by its manifest" in whats[short]
+    assert "but its manifest says" in whats[short]
     assert found["whole"] == []
 
 
@@ -278,6 +280,9 @@ def test_what_a_job_removes_during_a_verification_is_not_damage() -> None:
 def test_a_run_without_its_identity_is_told(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     (folder / JOB / RUN / "run.json").unlink()
     (finding,) = ctl.json("verify", *NAMES)["findings"]
-    assert (finding["severity"], "whose checkpoints" in finding["advice"]) == ("warning", True)
+    assert (finding["severity"], "job and run of these checkpoints" in finding["advice"]) == (
+        "warning",
+        True,
+    )
     write_identity(store)
     assert ctl.json("verify", *NAMES)["findings"] == []

@@ -70,7 +70,7 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(ctl: Ctl, store: ObjectS
     assert "is pinned, as before" in ctl("pin", *NAMES, "11")
     ctl("gc", "--keep-last", "1", *AT_ONCE)
     assert ends(store) == [31, 11]
-    assert "pinned: `ckptctl checkpoints unpin` it first" in ctl("rm", *NAMES, "11", code=4)
+    assert "pinned: run `ckptctl checkpoints unpin` first" in ctl("rm", *NAMES, "11", code=4)
     assert "unpin" in ctl("rm", *NAMES, "11", "--force", code=4)
     assert ctl("unpin", *NAMES, "11").endswith("is not pinned\n")
     assert "is not pinned, as before" in ctl("unpin", *NAMES, "11")
@@ -134,7 +134,7 @@ def test_the_newest_whole_one_goes_by_force_only(
     ctl: Ctl, store: ObjectStore, folder: Path
 ) -> None:
     before = keys_in(store)
-    assert "it is the newest whole one" in ctl("rm", *NAMES, "31", code=4)
+    assert "it is the newest whole checkpoint" in ctl("rm", *NAMES, "31", code=4)
     assert ctl.json("rm", *NAMES, "31", code=4)["exit_status"] == 4
     assert keys_in(store) == before
     ctl("rm", *NAMES, "31", "--force")
@@ -146,14 +146,14 @@ def test_a_damaged_newest_one_may_go_and_the_newest_whole_one_may_not(
     ctl: Ctl, store: ObjectStore, folder: Path
 ) -> None:
     (folder / object_keys(store, iteration=31)[0]).unlink()
-    assert "it is the newest whole one" in ctl("rm", *NAMES, "21", code=4)
+    assert "it is the newest whole checkpoint" in ctl("rm", *NAMES, "21", code=4)
     ctl("rm", *NAMES, "31")
     assert whole_ends(folder) == [11, 21]
 
 
 def test_one_that_may_be_being_written_goes_by_force_only(ctl: Ctl, store: ObjectStore) -> None:
     Writer(store, rank=0, world_size=2).commit(window(41))
-    assert "may be being written just now" in ctl("rm", *NAMES, "41", code=4)
+    assert "a job may be writing it now" in ctl("rm", *NAMES, "41", code=4)
     ctl("rm", *NAMES, "41", "--force")
     assert ends(store) == [31, 21, 11]
     assert object_keys(store, iteration=41) == []
@@ -201,7 +201,7 @@ def test_the_last_thing_that_is_left_goes_by_force_only(
     """Nothing is whole any more: what is damaged may be all that can be repaired."""
     for end in (11, 21, 31):
         (folder / object_keys(store, iteration=end)[0]).unlink()
-    assert "may be all that is left" in ctl("rm", *NAMES, "21", code=4)
+    assert "may be the last usable state" in ctl("rm", *NAMES, "21", code=4)
     ctl("rm", *NAMES, "21", "--force")
     assert ends(store) == [31, 11]
 
@@ -216,9 +216,9 @@ def test_what_was_decided_long_ago_is_not_done_any_more(monkeypatch: pytest.Monk
     args = argparse.Namespace(job=JOB, run=RUN, dry_run=False)
     for module in ("store_changes", "store_gc"):
         monkeypatch.setattr(f"ckptd.ctl.store.{module}.time", store)
-    with pytest.raises(StoreProblem, match="not all was deleted"):
+    with pytest.raises(StoreProblem, match="with objects left"):
         collect(place, args, RetentionPolicy(keep_last=1), lambda plan: None)
-    with pytest.raises(StoreProblem, match="not all was deleted"):
+    with pytest.raises(StoreProblem, match="with objects left"):
         remove(place, chosen(21))
     assert keys_in(store) == before
 
@@ -459,7 +459,7 @@ def test_each_run_of_a_name_keeps_its_own(ctl: Ctl, store: ObjectStore, folder: 
     ctl("gc", "--keep-last", "1", *AT_ONCE)
     assert ends(store) == [51, 31]
     for newest in ("31", "51"):
-        assert "it is the newest whole one" in ctl("rm", *NAMES, newest, code=4)
+        assert "it is the newest whole checkpoint" in ctl("rm", *NAMES, newest, code=4)
     ctl("rm", *NAMES, "31", "--force")
     assert ends(store) == [51]
     assert set(object_keys(store)) == set(needed_by(store, 51))

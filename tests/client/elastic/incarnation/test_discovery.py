@@ -12,7 +12,7 @@ from ckptd.client.elastic.incarnation.discovery import Discovery, Here, Wishes, 
 from ckptd.client.elastic.incarnation.incarnation_plan import Seat
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
-from ckptd.storage.checkpoints.names import run_of_world
+from ckptd.storage.checkpoints.names import run_of_incarnation
 from ckptd.transport.control import messages as m
 from tests.ckptd.running import MIB, DaemonProcess, attach, descriptor, running_daemon
 from tests.client.meeting import outcomes
@@ -48,8 +48,8 @@ def _look(place: Here, rank: int, stored: tuple[int, ...], meet: object) -> int:
 def begin(daemon: DaemonProcess, world: int) -> None:
     """A trainer of that world makes its ring, as each rank of a world does first."""
     with daemon.client() as client:
-        attach(client, run=run_of_world("run", world), topology=WORLD_TOPOLOGY)
-        told = descriptor(run=run_of_world("run", world), topology=WORLD_TOPOLOGY)
+        attach(client, run=run_of_incarnation("run", world), topology=WORLD_TOPOLOGY)
+        told = descriptor(run=run_of_incarnation("run", world), topology=WORLD_TOPOLOGY)
         client.ask(m.Reserve(MIB, 4, encode_descriptor(told)), m.Reserved)
         client.request(m.Detach())
 

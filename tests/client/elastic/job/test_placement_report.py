@@ -35,7 +35,7 @@ def test_what_is_told_is_read_as_what_it_was(domains: tuple[str, ...]) -> None:
     assert found.cluster.ranks == own.cluster.ranks
     assert found.cluster.slots.tolist() == own.cluster.slots.tolist()
     assert found.cluster.domain_ids.tolist() == own.cluster.domain_ids.tolist()
-    assert (found.max_straggler, found.told.threshold, found.told.step) == (1.2, 2, 7)
+    assert (found.max_straggler, found.report.threshold, found.report.step) == (1.2, 2, 7)
     assert found.speeds_N is None
 
 
