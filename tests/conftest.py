@@ -4,16 +4,46 @@
 And one OpenMP thread, here and in all children, for whoever does not ask for more: several test
 processes share the cores, and a team of which a member waits for a core waits as a whole. With two
 threads the same tests took four to ten times as long.
+
+Every process of a test checks the invariants of its state machines after each event
+(`ckptd.core.state_machine`). ``--update-golden`` writes the transcripts in ``tests/testdata`` anew:
+read their diff.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
+import pytest
 from hypothesis import settings
 
+from ckptd.core.state_machine import validate_always
+from tests.transcripts import Driver, compare
+
+os.environ["CKPTD_VALIDATE"] = "1"  # of children
+validate_always()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, after this
 
 settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("CKPTD_RANDOM_EXAMPLES"):
     settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write golden transcripts anew")
+
+
+@pytest.fixture
+def unvalidated() -> Iterator[None]:
+    """For tests of bytes, which put into a slot what no machine would."""
+    validate_always(False)
+    yield
+    validate_always()
+
+
+@pytest.fixture
+def transcript(request: pytest.FixtureRequest) -> Callable[[str, Driver], None]:
+    """Plays a transcript of ``tests/testdata`` and compares it with what is written there."""
+    update = bool(request.config.getoption("--update-golden"))
+    return lambda name, driver: compare(name, driver, update=update)

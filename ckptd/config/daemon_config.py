@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.config.settings import DaemonConfig
+from ckptd.core.state_machine import validate_always
 from ckptd.printable import HIDDEN, for_json, hide_options, hide_secrets
 from ckptd.transport.access.local_trust import own_users, user_name
 
@@ -47,6 +48,9 @@ __all__ = [
 
 _SECRETIVE = ("store", "store_options")  # may hold credentials: their values are not told
 DEFAULT_FILE = "/etc/ckptd/ckptd.toml"
+
+if os.environ.get("CKPTD_VALIDATE"):  # set by the tests, for all processes of a job
+    validate_always()
 
 
 class ConfigError(ValueError):

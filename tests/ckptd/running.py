@@ -27,7 +27,6 @@ from ckptd.core.slots.segment_format import (
     encode_descriptor,
     slot_lock_byte,
     slot_view,
-    write_slot_header,
 )
 from ckptd.core.slots.segment_names import Kind
 from ckptd.memory import locks
@@ -36,6 +35,7 @@ from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
 from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.control.wire import ControlClient
+from tests.ckptd.memory.fresh import put_header
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -265,7 +265,7 @@ def fill(
         writer_pid=os.getpid(),
         epoch=epoch,
     )
-    write_slot_header(segment.buffer, segment.geometry, index, header)
+    put_header(segment.buffer, segment.geometry, index, header)
 
 
 def state_of(segment: Segment, index: int) -> SlotState | None:

@@ -26,12 +26,13 @@ from torch import nn
 
 from ckptd.client import Checkpointer
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import SlotHeader, write_slot_header
+from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.images.image import ImageView
 from ckptd.transport.control.messages import GetSnapshots, GetStatus, Refused, Snapshots, Status
 from ckptd.transport.control.wire import encode
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import eventually, small_tmpfs
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
@@ -347,7 +348,7 @@ def test_a_truncated_image_is_quarantined(hurt: tuple[Jobs, DaemonProcess], run:
     segment, slots = sealed(daemon, run)
     index, newest = slots[0]
     shorter = replace(newest, image_len=newest.image_len // 2)
-    write_slot_header(segment.buffer, segment.geometry, index, shorter)
+    put_header(segment.buffer, segment.geometry, index, shorter)
     out, resumed_from = resume(jobs, run, "--seed", "7")
     assert resumed_from == newest.iteration - 1
     assert daemon.events("digest_mismatch", run)

@@ -34,6 +34,9 @@ chain must both be held: a small ring then says ``Remedy.GROW``, and the caller 
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -49,6 +52,7 @@ from ckptd.core.slots.slots import (
     live,
     stale_after,
 )
+from ckptd.core.state_machine import validating
 
 __all__ = [
     "TRANSITIONS",
@@ -223,8 +227,41 @@ def choose_slot(
     if choice is None and (lower or (spare and not hard)):
         choice = _give_away(lower or spare, protected)
     if choice is None:
-        return _no_slot(table, num_operators, own, generation, protected if hard else ())
-    return replace(choice, left=max(0, left))
+        choice = _no_slot(table, num_operators, own, generation, protected if hard else ())
+    else:
+        choice = replace(choice, left=max(0, left))
+    if validating():
+        _validate(choice, own, _newest(table), num_operators, busy, protected if hard else ())
+    return choice
+
+
+def _validate(
+    choice: SlotChoice,
+    own: Sequence[SlotRecord],
+    newest: Mapping[int, SlotRecord],
+    num_operators: int,
+    busy: Container[tuple[int, int]],
+    needed: Container[tuple[int, int]],
+) -> None:
+    """What holds whatever is chosen (DESIGN 5, invariants 1 and 2)."""
+    suffix = _find_suffix(newest, num_operators)
+    promised = suffix.records if isinstance(suffix, Suffix) else ()
+    covered = functools.reduce(operator.or_, (r.anchors for r in promised), 0)
+    assert not promised or covered & _all_operators(num_operators) == _all_operators(num_operators)
+    for before, record in itertools.pairwise(promised):
+        assert record.previous == before.iteration, f"{record.key} does not follow {before.key}"
+    assert all(record.sealed for record in promised), "a suffix of what is not sealed"
+    chosen = next((r for r in own if r.index == choice.index), None)
+    assert (choice.index is None) == (chosen is None)
+    if chosen is None:
+        assert choice.remedy is not Remedy.NONE, "no slot, and no remedy"
+        return
+    assert chosen not in promised, f"slot {chosen.key} of the newest suffix is given away"
+    assert chosen.key not in busy, f"slot {chosen.key} is being read"
+    assert chosen.state not in _IN_FLIGHT, f"slot {chosen.key} is {chosen.state.name}"
+    stale = chosen.sealed and newest.get(chosen.iteration) is not chosen
+    assert stale or not chosen.sealed or chosen.key not in needed, f"{chosen.key} is promised"
+    assert chosen.sealed == (choice.releases is not None)
 
 
 def droppable_generations(

@@ -33,9 +33,10 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.ring import SlotState, check_transition
 from ckptd.core.slots.segment_hints import PAGE_BYTES, PROLOGUE_BYTES, RingHint, write_ring_hint
 from ckptd.core.slots.segment_names import Kind
+from ckptd.core.state_machine import validating
 from ckptd.errors import SegmentError
 from ckptd.unpacking import unpack
 
@@ -395,7 +396,15 @@ def read_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> 
 def set_slot_state(
     buf: memoryview, geometry: SegmentGeometry, index: int, state: SlotState
 ) -> None:
-    """Store the state word of slot ``index``, alone and at once."""
+    """Store the state word of slot ``index``, alone and at once: every transition of a slot goes through here.
+
+    Where the tests ask for it, an illegal one raises. Otherwise it does not: what the word was is no
+    more certain than the memory that other processes share with this one.
+    """
+    if validating():
+        before = read_slot_header(buf, geometry, index)  # None: damaged, which is as good as free
+        if before is not None and before.state is not state:
+            check_transition(before.state, state)
     start = geometry.header_offset(index)
     buf[start : start + _SLOT_FRONT.size].cast("I")[_STATE_WORD] = int(state)
 

@@ -1,12 +1,7 @@
 """One slot as its header tells: its state, what it holds, and to which history that belongs.
 
-::
-
-    free ──► filling ──► filled ──► sealed ──► filling     reuse, outside of every promise
-     ▲          │           │         ├──────► quarantined a digest failed, or no replay reproduces it
-     └──────────┴───────────┴─────────┘            ├─────► filling
-       the writer died · damaged                   └─────► sealed      somebody took the quarantine back
-       · abandoned by a restore to an older iteration
+The table below tells which state follows. The state word is in memory that several processes share: it
+is written by `ckptd.core.slots.segment_format.set_slot_state` alone, under the slot's lock.
 
 Each recovery begins an *epoch*: another history, which leaves the one before at ``epoch_start``
 (``docs/replication.md`` section 2). A record of an older epoch that comes after that is *stale*: it
@@ -21,15 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from types import MappingProxyType
+from typing import Self
 
+from ckptd.core.state_machine import Transitions
 from ckptd.errors import LocalProtocolError
 
 __all__ = [
     "DRAWN_EPOCHS",
     "NO_EPOCHS",
     "TRANSITIONS",
+    "SlotEvent",
     "SlotRecord",
     "SlotState",
     "check_transition",
@@ -43,6 +41,74 @@ __all__ = [
     "stale_after",
 ]
 
+
+class SlotState(IntEnum):
+    """The state word of a slot; the numbers are those of the file format."""
+
+    meaning: str
+
+    FREE = 0, "holds nothing that could be recovered"
+    FILLING = 1, "its writer holds the lock and copies a snapshot into it"
+    FILLED = 2, "the image is complete; its digests are not made yet"
+    SEALED = 3, "complete and digested: the only state that recovery sees"
+    QUARANTINED = 4, "a digest failed, or no replay reproduces it"
+
+    def __new__(cls, value: int, meaning: str = "") -> Self:
+        state = int.__new__(cls, value)
+        state._value_, state.meaning = value, meaning
+        return state
+
+
+class SlotEvent(StrEnum):
+    """What happens to a slot."""
+
+    FILL = "fill"
+    COMPLETE = "complete"
+    SEAL = "seal"
+    ARRIVE = "arrive"
+    CLEAR = "clear"
+    QUARANTINE = "quarantine"
+    TAKE_BACK = "take back"
+
+
+TRANSITIONS = Transitions(
+    "slot",
+    {
+        (SlotState.FREE, SlotEvent.FILL): SlotState.FILLING,
+        (SlotState.FILLING, SlotEvent.COMPLETE): SlotState.FILLED,
+        # A copy of what another node or storage holds sealed; its digests match.
+        (SlotState.FILLING, SlotEvent.ARRIVE): SlotState.SEALED,
+        # The writer died, the image is damaged, or it was copied in vain.
+        (SlotState.FILLING, SlotEvent.CLEAR): SlotState.FREE,
+        (SlotState.FILLED, SlotEvent.SEAL): SlotState.SEALED,
+        (SlotState.FILLED, SlotEvent.CLEAR): SlotState.FREE,
+        # Reuse, outside of every promise (`ckptd.core.slots.ring`).
+        (SlotState.SEALED, SlotEvent.FILL): SlotState.FILLING,
+        (SlotState.SEALED, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
+        # Abandoned by a restore to an older iteration.
+        (SlotState.SEALED, SlotEvent.CLEAR): SlotState.FREE,
+        (SlotState.QUARANTINED, SlotEvent.FILL): SlotState.FILLING,
+        (SlotState.QUARANTINED, SlotEvent.TAKE_BACK): SlotState.SEALED,
+    },
+)
+
+
+def check_transition(old: SlotState, new: SlotState) -> None:
+    """Return if a slot may go from ``old`` to ``new``.
+
+    Raises:
+        LocalProtocolError: it may not.
+    """
+    allowed = TRANSITIONS.following(old)
+    if new not in allowed:
+        names = ", ".join(sorted(state.name.lower() for state in allowed))
+        raise LocalProtocolError(
+            f"a slot cannot go from {old.name.lower()} to {new.name.lower()}",
+            operation="slot transition",
+            hint=f"From {old.name.lower()} it can only become {names}",
+        )
+
+
 NO_EPOCHS: Mapping[int, int] = MappingProxyType({})
 
 
@@ -54,25 +120,6 @@ _MOST_AHEAD = 1024  # epochs that a node may have missed: so many recoveries wit
 _MOST_UNKNOWN = (
     3 << 30
 )  # to one who knows nothing of a run: a quarter of all is left to it whatever it is told
-
-
-class SlotState(IntEnum):
-    """The state word of a slot; the numbers are those of the file format."""
-
-    FREE = 0
-    FILLING = 1
-    FILLED = 2
-    SEALED = 3
-    QUARANTINED = 4
-
-
-TRANSITIONS: Mapping[SlotState, frozenset[SlotState]] = {
-    SlotState.FREE: frozenset({SlotState.FILLING}),
-    SlotState.FILLING: frozenset({SlotState.FILLED, SlotState.FREE}),
-    SlotState.FILLED: frozenset({SlotState.SEALED, SlotState.FREE}),
-    SlotState.SEALED: frozenset({SlotState.FILLING, SlotState.QUARANTINED, SlotState.FREE}),
-    SlotState.QUARANTINED: frozenset({SlotState.FILLING, SlotState.SEALED}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +152,6 @@ class SlotRecord:
     def key(self) -> tuple[int, int]:
         """(generation, index): which slot it is."""
         return self.generation, self.index
-
-
-def check_transition(old: SlotState, new: SlotState) -> None:
-    """Return if a slot may go from ``old`` to ``new``.
-
-    Raises:
-        LocalProtocolError: it may not.
-    """
-    if new not in TRANSITIONS[old]:
-        allowed = ", ".join(sorted(state.name.lower() for state in TRANSITIONS[old]))
-        raise LocalProtocolError(
-            f"a slot cannot go from {old.name.lower()} to {new.name.lower()}",
-            operation="slot transition",
-            hint=f"From {old.name.lower()} it can only become {allowed}",
-        )
 
 
 def epoch_after(highest: int, drawn: int) -> int:

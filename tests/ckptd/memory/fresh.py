@@ -1,16 +1,18 @@
-"""A segment that was just laid out, in plain memory."""
+"""A segment that was just laid out, in plain memory; and headers of slots as another process would leave them."""
 
 from __future__ import annotations
 
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
+    SlotHeader,
     encode_descriptor,
+    pack_slot_header,
     plan_geometry,
     write_prologue,
 )
 
-__all__ = ["DESCRIPTOR", "make"]
+__all__ = ["DESCRIPTOR", "make", "put_header"]
 
 DESCRIPTOR = SegmentDescriptor(
     job="demo",
@@ -33,3 +35,10 @@ def make(num_slots: int = 3, slot_bytes: int = 5000) -> tuple[memoryview, Segmen
     buf = memoryview(bytearray(geometry.total_bytes))
     write_prologue(buf, geometry, DESCRIPTOR)
     return buf, geometry
+
+
+def put_header(buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader) -> None:
+    """Put a header there, whatever the slot held: what another process did before it counts as done."""
+    packed = pack_slot_header(header)
+    start = geometry.header_offset(index)
+    buf[start : start + len(packed)] = packed

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.core.slots.segment_format import slot_lock_byte, write_slot_header
+from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.image_digests import ImageDigests
@@ -20,6 +20,7 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.workers import Workers
 from tests.ckptd.forging import forged
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import descriptor, eventually
 from tests.ckptd.snapshots import Snapshot, snapshot_of
 
@@ -58,7 +59,7 @@ class Setting:
 
 def put(segment: Segment, snapshot: Snapshot) -> None:
     segment.image(0, snapshot.header)[:] = snapshot.image
-    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    put_header(segment.buffer, segment.geometry, 0, snapshot.header)
 
 
 @pytest.fixture

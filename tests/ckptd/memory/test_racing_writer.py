@@ -35,6 +35,8 @@ from ckptd.memory.segment_store import SegmentStore
 from tests.ckptd.memory.fresh import DESCRIPTOR, make
 from tests.ckptd.snapshots import snapshot_of
 
+pytestmark = pytest.mark.usefixtures("unvalidated")
+
 OLD = SlotHeader(SlotState.SEALED, 41, 40, 1000, 7, 5, 11, 12, 4321, 3, bytes(range(16)), 99, -1, 0)
 FILLING = replace(
     OLD, state=SlotState.FILLING, iteration=45, sequence=8, header_digest=bytes(16), sealed_at_ns=0

@@ -18,7 +18,6 @@ from ckptd.core.slots.segment_format import (
     SlotHeader,
     encode_descriptor,
     pack_slot_header,
-    write_slot_header,
 )
 from ckptd.core.slots.segment_names import Kind
 from ckptd.ctl import render
@@ -32,6 +31,7 @@ from ckptd.node.service import Service
 from ckptd.transport.control import messages as m
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import eventually, fill, state_of
 from tests.ckptd.snapshots import snapshot_of
 
@@ -201,7 +201,7 @@ def test_a_fetch_gets_as_much_room_as_its_holder_has_or_as_little_as_will_do(
     setting.attach()
     segment, snapshot = setting.reserve(held), snapshot_of(3)
     segment.image(0, snapshot.header)[:] = snapshot.image
-    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    put_header(segment.buffer, segment.geometry, 0, snapshot.header)
     reply = setting.ask(fetch_from(segment, snapshot.header))
     assert isinstance(reply, m.Reserved), reply
     assert reply.segment.num_slots == made
@@ -216,7 +216,7 @@ def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Set
     segment, snapshot = setting.reserve(), snapshot_of(3)
     segment.image(0, snapshot.header)[:] = snapshot.image
     segment.image(0, snapshot.header)[snapshot.header.image_len // 2] ^= 1
-    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    put_header(segment.buffer, segment.geometry, 0, snapshot.header)
     assert isinstance(setting.ask(fetch_from(segment, snapshot.header)), m.Reserved)
 
     def quarantined() -> bool:

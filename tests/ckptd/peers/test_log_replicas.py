@@ -80,6 +80,7 @@ class Log:
             epoch=table.epoch,
             epoch_start=table.epoch_start,
         )
+        segment.set_state(index, SlotState.FREE)  # what nobody needs is not sealed either
         segment.begin_filling(index, header)
         slot = segment.slot(index)
         layout.write_header(slot, iteration=iteration, previous=-1, scalars_len=0)

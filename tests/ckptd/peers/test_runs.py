@@ -16,7 +16,7 @@ from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.target import NO_INTERVAL
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import SegmentDescriptor, write_slot_header
+from ckptd.core.slots.segment_format import SegmentDescriptor
 from ckptd.core.slots.segment_hints import RingHint, read_ring_hint
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
@@ -24,6 +24,7 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.runs import Run
 from ckptd.transport.control.messages import Join, Member, NodeCard
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import MIB, descriptor, fill
 
 HERE, AWAY = NodeCard("here"), NodeCard("away", "tcp://127.0.0.1:1")
@@ -77,7 +78,7 @@ class Node:
             header = segment.header(iteration % 6)
             assert header is not None
             told = replace(header, epoch=epoch)
-            write_slot_header(segment.buffer, segment.geometry, iteration % 6, told)
+            put_header(segment.buffer, segment.geometry, iteration % 6, told)
         self.run.sealed(segment.descriptor.rank)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte, write_slot_header
+from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.image_digests import Vouched
@@ -23,6 +23,7 @@ from ckptd.peers.rings import SnapshotRing
 from ckptd.peers.sender import RankReplication
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.verbs import Completion, Done, Fault
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import descriptor
 from tests.ckptd.snapshots import snapshot_of
 
@@ -149,7 +150,7 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
     segment = store.create(told, 3, MIB)
     snapshot = snapshot_of(4)
     segment.image(0, snapshot.header)[:] = snapshot.image
-    write_slot_header(segment.buffer, segment.geometry, 0, snapshot.header)
+    put_header(segment.buffer, segment.geometry, 0, snapshot.header)
     link, vouching, events = Link(), Vouching(), EventLog(100)
     rank = RankReplication(
         KEY,

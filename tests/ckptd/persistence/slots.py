@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, write_slot_header
+from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence.keeper_wire import SnapshotId
 from ckptd.storage.images.image import seal
 from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
+from tests.ckptd.memory.fresh import put_header
 
 WINDOW = 2
 FROZEN_BYTES, FRESH_BYTES = 300_000, 100_000
@@ -82,5 +83,5 @@ def fill(
         header_digest=seal(image),
         epoch=epoch,
     )
-    write_slot_header(segment.buffer, segment.geometry, index, header)
+    put_header(segment.buffer, segment.geometry, index, header)
     return SnapshotId(segment.generation, iteration, epoch, iteration + 1)

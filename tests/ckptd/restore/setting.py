@@ -14,7 +14,6 @@ from ckptd.core.slots.segment_format import (
     SlotHeader,
     pack_slot_header,
     slot_lock_byte,
-    write_slot_header,
 )
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
@@ -34,6 +33,7 @@ from ckptd.transport.control.messages import (
 )
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 from ckptd.workers import Workers
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import descriptor, eventually
 from tests.ckptd.snapshots import Snapshot, snapshot_of
 
@@ -192,9 +192,7 @@ class Setting:
         image[:] = snapshot.image
         for byte in at or [snapshot.header.image_len // 2] * damaged:
             image[byte] ^= 1
-        write_slot_header(
-            segment.buffer, segment.geometry, 1, replace(snapshot.header, state=state)
-        )
+        put_header(segment.buffer, segment.geometry, 1, replace(snapshot.header, state=state))
         return FetchSource("here", segment.path.name, 1)
 
     def job(

@@ -43,6 +43,7 @@ def test_all_that_is_wrong_is_told() -> None:
     assert [wrong.names for wrong in found] == [("a",), ("c",)]
 
 
+@pytest.mark.usefixtures("unvalidated")
 @pytest.mark.parametrize("state", list(SlotState))
 def test_parts_are_copied_of_a_slot_that_has_the_snapshot_whole_or_damaged(
     setting: Setting, state: SlotState

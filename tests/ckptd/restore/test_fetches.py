@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.core.recovery.striping import PART_BYTES
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import slot_lock_byte, write_slot_header
+from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.restore import slot_fetch as fetch_piece
@@ -18,6 +18,7 @@ from ckptd.restore.fetched_image import Examined, Wrong
 from ckptd.transport.control.messages import FetchSource
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 from ckptd.workers import Workers
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.restore.setting import AWAY, MIB, SNAPSHOT, Holder, Setting, check_sealed
 from tests.ckptd.snapshots import snapshot_of
 
@@ -315,7 +316,7 @@ def test_a_slot_that_somebody_else_has_locked_is_left_alone(
         segment = make(rank, **options)
         if rank == 0:
             sealed = replace(SNAPSHOT.header, state=SlotState.SEALED)
-            write_slot_header(segment.buffer, segment.geometry, 0, sealed)
+            put_header(segment.buffer, segment.geometry, 0, sealed)
             other.append(os.open(segment.path, os.O_RDWR))
             assert locks.try_lock(other[0], slot_lock_byte(0), exclusive=True)
         return segment

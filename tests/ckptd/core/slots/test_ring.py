@@ -31,7 +31,7 @@ from ckptd.core.slots.ring import (
     stale_after,
     truncate,
 )
-from ckptd.core.slots.slots import epoch_after, epoch_can_follow, other_histories
+from ckptd.core.slots.slots import SlotEvent, epoch_after, epoch_can_follow, other_histories
 from ckptd.errors import LocalProtocolError
 
 FREE, FILLING, FILLED, SEALED, QUARANTINED = SlotState
@@ -81,7 +81,7 @@ def found(records: list[SlotRecord], num_operators: int, end: int | None = None)
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(SlotState, SlotState)))
 def test_transitions(old: SlotState, new: SlotState) -> None:
-    if new in TRANSITIONS[old]:
+    if new in TRANSITIONS.following(old):
         check_transition(old, new)
     else:
         with pytest.raises(LocalProtocolError, match=f"from {old.name.lower()} to"):
@@ -89,12 +89,13 @@ def test_transitions(old: SlotState, new: SlotState) -> None:
 
 
 def test_nothing_but_a_digest_makes_a_slot_visible() -> None:
-    # What was quarantined was sealed once, and can be taken back by command.
-    assert {old for old in SlotState if SEALED in TRANSITIONS[old]} == {
-        FILLED,
-        SlotState.QUARANTINED,
+    """What arrives from elsewhere was compared with its digests; what was quarantined was sealed once."""
+    assert {key for key, after in TRANSITIONS.table.items() if after is SEALED} == {
+        (FILLED, SlotEvent.SEAL),
+        (FILLING, SlotEvent.ARRIVE),
+        (QUARANTINED, SlotEvent.TAKE_BACK),
     }
-    assert [old for old in SlotState if FILLED in TRANSITIONS[old]] == [FILLING]
+    assert [old for old in SlotState if FILLED in TRANSITIONS.following(old)] == [FILLING]
 
 
 def test_the_newest_suffix_is_as_short_as_can_be() -> None:

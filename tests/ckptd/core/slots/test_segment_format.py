@@ -33,6 +33,8 @@ from ckptd.core.slots.segment_names import Kind
 from ckptd.errors import SegmentError
 from tests.ckptd.memory.fresh import DESCRIPTOR, make
 
+pytestmark = pytest.mark.usefixtures("unvalidated")
+
 HEADER = SlotHeader(
     state=SlotState.SEALED,
     iteration=41,

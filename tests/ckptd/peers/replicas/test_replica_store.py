@@ -11,12 +11,12 @@ from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     origin_of,
-    write_slot_header,
 )
 from ckptd.core.slots.segment_names import replica_file_name
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.replicas.replica_store import ReplicaStore
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.snapshots import states_in
 
 DESCRIPTOR = SegmentDescriptor(
@@ -85,7 +85,7 @@ def test_slots_that_nobody_goes_on_with_are_free_again(store: SegmentStore) -> N
     states = (SlotState.SEALED, SlotState.FILLING, SlotState.SEALED, SlotState.FILLED)
     for index, state in enumerate(states):
         header = SlotHeader(state=state, iteration=index, image_len=100)
-        write_slot_header(segment.buffer, segment.geometry, index, header)
+        put_header(segment.buffer, segment.geometry, index, header)
     at = segment.geometry.header_offset(2)
     segment.buffer[at + 8] ^= 1
     assert segment.header(2) is None

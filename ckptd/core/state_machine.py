@@ -1,0 +1,108 @@
+"""State machines as tables: the states and what each means, the legal transitions, and the check of invariants (pure).
+
+A module that owns a machine begins with its states, its events and one `Transitions`. Nothing else
+knows which state follows: an event that is not legal in a state raises `LocalProtocolError`, which
+names the machine, the state and the event. ``docs/state_machines.md`` is written from these tables.
+
+Each owner has a ``_validate()``, which asserts what the documentation promises. A method that is
+`validated` calls it when it is over, if somebody has asked for that (`validate_always`): the tests and
+the simulations do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from enum import Enum, StrEnum
+from types import MappingProxyType
+from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+
+from ckptd.errors import LocalProtocolError
+
+__all__ = ["MachineState", "Transitions", "validate_always", "validated", "validating"]
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+M = TypeVar("M", bound="_Validates")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_validating = False
+
+
+class MachineState(StrEnum):
+    """A state and what it means, in one line: ``IDLE = "idle", "nothing is under way"``."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Self:
+        state = str.__new__(cls, value)
+        state._value_, state.meaning = value, meaning
+        return state
+
+
+class Transitions(Generic[S, E]):
+    """The legal transitions of one machine.
+
+    Args:
+        machine: what it is called in errors and in the documentation.
+        table: the state that follows, by state and event.
+    """
+
+    def __init__(self, machine: str, table: Mapping[tuple[S, E], S]) -> None:
+        self.machine, self.table = machine, MappingProxyType(dict(table))
+
+    def after(self, state: S, event: E, **ids: object) -> S:
+        """The state that follows.
+
+        Args:
+            ids: what the machine is of, for the message.
+        Raises:
+            LocalProtocolError: the event is not legal in this state.
+        """
+        following = self.table.get((state, event))
+        if following is None:
+            legal = sorted(_name(e) for s, e in self.table if s is state)
+            raise LocalProtocolError(
+                f"event {_name(event)} is not legal in state {_name(state)}",
+                operation=self.machine,
+                ids=ids,
+                hint=f"Legal are: {', '.join(legal) or 'none'}. This is a bug of ckptd; please report it",
+            )
+        return following
+
+    def following(self, state: S) -> frozenset[S]:
+        """The states to which one event leads."""
+        return frozenset(after for (before, _), after in self.table.items() if before is state)
+
+
+class _Validates(Protocol):
+    def _validate(self) -> None: ...
+
+
+def validate_always(on: bool = True) -> None:
+    """Check the invariants of every machine of this process after each of its events."""
+    global _validating
+    _validating = on
+
+
+def validating() -> bool:
+    """Whether somebody has asked for that."""
+    return _validating
+
+
+def validated(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """A method that handles an event: the machine's invariants hold when it returns."""
+
+    @functools.wraps(method)
+    def checked(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result = method(self, *args, **kwargs)
+        if _validating:
+            self._validate()
+        return result
+
+    return checked
+
+
+def _name(member: Enum) -> str:
+    return member.name.lower()
