@@ -8,12 +8,16 @@ test with ``--update-golden``, and reads what was written below them.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["Driver", "compare", "scenarios"]
+from ckptd.core.slots.slots import SlotRecord
+from ckptd.core.slots.snapshot_events import SnapshotKey
+
+__all__ = ["Driver", "compare", "scenarios", "shown"]
 
 FOLDER = Path(__file__).with_name("testdata")
 
@@ -50,6 +54,21 @@ def compare(name: str, driver: Driver, *, update: bool) -> None:
     )
     text = "\n".join(difference)
     assert written == played, f"{name} (if that is right: --update-golden)\n{text}"
+
+
+def shown(action: Any) -> str:
+    """What a machine wants done, in one line: its name and its values; a snapshot by its iteration."""
+    values = [getattr(action, field.name) for field in dataclasses.fields(action)]
+    words = [_word(value) for value in values if not isinstance(value, SlotRecord)]
+    return " ".join(["  ", type(action).__name__, *words])
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, SnapshotKey):
+        return str(value.iteration)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_word, value))})"
+    return str(value)
 
 
 def _played(text: str, driver: Driver) -> Iterator[str]:

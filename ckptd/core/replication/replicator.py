@@ -2,13 +2,8 @@
 
 One `Replicator` per local rank. Its shell reports what happened (events) and performs what it answers
 (effects); ``docs/replication.md`` section 5 is the protocol. Each target is served for itself, one snapshot
-at a time::
-
-               Open            Begin              Put            Seal
-    closed ─────────► opening ──► idle ──► beginning ──► putting ──► sealing ──► idle
-       ▲                 │         │  ▲        │            │           │
-       └── unknown, timeout, lost ─┴──┴────────┴─ refused ──┤           │
-                                      └────── cancelling ◄──┴───────────┘ (PutEnded ends it)
+at a time: its phases, and what leads from one to another, are the table in
+`ckptd.core.replication.target`.
 
 What the shell guarantees:
 
@@ -35,6 +30,7 @@ its other slots.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ckptd.core.replication.copies import Copies
@@ -61,16 +57,19 @@ from ckptd.core.replication.replication_events import (
 )
 from ckptd.core.replication.target import (
     ASKING,
+    HOLDING,
     NO_INTERVAL,
     Interval,
     Lag,
     Phase,
     ReplicationConfig,
     ReplicationTarget,
+    TargetEvent,
     TargetState,
 )
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.state_machine import validated
 from ckptd.errors import LocalProtocolError
 
 __all__ = ["Replicator"]
@@ -207,6 +206,7 @@ class Replicator:
 
     # What happens.
 
+    @validated
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """What is to be done, in this order, because of ``event``."""
         self._now_s, self._effects = now_s, []
@@ -228,6 +228,20 @@ class Replicator:
         for target in list(self._targets.values()):
             self._advance(target)
         return self._effects
+
+    def _validate(self) -> None:
+        """A slot is held exactly as long as somebody may read it; who holds nothing is current with nothing."""
+        targets = self._targets.values()
+        held = Counter(t.key for t in targets if t.phase in HOLDING)
+        assert self._holders == held, f"held for {self._holders}, read for {held}"
+        for t in targets:
+            sending = t.phase in HOLDING or t.phase is Phase.SEALING
+            assert sending == (t.record is not None), f"{t.node} is {t.phase} with {t.record}"
+            assert sending or t.grant is None, f"{t.node} is {t.phase} and has a grant"
+            assert t.wanted or t.phase is Phase.CANCELLING, f"{t.node} is no target any more"
+            assert t.alive or t.phase in (Phase.CLOSED, Phase.CANCELLING), f"{t.node} is lost"
+            assert t.held or t.run == NO_INTERVAL, f"{t.node} holds nothing, and is current"
+        assert self.sole == (self.num_counted == 0)
 
     def _of_target(
         self,
@@ -324,11 +338,11 @@ class Replicator:
         target.asked_s = self._now_s
         if record.generation not in target.opened:
             target.generation = record.generation
-            target.go(Phase.OPENING)
+            target.on(TargetEvent.OPEN)
             self._effects.append(OpenTarget(target.node, record.generation))
             return
+        target.on(TargetEvent.BEGIN)
         target.record = record
-        target.go(Phase.BEGINNING)
         self._copies.doubt_newer(target, record)
         self._hold(record)
         self._effects.append(Begin(target.node, key_of(record), record))
@@ -361,7 +375,7 @@ class Replicator:
     def _opened(self, target: ReplicationTarget, event: TargetOpened) -> None:
         if event.generation != target.generation:
             return
-        target.go(Phase.IDLE)
+        target.on(TargetEvent.OPENED)
         if event.boot_id != target.boot_id:
             # Its machine may have been replaced, and nobody has told us yet: other generations are
             # opened anew, too.
@@ -372,7 +386,7 @@ class Replicator:
         self._copies.believe(target, event.generation, event.held)
 
     def _open_refused(self, target: ReplicationTarget, event: OpenRefused) -> None:
-        target.go(Phase.CLOSED)
+        target.on(TargetEvent.FAIL)
         if event.code == "quota" and not target.no_memory:
             target.no_memory = True
             self._copies.doubt_all(target)
@@ -389,10 +403,10 @@ class Replicator:
             return
         record = None if target.record is None else self._copies.here(target.record)
         if record is None:
-            self._let_go(target, Phase.IDLE)
+            self._let_go(target, TargetEvent.FAIL)
             self._effects.append(Abort(event.node, event.key, event.grant))
             return
-        target.go(Phase.PUTTING)
+        target.on(TargetEvent.GRANTED)
         target.grant, target.record = event.grant, record
         self._effects.append(Put(event.node, event.key, record, event.grant))
 
@@ -400,7 +414,7 @@ class Replicator:
         if event.code == "unknown":
             self._unknown(target, event.reason)
             return
-        self._let_go(target, Phase.IDLE)
+        self._let_go(target, TargetEvent.FAIL)
         if event.code == "held":
             self._progress(target, event.key)
         elif event.code == "gone":
@@ -424,30 +438,26 @@ class Replicator:
             )
         self._release(event.key)
         if phase is Phase.CANCELLING:
-            target.record = target.grant = None
-            target.go(Phase.IDLE if target.opened else Phase.CLOSED)
+            target.on(TargetEvent.FAIL if target.opened else TargetEvent.STOP)
             self._drop_if_done(target)
         elif event.ok:
-            target.go(Phase.SEALING)
+            target.on(TargetEvent.DELIVERED)
             target.asked_s = self._now_s
             self._effects.append(Seal(event.node, event.key, target.grant))
         else:
             self._effects.append(Abort(event.node, event.key, target.grant))
-            target.record = target.grant = None
-            target.go(Phase.IDLE)
+            target.on(TargetEvent.FAIL)
             self._back_off(target, "put", event.reason)
 
     def _sealed(self, target: ReplicationTarget, key: SnapshotKey) -> None:
-        target.go(Phase.IDLE)
-        target.record = target.grant = None
+        target.on(TargetEvent.SEALED)
         self._progress(target, key)
 
     def _seal_refused(self, target: ReplicationTarget, event: SealRefused) -> None:
         if event.code == "unknown":
             self._unknown(target, event.reason)
             return
-        target.go(Phase.IDLE)
-        target.record = target.grant = None
+        target.on(TargetEvent.FAIL)
         self._back_off(target, event.code, event.reason)
         if event.code != "digest":
             return
@@ -486,18 +496,18 @@ class Replicator:
         elif target.phase is not Phase.CANCELLING:
             if target.phase is Phase.SEALING and target.record is not None:
                 self._effects.append(Abort(target.node, key_of(target.record), target.grant))
-            self._let_go(target, Phase.CLOSED)
+            self._let_go(target, TargetEvent.STOP)
 
     def _cancel(self, target: ReplicationTarget, reason: str) -> None:
         assert target.record is not None
-        target.go(Phase.CANCELLING)
+        target.on(TargetEvent.CANCEL)
         target.reason = reason
         self._effects.append(Abort(target.node, key_of(target.record), target.grant))
 
     def _reopen(self, target: ReplicationTarget, reason: str, *, at_once: bool = False) -> None:
         """The lease is not known there (any more), or nobody can tell: ask what it holds."""
         target.opened.clear()
-        self._let_go(target, Phase.CLOSED)
+        self._let_go(target, TargetEvent.STOP)
         if at_once:
             target.reason = reason
         else:
@@ -514,12 +524,11 @@ class Replicator:
         if not target.wanted and target.phase is not Phase.CANCELLING:
             del self._targets[target.node]
 
-    def _let_go(self, target: ReplicationTarget, phase: Phase) -> None:
+    def _let_go(self, target: ReplicationTarget, event: TargetEvent) -> None:
         """Nothing is being sent any more; a slot that was held for a `Begin` is released."""
         if target.phase is Phase.BEGINNING and target.record is not None:
             self._release(key_of(target.record))
-        target.record = target.grant = None
-        target.go(phase)
+        target.on(event)
 
     def _hold(self, record: SlotRecord) -> None:
         key = key_of(record)

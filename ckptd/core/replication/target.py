@@ -1,21 +1,21 @@
-"""One target of a rank's replication: its state, the legal transitions, and the bounds of waiting.
+"""One target of a rank's replication: its states, the legal transitions, and the bounds of waiting.
 
 Users import them from `ckptd.core.replication.replicator`, which decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import NamedTuple
 
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.snapshot_events import SnapshotKey, key_of
-from ckptd.errors import LocalProtocolError
+from ckptd.core.state_machine import MachineState, Transitions
 
 __all__ = [
     "ASKING",
+    "HOLDING",
     "NO_INTERVAL",
     "TRANSITIONS",
     "Interval",
@@ -23,32 +23,63 @@ __all__ = [
     "Phase",
     "ReplicationConfig",
     "ReplicationTarget",
+    "TargetEvent",
     "TargetState",
 ]
 
 
-class Phase(StrEnum):
+class Phase(MachineState):
     """What a target is doing."""
 
-    CLOSED = "closed"  # no lease, or a lost peer
-    OPENING = "opening"
-    IDLE = "idle"  # nothing to send, or waiting to try again
-    BEGINNING = "beginning"
-    PUTTING = "putting"
-    CANCELLING = "cancelling"  # a put that must end before its slot may be released
-    SEALING = "sealing"
+    CLOSED = "closed", "no lease, or a lost peer"
+    OPENING = "opening", "asked for a lease, and for what it holds"
+    IDLE = "idle", "nothing to send, or waiting to try again"
+    BEGINNING = "beginning", "asked for a slot; the local one is held"
+    PUTTING = "putting", "the image is on its way"
+    CANCELLING = "cancelling", "a put that must end before the local slot may be released"
+    SEALING = "sealing", "asked to verify the image and to seal it"
 
 
-TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
-    Phase.CLOSED: frozenset({Phase.CLOSED, Phase.OPENING}),
-    Phase.OPENING: frozenset({Phase.IDLE, Phase.CLOSED}),
-    Phase.IDLE: frozenset({Phase.OPENING, Phase.BEGINNING, Phase.CLOSED}),
-    Phase.BEGINNING: frozenset({Phase.PUTTING, Phase.IDLE, Phase.CLOSED}),
-    Phase.PUTTING: frozenset({Phase.SEALING, Phase.CANCELLING, Phase.IDLE}),
-    Phase.CANCELLING: frozenset({Phase.IDLE, Phase.CLOSED}),
-    Phase.SEALING: frozenset({Phase.IDLE, Phase.CLOSED}),
-}
+class TargetEvent(StrEnum):
+    """What happens to one target."""
+
+    OPEN = "open"
+    OPENED = "opened"
+    BEGIN = "begin"
+    GRANTED = "granted"
+    DELIVERED = "delivered"
+    SEALED = "sealed"
+    FAIL = "fail"  # what was asked comes to nothing
+    CANCEL = "cancel"
+    STOP = "stop"  # nothing is believed to be leased any more
+
+
+TRANSITIONS = Transitions(
+    "replication",
+    {
+        (Phase.CLOSED, TargetEvent.OPEN): Phase.OPENING,
+        (Phase.CLOSED, TargetEvent.STOP): Phase.CLOSED,
+        (Phase.OPENING, TargetEvent.OPENED): Phase.IDLE,
+        (Phase.OPENING, TargetEvent.FAIL): Phase.CLOSED,
+        (Phase.OPENING, TargetEvent.STOP): Phase.CLOSED,
+        (Phase.IDLE, TargetEvent.OPEN): Phase.OPENING,
+        (Phase.IDLE, TargetEvent.BEGIN): Phase.BEGINNING,
+        (Phase.IDLE, TargetEvent.STOP): Phase.CLOSED,
+        (Phase.BEGINNING, TargetEvent.GRANTED): Phase.PUTTING,
+        (Phase.BEGINNING, TargetEvent.FAIL): Phase.IDLE,
+        (Phase.BEGINNING, TargetEvent.STOP): Phase.CLOSED,
+        (Phase.PUTTING, TargetEvent.DELIVERED): Phase.SEALING,
+        (Phase.PUTTING, TargetEvent.FAIL): Phase.IDLE,
+        (Phase.PUTTING, TargetEvent.CANCEL): Phase.CANCELLING,
+        (Phase.CANCELLING, TargetEvent.FAIL): Phase.IDLE,
+        (Phase.CANCELLING, TargetEvent.STOP): Phase.CLOSED,
+        (Phase.SEALING, TargetEvent.SEALED): Phase.IDLE,
+        (Phase.SEALING, TargetEvent.FAIL): Phase.IDLE,
+        (Phase.SEALING, TargetEvent.STOP): Phase.CLOSED,
+    },
+)
 ASKING = (Phase.OPENING, Phase.BEGINNING, Phase.SEALING)
+HOLDING = (Phase.BEGINNING, Phase.PUTTING, Phase.CANCELLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +181,11 @@ class ReplicationTarget:
     def key(self) -> SnapshotKey | None:
         return None if self.record is None else key_of(self.record)
 
-    def go(self, phase: Phase) -> None:
-        if phase not in TRANSITIONS[self.phase]:
-            raise LocalProtocolError(
-                f"a target cannot go from {self.phase} to {phase}",
-                operation="replicate",
-                ids={"node": self.node},
-            )
-        self.phase = phase
+    def on(self, event: TargetEvent) -> None:
+        """Every transition goes through here; what is sent is forgotten where nothing is being sent."""
+        self.phase = TRANSITIONS.after(self.phase, event, node=self.node)
+        if self.phase in (Phase.CLOSED, Phase.IDLE):
+            self.record = self.grant = None
 
     def forget(self) -> None:
         """Believe nothing of it any more."""
