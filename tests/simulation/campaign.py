@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from multiprocessing import get_context
 
+from ckptd.core.state_machine import validate_always
 from tests.simulation.replication_world import play
 from tests.simulation.single_losses import ROWS, play_row
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(options.seed, options.seed + options.schedules)
     seen: Counter[str] = Counter()
     broken: list[int] = []
-    with get_context("spawn").Pool(options.processes) as pool:
+    with get_context("spawn").Pool(options.processes, validate_always) as pool:
         for number, (seed, shown, failure) in enumerate(pool.imap(_played, seeds, 8), start=1):
             if failure:
                 broken.append(seed)
