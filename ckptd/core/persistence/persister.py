@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from ckptd.core.persistence.cadence import Cadence
 from ckptd.core.persistence.persistence_events import (
@@ -47,13 +48,66 @@ from ckptd.core.persistence.persistence_events import (
 from ckptd.core.replication.replicas import spanning_suffix
 from ckptd.core.slots.ring import SlotRecord, newest_by_iteration
 from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.state_machine import MachineState, Transitions, validated
 
-__all__ = ["PersistState", "Persister"]
+__all__ = ["TRANSITIONS", "PersistEvent", "PersistPhase", "PersistState", "Persister"]
 
 _FIRM_AFTER = 2
 _BACKOFF_S, _BACKOFF_MAX_S = 5.0, 300.0
 _LATE = 4  # iterations after which a suffix that is not complete will not be
 _REMEMBERED = 4096  # snapshots that are known to be stored
+
+
+class PersistPhase(MachineState):
+    """How far one rank's way to storage is."""
+
+    UNTOLD = "untold", "the slots were not told since the epoch began, or who stores was restarted"
+    IDLE = "idle", "no checkpoint is under way"
+    STORING = "storing", "the snapshots of a checkpoint are held, and stored"
+    COMMITTING = "committing", "all are stored; the manifest is being written"
+    FENCED = "fenced", "the store shows that the names are another's"
+
+
+class PersistEvent(StrEnum):
+    """What happens to it."""
+
+    TOLD = "told"
+    BEGIN = "begin"
+    STORED = "stored"
+    COMMITTED = "committed"
+    ABANDON = "abandon"  # refused by the store, or overtaken by training
+    FORGET = "forget"  # nothing is believed of the store any more
+    FENCE = "fence"
+    JOIN = "join"  # another epoch
+
+
+TRANSITIONS = Transitions(
+    "persistence",
+    {
+        (PersistPhase.UNTOLD, PersistEvent.TOLD): PersistPhase.IDLE,
+        (PersistPhase.IDLE, PersistEvent.TOLD): PersistPhase.IDLE,
+        (PersistPhase.IDLE, PersistEvent.BEGIN): PersistPhase.STORING,
+        (PersistPhase.STORING, PersistEvent.TOLD): PersistPhase.STORING,
+        (PersistPhase.STORING, PersistEvent.STORED): PersistPhase.COMMITTING,
+        # The answer to an earlier try of the same checkpoint.
+        (PersistPhase.STORING, PersistEvent.COMMITTED): PersistPhase.IDLE,
+        (PersistPhase.STORING, PersistEvent.ABANDON): PersistPhase.IDLE,
+        (PersistPhase.COMMITTING, PersistEvent.TOLD): PersistPhase.COMMITTING,
+        (PersistPhase.COMMITTING, PersistEvent.COMMITTED): PersistPhase.IDLE,
+        (PersistPhase.COMMITTING, PersistEvent.ABANDON): PersistPhase.IDLE,
+        # What falls due is told of all the same.
+        (PersistPhase.FENCED, PersistEvent.TOLD): PersistPhase.FENCED,
+        (PersistPhase.FENCED, PersistEvent.FORGET): PersistPhase.FENCED,
+        **{(phase, PersistEvent.JOIN): PersistPhase.UNTOLD for phase in PersistPhase},
+        **{(phase, PersistEvent.FENCE): PersistPhase.FENCED for phase in PersistPhase},
+        **{
+            (phase, PersistEvent.FORGET): PersistPhase.UNTOLD
+            for phase in PersistPhase
+            if phase is not PersistPhase.FENCED
+        },
+    },
+)
+_UNDER_WAY = (PersistPhase.STORING, PersistPhase.COMMITTING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +141,6 @@ class _Checkpoint:
     held: set[SnapshotKey]
     flush: bool
     asked: set[SnapshotKey] = field(default_factory=set)
-    committing: bool = False
 
     @property
     def last(self) -> SnapshotKey:
@@ -111,11 +164,11 @@ class Persister:
         self._epoch, self._epoch_start, self._span = -1, -1, 1
         self._newest: Mapping[int, SlotRecord] = {}
         self._num_operators = self._total = 0
-        self._told = False  # of the slots, since the epoch began or who stores was restarted
+        self._phase = PersistPhase.UNTOLD
         self._current: _Checkpoint | None = None
         self._stored: dict[SnapshotKey, None] = {}
         self._last_looked_at = -1
-        self._flush = self._fenced = False
+        self._flush = False
         self._overtaken = 0
         self._failures, self._not_before_s = 0, 0.0
         # The ends of what this rank has written its manifest of, and of what all ranks have.
@@ -123,6 +176,7 @@ class Persister:
         self._skipped = self._abandoned = 0
         self._uploaded_bytes, self._last_s, self._reason = 0, 0.0, ""
 
+    @validated
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
         """What follows from an event."""
         effects: list[Effect] = []
@@ -134,7 +188,7 @@ class Persister:
             case SlotTables():
                 self._look(event, now_s, effects)
             case Flush():
-                self._flush = not self._fenced
+                self._flush = self._phase is not PersistPhase.FENCED
             case SnapshotStored(key, uploaded_bytes):
                 self._uploaded_bytes += uploaded_bytes
                 self._note_stored(key)
@@ -160,6 +214,11 @@ class Persister:
         return effects
 
     @property
+    def phase(self) -> PersistPhase:
+        """Which state it is in; see the table."""
+        return self._phase
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is under way or asked for."""
         return self._current is None and not self._flush
@@ -182,13 +241,34 @@ class Persister:
             reason=self._reason,
         )
 
+    def _on(self, event: PersistEvent, effects: list[Effect]) -> None:
+        """Every transition goes through here; what was held for a checkpoint that ends is released."""
+        self._phase = TRANSITIONS.after(self._phase, event)
+        if self._phase not in _UNDER_WAY and self._current is not None:
+            effects += [Release(key) for key in sorted(self._current.held)]
+            self._current = None
+
+    def _validate(self) -> None:
+        """What is held is what has yet to be stored of the one checkpoint that is under way."""
+        current, phase = self._current, self._phase
+        assert (current is not None) == (phase in _UNDER_WAY), f"{phase} with {current}"
+        assert phase is not PersistPhase.UNTOLD or not self._newest, "slots are believed in"
+        assert phase is not PersistPhase.FENCED or not self._flush, "fenced, and to be flushed"
+        assert self._durable <= self._written, "all ranks have what this one did not write"
+        if current is None:
+            return
+        missing = {key for key in current.records if key not in self._stored}
+        assert current.held == missing, f"held {current.held}, not stored {missing}"
+        assert (phase is PersistPhase.COMMITTING) == (not missing), f"{phase}, lacks {missing}"
+        assert len(current.asked & missing) <= self._parallel
+
     # -- events ----------------------------------------------------------------------------------
 
     def _join(self, event: Joined, effects: list[Effect]) -> None:
         if (event.epoch, event.epoch_start) != (self._epoch, self._epoch_start):
-            self._give_up(effects)
+            self._on(PersistEvent.JOIN, effects)
             self._forget_slots()  # some of it may be of a history that was left
-            self._flush = self._fenced = False
+            self._flush = False
             self._overtaken = self._failures = 0
             self._not_before_s, self._last_looked_at = 0.0, -1
             # What ends later is of a history that was left before it.
@@ -198,15 +278,16 @@ class Persister:
 
     def _forget_slots(self) -> None:
         """Nothing is begun before we are told of the slots again, and nothing is believed to be stored."""
-        self._newest, self._told = {}, False
+        self._newest = {}
         self._stored.clear()
 
     def _look(self, event: SlotTables, now_s: float, effects: list[Effect]) -> None:
         known = {self._epoch: self._epoch_start} if self._epoch >= 0 else {}
-        self._newest, self._told = newest_by_iteration(event.records, known), True
+        self._newest = newest_by_iteration(event.records, known)
         self._num_operators, self._total = event.num_operators, event.total
+        self._on(PersistEvent.TOLD, effects)
         current = self._current
-        if current is None or current.committing:
+        if current is None or self._phase is PersistPhase.COMMITTING:
             return
         there = {key_of(record) for record in self._newest.values()}
         gone = [k for k in current.records if k not in there and k not in self._stored]
@@ -238,7 +319,7 @@ class Persister:
         self._written, self._reason = current.end, ""
         self._overtaken = self._failures = 0
         self._not_before_s = 0.0
-        self._give_up(effects)
+        self._on(PersistEvent.COMMITTED, effects)
 
     def _fail(self, reason: str, now_s: float, effects: list[Effect]) -> None:
         current = self._current
@@ -260,14 +341,14 @@ class Persister:
         self._forget_slots()
         if self._current is not None:
             self._try_again(self._current)
-        self._give_up(effects)
+        self._on(PersistEvent.FORGET, effects)
 
     def _fence(self, reason: str, effects: list[Effect]) -> None:
-        if not self._fenced:
+        if self._phase is not PersistPhase.FENCED:
             text = f"nothing more is made durable: {reason}"
             effects.append(Note("error", "persist.fenced", text))
-        self._fenced, self._flush, self._reason = True, False, reason
-        self._give_up(effects)
+        self._flush, self._reason = False, reason
+        self._on(PersistEvent.FENCE, effects)
 
     def _overtake(self, reason: str, now_s: float, effects: list[Effect]) -> None:
         current = self._current
@@ -284,12 +365,7 @@ class Persister:
         self._reason = reason
         text = f"checkpoint {current.end} is not stored: {reason}"
         effects.append(Note("warning", "persist_abandoned", text))
-        self._give_up(effects)
-
-    def _give_up(self, effects: list[Effect]) -> None:
-        current, self._current = self._current, None
-        if current is not None:
-            effects += [Release(key) for key in sorted(current.held)]
+        self._on(PersistEvent.ABANDON, effects)
 
     def _wants(self, key: SnapshotKey) -> bool:
         return self._current is not None and key in self._current.records
@@ -304,11 +380,11 @@ class Persister:
     def _go_on(self, now_s: float, effects: list[Effect]) -> None:
         self._begin_due(now_s, effects)
         current = self._current
-        if current is None or current.committing:
+        if current is None or self._phase is PersistPhase.COMMITTING:
             return
         waiting = [key for key in current.records if key not in self._stored]
         if not waiting:
-            current.committing = True
+            self._on(PersistEvent.STORED, effects)
             effects.append(self._commit(current))
             return
         flying = sum(key in current.asked for key in waiting)
@@ -339,7 +415,7 @@ class Persister:
 
     def _due(self) -> int | None:
         """The newest iteration that shall be persisted and was not looked at yet."""
-        if self._fenced or not self._told:
+        if self._phase in (PersistPhase.UNTOLD, PersistPhase.FENCED):
             return None
         if self._flush and self._current is None:
             newest = spanning_suffix(self._newest, self._num_operators, self._span)
@@ -360,6 +436,7 @@ class Persister:
         by_key = {key_of(record): record for record in records}
         firm = self._overtaken >= _FIRM_AFTER
         held = {key for key in by_key if key not in self._stored}
+        self._on(PersistEvent.BEGIN, effects)
         self._current = _Checkpoint(by_key, now_s, firm, held, self._flush)
         self._flush = False
         if firm:
