@@ -1,5 +1,5 @@
-"""The data of a loop: where in it a loop is, how a successor comes to the very same batches, and
-whether it did.
+"""The data of a training loop: its position, its restoration to the exact same batches, and the
+verification of the batches.
 """
 
 from ckptd.client.data.batches import Batches

@@ -1,4 +1,4 @@
-"""A sampler that begins later: what a loader goes through where batches are passed over without being made."""
+"""A sampler that skips its first indices: loaders use it to skip batches without creating them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["After"]
 
 
 class After:
-    """A sampler whose iterators pass the first ``count`` indices over. They begin at once, as
-    random numbers may be drawn then.
+    """A sampler whose iterators skip the first ``count`` indices. They start immediately, because the
+    inner sampler may draw random numbers then.
     """
 
     def __init__(self, inner: Any, count: int) -> None:
         self.inner, self.count = inner, count
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)  # whoever sets its epoch
+        return getattr(self.inner, name)  # such as set_epoch
 
     def __len__(self) -> int:
         return len(self.inner)

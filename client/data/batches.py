@@ -1,4 +1,4 @@
-"""An endless iterator over a data loader that a successor takes to the very same batches."""
+"""An endless iterator over a data loader that a restarted job restores to the exact same batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptd.client.data.loaders import (
     skipping,
     torch_loader,
 )
-from ckptd.client.data.position import DataPosition, tell_refetched
+from ckptd.client.data.position import DataPosition, log_refetched
 from ckptd.client.data.reach import Reach
 from ckptd.client.rng_state import capture_rng, restore_rng
 
@@ -25,15 +25,16 @@ __all__ = ["Batches"]
 
 
 class Batches(Iterator[Any]):
-    """Epoch after epoch of ``loader``; a new inner iterator is made when one ends or after ``rewind``.
+    """All epochs of ``loader``, one after the other; creates an inner iterator for each epoch and
+    after ``rewind``.
 
     Args:
-        ledger: of the checkpointer; None where nothing is kept.
+        ledger: the ledger of the checkpointer; None if no position is recorded.
         own_state: the loader keeps its position itself, in ``state=``.
-        skip: whether batches of the interrupted epoch are passed over without being made; None: where they provably follow from
-            their indices.
+        skip: skip batches of the interrupted epoch without creating them; None: only if they
+            provably follow from their indices.
     Raises:
-        ValueError: an epoch has no batch at all; or a batch is fetched before the loop has begun.
+        ValueError: an epoch has no batches, or a batch is fetched before the first step.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Batches(Iterator[Any]):
     # -- for the ledger --------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any] | None:
-        """Where in the data the loop is; before the first batch, what the first epoch follows from."""
+        """The loop's position in the data; before the first batch, the state from which the first
+        epoch starts.
+        """
         if self._position is None:
             return {} if self._begun else None
         if not self._begun:
@@ -67,7 +70,7 @@ class Batches(Iterator[Any]):
         return {**self._position.state_dict(), "reused": self._reused}
 
     def go_to(self, position: dict[str, Any] | None) -> None:
-        """The next batch is the one that follows this position."""
+        """Move to a recorded position: the next batch is the one that follows it."""
         self._inner, self._begun = None, position is not None and "unbegun" not in position
         if self._position is None or not position:
             return
@@ -78,10 +81,10 @@ class Batches(Iterator[Any]):
             self._reach.restore(position["unbegun"])
 
     def rewind(self) -> None:
-        """The loader's state was replaced: start a new inner iterator, now if it is to be at a position.
+        """The loader's state was replaced: start a new inner iterator, immediately if it has a position.
 
-        Not when a batch is asked for: Accelerate tells by its loader, before that, whether an epoch
-        is at its end.
+        It must not wait for the next batch: Accelerate reads the end of an epoch from its loader
+        earlier.
         """
         self._inner = self._return() if self._begun and self._ledger is not None else None
 
@@ -90,8 +93,8 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._ledger is not None and not self._ledger.begun:
             raise ValueError(
-                "a batch was fetched before the first step: fetch the batches of a step in the body of "
-                "`for step in ckpt.steps(total)`, next(batches), so that a replayed step has the same ones"
+                "a batch was fetched before the first step: call next(batches) in the body of "
+                "`for step in ckpt.steps(total)`, so that a replayed step gets the same batches"
             )
         if self._inner is None:
             self._inner = self._new_epoch()
@@ -110,9 +113,9 @@ class Batches(Iterator[Any]):
         self._inner = None
         once = isinstance(self._loader, Iterator)
         raise ValueError(
-            f"{type(self._loader).__name__} gave no batch in a whole epoch"
+            f"{type(self._loader).__name__} returned no batch in a whole epoch"
             + once
-            * ": it is an iterator, which has one epoch; pass the loader or dataset that it comes from, batches(loader)"
+            * ": it is an iterator, which has only one epoch; pass its loader or dataset, batches(loader)"
         )
 
     def _new_epoch(self) -> Iterator[Any]:
@@ -125,10 +128,13 @@ class Batches(Iterator[Any]):
         return iter(self._loader)
 
     def _return(self) -> Iterator[Any]:
-        """The restored epoch at its position. Random state is left as it was: that of the step that begins."""
+        """An iterator over the restored epoch at its position. Keeps the random state, which
+        belongs to the current step.
+        """
         position, now = self._position, capture_rng()
         if position is None:
-            # It goes on where its state says; what it draws to begin there, it did not draw before.
+            # It resumes at the position of its own state; the original run did not draw the numbers
+            # that it draws now.
             iterator: Iterator[Any] = iter(self._loader)
             restore_rng(now)
             return iterator
@@ -136,7 +142,11 @@ class Batches(Iterator[Any]):
         forget_prepared(self._loader)
         skipped = position.skippable if self._skips and has_indices(self._loader) else 0
         with contextlib.ExitStack() as stack:
-            after = stack.enter_context(skipping(self._loader, 0)) if has_indices(self._loader) else None  # fmt: skip
+            after = (
+                stack.enter_context(skipping(self._loader, 0))
+                if has_indices(self._loader)
+                else None
+            )
             if self._reused and not reuses_workers(self._loader):
                 inner = torch_loader(self._loader)
                 assert inner is not None
@@ -149,5 +159,5 @@ class Batches(Iterator[Any]):
         restore_rng(now)
         option = "batches(loader, skip=True)" if has_indices(self._loader) else ""
         if not self._skips:
-            tell_refetched(position, skipped, time.perf_counter() - started_s, option)
+            log_refetched(position, skipped, time.perf_counter() - started_s, option)
         return iterator

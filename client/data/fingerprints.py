@@ -1,12 +1,12 @@
-"""A fingerprint of a batch: whether a repeated step trains on the same one is then seen before its
-weights differ.
+"""Fingerprints of batches: they show that a replayed step trains on another batch before its weights
+differ.
 
-xxh3 over everything that the batch is made of, on the host. The cost is bounded: a tensor or array
-of more than 64 KiB is sampled, always at the same places (64 KiB in evenly spaced pieces, the first
-bytes and the last included), and no more than 4096 values are looked at. So a batch that differs in
-few bytes of a large tensor may have the same fingerprint; one that was drawn anew has not. A tensor
-on a device counts with its shape and dtype only: to read it, the training thread would have to wait
-for the device.
+A fingerprint is the xxh3 hash of the contents of a batch on the host. Its cost is bounded: a tensor or
+array of more than 64 KiB is sampled at fixed places (64 KiB in evenly spaced blocks, including the
+first and last bytes), and at most 4096 values are read. A batch that differs in a few bytes of a large
+tensor may have the same fingerprint; a batch with newly drawn random numbers has not. A tensor on a
+device counts only with its shape and dtype, because reading it would make the training thread wait for
+the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 __all__ = ["Fingerprint", "fingerprint"]
 
 _WHOLE_BYTES = 1 << 16
-_PIECES = 16
+_BLOCKS = 16
 _VALUES = 4096
 _DEPTH = 12
 _PLAIN = (type(None), bool, int, float, complex, np.generic)
@@ -32,15 +32,15 @@ _PLAIN = (type(None), bool, int, float, complex, np.generic)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """``value``: 63 bits. ``devices``: where tensors lie whose content it does not cover."""
+    """``value``: 63 bits. ``devices``: the devices of tensors whose contents it does not cover."""
 
     value: int
     devices: tuple[str, ...] = ()
 
 
 def fingerprint(batch: Any) -> Fingerprint:
-    """Of tensors, arrays, numbers, strings, and mappings, sequences and objects of these; anything
-    else counts with its type.
+    """The fingerprint of a batch of tensors, arrays, numbers, strings, and mappings, sequences and objects
+    of these; any other value counts with its type.
     """
     reader = _Reader()
     reader.read(batch, 0)
@@ -114,20 +114,20 @@ class _Reader:
             self._bytes(np.ascontiguousarray(plain).reshape(-1).view(np.uint8))
 
     def _bytes(self, raw: np.ndarray[Any, Any]) -> None:
-        """All of them, or evenly spaced pieces."""
+        """Hash all bytes, or evenly spaced blocks."""
         if raw.nbytes <= _WHOLE_BYTES:
             self.digest.update(raw.data)
             return
-        size = _WHOLE_BYTES // _PIECES
+        size = _WHOLE_BYTES // _BLOCKS
         last = raw.nbytes - size
-        for at in range(_PIECES):
-            start = last * at // (_PIECES - 1)
+        for at in range(_BLOCKS):
+            start = last * at // (_BLOCKS - 1)
             self.digest.update(raw[start : start + size].data)
 
 
 def _thinned(value: Any, itemsize: int) -> Any:
-    """Of a tensor or array that does not lie in one piece: all, or evenly spaced elements, so that
-    few are copied.
+    """A tensor or array that is not contiguous: all of it, or evenly spaced elements, so that few are
+    copied.
     """
     most, steps = _WHOLE_BYTES // itemsize, [1] * len(value.shape)
     while math.prod(-(-n // s) for n, s in zip(value.shape, steps, strict=True)) > most:

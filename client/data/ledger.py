@@ -1,8 +1,8 @@
-"""What batches a loop has had: the positions of its loaders, and fingerprints of what each
-iteration trained on.
+"""The ledger of a loop's batches: the positions of its loaders, and the fingerprint of each iteration's
+batches.
 
-Both go into every snapshot. A replayed iteration whose batch is another than before the failure is
-named as such, rather than by the weights that differ after it.
+Both are in every snapshot. If a replayed iteration gets another batch than before the failure, the
+error names the batch, not only the weights that differ after it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["BATCHES", "BatchLedger", "Positioned"]
 
 logger = get_logger(__name__)
 
-# The name under which it is among the objects of `state=`.
+# Its name among the objects of `state=`.
 BATCHES = "ckptd.batches"
-# Iterations whose fingerprints are kept: those of the longest usual suffix, about 20 bytes each.
+# Number of iterations with a fingerprint: the longest usual suffix; about 20 bytes each.
 _KEPT = 64
 
 
 class Positioned(Protocol):
-    """Something that goes through data, and can be taken to a position that was recorded."""
+    """An iterator over data that can be moved to a recorded position."""
 
     def position(self) -> dict[str, Any] | None: ...
 
@@ -32,43 +32,44 @@ class Positioned(Protocol):
 
 
 class BatchLedger:
-    """One per checkpointer; an object as ``state=`` takes it."""
+    """The ledger of one checkpointer; an object for ``state=``."""
 
     def __init__(self) -> None:
         self._sources: list[Positioned] = []
         self._recorded: list[dict[str, Any] | None] = []
         self._seen: dict[int, list[int]] = {}
         self._step: int | None = None
-        self._told_of_device = False
+        self._warned_of_device = False
 
     @property
     def begun(self) -> bool:
-        """Whether a step has begun: what is fetched before belongs to none."""
+        """Whether the first step has begun; batches fetched earlier belong to no step."""
         return self._step is not None
 
     def begin(self, step: int) -> None:
-        """Step ``step`` begins here."""
+        """Mark the start of step ``step``."""
         self._step = step
-        self._seen.pop(step, None)  # the loop was left in it, and entered again
+        self._seen.pop(step, None)  # the loop left this step and entered it again
         while len(self._seen) >= _KEPT:
             del self._seen[min(self._seen)]
 
     def note(self, batch: Any) -> None:
-        """The running step trains on this; read it before it goes to a device."""
+        """Record a batch of the running step; call it before the batch is moved to a device."""
         if self._step is None:
             return
         found = fingerprint(batch)
-        if found.devices and not self._told_of_device:
-            self._told_of_device = True
+        if found.devices and not self._warned_of_device:
+            self._warned_of_device = True
             logger.info(
-                "batches are on %s already when ckptd sees them; their content is not fingerprinted, as reading it would wait for the device",
+                "ckptd receives batches on %s and does not fingerprint their contents, because "
+                "reading them would wait for the device",
                 ", ".join(found.devices),
             )
         self._seen.setdefault(self._step, []).append(found.value)
 
     def add(self, source: Positioned) -> dict[str, Any] | None:
-        """One more source of batches, and the position that was recorded for it. They are known by
-        the order in which they come.
+        """Add a source of batches, and move it to its recorded position. Sources are identified by the
+        order of these calls.
         """
         at = len(self._sources)
         self._sources.append(source)
@@ -76,7 +77,7 @@ class BatchLedger:
 
     def state_dict(self) -> dict[str, Any]:
         positions = [source.position() for source in self._sources]
-        # Before `batches` was called again, what was recorded is what there is.
+        # Until `batches` is called again, the recorded state is the current one.
         positions += self._recorded[len(positions) :]
         return {
             "positions": positions,
@@ -90,8 +91,8 @@ class BatchLedger:
             source.go_to(self._recorded[at] if at < len(self._recorded) else None)
 
     def differences(self, recorded: dict[str, Any]) -> list[str]:
-        """What is not as it was recorded, in words; the first batch only, as all that follows may
-        follow from it.
+        """Descriptions of the differences from the recorded state. Names only the first batch that differs,
+        because later differences may follow from it.
         """
         before: dict[int, list[int]] = recorded["fingerprints"]
         for step in sorted(before.keys() & self._seen.keys()):
@@ -99,17 +100,21 @@ class BatchLedger:
                 return [_other_batch(step, len(before[step]), len(self._seen[step]))]
         if values.equal(self.state_dict(), recorded):
             return []
-        return ["the position in the data (was a batch fetched outside of the loop's body?)"]
+        return ["the position in the data (was a batch fetched outside the body of the loop?)"]
 
 
 def _other_batch(step: int, before: int, now: int) -> str:
     if before != now:
         return (
-            f"the batch of iteration {step} differs from the one before the crash: it was made of {before} fetches and is made of {now} "
-            "(is another number of micro-batches accumulated, or is a batch fetched outside of the loop's body?)"
+            f"the batch of iteration {step} differs from the one before the crash: it took "
+            f"{before} fetches then and {now} now "
+            "(check the number of accumulated micro-batches, and that every batch is fetched in "
+            "the body of the loop)"
         )
     return (
-        f"the batch of iteration {step} differs from the one before the crash. Usual causes: samples that were made with random numbers of a "
-        "generator that ckptd does not find (make it an attribute of the dataset, or use torch's, numpy's or Python's global one); a dataset, "
-        "batch size or number of workers that was changed since; files that are listed in another order (sort them)"
+        f"the batch of iteration {step} differs from the one before the crash. Usual causes: "
+        "samples use a random generator "
+        "that ckptd does not find (make it an attribute of the dataset, or use the global one of "
+        "torch, numpy or Python); the dataset, "
+        "batch size or number of workers has changed; files are listed in another order (sort them)"
     )

@@ -1,4 +1,4 @@
-"""Kinds of loaders: which can be taken back to a position, at what cost, and which cannot."""
+"""Kinds of loaders: whether ckptd can restore their position, and at what cost."""
 
 from __future__ import annotations
 
@@ -20,22 +20,33 @@ from torch.utils.data import (
 
 from ckptd.client.data.after import After
 
-__all__ = ["advice_for_state", "check_in_state", "check_loader", "forget_prepared", "has_indices", "makes_ahead", "repeats_by_index", "reuses_workers", "skipping", "torch_loader"]  # fmt: skip
+__all__ = [
+    "advice_for_state",
+    "check_in_state",
+    "check_loader",
+    "forget_prepared",
+    "has_indices",
+    "makes_ahead",
+    "repeats_by_index",
+    "reuses_workers",
+    "skipping",
+    "torch_loader",
+]
 
-# Sources of a stream that are looked at.
+# Number of sources of a stream that are checked.
 _SOURCES = 256
 
 
 def torch_loader(loader: Any) -> DataLoader[Any] | None:
-    """The torch ``DataLoader`` (or torchdata's) that ``loader`` is, or that it wraps as
-    Accelerate's do; None: it is another thing.
+    """The torch ``DataLoader`` (or torchdata's) behind ``loader``, which Accelerate's loaders wrap; None
+    for other objects.
     """
     inner = vars(loader).get("base_dataloader", loader) if hasattr(loader, "__dict__") else loader
     return inner if isinstance(inner, DataLoader) else None
 
 
 def repeats_by_index(loader: Any) -> bool:
-    """Whether a batch provably follows from its indices alone: stored samples, put together by torch."""
+    """Whether a batch provably follows from its indices alone: stored samples, collated by torch."""
     inner = torch_loader(loader)
     if inner is None:
         return isinstance(loader, list | tuple | range)
@@ -54,14 +65,14 @@ def _stored(dataset: Any) -> bool:
 def check_loader(
     loader: Any, *, skip: bool, in_state: bool, option: str = "batches(loader, skip=True)"
 ) -> None:
-    """Refuse what cannot be taken back to the very same batches.
+    """Refuse loaders that cannot be restored to the exact same batches.
 
     Args:
-        skip: the user says that a sample depends on its index only.
-        in_state: it keeps its position itself, and ``state=`` has it.
-        option: with which the user says so.
+        skip: the user states that a sample depends only on its index.
+        in_state: the loader keeps its position itself, and ``state=`` contains it.
+        option: the option with which the user states that.
     Raises:
-        ValueError: with what to do instead.
+        ValueError: the loader is not supported; the message says what to do.
     """
     stateful = callable(getattr(loader, "load_state_dict", None))
     inner = torch_loader(loader)
@@ -71,13 +82,15 @@ def check_loader(
             return
         if stateful:
             raise ValueError(
-                f"batches() was given a {type(loader).__name__}, which keeps its own position: pass it in state= as well, "
+                f"the {type(loader).__name__} passed to batches() keeps its own position: pass it "
+                "in state=, too: "
                 "Checkpointer(..., state={'loader': loader})"
             )
         if isinstance(loader, Iterator):
             raise ValueError(
-                f"batches() was given an iterator ({type(loader).__name__}), which cannot begin anew after a failure: pass the loader "
-                "or dataset that it comes from, batches(loader)"
+                f"batches() got an iterator ({type(loader).__name__}), which cannot start again "
+                "after a failure: pass its loader "
+                "or dataset, batches(loader)"
             )
         return
     sure = skip or repeats_by_index(loader)
@@ -90,27 +103,32 @@ def _check_torch_loader(
     kind = type(loader).__name__
     if inner.num_workers and not getattr(inner, "in_order", True):
         raise ValueError(
-            f"the {kind} has in_order=False: which batch comes when depends on the speed of its workers. Leave in_order=True"
+            f"the {kind} has in_order=False: the order of its batches depends on the speed of its "
+            "workers. Set in_order=True"
         )
     if in_state and inner is not loader:
         raise ValueError(
-            f"state= has the {kind} of Accelerate, which loses the order of its samples: take it out of state=, batches(loader) keeps "
-            "its position"
+            f"state= contains the {kind} of Accelerate, whose state does not keep the order of its "
+            "samples: remove it from state=; batches(loader) "
+            "keeps its position"
         )
     if in_state and inner.num_workers and not sure:
         raise ValueError(
-            f"state= has a {kind} with num_workers={inner.num_workers}, whose state does not hold the random numbers of its workers: "
-            f"take it out of state=, batches(loader) keeps its position. (If a sample depends on its index only: {option})"
+            f"state= contains a {kind} with num_workers={inner.num_workers}, whose state does not "
+            "contain its workers' random state: "
+            "remove it from state=; batches(loader) keeps its position. (If a sample depends only "
+            f"on its index: {option})"
         )
     if inner.num_workers and inner.persistent_workers and not sure:
         raise ValueError(
-            f"the {kind} has persistent_workers=True: what its workers draw in an epoch depends on all epochs before, so it cannot be "
-            f"repeated. Set persistent_workers=False; or, if a sample depends on its index only, {option}"
+            f"the {kind} has persistent_workers=True: its workers' random numbers depend on all "
+            "earlier epochs, so ckptd cannot "
+            f"repeat them. Set persistent_workers=False; or, if a sample depends only on its index, {option}"
         )
 
 
 def _hub_stream(data: Any) -> bool:
-    """Whether it is an ``IterableDataset`` of Hugging Face's ``datasets``: it can be iterated over
+    """Whether ``data`` is an ``IterableDataset`` of Hugging Face's ``datasets``, which can be iterated
     again, with or without its state.
     """
     return any(
@@ -120,52 +138,59 @@ def _hub_stream(data: Any) -> bool:
 
 
 def _check_seeds(data: Any) -> None:
-    """Refuse a stream that was shuffled without a seed: the order of its shards is drawn while it
-    is built, and kept nowhere.
+    """Refuse a stream that was shuffled without a seed: the order of its shards is drawn when it is
+    built, and not stored.
     """
     if not _hub_stream(data):
         return
     left, seen = [getattr(data, "_ex_iterable", None)], 0
     while left and seen < _SOURCES:
         source, seen = left.pop(), seen + 1
-        seeds = getattr(getattr(getattr(source, "generator", None), "bit_generator", None), "seed_seq", None)  # fmt: skip
+        seeds = getattr(
+            getattr(getattr(source, "generator", None), "bit_generator", None), "seed_seq", None
+        )
         entropy = getattr(seeds, "entropy", None)
-        if isinstance(entropy, int) and entropy >> 64:  # of the operating system: 128 bits
+        if (
+            isinstance(entropy, int) and entropy >> 64
+        ):  # a seed from the operating system has 128 bits
             raise ValueError(
-                "the dataset is shuffled (or interleaved) without a seed, so that the next start has another order: pass one, "
+                "the dataset is shuffled (or interleaved) without a seed, so the next start has "
+                "another order: pass a seed, "
                 "shuffle(seed=42)"
             )
         left += [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", ())]
 
 
 def check_in_state(item: Any) -> None:
-    """Refuse in ``state=`` what would go on at another place than its ``state_dict()`` was taken.
+    """Refuse objects in ``state=`` that would not resume at the position of their ``state_dict()``.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: the object is not supported; the message says what to do.
     """
     loads = torch_loader(item)
     if _hub_stream(item if loads is None else loads.dataset) and hasattr(item, "load_state_dict"):
         raise ValueError(
-            f"state= has a stream of Hugging Face's datasets ({type(item).__name__}), whose state_dict() holds neither its shuffle buffer nor what it "
-            "has read ahead: take it out of state= and fetch from ckpt.batches(it), which keeps the position"
+            f"state= contains a stream of Hugging Face's datasets ({type(item).__name__}), whose "
+            "state_dict() contains neither its shuffle buffer nor its "
+            "read-ahead: remove it from state= and fetch from ckpt.batches(it), which keeps the position"
         )
 
 
 def advice_for_state(item: Any) -> str:
-    """What to do with a loader or an iterator that was passed in ``state=`` and has no state;
-    empty: it is another thing.
-    """
+    """The advice for a loader or iterator without a state in ``state=``; empty for other objects."""
     if isinstance(item, DataLoader) or (
         isinstance(item, Iterator) and not hasattr(item, "state_dict")
     ):
-        return "leave it out of state= and fetch from ckpt.batches(loader), which keeps the position in the data"
+        return (
+            "remove it from state= and fetch from ckpt.batches(loader), which keeps the "
+            "position in the data"
+        )
     return ""
 
 
 def forget_prepared(loader: Any) -> None:
-    """Give up an iterator that was made before its epoch began, from a random state that is gone
-    (torchdata's ``state_dict`` does).
+    """Drop an iterator that was created before its epoch began, from a random state that is lost
+    (torchdata's ``state_dict`` creates one).
     """
     inner = torch_loader(loader)
     if inner is not None and getattr(inner, "_initial_iter_for_state_dict", False):
@@ -175,40 +200,38 @@ def forget_prepared(loader: Any) -> None:
 
 @contextlib.contextmanager
 def skipping(loader: Any, count: int) -> Iterator[After]:
-    """In the body, an iterator over ``loader`` begins after ``count`` batches, which are not made.
-    It must be begun there.
+    """In the block, a new iterator over ``loader`` starts after ``count`` batches without creating them.
+    Create the iterator in the block.
 
-    Only for what ``torch_loader`` knows, over a dataset with indices.
+    Only for loaders that ``torch_loader`` accepts, over a dataset with indices.
     """
     inner = torch_loader(loader)
     assert inner is not None
     name = "batch_sampler" if inner.batch_sampler is not None else "sampler"
-    attributes = vars(inner)  # DataLoader lets nobody set it
+    attributes = vars(inner)  # DataLoader does not allow setting it
     kept = attributes[name]
     attributes[name] = found = After(kept, count)
     try:
         yield found
     finally:
-        found.count = 0  # workers that stay go through it in each epoch
+        found.count = 0  # persistent workers iterate over it in each epoch
         attributes[name] = kept
 
 
 def has_indices(loader: Any) -> bool:
-    """Whether batches can be passed over without being made."""
+    """Whether batches can be skipped without creating them."""
     inner = torch_loader(loader)
     return inner is not None and not isinstance(inner.dataset, IterableDataset)
 
 
 def makes_ahead(loader: Any) -> bool:
-    """Whether iterating may make a batch in this process before it is asked for: torch's loaders do
+    """Whether iterating may create a batch in this process before it is requested: torch's loaders do
     not, Accelerate's do.
     """
     return torch_loader(loader) is not loader and not isinstance(loader, list | tuple | range)
 
 
 def reuses_workers(loader: Any) -> bool:
-    """Whether the epoch that begins is one of an iterator that is there already: it draws one
-    random number less.
-    """
+    """Whether the next epoch uses an existing iterator, which draws one random number less."""
     inner = torch_loader(loader)
     return inner is not None and inner.persistent_workers and inner._iterator is not None

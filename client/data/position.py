@@ -1,14 +1,14 @@
-"""Where in its data a loop is, and how a successor comes to the very same batches.
+"""The position of a loop in its data, and its restoration to the exact same batches.
 
-The order of an epoch, and what a collator draws (masks, augmentations), follow from the random
-state at the epoch's beginning and at the time of each fetch. Loaders fetch ahead: when a step
-begins, the next batch may be there already, made from a random state that is gone. So two states
-are kept: that before the epoch's iterator was created, and that before the newest fetch. A
-successor creates the iterator from the one and repeats the newest fetch from the other. One fetch
-yields one batch, and the very first one possibly two, so the two newest batches are fetched again;
-the others may be skipped without being made.
+The order of an epoch and the random numbers of a collator (masks, augmentations) follow from the random
+state at the start of the epoch and at each fetch. Loaders fetch ahead: when a step begins, the next
+batch may exist already, created from a random state that is lost. Therefore two states are kept: the
+state before the epoch's iterator was created, and the state before the newest fetch. A restarted job
+creates the iterator from the first and repeats the newest fetch from the second. One fetch yields one
+batch, the very first one possibly two, so the two newest batches are fetched again; earlier ones may be
+skipped without creating them.
 
-Random state is that of the global generators, and of those that a loader has in reach
+The random state is that of the global generators, and of the generators that the loader reaches
 (`ckptd.client.data.reach`).
 """
 
@@ -21,24 +21,24 @@ from ckptd.client.data.reach import Reach
 from ckptd.client.log_lines import get_logger
 from ckptd.client.rng_state import capture_rng, restore_rng
 
-__all__ = ["DataPosition", "tell_refetched"]
+__all__ = ["DataPosition", "log_refetched"]
 
 logger = get_logger(__name__)
 
-# Batches that must really be fetched again: the one that a first fetch hands out, and the one that
-# it has made in advance.
+# Batches that must be fetched again: the one that the first fetch returns, and the one that it
+# creates in advance.
 _AGAIN = 2
 
 
 class DataPosition:
-    """Epoch, batches handed out in it, and the random states from which they come again; goes into
-    ``state=``.
+    """The epoch, the number of its batches returned so far, and the random states to repeat them; an
+    object for ``state=``.
 
     Args:
-        ahead: whether this process may make a batch before it is asked for. Otherwise the state before the newest fetch is not needed.
-
+        ahead: whether this process may create a batch before it is requested. If not, the state
+            before the newest fetch is not needed.
     Attributes:
-        reach: of the loader; None where there is none yet.
+        reach: the reach of the loader; None if there is none yet.
     """
 
     def __init__(self, reach: Reach | None = None, *, ahead: bool = True) -> None:
@@ -50,10 +50,11 @@ class DataPosition:
         self._at_fetch: dict[str, Any] = {}
 
     def begin_epoch(self, epoch: int, *, consumed: int = 0, loader: Any = None) -> None:
-        """The epoch's iterator is about to be created.
+        """Record the start of an epoch; call it before the epoch's iterator is created.
 
         Args:
-            loader: what else the order of the epoch depends on (seeds, generators), of the types that ``state=`` takes.
+            loader: other state that determines the order of the epoch (seeds, generators), of types
+                that ``state=`` accepts.
         """
         self.epoch, self.consumed, self.loader = epoch, consumed, loader
         if self.reach is not None:
@@ -61,36 +62,40 @@ class DataPosition:
         self._at_epoch, self._at_fetch = self._capture(), {}
 
     def return_to_epoch(self) -> None:
-        """Random state as it was when this epoch's iterator was created."""
+        """Restore the random state before this epoch's iterator was created."""
         self._restore(self._at_epoch)
 
     def return_global_state(self) -> None:
-        """The same of the global generators alone; those in reach of the loader are where its iterator is."""
+        """Restore only the global generators; the generators that the loader reaches stay with its
+        iterator.
+        """
         restore_rng(self._at_epoch)
 
     def about_to_fetch(self) -> dict[str, Any]:
-        """To be given to ``fetched``."""
+        """The random state before a fetch; pass it to ``fetched``."""
         return self._capture() if self._ahead else {}
 
     def fetched(self, before: dict[str, Any]) -> None:
-        """A batch was handed out; ``before`` is the random state before that."""
+        """Record that a batch was returned; ``before`` is the random state before the fetch."""
         self.consumed += 1
         self._at_fetch = before
 
     def watch(
         self, iterator: Iterator[Any], note: Callable[[Any], object] | None = None
     ) -> Iterator[Any]:
-        """``iterator``, counted; like it, it can be asked again after its end. ``note`` is told each batch."""
+        """Wrap ``iterator`` and count its batches; it can be called again after its end. Calls
+        ``note`` with each batch.
+        """
         return _Watched(self, iterator, note)
 
     @property
     def skippable(self) -> int:
-        """How many batches of this epoch need not be made again, where a loader can skip."""
+        """The number of batches of this epoch that a loader may skip."""
         return max(self.consumed - _AGAIN, 0)
 
     def fast_forward(self, fetch: Callable[[], object], skipped: int) -> None:
-        """Fetch again what this position lies behind, after ``skipped`` batches; the epoch's
-        iterator was just created.
+        """Fetch the batches before this position again, except the ``skipped`` first ones, from a newly
+        created iterator.
 
         Raises:
             ValueError: the data ends before the position.
@@ -102,8 +107,9 @@ class DataPosition:
                 fetch()
             except StopIteration:
                 raise ValueError(
-                    f"the training data ended before batch {self.consumed} of epoch {self.epoch}, where this run was: is it another "
-                    "dataset? Pass run= a new name to begin anew"
+                    f"the training data ended before batch {self.consumed} of epoch {self.epoch}, "
+                    "the position of this run: is it another "
+                    "dataset? Pass a new name to run= to start from the beginning"
                 ) from None
 
     def _capture(self) -> dict[str, Any]:
@@ -132,16 +138,17 @@ class DataPosition:
         self._at_epoch, self._at_fetch = state["at_epoch"], state["at_fetch"]
 
 
-def tell_refetched(position: DataPosition, skipped: int, took_s: float, option: str) -> None:
-    """Say what it has cost to come back to ``position``; ``option`` does without, if there is one."""
+def log_refetched(position: DataPosition, skipped: int, took_s: float, option: str) -> None:
+    """Log the cost of the restoration to ``position``, and the ``option`` that avoids it, if any."""
     fetched = position.consumed - skipped
     if fetched > _AGAIN:
         logger.warning(
-            "%d batches of epoch %d were fetched again and thrown away in %.1f s, as samples may be made with random numbers%s",
+            "fetched %d batches of epoch %d again in %.1f s and discarded them, because samples "
+            "may depend on random numbers%s",
             fetched,
             position.epoch,
             took_s,
-            f"; if a sample depends on its index only, {option} does without" if option else "",
+            f"; if a sample depends only on its index, {option} avoids this" if option else "",
         )
 
 

@@ -1,9 +1,9 @@
-"""What the batches of a loader follow from, besides their indices and the global random generators.
+"""The state that determines a loader's batches, besides their indices and the global random generators.
 
-Random generators that a dataset, a sampler, a collate function or a transform holds as an
-attribute, in a closure, or uses as a global of its module; the numbers of epochs and seeds that
-samplers keep; and plain attributes of samplers of the user's own that change while they are gone
-through. They are found by looking at objects; nothing is called.
+It consists of the random generators that a dataset, sampler, collate function or transform holds as an
+attribute, in a closure, or as a global of its module; of the epoch numbers and seeds of samplers; and of
+plain attributes of the user's own samplers that change during iteration. They are found by inspecting
+objects; nothing is called.
 """
 
 from __future__ import annotations
@@ -22,24 +22,53 @@ from ckptd.client.data.after import After
 
 __all__ = ["Reach"]
 
-_LIBRARIES = frozenset({"accelerate", "builtins", "collections", "functools", "lightning", "numpy", "pytorch_lightning", "torch", "torchdata", "transformers"})  # fmt: skip
-# Of a library's object only these are gone into: the rest is its own affair.
-_FOLLOWED = ("base_dataloader", "batch_sampler", "sampler", "dataset", "datasets", "data_source", "collate_fn", "worker_init_fn", "generator", "synchronized_generator", "func", "args", "keywords")  # fmt: skip
-# `_epoch` is that of a stream of Hugging Face's datasets: a tensor that its workers share.
+_LIBRARIES = frozenset(
+    {
+        "accelerate",
+        "builtins",
+        "collections",
+        "functools",
+        "lightning",
+        "numpy",
+        "pytorch_lightning",
+        "torch",
+        "torchdata",
+        "transformers",
+    }
+)
+# Only these attributes of a library's objects are inspected; the others are internal to it.
+_FOLLOWED = (
+    "base_dataloader",
+    "batch_sampler",
+    "sampler",
+    "dataset",
+    "datasets",
+    "data_source",
+    "collate_fn",
+    "worker_init_fn",
+    "generator",
+    "synchronized_generator",
+    "func",
+    "args",
+    "keywords",
+)
+# `_epoch` belongs to a stream of Hugging Face's datasets: a tensor that its workers share.
 _COUNTS = ("epoch", "_epoch", "iteration", "initial_seed", "seed")
 _SAMPLERS = ("sampler", "batch_sampler")
 _DEPTH = 8
 _ITEMS = 64
 _PLAIN = (type(None), bool, int, float, str)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# `SystemRandom` has no state: what it gives is never the same.
+# `SystemRandom` has no state: its numbers cannot be repeated.
 _STATELESS = random.SystemRandom
 _GLOBAL = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
 
 
 @dataclass(slots=True)
 class _Found:
-    """Something by its path: a generator; or a plain attribute of ``owner``, and its value when it was found."""
+    """An object at a path: a generator, or a plain attribute of ``owner`` with its value when it
+    was found.
+    """
 
     value: Any
     owner: Any = None
@@ -52,16 +81,16 @@ class _Found:
 
 
 class Reach:
-    """What is in reach of a loader.
+    """The state that a loader reaches.
 
     Args:
-        counts: whether numbers of epochs and seeds are; not where the loop itself sets them for each epoch.
+        counts: include epoch numbers and seeds; False if the loop itself sets them for each epoch.
     """
 
     def __init__(self, loader: Any, *, counts: bool = True) -> None:
         self._loader, self._counts = loader, counts
         self._known = list(self._find())
-        # What a successor builds by itself needs no record; seeds and epochs it may build otherwise.
+        # A restarted job builds unchanged attributes itself; its seeds and epochs may differ.
         self._built = {
             path: found.value
             for path, found in self._known
@@ -74,12 +103,12 @@ class Reach:
         return [path for path, found in self._known if not found.name]
 
     def look(self) -> None:
-        """An epoch begins: what was made since is in reach, too."""
+        """Search again at the start of an epoch, to find objects created since."""
         self._known = list(self._find())
 
     def capture(self) -> dict[str, Any]:
-        """Their states, and what of the plain attributes has changed since the loader was built; of
-        the types that ``state=`` takes.
+        """The states of the generators, and the plain attributes that have changed since the loader was
+        built; of types that ``state=`` accepts.
         """
         state: dict[str, Any] = {}
         for path, found in self._known:
@@ -90,16 +119,16 @@ class Reach:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put back what ``capture`` returned; what it does not name is as it was built."""
+        """Restore the result of ``capture``; objects that it does not name keep their initial state."""
         self.look()
         late = [
             f for p, f in self._known if f.value is None and isinstance(state.get(p), torch.Tensor)
         ]
-        for found in late:  # it is made with the first iterator
+        for found in late:  # the first iterator creates it
             setattr(found.owner, found.name, torch.Generator())
         if late:
             self.look()
-        # What an iterator has made since is no part of the record that this goes on with.
+        # Objects that an iterator has created since then are not part of the recorded state.
         self._known = [(p, f) for p, f in self._known if p in state or p in self._built]
         for path, found in self._known:
             if not found.name:
@@ -142,14 +171,14 @@ def _walk(
 
 
 def _plain(value: Any) -> Any:
-    """The number that a tensor of no dimensions holds; anything else as it is."""
+    """The number in a tensor without dimensions; other values unchanged."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_floating_point():
         return int(value)
     return value
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
-    """Into a tensor in place: workers that share it look there."""
+    """Set an attribute; a tensor is changed in place, because workers share it."""
     live = getattr(owner, name, None)
     if isinstance(live, torch.Tensor):
         live.fill_(value)
@@ -172,8 +201,12 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         attributes: dict[str, Any] = getattr(value, "__dict__", {})
         library = _of_library(value)
-        # Looked at in the instance alone: a property may do anything.
-        yield from ((n, v) for n, v in list(attributes.items()) if not library or n in (*_FOLLOWED, *_COUNTS))  # fmt: skip
+        # Only instance attributes: a property may have side effects.
+        yield from (
+            (n, v)
+            for n, v in list(attributes.items())
+            if not library or n in (*_FOLLOWED, *_COUNTS)
+        )
         if not library:
             yield from _used_by_methods(type(value))
 
@@ -187,7 +220,7 @@ def _used_by_methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _used_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Generators and functions of the user's own that a function uses as globals, or holds in its closure."""
+    """The generators and the user's functions that a function uses as globals or in its closure."""
     plain = function.__func__ if isinstance(function, types.MethodType) else function
     if (plain.__module__ or "").partition(".")[0] in _LIBRARIES:
         return

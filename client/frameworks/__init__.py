@@ -1,4 +1,4 @@
-"""Training loops of other libraries, driven in one line. Each library is imported by its own module only.
+"""Integrations with the training loops of other libraries. Each module imports only its own library.
 
 ``huggingface.CkptdCallback`` for transformers' ``Trainer``, ``lightning.CkptdCallback`` for
 Lightning's, ``accelerate.checkpointer`` for loops with Accelerate.

@@ -1,5 +1,5 @@
 """Accelerate: ``ckpt = checkpointer(accelerator, model, optimizer, ...)`` after
-``accelerator.prepare``, in a loop of your own.
+``accelerator.prepare``, in your own training loop.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from ckptd.client.checkpointer import Checkpointer
 __all__ = ["checkpointer"]
 
 _REFUSED = {
-    "DEEPSPEED": "DeepSpeed keeps weights and optimizer state where no hook sees them; use FSDP2 or DDP",
-    "MEGATRON_LM": "Megatron-LM keeps weights and optimizer state where no hook sees them; use FSDP2 or DDP",
+    "DEEPSPEED": "hooks cannot see the weights and optimizer state that DeepSpeed keeps; use FSDP2 or DDP",
+    "MEGATRON_LM": (
+        "hooks cannot see the weights and optimizer state that Megatron-LM keeps; use FSDP2 or DDP"
+    ),
 }
 
 
@@ -33,20 +35,19 @@ def checkpointer(
     state: Mapping[str, Stateful] | None = None,
     **options: Any,
 ) -> Checkpointer:
-    """A ``Checkpointer`` of what ``accelerator.prepare`` returned; loop over its ``steps``, and
-    fetch from ``ckpt.batches(loader)``.
+    """Create a ``Checkpointer`` for the objects that ``accelerator.prepare`` returned; loop over its
+    ``steps``, and fetch from ``ckpt.batches(loader)``.
 
-    Who this process is, the loss scaler, and the count by which ``accelerator.accumulate`` knows
-    when to update are taken from the accelerator. ``accelerator.save_state`` and
-    ``skip_first_batches`` are not needed.
+    The rank, the loss scaler and the micro-batch count of ``accelerator.accumulate`` come from the
+    accelerator. ``accelerator.save_state`` and ``skip_first_batches`` are not needed.
 
     Args:
-        optimizer: a prepared one, or a list of them.
-        state: schedulers, and objects of your own. A prepared data loader does not belong here: give it to ``ckpt.batches``,
-            with ``use_stateful_dataloader`` or without.
-        options: of ``Checkpointer``.
+        optimizer: a prepared optimizer, or a list of them.
+        state: schedulers, and your own objects. Pass a prepared data loader to ``ckpt.batches`` instead, with
+            or without ``use_stateful_dataloader``.
+        options: options of ``Checkpointer``.
     Raises:
-        ValueError: something with which an exact resumption is not possible; the message says what to do.
+        ValueError: an object prevents an exact resumption; the message says what to do.
     """
     _check(accelerator)
     own: dict[str, Stateful] = {"accelerator": _Counts(accelerator)}
@@ -55,14 +56,15 @@ def checkpointer(
     twice = sorted(own.keys() & (state or {}).keys())
     if twice:
         raise ValueError(
-            f"state= has {', '.join(twice)}, which is taken from the accelerator: leave it out, or choose another name"
+            f"state= contains {', '.join(twice)}, which ckptd takes from the accelerator: remove "
+            "it, or choose another name"
         )
     who = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
     return Checkpointer(model, optimizer, {**own, **(state or {})}, **{**who, **options})
 
 
 class _Counts:
-    """Micro-batches since the last update: by it ``accumulate`` decides whether a step updates."""
+    """Micro-batches since the last update; ``accumulate`` updates the weights according to this count."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -78,9 +80,10 @@ def _check(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     reason = _REFUSED.get(kind.name)
     if reason is not None:
-        raise ValueError(f"ckptd cannot capture a training with {kind.value}: {reason}")
+        raise ValueError(f"ckptd cannot capture training with {kind.value}: {reason}")
     plugin = accelerator.state.fsdp_plugin if kind == DistributedType.FSDP else None
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise ValueError(
-            "FSDP1 flattens parameters, so that experts and optimizer state cannot be told apart: set fsdp_version=2"
+            "FSDP1 flattens parameters, so ckptd cannot distinguish experts and their optimizer "
+            "state: set fsdp_version=2"
         )

@@ -1,9 +1,9 @@
-"""Checkpoints that transformers' ``Trainer`` writes itself, of which a kill may leave half of one behind.
+"""Half-written checkpoints of transformers' ``Trainer``.
 
 The Trainer writes the files of ``checkpoint-N`` one after the other into the folder of that name,
-``trainer_state.json`` last. With ``resume_from_checkpoint=True`` it takes the folder with the
-highest N, and ends with an error where that file is missing, before any callback is asked: a run
-with newer snapshots could not be resumed.
+``trainer_state.json`` last; a kill may leave half of them. With ``resume_from_checkpoint=True`` it
+takes the folder with the highest N, and fails if that file is missing, before it calls any callback.
+A run with newer snapshots then could not resume.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WRITTEN_LAST = "trainer_state.json"
 def complete_checkpoints_only(
     trainer: Any, below: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``below``, which is ``trainer.train``, with the newest complete checkpoint in place of
-    ``resume_from_checkpoint=True``.
+    """Wrap ``below`` (``trainer.train``): ``resume_from_checkpoint=True`` means the newest complete
+    checkpoint, or none if there is none.
 
-    It is with none where there is none. Snapshots of the run count more than either, where there are any.
+    Snapshots of the run take precedence over both.
 
     Raises:
         ValueError: ``resume_from_checkpoint`` names a checkpoint that is half-written.
@@ -48,15 +48,16 @@ def _complete(trainer: Any, given: Any) -> Any:
         return _newest_complete(Path(trainer.args.output_dir))
     if isinstance(given, str) and _half_written(Path(given)):
         raise ValueError(
-            f"resume_from_checkpoint={given!r} is half-written: {_WRITTEN_LAST}, which is written last, is missing or cut off. Name another "
-            "one, or leave the argument out: snapshots of this run are found without it"
+            f"resume_from_checkpoint={given!r} is half-written: its last file, {_WRITTEN_LAST}, is "
+            "missing or truncated. Pass another "
+            "checkpoint, or omit the argument: ckptd finds the snapshots of this run without it"
         )
     return given
 
 
 def _newest_complete(folder: Path) -> str | bool | None:
-    """Its path; True, which is left to the Trainer, where no folder is half-written; None where no
-    complete one is left.
+    """The path of the newest complete checkpoint. True if no folder is half-written: the Trainer
+    chooses. None if no folder is complete.
     """
     numbered = [
         (int(found[1]), path)
@@ -68,8 +69,9 @@ def _newest_complete(folder: Path) -> str | bool | None:
         return True
     complete = max((each for each in numbered if each[1] not in torn), default=None)
     logger.warning(
-        "half-written and not loaded: %s (the Trainer was killed while it saved). Snapshots of this run come first; without any it "
-        "begins %s. The folder may be deleted",
+        "ignoring the half-written checkpoint %s (the Trainer was killed while it saved it). "
+        "Snapshots of this run take precedence; without any, "
+        "training starts %s. You may delete the folder",
         ", ".join(sorted(str(path) for path in torn)),
         f"at {complete[1]}" if complete else "at the beginning",
     )
@@ -77,7 +79,7 @@ def _newest_complete(folder: Path) -> str | bool | None:
 
 
 def _half_written(folder: Path) -> bool:
-    """Whether the Trainer began to write it and did not end."""
+    """Whether the Trainer started to write the folder and did not finish."""
     if not folder.is_dir():
         return False
     try:

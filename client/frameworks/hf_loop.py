@@ -1,14 +1,13 @@
-"""The training loop of transformers' ``Trainer``, followed from within: where its steps begin, and
-how it is made to begin later.
+"""Integration with the training loop of transformers' ``Trainer``: it finds the tops of steps, and
+starts the loop at a restored position.
 
-What a callback is told of suffices to record, but not to resume: the loop has fixed its first epoch
-before ``on_train_begin``. So two methods of the one Trainer object are wrapped while it trains:
+Callbacks suffice for recording, but not for resuming: the loop chooses its first epoch before
+``on_train_begin``. Therefore two methods of the Trainer object are wrapped while it trains:
 
-* ``get_batch_samples``, with which each optimizer step begins, is the top of our loop: logging,
-  evaluation and saving of the step before are over, and the data of this one is not fetched yet.
-* ``_run_epoch``: epochs before the one of the restored state are passed over; that one is entered
-  in its middle, as Trainer does itself with ``resume_from_checkpoint=``, but with batches from an
-  iterator that was brought to the exact position.
+* ``get_batch_samples`` starts each optimizer step: it is the top of our loop. Logging, evaluation and
+  saving of the previous step are complete, and the data of this step are not fetched yet.
+* ``_run_epoch``: epochs before the restored one are skipped. The restored epoch is entered in its
+  middle, as Trainer does with ``resume_from_checkpoint=``, but with an iterator at the exact position.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transformers.trainer_utils import has_length
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.data.loaders import check_loader, repeats_by_index
-from ckptd.client.data.position import DataPosition, tell_refetched
+from ckptd.client.data.position import DataPosition, log_refetched
 from ckptd.client.data.reach import Reach
 from ckptd.client.frameworks.hf_state import (
     LogHistory,
@@ -47,17 +46,17 @@ logger = get_logger(__name__)
 
 _SKIPS = "CkptdCallback(refetch=False)"
 
-# Makes the Checkpointer, as soon as everything that it needs exists.
+# Creates the Checkpointer when all its arguments exist.
 Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]
 
 
 class TrainerLoop:
-    """Follows one ``Trainer.train()``.
+    """Drives the steps of one ``Trainer.train()``.
 
     Args:
-        make: called with model, optimizer and state when the first epoch is about to begin.
-        refetch: fetch all batches of the interrupted epoch again instead of skipping those that need not be made; None: where they do
-            not provably follow from their indices.
+        make: called with model, optimizer and state before the first epoch.
+        refetch: fetch all batches of the interrupted epoch again instead of skipping them; None:
+            only if they do not provably follow from their indices.
     """
 
     def __init__(self, trainer: Trainer, make: Make, *, refetch: bool | None) -> None:
@@ -72,7 +71,7 @@ class TrainerLoop:
         self._layers.enter_context(layered(trainer, "get_batch_samples", self._get_batch_samples))
 
     def close(self) -> None:
-        """Leave the Trainer as it was; the daemon keeps what was captured."""
+        """Restore the Trainer's methods; the daemon keeps the snapshots."""
         self._layers.close()
         if self._driver is not None:
             self._driver.close()
@@ -138,21 +137,22 @@ class TrainerLoop:
         )
 
     def _enter(self, given: dict[str, Any]) -> bool:
-        """Whether this is the epoch of the restored state; ``given`` is then changed so that its rest is run."""
+        """Whether this is the epoch of the restored state; if so, change ``given`` to run the rest of it."""
         position = self._position
         if given["epoch"] < position.epoch:
             return False
         if given["epoch"] > position.epoch:
             raise ValueError(
-                f"the snapshots of this run end in epoch {position.epoch}, and resume_from_checkpoint= begins in epoch "
-                f"{given['epoch']}: pass CkptdCallback(run=...) a new name to go on from that checkpoint"
+                f"the snapshots of this run end in epoch {position.epoch}, but "
+                "resume_from_checkpoint= starts in epoch "
+                f"{given['epoch']}: pass a new name to CkptdCallback(run=...) to resume from that checkpoint"
             )
         self._resuming = False
         load_sampler_state(given["train_dataloader"], position.loader)
         position.return_to_epoch()
         given["epochs_trained"] = position.epoch
         given["steps_trained_in_current_epoch"] = position.consumed
-        # Trainer asks only whether it is None, and looks in it for random states, of which there are none.
+        # Trainer checks only that it is not None, and looks for random states in it; it has none.
         given["resume_from_checkpoint"] = os.devnull if position.consumed else None
         if position.consumed:
             self._rewound = self._fast_forward(given["train_dataloader"])
@@ -175,20 +175,24 @@ class TrainerLoop:
     def _check_loader(self, loader: Any) -> None:
         if not hasattr(loader, "dataset"):
             raise ValueError(
-                f"the training data comes from a {type(loader).__name__}, which is no DataLoader: its position cannot be told; "
+                f"the training data comes from a {type(loader).__name__}, which is not a "
+                "DataLoader: ckptd cannot record its position; "
                 "return a torch DataLoader from get_train_dataloader()"
             )
         check_loader(loader, skip=self._refetch is False, in_state=False, option=_SKIPS)
         if isinstance(loader.dataset, IterableDataset):
             logger.warning(
-                "the training data is an IterableDataset: after a failure, the batches of the interrupted epoch are fetched again "
-                "up to the position; the dataset must give the same items in the same order each time"
+                "the training data is an IterableDataset: after a failure, ckptd fetches the "
+                "batches of the interrupted epoch again "
+                "up to the position; the dataset must return the same items in the same order each time"
             )
         if self._refetch is None:
             self._refetch = not repeats_by_index(loader)
 
     def _fast_forward(self, loader: Any) -> Iterator[Any]:
-        """An iterator over ``loader`` at the recorded position; random state is left as the fetches left it."""
+        """An iterator over ``loader`` at the recorded position; leaves the random state as the
+        fetches changed it.
+        """
         position, started_s = self._position, time.perf_counter()
         skips = type(loader) is DataLoaderShard and not isinstance(loader.dataset, IterableDataset)
         skipped = position.skippable if skips and not self._refetch else 0
@@ -201,11 +205,11 @@ class TrainerLoop:
         position.fast_forward(lambda: next(iterator), skipped)
         if self._refetch:
             took_s = time.perf_counter() - started_s
-            tell_refetched(position, skipped, took_s, _SKIPS if skips else "")
+            log_refetched(position, skipped, took_s, _SKIPS if skips else "")
         return iterator
 
 
 def _inner_batch_sampler(loader: Any) -> list[Any]:
-    """What Accelerate's loaders do not pass an epoch's number on to."""
+    """The inner batch sampler, to which Accelerate's loaders do not pass the epoch number."""
     inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     return [] if inner is None else [inner]

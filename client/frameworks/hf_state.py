@@ -1,4 +1,6 @@
-"""What transformers' ``Trainer`` keeps beside model, optimizer and scheduler, as objects for ``state=``."""
+"""The state of transformers' ``Trainer`` besides model, optimizer and scheduler, as objects for
+``state=``.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _FIELDS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-# The Trainer's own: what the mean losses in the log are made of. `_tr_loss` lies on the device;
-# Trainer itself waits for it in each step (its NaN filter), so reading it costs nothing more.
+# The sums behind the mean losses in the Trainer's log. `_tr_loss` is on the device; the Trainer's NaN
+# filter waits for it in each step, so reading it adds no cost.
 _ATTRIBUTES = (
     "_tr_loss",
     "_total_loss_scalar",
@@ -36,11 +38,12 @@ _ATTRIBUTES = (
 
 
 class TrainerProgress:
-    """``TrainerState`` but for its log, running sums, and the attributes of other callbacks that
+    """``TrainerState`` without its log, running sums, and the attributes of other callbacks that
     can export them.
 
     Args:
-        shape: what must be the same in a successor for its batches to be the same, by the name that users give it.
+        shape: the settings that must not change for the batches to stay the same, by their
+            user-visible names.
     """
 
     def __init__(self, trainer: Any, shape: dict[str, int]) -> None:
@@ -57,17 +60,18 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
-        """Put it back.
+        """Restore the state.
 
         Raises:
-            ValueError: the batches of this training are others.
+            ValueError: this training has other batches.
         """
         for name, before in recorded["shape"].items():
             now = self._shape.get(name)
             if now != before:
                 raise ValueError(
-                    f"{name} was {before} when this run was recorded and is {now} now: its batches would be others. "
-                    f"Set it back to {before}, or pass CkptdCallback(run=...) a new name"
+                    f"{name} was {before} when this run was recorded and is {now} now, so the "
+                    "batches would differ. "
+                    f"Set it to {before}, or pass a new name to CkptdCallback(run=...)"
                 )
         for name, value in recorded["state"].items():
             setattr(self._trainer.state, name, value)
@@ -91,7 +95,7 @@ class TrainerProgress:
         return [c for c in callbacks if isinstance(c, ExportableState) and self._packs(c)]
 
     def _packs(self, callback: Any) -> bool:
-        """Whether a snapshot can hold its state; one whose state it cannot is named once."""
+        """Whether a snapshot can contain the callback's state; logs a warning once if not."""
         name = type(callback).__name__
         try:
             values.pack(_attributes(callback), name)
@@ -109,9 +113,9 @@ def _attributes(callback: Any) -> dict[str, Any]:
 
 
 class LogHistory:
-    """``TrainerState.log_history``. It holds run times, so a repeat is not compared with it.
+    """``TrainerState.log_history``. It contains run times, so a replay is not compared with it.
 
-    It only grows, and goes into every snapshot: each entry is packed once.
+    It only grows, and is in every snapshot, so each entry is packed once.
     """
 
     reproducible = False
@@ -145,7 +149,7 @@ def _pack_entry(entry: dict[str, Any]) -> bytes:
     try:
         return values.pack(entry)
     except values.UnsupportedValue:
-        # Something that a user logged; a log entry is for reading, so its text is what there is to keep.
+        # A value that a user logged; a log entry is for reading, so its text suffices.
         return values.pack({str(k): _plain(v) for k, v in entry.items()})
 
 
@@ -154,8 +158,8 @@ def _plain(value: Any) -> Any:
 
 
 def sampler_state(loader: Any) -> dict[str, Any]:
-    """What the order of an epoch depends on besides the global random state: the sampler's seed,
-    and generators of its own.
+    """The state of the loader's samplers that determines the order of an epoch: seeds, and their own
+    generators.
     """
     found: dict[str, Any] = {}
     for name, owner in _owners(loader).items():
@@ -168,7 +172,7 @@ def sampler_state(loader: Any) -> dict[str, Any]:
 
 
 def load_sampler_state(loader: Any, recorded: dict[str, Any]) -> None:
-    """Put back what ``sampler_state`` returned."""
+    """Restore the result of ``sampler_state``."""
     for name, owner in _owners(loader).items():
         if f"{name}.seed" in recorded:
             owner.initial_seed = recorded[f"{name}.seed"]
@@ -180,7 +184,7 @@ def load_sampler_state(loader: Any, recorded: dict[str, Any]) -> None:
 
 def _owners(loader: Any) -> dict[str, Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
-    # Accelerate wraps the batch sampler where there are several processes.
+    # Accelerate wraps the batch sampler if there are several processes.
     inner = getattr(batch_sampler, "batch_sampler", batch_sampler)
     found = {"loader": loader, "batches": inner, "sampler": getattr(inner, "sampler", None)}
     return {name: owner for name, owner in found.items() if owner is not None}

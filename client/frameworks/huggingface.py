@@ -1,4 +1,4 @@
-"""One line for transformers' ``Trainer``: ``Trainer(..., callbacks=[CkptdCallback()])``."""
+"""Integration with transformers' ``Trainer``: ``Trainer(..., callbacks=[CkptdCallback()])``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ try:
     from transformers import Trainer, TrainerCallback
 except ImportError as missing:
     raise ModuleNotFoundError(
-        f"ckptd.client.frameworks.huggingface needs transformers and accelerate ({missing}): pip install 'ckptd[hf]'"
+        f"ckptd.client.frameworks.huggingface needs transformers and accelerate ({missing}): pip "
+        "install 'ckptd[hf]'"
     ) from missing
 
 from ckptd.client.capture.step_state import Stateful
@@ -34,23 +35,24 @@ _NEEDED = ("epoch", "epochs_trained", "model", "resume_from_checkpoint", "steps_
 
 
 class CkptdCallback(TrainerCallback):  # type: ignore[misc]
-    """Snapshot every optimizer step; the same command, started again after a failure, goes on at
-    the exact bits.
+    """Take a snapshot at every optimizer step; the same command, restarted after a failure, resumes
+    with the exact bits.
 
-    Nothing else changes: no ``resume_from_checkpoint=``. Model, optimizer, scheduler, scaler,
-    random state, the position in the data, ``TrainerState`` with its log, and the state of
-    callbacks that can export theirs are captured.
+    ``resume_from_checkpoint=`` is not needed. The snapshots contain the model, optimizer, scheduler,
+    scaler, random state, position in the data, ``TrainerState`` with its log, and the state of
+    callbacks that can export theirs.
 
     Args:
-        refetch: fetch the batches of the interrupted epoch again instead of skipping them, which takes as long as fetching them took;
-            False, if a sample depends on its index only (collators may draw, but not in workers).
-            None: where batches do not provably follow from their indices.
+        refetch: True: fetch the batches of the interrupted epoch again, which takes as long as
+            fetching them took. False: skip them; correct if a sample depends only on its index
+            (collators may draw random numbers, but not in workers). None: skip them only if they
+            provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
-        options: of ``Checkpointer``. Without ``run=`` the run is named after ``output_dir``; a
-            second training of the same process has its number in its name.
+        options: options of ``Checkpointer``. The default of ``run=`` is the name of ``output_dir``; the
+            name of a second training in the same process ends with its number.
     Raises:
-        ValueError: an option that ``Checkpointer`` does not have; or, when the Trainer is made or begins to train, something with
-            which an exact resumption is not possible.
+        ValueError: ``Checkpointer`` does not have an option; or, when the Trainer is created or
+            starts training, a setting prevents an exact resumption.
     """
 
     def __init__(
@@ -68,18 +70,18 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         self.checkpointer: Checkpointer | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say early what cannot work; see to it that no half-written checkpoint is loaded."""
+        """Check the arguments early, and keep the Trainer from loading a half-written checkpoint."""
         _check_arguments(args)
         trainer = _trainer_of(self)
         layer = partial(complete_checkpoints_only, trainer)
         self._layers.enter_context(layered(trainer, "train", layer))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Follow the loop that is about to begin."""
+        """Attach to the training loop, which is about to start."""
         _check_arguments(args)
         trainer = _trainer_of(self)
         _check_trainer(trainer)
-        self._leave()  # a training that was left by an exception
+        self._leave()  # a previous training ended with an exception
         run = self._options.get("run") or _run_name(args.output_dir)
         job, run = name_of_this_training(self._options.get("job"), run)
         who = {"rank": args.process_index, "world_size": args.world_size}
@@ -87,14 +89,15 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         self._loop = TrainerLoop(trainer, self._make, refetch=self._refetch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last snapshot was taken at the end of the last epoch."""
+        """Detach; the end of the last epoch took the last snapshot."""
         self._leave()
 
     def _make(self, model: Any, optimizer: Any, state: dict[str, Stateful]) -> Checkpointer:
         twice = sorted(state.keys() & self._state.keys())
         if twice:
             raise ValueError(
-                f"state= has {', '.join(twice)}, which CkptdCallback captures itself: choose another name"
+                f"state= contains {', '.join(twice)}, which CkptdCallback captures itself: choose "
+                "another name"
             )
         self.checkpointer = Checkpointer(model, optimizer, {**state, **self._state}, **self._named)
         return self.checkpointer
@@ -106,8 +109,8 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
-    """The Trainer that is calling ``callback``: it is the one thing that callbacks are not given,
-    so it is looked for in its frame.
+    """The Trainer that is calling ``callback``. The Trainer does not pass itself to callbacks, so it is
+    searched in the calling frames.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -115,11 +118,11 @@ def _trainer_of(callback: TrainerCallback) -> Trainer:
         if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
             return found
         frame = frame.f_back  # type: ignore[assignment]
-    raise ValueError("CkptdCallback works within transformers.Trainer.train() only")
+    raise ValueError("CkptdCallback works only in transformers.Trainer.train()")
 
 
 def _run_name(output_dir: str | None) -> str | None:
-    """A name that another command, which writes elsewhere, does not have."""
+    """A run name derived from the output folder, so that other commands have other names."""
     if not output_dir:
         return None
     path = Path(output_dir).absolute()
@@ -131,19 +134,19 @@ def _check_arguments(args: Any) -> None:
     for name, advice in (
         (
             "auto_find_batch_size",
-            "it changes the batches in the middle of training; set per_device_train_batch_size",
+            "it changes the batch size during training; set per_device_train_batch_size",
         ),
         (
             "ignore_data_skip",
-            "the data would begin anew after a failure; leave it off, skipping is done by CkptdCallback",
+            "the data would start again after a failure; leave it off (CkptdCallback skips)",
         ),
         (
             "deepspeed",
-            "DeepSpeed keeps weights and optimizer state where no hook sees them; use FSDP2 or DDP",
+            "hooks cannot see the weights and optimizer state that DeepSpeed keeps; use FSDP2 or DDP",
         ),
     ):
         if getattr(args, name, None):
-            raise ValueError(f"CkptdCallback cannot resume a training with {name}=: {advice}")
+            raise ValueError(f"CkptdCallback cannot resume training with {name}=: {advice}")
 
 
 def _check_trainer(trainer: Trainer) -> None:
@@ -154,16 +157,18 @@ def _check_trainer(trainer: Trainer) -> None:
         import transformers
 
         raise ValueError(
-            f"CkptdCallback does not know the training loop of transformers {transformers.__version__}: "
-            "install one of the versions that `pip install 'ckptd[hf]'` takes"
+            f"CkptdCallback does not support the training loop of transformers {transformers.__version__}: "
+            "install a supported version with `pip install 'ckptd[hf]'`"
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(
-            f"Trainer runs {trainer.args.n_gpu} GPUs in one process (DataParallel), which cannot be captured: "
+            f"Trainer uses {trainer.args.n_gpu} GPUs in one process (DataParallel), which ckptd "
+            "cannot capture: "
             "start one process per GPU with torchrun"
         )
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise ValueError(
-            "FSDP1 flattens parameters, so that experts and optimizer state cannot be told apart: set fsdp_config={'version': 2}"
+            "FSDP1 flattens parameters, so ckptd cannot distinguish experts and their optimizer "
+            "state: set fsdp_config={'version': 2}"
         )

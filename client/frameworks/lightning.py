@@ -1,5 +1,5 @@
-"""One line for Lightning: ``Trainer(..., callbacks=[CkptdCallback()])``; of ``lightning`` and of
-``pytorch_lightning``.
+"""Integration with Lightning (``lightning`` and ``pytorch_lightning``):
+``Trainer(..., callbacks=[CkptdCallback()])``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ __all__ = ["CkptdCallback"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _UNSUPPORTED = {
-    "DeepSpeedStrategy": "it keeps weights and optimizer state where no hook sees them",
+    "DeepSpeedStrategy": "hooks cannot see the weights and optimizer state that it keeps",
     "FSDPStrategy": "it flattens parameters (FSDP1)",
 }
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """``Callback`` of the packages in use, or of all there are: each knows only its own."""
+    """``Callback`` of the imported packages, or of all installed ones: each package accepts only
+    its own class.
+    """
     wanted = [name for name in _PACKAGES if name in sys.modules] or _PACKAGES
     found, missing = [], []
     for name in wanted:
@@ -34,29 +36,31 @@ def _callback_classes() -> tuple[type, ...]:
             missing.append(str(error))
     if not found:
         raise ModuleNotFoundError(
-            f"ckptd.client.frameworks.lightning needs lightning or pytorch_lightning ({'; '.join(missing)}): pip install 'ckptd[lightning]'"
+            "ckptd.client.frameworks.lightning needs lightning or pytorch_lightning "
+            f"({'; '.join(missing)}): pip install 'ckptd[lightning]'"
         )
     return tuple(found)
 
 
 class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
-    """Snapshot every optimizer step; the same command, started again after a failure, goes on at
-    the exact bits.
+    """Take a snapshot at every optimizer step; the same command, restarted after a failure, resumes
+    with the exact bits.
 
-    With ``automatic_optimization = False`` a step is a batch, whatever number of updates of
-    whatever optimizers it makes. Nothing else changes: no ``ckpt_path=``. Model, optimizer,
-    schedulers, scaler, random state, the position in the data, the loops' counters, what was logged
-    with ``on_epoch=True`` in the running epoch, and the state of other callbacks are captured.
+    With ``automatic_optimization = False`` a step is a batch, however many updates it makes.
+    ``ckpt_path=`` is not needed. The snapshots contain the model, optimizer, schedulers, scaler,
+    random state, position in the data, the loops' counters, the values logged with ``on_epoch=True``
+    in the running epoch, and the state of other callbacks.
 
     Args:
-        refetch: fetch the batches of the interrupted epoch again instead of skipping them, which takes as long as fetching them took;
-            False, if a sample depends on its index only. None: where batches do not provably follow
-            from their indices.
+        refetch: True: fetch the batches of the interrupted epoch again, which takes as long as
+            fetching them took. False: skip them; correct if a sample depends only on its index.
+            None: skip them only if they provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
-        options: of ``Checkpointer``. A second ``fit()`` of the same process has its number in its run's name.
+        options: options of ``Checkpointer``. The run name of a second ``fit()`` in the same process
+            ends with its number.
     Raises:
-        ValueError: an option that ``Checkpointer`` does not have; or, when training starts, something with which an exact resumption
-            is not possible.
+        ValueError: ``Checkpointer`` does not have an option; or, when training starts, a setting
+            prevents an exact resumption.
     """
 
     def __init__(
@@ -73,34 +77,36 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
         self.checkpointer: Checkpointer | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Say early what cannot work."""
+        """Check the settings early."""
         if stage == "fit":
             _check(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Follow the loop, which is about to begin; restore."""
+        """Attach to the loop, which is about to start, and restore."""
         if "_DataLoaderIter" in type(trainer.fit_loop._data_fetcher).__name__:
             raise ValueError(
-                "training_step(dataloader_iter) fetches batches itself, so their position cannot be told: take a batch instead"
+                "training_step(dataloader_iter) fetches batches itself, so ckptd cannot record "
+                "their position: use training_step(batch)"
             )
         self._leave()
-        # Lightning's own launcher sets no RANK.
+        # Lightning's own launcher does not set RANK.
         self._who = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         self._loop = LightningLoop(trainer, self, self._make, refetch=self._refetch)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The last snapshot is taken."""
+        """Detach; the last snapshot has been taken."""
         self._leave()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """What was captured stays with the daemon."""
+        """Detach; the daemon keeps the snapshots."""
         self._leave()
 
     def _make(self, model: Any, optimizer: Any, state: dict[str, Stateful]) -> Checkpointer:
         twice = sorted(state.keys() & self._state.keys())
         if twice:
             raise ValueError(
-                f"state= has {', '.join(twice)}, which CkptdCallback captures itself: choose another name"
+                f"state= contains {', '.join(twice)}, which CkptdCallback captures itself: choose "
+                "another name"
             )
         job, run = name_of_this_training(self._options.get("job"), self._options.get("run"))
         options = {**self._who, **self._options, "job": job, "run": run}
@@ -117,12 +123,14 @@ def _check(trainer: Any, pl_module: Any) -> None:
     reason = _UNSUPPORTED.get(type(trainer.strategy).__name__)
     if reason is not None:
         raise ValueError(
-            f"CkptdCallback cannot capture {type(trainer.strategy).__name__}: {reason}; use DDP, or ModelParallelStrategy (FSDP2)"
+            f"CkptdCallback cannot capture {type(trainer.strategy).__name__}: {reason}; use DDP, "
+            "or ModelParallelStrategy (FSDP2)"
         )
     loop = trainer.fit_loop.epoch_loop
     if not all(
         hasattr(loop, name) for name in ("advance", "on_run_start", "automatic_optimization")
     ):
         raise ValueError(
-            "CkptdCallback does not know the loops of this version of Lightning: install one that `pip install 'ckptd[lightning]'` takes"
+            "CkptdCallback does not support the loops of this version of Lightning: install a "
+            "supported one with `pip install 'ckptd[lightning]'`"
         )

@@ -1,18 +1,19 @@
-"""Lightning's training loop, followed from within: where its steps begin, and how it is made to begin later.
+"""Integration with Lightning's training loop: it finds the tops of steps, and starts the loop at a
+restored position.
 
-Callbacks are told of a batch when it was fetched already, and nobody may enter an epoch in its
-middle. So methods of this one Trainer's loops are wrapped while it trains:
+Lightning calls callbacks after it has fetched the batch, and cannot enter an epoch in its middle.
+Therefore methods of this Trainer's loops are wrapped while it trains:
 
-* ``epoch_loop.advance``, which fetches and trains one batch: the first of an accumulation is the
-  top of our loop. Logging and validation of the step before are over, and the data of this one is
+* ``epoch_loop.advance`` fetches and trains one batch: the first batch of an accumulation is the top of
+  our loop. Logging and validation of the previous step are complete, and the data of this step are
   not fetched yet.
-* ``epoch_loop.on_run_start``, which creates the epoch's iterator: the restored epoch's is brought
-  to the exact position.
-* ``fit_loop.on_run_end``: the last snapshot, before callbacks change weights for good (weight averaging).
-* ``precision_plugin.train_step_context``: the forward; Lightning does not call the model as a module.
+* ``epoch_loop.on_run_start`` creates the epoch's iterator: that of the restored epoch is moved to the
+  exact position.
+* ``fit_loop.on_run_end`` takes the last snapshot, before callbacks change the weights (weight averaging).
+* ``precision_plugin.train_step_context`` is the forward; Lightning does not call the model as a module.
 
-A step of ours is an optimizer step, with all batches of an accumulation. In manual optimization,
-where a batch may update several times or not at all, it is a batch.
+A step is an optimizer step with all batches of an accumulation. In manual optimization, in which a batch
+may update several times or not at all, a step is a batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.data.loaders import check_loader, repeats_by_index
-from ckptd.client.data.position import DataPosition, tell_refetched
+from ckptd.client.data.position import DataPosition, log_refetched
 from ckptd.client.data.reach import Reach
 from ckptd.client.frameworks.lightning_state import CallbackStates, EpochSums, LoopProgress
 from ckptd.client.frameworks.step_driver import StepDriver
@@ -43,18 +44,18 @@ logger = get_logger(__name__)
 
 _SKIPS = "CkptdCallback(refetch=False)"
 
-# Makes the Checkpointer, as soon as everything that it needs exists.
+# Creates the Checkpointer when all its arguments exist.
 Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]
 
 
 class LightningLoop:
-    """Follows one ``Trainer.fit()``; made when training starts.
+    """Drives the steps of one ``Trainer.fit()``; created when training starts.
 
     Args:
         own: the callback, whose own state is not captured.
         make: called with model, optimizer and state.
-        refetch: fetch all batches of the interrupted epoch again instead of skipping those that need not be made; None: where they do
-            not provably follow from their indices.
+        refetch: fetch all batches of the interrupted epoch again instead of skipping them; None:
+            only if they do not provably follow from their indices.
     """
 
     def __init__(self, trainer: Any, own: Any, make: Make, *, refetch: bool | None) -> None:
@@ -102,7 +103,7 @@ class LightningLoop:
             self._layers.enter_context(layered(holder, name, layer))
 
     def close(self) -> None:
-        """Leave the Trainer as it was; the daemon keeps what was captured."""
+        """Restore the Trainer's methods; the daemon keeps the snapshots."""
         self._layers.close()
         self._driver.close()
 
@@ -117,9 +118,8 @@ class LightningLoop:
             position.begin_epoch(self._trainer.current_epoch)
         below(fetcher)
         if not resuming:
-            # The first epoch's iterator was created in the set-up, from a random state that is
-            # gone. It is created again, from one that is known, and the random state goes on as if
-            # this had not happened.
+            # Lightning's set-up created the first epoch's iterator from a random state that is lost.
+            # Create it again from a known one, and leave the random state as if this had not happened.
             position.loader = _iterator_of(fetcher) is created_before and not _is_resumed(
                 self._trainer
             )
@@ -130,7 +130,7 @@ class LightningLoop:
             started_s, skipped = time.perf_counter(), self._skip(fetcher)
             position.fast_forward(lambda: next(fetcher), skipped)
             if self._refetch:
-                tell_refetched(position, skipped, time.perf_counter() - started_s, _SKIPS)
+                log_refetched(position, skipped, time.perf_counter() - started_s, _SKIPS)
 
     def _create_again(self, fetcher: Any) -> None:
         self._position.return_to_epoch()
@@ -138,7 +138,7 @@ class LightningLoop:
         self._position.return_to_epoch()
 
     def _skip(self, fetcher: Any) -> int:
-        """Pass over batches that need not be made again; returns how many."""
+        """Skip the batches that need not be created again; returns their number."""
         count, combined = self._position.skippable, _iterator_of(fetcher)
         if self._refetch or len(combined.iterators) != 1 or fetcher.length is None:
             return 0
@@ -161,7 +161,7 @@ class LightningLoop:
     # -- a step ----------------------------------------------------------------------------------
 
     def _done(self) -> int:
-        """Steps that are over."""
+        """The number of completed steps."""
         loop = self._trainer.fit_loop.epoch_loop
         return int(loop.batch_progress.total.ready if self._manual else self._trainer.global_step)
 
@@ -180,7 +180,7 @@ class LightningLoop:
 
     @contextmanager
     def _train_step_context(self, below: Callable[..., Any]) -> Iterator[None]:
-        if self._manual:  # it has backward and updates in it
+        if self._manual:  # it contains backward and updates
             with below():
                 yield
             return
@@ -189,19 +189,19 @@ class LightningLoop:
 
 
 def _iterator_of(fetcher: Any) -> Any:
-    """The iterator in use, of all loaders together; a new one for each epoch."""
+    """The iterator in use, over all loaders; each epoch has a new one."""
     return fetcher.combined_loader._iterator
 
 
 def _is_resumed(trainer: Any) -> bool:
-    """Whether Lightning began at a checkpoint of its own (``ckpt_path=``), whose loader state must
-    not be lost.
+    """Whether Lightning started from its own checkpoint (``ckpt_path=``), whose loader state must not
+    be lost.
     """
     return bool(trainer.fit_loop.is_resuming)
 
 
 def _total(trainer: Any) -> int:
-    """The number of optimizer steps; a very large number where only the data knows."""
+    """The number of optimizer steps; a very large number if it depends on the data."""
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 < steps < math.inf else sys.maxsize
 
@@ -211,8 +211,9 @@ def _check_data(loaders: list[Any], *, skip: bool) -> None:
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
             logger.warning(
-                "the training data is a %s, in which nothing can be skipped: after a failure, the batches of the interrupted epoch are "
-                "fetched again up to the position; it must give the same items in the same order each time",
+                "the training data is a %s, which cannot skip batches: after a failure, ckptd "
+                "fetches the batches of the interrupted epoch "
+                "again up to the position; it must return the same items in the same order each time",
                 type(loader if dataset is None else dataset).__name__,
             )
         check_loader(loader, skip=skip, in_state=False, option=_SKIPS)

@@ -1,4 +1,4 @@
-"""What Lightning's ``Trainer`` keeps beside model, optimizer and schedulers, as objects for ``state=``."""
+"""The state of Lightning's ``Trainer`` besides model, optimizer and schedulers, as objects for ``state=``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ logger = get_logger(__name__)
 class LoopProgress:
     """The counters of all loops: epochs, batches, optimizer steps, schedulers.
 
-    They are put back twice, because entering an epoch begins its counters anew: when training
-    starts, and in the epoch.
+    They are restored twice, because entering an epoch resets its counters: when training starts, and
+    in the epoch.
 
     Args:
-        shape: what must be the same in a successor for its batches to be the same, by the name that users give it.
+        shape: the settings that must not change for the batches to stay the same, by their
+            user-visible names.
     """
 
     def __init__(self, trainer: Any, shape: dict[str, int]) -> None:
@@ -32,27 +33,28 @@ class LoopProgress:
 
     def state_dict(self) -> dict[str, Any]:
         loops = self._trainer.fit_loop.state_dict()
-        # Batches are fetched again, so a stateful loader must not be ahead.
+        # Batches are fetched again, so a stateful loader must not resume after them.
         loops["state_dict"].pop("combined_loader", None)
         return {"shape": self._shape, "loops": loops}
 
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
-        """Keep it for ``start`` and ``resume_epoch``.
+        """Keep the state for ``start`` and ``resume_epoch``.
 
         Raises:
-            ValueError: the batches of this training are others.
+            ValueError: this training has other batches.
         """
         for name, before in recorded["shape"].items():
             now = self._shape.get(name)
             if now != before:
                 raise ValueError(
-                    f"{name} was {before} when this run was recorded and is {now} now: its batches would be others. "
-                    f"Set it back to {before}, or pass CkptdCallback(run=...) a new name"
+                    f"{name} was {before} when this run was recorded and is {now} now, so the "
+                    "batches would differ. "
+                    f"Set it to {before}, or pass a new name to CkptdCallback(run=...)"
                 )
         self._recorded = recorded["loops"]
 
     def start(self) -> None:
-        """Before the first epoch is entered: as if that epoch had not begun, so that its own hooks begin it."""
+        """Restore before the first epoch, as if it had not started, so that its hooks run."""
         self._put_back()
         progress = self._trainer.fit_loop.epoch_progress
         for counts in (progress.total, progress.current):
@@ -61,7 +63,7 @@ class LoopProgress:
                 counts.started -= 1
 
     def resume_epoch(self) -> None:
-        """In the epoch, which was begun."""
+        """Restore in the epoch, after it has started."""
         self._put_back()
 
     def _put_back(self) -> None:
@@ -70,8 +72,8 @@ class LoopProgress:
 
 
 def _load(loop: Any, recorded: dict[str, Any], prefix: str) -> None:
-    """As ``loop.load_state_dict`` does, which would also mark it as restarting: its ways to restart
-    are not exact.
+    """Like ``loop.load_state_dict``, without marking the loop as restarting: Lightning's restart is
+    not exact.
     """
     loop._load_from_state_dict(recorded, prefix)
     for name, child in list(vars(loop).items()):
@@ -80,11 +82,11 @@ def _load(loop: Any, recorded: dict[str, Any], prefix: str) -> None:
 
 
 class EpochSums:
-    """What ``self.log(..., on_epoch=True)`` has summed up in this epoch, and the newest metrics
-    that callbacks monitor.
+    """The sums of ``self.log(..., on_epoch=True)`` in this epoch, and the newest metrics that callbacks
+    monitor.
 
-    Users log times, too, so a repeat is not compared with it. A sum is put back when its key is
-    logged again, as only then Lightning knows how it is reduced.
+    Users may log times, so a replay is not compared with them. A sum is restored when its key is
+    logged again, because only then Lightning knows its reduction.
     """
 
     reproducible = False
@@ -122,10 +124,10 @@ class EpochSums:
 
 
 class CallbackStates:
-    """``state_dict()`` of the other callbacks (early stopping, model checkpoints). Some hold times:
-    not compared.
+    """``state_dict()`` of the other callbacks (early stopping, model checkpoints). Some contain times, so
+    a replay is not compared with them.
 
-    One whose state no snapshot can hold is left out, with a warning.
+    A callback whose state cannot be packed is left out with a warning.
     """
 
     reproducible = False

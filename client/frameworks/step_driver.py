@@ -1,5 +1,5 @@
-"""``Checkpointer.steps`` as a loop that is not ours goes through it: it says where a step begins,
-and when there is none left.
+"""Drives ``Checkpointer.steps`` from the loop of another library, which reports the start of each step
+and the end of training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptd.client.identity import identify
 
 __all__ = ["StepDriver", "check_checkpointer_options", "name_of_this_training"]
 
-# Trainings that this process has begun, by job and run.
+# The number of trainings started in this process, by job and run.
 _begun: Counter[tuple[str, str]] = Counter()
 
 _SET_BY_THE_LOOP = frozenset({"self", "model", "optimizer", "state"})
@@ -24,8 +24,8 @@ class StepDriver:
     """Advances the loop of ``checkpointer`` step by step.
 
     Args:
-        total: the number of steps of the whole training; a very large number where it is not known.
-        start: the first one, where the library begins at a checkpoint of its own.
+        total: the number of steps of the whole training; a very large number if it is not known.
+        start: the first step, if the library starts from its own checkpoint.
     """
 
     def __init__(self, checkpointer: Checkpointer, total: int, *, start: int = 0) -> None:
@@ -35,8 +35,8 @@ class StepDriver:
         self._over = False
 
     def top(self, step: int) -> None:
-        """Step ``step`` begins here: everything before it is over. Said again for the same step, it
-        does nothing.
+        """Mark the top of step ``step``: all earlier work is complete. A second call for the same step does
+        nothing.
 
         Raises:
             ReplayMismatch: a replayed step did not reproduce what was recorded.
@@ -48,24 +48,24 @@ class StepDriver:
         self._running = step
 
     def finish(self, step: int) -> None:
-        """The training ended before ``step``: take the last snapshot and let go of the daemon,
-        which keeps them.
+        """The training ended before ``step``: take the last snapshot and detach from the daemon, which
+        keeps the snapshots.
         """
         self.top(step)
         self.close()
 
     def close(self) -> None:
-        """Let go in the middle; what was captured stays."""
+        """Detach before the end of training; the daemon keeps the snapshots."""
         self._over = True
         self._steps.close()
         self.checkpointer.close()
 
 
 def name_of_this_training(job: str | None, run: str | None) -> tuple[str, str]:
-    """Job and run of one training of this process.
+    """The job and run of one training of this process.
 
-    A script may train several models, or one model several times. A successor does the same in the
-    same order, so the second training under a name is told from the first by its number.
+    A script may train several models, or one model several times. A restarted script does the same in
+    the same order, so a number distinguishes the second training under a name from the first.
     """
     who = identify(job, run, 0, 1)
     _begun[who.job, who.run] += 1
@@ -74,10 +74,11 @@ def name_of_this_training(job: str | None, run: str | None) -> tuple[str, str]:
 
 
 def check_checkpointer_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError at what ``Checkpointer`` does not take, or what the loop gives it."""
+    """Raise ValueError for options that ``Checkpointer`` does not have, or that the loop sets itself."""
     known = inspect.signature(Checkpointer.__init__).parameters.keys() - _SET_BY_THE_LOOP
     unknown = sorted(options.keys() - known)
     if unknown:
         raise ValueError(
-            f"CkptdCallback: unknown {', '.join(unknown)}; it takes {', '.join(sorted(known))} (see Checkpointer), and state="
+            f"CkptdCallback: unknown {', '.join(unknown)}; it accepts {', '.join(sorted(known))} "
+            "(see Checkpointer), and state="
         )

@@ -20,11 +20,11 @@ MODULE = "tests.habits.pipelines"
 
 REFUSED = {
     "augmented, persistent workers": r"persistent_workers=False.*skip=True",
-    "augmented, any order of workers": r"Leave in_order=True",
-    "stateful in state=, 2 workers": r"take it out of state=, batches\(loader\) keeps",
+    "augmented, any order of workers": r"Set in_order=True",
+    "stateful in state=, 2 workers": r"remove it from state=, batches\(loader\) keeps",
     "a loader in state=": r"leave it out of state= and fetch from ckpt.batches\(loader\)",
-    "an iterator": r"pass the loader or dataset that it comes from",
-    "fetched before the loop": r"fetch the batches of a step in the body",
+    "an iterator": r"pass its loader or dataset",
+    "fetched before the loop": r"call next\(batches\) in the body",
 }
 # The names alone: importing the pipelines imports what they are made with.
 EXACT = (
@@ -94,7 +94,7 @@ PERSISTENT = r"persistent_workers=False.*refetch=False"
 REFUSING = [
     (TRAINER, "trainer, persistent workers", PERSISTENT),
     (LIGHTNING, "lightning, persistent workers", PERSISTENT),
-    (ACCELERATE, "accelerate, stateful, in state=", "take it out of state="),
+    (ACCELERATE, "accelerate, stateful, in state=", "remove it from state="),
 ]
 ROWS += [
     Row(module, name, window, ranks, refused=refused)
@@ -105,7 +105,7 @@ ROWS += [
 
 # Hugging Face's `datasets`, by themselves and in the loops of others.
 HUB = "tests.habits.hub_datasets"
-_NO_STATE = r"take it out of state= and fetch from ckpt.batches"
+_NO_STATE = r"remove it from state= and fetch from ckpt.batches"
 HUB_REFUSED = {
     "datasets, stream, no seed": r"without a seed.*shuffle\(seed=42\)",
     "datasets, stream in state=": _NO_STATE,

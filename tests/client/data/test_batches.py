@@ -53,7 +53,7 @@ def test_a_loader_restored_at_the_end_of_its_epoch() -> None:
 
 
 def test_an_empty_loader_is_an_error_and_not_a_hang() -> None:
-    with pytest.raises(ValueError, match="Loader gave no batch in a whole epoch"):
+    with pytest.raises(ValueError, match="Loader returned no batch in a whole epoch"):
         next(Batches(Loader(0)))
 
 
@@ -64,6 +64,6 @@ def test_an_iterator_that_is_through_is_named() -> None:
     batches = Batches(iter([1]))
     assert next(batches) == 1
     with pytest.raises(
-        ValueError, match=r"it is an iterator, which has one epoch; pass the loader"
+        ValueError, match=r"it is an iterator, which has only one epoch; pass its loader"
     ):
         next(batches)

@@ -204,7 +204,7 @@ class Keeps:
 @pytest.mark.parametrize(
     ("loader", "advice"),
     [
-        (iter([1]), r"cannot begin anew.*batches\(loader\)"),
+        (iter([1]), r"cannot start again.*batches\(loader\)"),
         (Keeps(), r"state=\{'loader': loader\}"),
         (DataLoader(Noisy(1), num_workers=1, persistent_workers=True), "persistent_workers=False"),
         (DataLoader(Noisy(1), num_workers=1, in_order=False), "in_order=True"),
@@ -217,7 +217,7 @@ def test_what_cannot_come_back_is_refused(loader: Any, advice: str) -> None:
 
 def test_workers_of_a_stateful_loader_have_random_numbers_that_no_state_holds() -> None:
     loader = StatefulDataLoader(Noisy(1), num_workers=2)
-    with pytest.raises(ValueError, match="take it out of state="):
+    with pytest.raises(ValueError, match="remove it from state="):
         check_loader(loader, skip=False, in_state=True)
     check_loader(loader, skip=True, in_state=True)
     check_loader(loader, skip=False, in_state=False)
@@ -225,7 +225,7 @@ def test_workers_of_a_stateful_loader_have_random_numbers_that_no_state_holds() 
 
 @pytest.mark.parametrize("item", [DataLoader([1]), iter([1])])  # type: ignore[arg-type]
 def test_a_loader_in_state_is_told_where_it_belongs(item: Any) -> None:
-    with pytest.raises(ValueError, match=r"leave it out of state=.*ckpt\.batches\(loader\)"):
+    with pytest.raises(ValueError, match=r"remove it from state=.*ckpt\.batches\(loader\)"):
         check_state({"loader": item})
 
 
@@ -277,7 +277,7 @@ def test_a_stream_that_is_shuffled_without_a_seed(stream: Any, wrap: Callable[[A
 
 @pytest.mark.parametrize("wrap", [lambda data: data, StatefulDataLoader])
 def test_a_stream_in_state(stream: Any, wrap: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match=r"take it out of state=.*ckpt.batches"):
+    with pytest.raises(ValueError, match=r"remove it from state=.*ckpt.batches"):
         check_state({"data": wrap(stream)})
 
 

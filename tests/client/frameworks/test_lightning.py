@@ -28,7 +28,7 @@ def made() -> Any:
 
 
 def test_what_cannot_resume_is_refused(made: Any) -> None:
-    with pytest.raises(ValueError, match="take a batch"):
+    with pytest.raises(ValueError, match="use training_step"):
         made.fit(made.Fetching(), made.CkptdCallback(daemon=None))
 
 
