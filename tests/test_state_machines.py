@@ -17,6 +17,7 @@ from ckptd.core.state_machine import Transitions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "state_machines.md"
 TABLES = {
+    "schedule change": ("ckptd.core.schedules.switching", "TRANSITIONS"),
     "slot": ("ckptd.core.slots.slots", "TRANSITIONS"),
     "persistence": ("ckptd.core.persistence.persister", "TRANSITIONS"),
     "replication": ("ckptd.core.replication.target", "TRANSITIONS"),

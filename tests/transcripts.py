@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckptd.core.schedules.switching import Change
 from ckptd.core.slots.slots import SlotRecord
 from ckptd.core.slots.snapshot_events import SnapshotKey
 
@@ -66,6 +67,8 @@ def shown(action: Any) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, SnapshotKey):
         return str(value.iteration)
+    if isinstance(value, Change):
+        return f"[{value.why}]"
     if isinstance(value, tuple):
         return f"({', '.join(map(_word, value))})"
     return str(value)

@@ -3,18 +3,9 @@
 What must hold is *agreement*: no two ranks of an epoch snapshot the same iteration by different
 schedules. Nobody may wait for it, training least of all, and every rank is at another place when it
 hears of something. The ranks share registers that can be compared and swapped (the job's store); an
-attempt to change has a number and goes through five stages on each rank:
-
-==========  =====================================================  ====================================================
-stage       meaning                                                left by
-==========  =====================================================  ====================================================
-idle        nothing is open                                        a proposal of anybody
-preparing   plan and memory for the change are made                prepared; dropped
-ready       this rank could; binds it to nothing                   all ranks are ready; dropped
-promised    from iteration ``promised`` on this rank takes no      the outcome, the same for everybody: ``go`` at the
-            snapshot before it knows the outcome                   largest promise of all, or dropped
-decided     go: from iteration ``at`` on by the new schedule       that iteration
-==========  =====================================================  ====================================================
+attempt to change has a number and goes through the stages of the table below. To be *ready* binds to
+nothing. Who has *promised* takes no snapshot from iteration ``promised`` on before it knows the outcome,
+which is the same for everybody: ``go`` at the largest promise of all, or dropped.
 
 The outcome is one register, written once: by the last to promise (go), or by whoever gives up
 (dropped): because it cannot prepare, because it has waited too long for others to be ready, or
@@ -38,9 +29,11 @@ from enum import StrEnum
 
 import msgspec
 
+from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.errors import LocalProtocolError
 
 __all__ = [
+    "TRANSITIONS",
     "AllReady",
     "Apply",
     "Ask",
@@ -57,6 +50,7 @@ __all__ = [
     "Proposed",
     "RequestFailed",
     "Stage",
+    "SwitchEvent",
     "Switching",
     "TellPromise",
     "TellReady",
@@ -68,15 +62,52 @@ _LEAST_MARGIN = 2
 _MOST_MARGIN_S = 60.0
 
 
-class Stage(StrEnum):
+class Stage(MachineState):
     """How far the newest attempt is on this rank; see the module."""
 
-    IDLE = "idle"
-    PROPOSING = "proposing"
-    PREPARING = "preparing"
-    READY = "ready"
-    PROMISED = "promised"
-    DECIDED = "decided"
+    IDLE = "idle", "nothing is open"
+    PROPOSING = "proposing", "this rank wishes for a change, and asks the store to open an attempt"
+    PREPARING = "preparing", "plan and memory for the change are made"
+    READY = "ready", "this rank could go over; that binds it to nothing"
+    PROMISED = "promised", "from the promised iteration on no snapshot before the outcome is known"
+    DECIDED = "decided", "go: by the new schedule from an iteration on"
+
+
+class SwitchEvent(StrEnum):
+    """What happens to an attempt, as this rank hears of it."""
+
+    WISH = "wish"
+    PROPOSED = "proposed"  # by anybody
+    FAILED = "failed"  # the store did not answer the proposal
+    PREPARED = "prepared"
+    UNABLE = "unable"
+    ALL_READY = "all ready"
+    GO = "go"
+    DROPPED = "dropped"
+    APPLIED = "applied"
+
+
+TRANSITIONS = Transitions(
+    "schedule change",
+    {
+        (Stage.IDLE, SwitchEvent.WISH): Stage.PROPOSING,
+        (Stage.IDLE, SwitchEvent.PROPOSED): Stage.PREPARING,
+        (Stage.PROPOSING, SwitchEvent.PROPOSED): Stage.PREPARING,
+        (Stage.PROPOSING, SwitchEvent.FAILED): Stage.IDLE,
+        (Stage.PREPARING, SwitchEvent.PREPARED): Stage.READY,
+        (Stage.PREPARING, SwitchEvent.UNABLE): Stage.PREPARING,
+        (Stage.PREPARING, SwitchEvent.DROPPED): Stage.IDLE,
+        (Stage.READY, SwitchEvent.UNABLE): Stage.READY,
+        (Stage.READY, SwitchEvent.ALL_READY): Stage.PROMISED,
+        (Stage.READY, SwitchEvent.DROPPED): Stage.IDLE,
+        # A promise binds: who has given it learns the outcome like all others.
+        (Stage.PROMISED, SwitchEvent.UNABLE): Stage.PROMISED,
+        (Stage.PROMISED, SwitchEvent.GO): Stage.DECIDED,
+        (Stage.PROMISED, SwitchEvent.DROPPED): Stage.IDLE,
+        (Stage.DECIDED, SwitchEvent.APPLIED): Stage.IDLE,
+    },
+)
+_ANSWERING = (Stage.PREPARING, Stage.READY, Stage.PROMISED)
 
 
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -229,20 +260,6 @@ class Discard:
 
 Effect = Prepare | Apply | Discard
 
-# Whatever a rank hears of an attempt that it has left behind is passed over; anything else breaks the rules.
-_LEGAL = {
-    (Stage.IDLE, Proposed),
-    (Stage.PROPOSING, Proposed),
-    (Stage.PREPARING, Prepared),
-    (Stage.PREPARING, Unable),
-    (Stage.PREPARING, Decided),
-    (Stage.READY, Unable),
-    (Stage.READY, AllReady),
-    (Stage.READY, Decided),
-    (Stage.PROMISED, Unable),
-    (Stage.PROMISED, Decided),
-}
-
 
 class Switching:
     """One rank's part in one epoch.
@@ -270,6 +287,7 @@ class Switching:
 
     # -- the trainer ---------------------------------------------------------------------------------
 
+    @validated
     def wish(self, change: Change, *, margin_s: float, now_s: float) -> bool:
         """Propose a change; False while another one is open, or the last attempt is too recent.
 
@@ -278,10 +296,12 @@ class Switching:
         """
         if self.stage is not Stage.IDLE or now_s < self._not_before_s:
             return False
-        self.stage, self._told, self._change = Stage.PROPOSING, False, change
+        self._on(SwitchEvent.WISH)
+        self._change = change
         self._margin_s = min(margin_s * 2**self._dropped_in_a_row, _MOST_MARGIN_S)
         return True
 
+    @validated
     def boundary(self, iteration: int, *, iteration_s: float) -> list[Effect]:
         """The top of ``iteration``, before its snapshot: what to do now."""
         self._reached, self._iteration_s = max(self._reached, iteration), iteration_s
@@ -290,7 +310,7 @@ class Switching:
         if self.stage is Stage.PREPARING and not self._dropping:
             effects.append(Prepare(self.number, self._change))
         elif self.stage is Stage.DECIDED and iteration >= self._at:
-            self.stage = Stage.IDLE
+            self._on(SwitchEvent.APPLIED)
             effects.append(Apply(self.number, self._change, self._at))
         elif not self.knows(iteration) and not self._dropping:
             self._dropping = f"a rank reached iteration {iteration} before it heard of all others"
@@ -302,32 +322,47 @@ class Switching:
 
     # -- what happened -------------------------------------------------------------------------------
 
+    @validated
     def handle(self, event: Event, *, now_s: float) -> None:
-        """Take note of an event.
+        """Take note of an event. What a rank hears of an attempt that it has left behind is passed over.
 
         Raises:
             LocalProtocolError: it cannot have happened if all keep to the rules.
         """
         if isinstance(event, RequestFailed):
             if self.stage is Stage.PROPOSING:
+                self._on(SwitchEvent.FAILED)
                 self._rest(now_s, came_about=False)
             return
         if self._is_past(event):
             return
-        if (self.stage, type(event)) not in _LEGAL:
-            raise LocalProtocolError(f"{event} while {self.stage} in attempt {self.number}")
         match event:
             case Proposed():
                 self._begin(event, now_s)
             case Prepared():
-                self.stage, self._told = Stage.READY, False
+                self._on(SwitchEvent.PREPARED)
             case Unable():
-                # A promise binds: who has given it learns the outcome like all others.
+                self._on(SwitchEvent.UNABLE)
                 self._dropping = self._dropping or event.why
             case AllReady():
                 self._promise()
             case Decided():
                 self._decided(event, now_s)
+
+    def _on(self, event: SwitchEvent) -> None:
+        """Every transition goes through here; what a stage asks of the store has not been told when it begins."""
+        before, self.stage = self.stage, TRANSITIONS.after(self.stage, event, attempt=self.number)
+        if self.stage is not before:
+            self._told = False
+
+    def _validate(self) -> None:
+        """What the module's proof rests on, as far as one rank can see it."""
+        if self.stage is Stage.DECIDED:
+            assert self._at >= self._promised, f"go at {self._at}, promised {self._promised}"
+        assert not self._dropping or self.stage in _ANSWERING, f"{self.stage}, and dropping"
+        assert self.number or self.stage in (Stage.IDLE, Stage.PROPOSING), (
+            "an attempt without a number"
+        )
 
     def _is_past(self, event: Event) -> bool:
         assert not isinstance(event, RequestFailed)
@@ -338,30 +373,31 @@ class Switching:
         return event.number < self.number or (event.number == self.number and (ended or late))
 
     def _begin(self, event: Proposed, now_s: float) -> None:
-        self.stage, self.number, self._change = Stage.PREPARING, event.number, event.change
+        self._on(SwitchEvent.PROPOSED)
+        self.number, self._change = event.number, event.change
         self._margin_s, self._begun_s = event.margin_s, now_s
-        self._told, self._dropping = False, ""
+        self._dropping = ""
 
     def _promise(self) -> None:
         margin = math.ceil(self._margin_s / self._iteration_s) if self._iteration_s > 0 else 0
         # Later than anything that this rank has begun; from here on it is bound, told or not.
+        self._on(SwitchEvent.ALL_READY)
         self._promised = self._reached + max(_LEAST_MARGIN, margin)
-        self.stage, self._told = Stage.PROMISED, False
 
     def _decided(self, event: Decided, now_s: float) -> None:
         if event.at < 0:
+            self._on(SwitchEvent.DROPPED)
             self._discards.append(Discard(self.number, self._change, event.why))
             self._rest(now_s, came_about=False)
             return
-        if self.stage is not Stage.PROMISED:
-            raise LocalProtocolError(f"{event}, but this rank is {self.stage} and never promised")
-        if event.at < self._promised:
+        if self.stage is Stage.PROMISED and event.at < self._promised:
             raise LocalProtocolError(f"{event}, but this rank promised {self._promised}")
+        self._on(SwitchEvent.GO)
         self._rest(now_s, came_about=True)
-        self.stage, self._at = Stage.DECIDED, event.at
+        self._at = event.at
 
     def _rest(self, now_s: float, *, came_about: bool) -> None:
-        self.stage, self._dropping = Stage.IDLE, ""
+        self._dropping = ""
         self._dropped_in_a_row = 0 if came_about else self._dropped_in_a_row + 1
         # What came about is no reason to wait; the next wish may be that of a rank which is not
         # protected until then.
