@@ -67,6 +67,7 @@ def test_every_promise_holds_through_seeded_chaos() -> None:
         3212,
         918,
         1706,
+        8083,
     ],
 )
 def test_seeds_that_broke_a_promise_once(seed: int) -> None:
