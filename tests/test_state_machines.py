@@ -19,6 +19,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "state_machines.md"
 TABLES = {
     "schedule change": ("ckptd.core.schedules.switching", "TRANSITIONS"),
     "slot": ("ckptd.core.slots.slots", "TRANSITIONS"),
+    "parking copy": ("ckptd.client.parking.park_gate", "COPY_TRANSITIONS"),
+    "parking moment": ("ckptd.client.parking.park_gate", "MOMENT_TRANSITIONS"),
     "persistence": ("ckptd.core.persistence.persister", "TRANSITIONS"),
     "replication": ("ckptd.core.replication.target", "TRANSITIONS"),
 }

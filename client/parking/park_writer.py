@@ -70,7 +70,7 @@ class TopTensors:
 
 
 class TopState(Protocol):
-    """What is needed of the moment that is parked (see ``parking.Moment``)."""
+    """What is needed of the moment that is parked (see ``park_gate.Moment``)."""
 
     @property
     def step(self) -> int: ...

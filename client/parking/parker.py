@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,15 +33,16 @@ from ckptd.client.capture.slot_writer import SMALL_BUFFER_BYTES
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.parking.park_gate import CopyState, Moment, ParkGate
 from ckptd.client.parking.park_memory import ParkMemory
-from ckptd.client.parking.park_writer import CopyFailed, ParkCopy, TopTensors
+from ckptd.client.parking.park_writer import CopyFailed, ParkCopy
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.describe import human
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
 
-__all__ = ["PATIENCE_S", "Moment", "Parked", "Parking"]
+__all__ = ["PATIENCE_S", "Parked", "Parking"]
 
 logger = get_logger(__name__)
 
@@ -66,36 +67,6 @@ class Parked:
     iteration: int
     reason: str = ""
     again: bool = False  # it was parked before it was asked for
-
-
-@dataclass(slots=True, eq=False)
-class Moment:
-    """The state at the top of a step, as far as it has to be kept apart; the rest is what is live.
-
-    ``recorded``: the dictionary that the step's snapshot is written from, to which the first
-    forward adds. ``marks``: what must not change, where it is found, and its version. ``tensors``:
-    all that is copied, with samples of it. ``ready``: the device has come so far.
-    """
-
-    step: int
-    phase: int
-    scalars: dict[str, Any]
-    recorded: Mapping[str, Any]
-    buffers: dict[str, Tensor]
-    marks: list[tuple[Mapping[str, Any], str, Tensor, int]]
-    tensors: TopTensors | None
-    ready: torch.cuda.Event | None
-    begun_s: float = field(default_factory=time.monotonic)
-    rng_forward: dict[str, Any] | None = None
-    parked: bool = False
-    late: bool = False
-
-    def changed(self) -> str:
-        """The name of something that was written to or replaced since the top; empty if nothing was."""
-        for place, key, tensor, version in self.marks:
-            if place.get(key) is not tensor or tensor._version != version:
-                return key
-        return ""
 
 
 class Parking:
@@ -132,13 +103,9 @@ class Parking:
         self._durations: deque[float] = deque(maxlen=_STEPS_OF_LIMIT)
         self._top_at = 0.0
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._tops = threading.Condition(self._lock)
-        self._moment: Moment | None = None
-        self._why_not = "no step has begun whose state can be parked: the first ones are measured, and a replay is none"
-        self._soon = False  # the next top is not far
-        self._copying: threading.Event | None = None  # set when the copy that is under way is over
-        self._abandoned = False
+        self._gate = ParkGate(
+            "no step has begun whose state can be parked: the first ones are measured, and a replay is none"
+        )
         self._one_at_a_time = threading.Lock()
         self._requests: queue.Queue[tuple[str, Callable[[Parked], None]] | None] = queue.Queue(
             _REQUESTS
@@ -164,24 +131,22 @@ class Parking:
             moment = self._moment_of(step, plan, phase, scalars)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            if why != self._why_not:  # said once, not at every step
+            if why != self._gate.why_not:  # said once, not at every step
                 logger.error("step %d cannot be parked", step, exc_info=error)
             self.closed_because(why)
             return
-        with self._tops:
-            self._moment, self._soon = moment, False
-            self._tops.notify_all()
+        self._gate.top(moment)
 
     def again(self) -> None:
         """The top of a further step of an accumulation: the weights are those of the top before."""
-        if self._moment is not None:
-            self._moment.begun_s = time.monotonic()
+        if (moment := self._gate.moment) is not None:
+            moment.begun_s = time.monotonic()
 
     def first_forward(self) -> None:
         """The step's first forward of the model is about to run: random state that a resumed step
         must have there.
         """
-        moment = self._moment
+        moment = self._gate.moment
         if moment is None or moment.rng_forward is not None:
             return
         found: dict[str, Any] = moment.recorded.get("rng_forward") or capture_rng()
@@ -191,25 +156,19 @@ class Parking:
 
     def before_update(self) -> None:
         """An optimizer is about to step: the moment is over, and a copy that is under way is waited for."""
-        with self._lock:
-            self._moment, self._why_not = None, "an optimizer is stepping"
-            self._soon = True
-            copying = None if self._abandoned else self._copying
-        if copying is not None and not copying.wait(self._update_wait_s):
-            with self._lock:
-                self._abandoned = self._copying is not None
+        over = self._gate.update()
+        if over is not None and not over.wait(self._update_wait_s):
+            self._gate.abandon_copy()
 
     def closed_because(self, why: str) -> None:
         """There is no state to park until the next top."""
-        with self._tops:
-            self._moment, self._soon, self._why_not = None, False, why
-            self._tops.notify_all()
+        self._gate.close(why)
 
     def leave(self, why: str) -> None:
         """The loop is left; in the middle of a step, whose state is parked first. Never raises."""
         if os.getpid() != self._pid:
             return
-        if self._moment is not None:
+        if self.possible:
             self.park(why)
         self.closed_because("the loop is not running")
 
@@ -218,17 +177,17 @@ class Parking:
     @property
     def copying(self) -> bool:
         """Whether a copy is under way."""
-        return self._copying is not None
+        return self._gate.state[1] is not CopyState.NONE
 
     @property
     def locked(self) -> bool:
         """Whether some thread is in the middle of opening or closing a moment."""
-        return self._lock.locked()
+        return self._gate.locked
 
     @property
     def possible(self) -> bool:
         """Whether there is a state that can be parked right now."""
-        return self._moment is not None
+        return self._gate.moment is not None
 
     def park(self, why: str, patience_s: float = 0.0) -> Parked:
         """Park the step that runs; never raises.
@@ -287,44 +246,32 @@ class Parking:
         return max(_LEAST_LIMIT_S, _STEPS_OF_LIMIT * statistics.median(known))
 
     def _park(self, patience_s: float) -> Parked:
-        moment = self._await_moment(patience_s)
+        gate = self._gate
+        moment = gate.awaited(patience_s)
         if moment is None:
-            return Parked(-1, self._why_not)
+            return Parked(-1, gate.why_not)
         with self._one_at_a_time:
             if moment.parked:
                 return Parked(moment.step, again=True)
-            over = threading.Event()
-            with self._lock:
-                if self._moment is not moment:
-                    return Parked(-1, self._why_not)
-                self._copying, self._abandoned = over, False
+            if not gate.begin_copy(moment):
+                return Parked(-1, gate.why_not)
             try:
                 with self._copy.of(moment, self._rng_forward(moment)) as fill:
-                    with self._lock:  # from here on the optimizer may step
-                        self._copying, abandoned = None, self._abandoned
-                    over.set()
-                    if abandoned:
+                    if gate.end_copy():
                         raise CopyFailed(self._gone_on)
                     fill.seal()
             except CopyFailed as error:
-                if self._abandoned:  # whatever has changed then, it may have been the optimizer
+                if gate.end_copy():  # whatever has changed then, it may have been the optimizer
                     raise CopyFailed(self._gone_on) from error
                 raise
             finally:
-                with self._lock:
-                    self._copying, self._abandoned = None, False
-                over.set()
+                gate.end_copy()
             moment.parked = True
             return Parked(moment.step)
 
     @property
     def _gone_on(self) -> str:
         return f"the optimizer's step waited {self._update_wait_s:g} s for it, and went on"
-
-    def _await_moment(self, patience_s: float) -> Moment | None:
-        with self._tops:
-            self._tops.wait_for(lambda: self._moment is not None or not self._soon, patience_s)
-            return self._moment
 
     def _rng_forward(self, moment: Moment) -> dict[str, Any] | None:
         """Random state at the first forward. Before it was reached: as at the top, if nothing is
@@ -415,7 +362,7 @@ class Parking:
 
     def _look(self) -> None:
         """Whether the step that runs lasts too long."""
-        moment, limit_s = self._moment, self.limit_s
+        moment, limit_s = self._gate.moment, self.limit_s
         if moment is None or moment.late or moment.parked or not limit_s:
             return
         if time.monotonic() - moment.begun_s > limit_s:
