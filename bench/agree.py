@@ -35,9 +35,9 @@ from bench.common import clock_ms, emit, forget, median, own_daemon, parser, scr
 from bench.scale import cluster, holdings
 from ckptd.client import Checkpointer
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.failure_detector import own_connection
-from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.ranks.collectives import exchange
 from ckptd.client.ranks.store_barrier import arrive
+from ckptd.client.ranks.store_connection import own_connection
 from ckptd.core.placement import plan_placement
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
 from ckptd.core.recovery.held import from_wire, to_wire

@@ -16,7 +16,6 @@ import platform
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -34,7 +33,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.operators import Grouping
 from ckptd.client.model.parameter_names import is_compiled
 from ckptd.client.model.precision import PrecisionProbe
-from ckptd.client.model.replicated_params import NOTHING_SHARED, meet_sharing
+from ckptd.client.model.replicated_params import NOTHING_SHARED, agree_on_sharing
 from ckptd.client.model.tensor_sharding import placement_lines
 from ckptd.client.option_checks import (
     check_choice,
@@ -51,8 +50,7 @@ from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.shared_values import shared_value
 from ckptd.client.pipeline.silent_log import SilentLog
 from ckptd.client.pipeline.stage_hooks import stages_of
-from ckptd.client.ranks.collectives import all_or_none
-from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.self_verification import Certificate, DenseState, certify
 from ckptd.client.recovery.start import Recovery, newest_window
 from ckptd.client.resume import heed_program, restore
@@ -224,12 +222,12 @@ class Checkpointer:
             at=wanted_iteration(resume_at),
             verify_iterations=verify_iterations,
         )
-        self._meet = partial(exchange, self._identity)
+        self._ranks = Collectives.of_job(self._identity, node=platform.node())
         needed, text = needed_memory(self._binding, self._operators, policy, window, shared)
         try:
             try:
                 # A rank that is refused must not leave the others waiting for it.
-                with all_or_none(self._meet, platform.node()):
+                with self._ranks.all_or_none():
                     self._memory = RankMemory(
                         self._identity,
                         ensure_daemon if daemon == "auto" else lambda: str(daemon),
@@ -254,9 +252,12 @@ class Checkpointer:
                     raise
                 self._go_on_unprotected(error, model, optimizer, masters)
                 return
+            self._ranks = self._ranks.on_node(self._memory.session.node_id)
             if self._identity.world_size > 1:
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, policy)
-                self._sharing = meet_sharing(self._binding, shared.replicas, own_bytes, self._meet)
+                self._sharing = agree_on_sharing(
+                    self._binding, shared.replicas, own_bytes, self._ranks
+                )
             self._protect(self._memory)
             if park:
                 self._begin_parking()
@@ -514,10 +515,10 @@ class Checkpointer:
         memory.session.flush(SEAL_WAIT_S)
         memory.settle_filled(SEAL_WAIT_S)
         with self._pipeline.aside():
-            suffix = newest_window(memory, self._meet)
+            suffix = newest_window(memory, self._ranks)
             assert recorder.plan is not None
             images = memory.images(suffix.records)
-            replay = self._recovery.replay_of(images, recorder.plan, self._meet)
+            replay = self._recovery.replay_of(images, recorder.plan, self._ranks)
             return certify(
                 replay,
                 DenseState(self._binding, self._subject.stateful),
@@ -591,7 +592,7 @@ class Checkpointer:
             recorder,
             counter=self._counter,
             precision=self._precision,
-            meet=self._meet,
+            ranks=self._ranks,
         )
 
     def _begin_parking(self) -> None:
@@ -615,9 +616,9 @@ class Checkpointer:
 
     def _restore(self, memory: RankMemory) -> None:
         started_s = time.perf_counter()
-        found = self._recovery.find(memory)
+        found = self._recovery.find(memory, self._ranks)
         if found is None:
-            with all_or_none(self._meet, memory.session.node_id):
+            with self._ranks.all_or_none():
                 if self._start_from is not None:
                     logger.warning("%s", load_start(self._binding, self._start_from))
             return
@@ -629,7 +630,7 @@ class Checkpointer:
             memory,
             engine=self._engine,
             buckets=self._buckets,
-            meet=self._meet,
+            ranks=self._ranks,
             stats=self._stats,
             started_s=started_s,
         )

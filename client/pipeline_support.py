@@ -22,7 +22,7 @@ from ckptd.client.model.communication import Communication
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.stage_hooks import listen
-from ckptd.client.recovery.localized_recovery import ApartStart, come_together
+from ckptd.client.recovery.localized_recovery import ApartStart, end_localized
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
 from ckptd.errors import DaemonUnavailable
@@ -126,7 +126,7 @@ class PipelinePart:
         if self.log is not None:
             self.log.abandon()
 
-    def come_together(self, step: int, memory: RankMemory, wait: Callable[[], object]) -> None:
+    def end_localized(self, step: int, memory: RankMemory, wait: Callable[[], object]) -> None:
         """The top of a step. At the first one after a localized restart that all ranks run,
         ``wait`` is called: all come there.
 
@@ -146,7 +146,7 @@ class PipelinePart:
             return
         self.start = None
         wait()
-        come_together(memory, start)
+        end_localized(memory, start)
         text = f"all ranks run together again from iteration {start.plan.resume} on"
         logger.info("%s", text)
         if memory.identity.rank == 0:

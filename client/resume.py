@@ -9,7 +9,7 @@ from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.program import Program, apply_options, differences, options_differ
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.collectives import Exchange, all_or_none
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.start import Resumption
 from ckptd.client.stats import Stats
@@ -29,7 +29,7 @@ def restore(
     *,
     engine: CopyEngine,
     buckets: Buckets,
-    meet: Exchange,
+    ranks: Collectives,
     stats: Stats,
     started_s: float,
 ) -> None:
@@ -41,13 +41,13 @@ def restore(
         DaemonUnavailable: another rank cannot go on; here it is that rank's own error.
     """
     replay = found.replay
-    _load(replay, buckets, meet, memory.session.node_id)
+    _load(replay, buckets, ranks)
     for segment in memory.table.segments:
         engine.register(segment.memory, segment.regions())
     loop.resume(found)
     if found.apart is not None:
         stages = replay.oldest_scalars.get("stages", {})
-        with all_or_none(meet, memory.session.node_id):
+        with ranks.all_or_none():
             assert loop.recorder is not None
             loop.recorder.scalars.stage_shapes = loop.pipeline.run_isolated(
                 memory.identity.rank, found.apart, stages
@@ -108,13 +108,13 @@ def _not_compared(found: Resumption) -> str:
     return f"; {what} can be compared with a replay ({found.unverified})"
 
 
-def _load(replay: Replay, buckets: Buckets, meet: Exchange, node: str) -> None:
-    with all_or_none(meet, node):
+def _load(replay: Replay, buckets: Buckets, ranks: Collectives) -> None:
+    with ranks.all_or_none():
         replay.load_state()
     # Ranks hand over tensors from here on: whoever fails before must not leave the others waiting.
-    with all_or_none(meet, node):
+    with ranks.all_or_none():
         replay.load_tensors()
         layouts = replay.bucket_layouts
-    buckets.put_back(layouts, meet)
+    buckets.put_back(layouts, ranks)
     if replay.buffer_senders is not None:
         buckets.send_next(replay.buffer_senders)

@@ -26,7 +26,7 @@ from ckptd.client.optimizers.step_closures import before_update
 from ckptd.client.parking.parker import Parking
 from ckptd.client.pipeline.stage_rehearsal import callables_of, rehearsal_tap, without_trace
 from ckptd.client.pipeline_support import PipelinePart
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replay_support import ReplayPart
 from ckptd.client.recovery.start import Resumption
@@ -82,13 +82,13 @@ class LoopSide:
         *,
         counter: TokenCounter,
         precision: PrecisionProbe,
-        meet: Exchange,
+        ranks: Collectives,
     ) -> None:
         """From here on the loop is protected, by these."""
         self._binding: LiveState = subject.binding
         self._stateful = subject.stateful
         self._memory, self.recorder = memory, recorder
-        self._counter, self._precision, self._meet = counter, precision, meet
+        self._counter, self._precision, self._ranks = counter, precision, ranks
         self._guard = Guard(memory.session, self._stats)
 
     def resume(self, found: Resumption) -> None:
@@ -158,7 +158,7 @@ class LoopSide:
         self.replaying.check_whole()
         sent = self.pipeline.end()
         if self._memory is not None:
-            self.pipeline.come_together(step, self._memory, self._wait_for_all)
+            self.pipeline.end_localized(step, self._memory, self._wait_for_all)
         recorder = self.recorder
         if self.replaying.top(step, sent):
             if recorder is not None:
@@ -176,7 +176,7 @@ class LoopSide:
         if self.parking is not None:
             # Who is told to end here is not to wait for a top that may be far; what was parked before stays.
             self.parking.closed_because("not all ranks have come to where they run together")
-        self._meet(b"")
+        self._ranks.barrier()
 
     def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> None:
         assert self._guard is not None

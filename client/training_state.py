@@ -4,8 +4,9 @@ and whether it can be.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
 from ckptd.client.model.tensor_sharding import check_sharded
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.option_checks import all_operators, check_state
-from ckptd.client.ranks.agreed_names import agreed_identity
+from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["TrainingState", "examine"]
 
@@ -96,3 +97,28 @@ def examine(
     if identity.world_size > 1 and dist.is_available() and dist.is_initialized():
         sharing = ReplicatedParams(find_replicas(binding, replicated, identity.rank))
     return TrainingState(binding, stateful, identity, freezing, found, sharing)
+
+
+def agreed_identity(mine: Identity) -> Identity:
+    """This rank under the names that rank 0 has: a script may lie elsewhere on another node. A
+    collective call if there are several ranks.
+
+    Raises:
+        ValueError: ranks were passed different names; on every rank.
+        DaemonUnavailable: a rank did not come.
+    """
+    # What several ranks without a process group lack is said at their first collective call.
+    there = dist.is_available() and dist.is_initialized()
+    if mine.world_size == 1 or not there or dist.get_world_size() != mine.world_size:
+        return mine
+    # Under one name whatever the ranks are called, so that all come to the same barrier.
+    ranks = Collectives.of_job(replace(mine, job="ckptd", run="names"), node=platform.node())
+    found = ranks.gather((mine.job, mine.run, mine.told), tuple[str, str, str])
+    job, run, how = found[0]
+    for rank, (other_job, other_run, other_how) in enumerate(found):
+        if (other_job, other_run) != (job, run) and not other_how:
+            raise ValueError(
+                f"rank 0 is of job {job}, run {run}, and rank {rank} of job {other_job}, run {other_run}: pass all ranks the same "
+                "job= and run=, or world_size=1 for independent trainers"
+            )
+    return replace(mine, job=job, run=run, told=how)

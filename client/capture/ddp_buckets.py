@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["Buckets"]
 
@@ -140,7 +140,7 @@ class Buckets:
             else:
                 wrapper.require_forward_param_sync = False
 
-    def put_back(self, recorded: Mapping[str, Layout], meet: Exchange) -> None:
+    def put_back(self, recorded: Mapping[str, Layout], ranks: Collectives) -> None:
         """Let the wrappers reduce as they did when the snapshots were taken. A collective call.
 
         The layout that counts is that of the first rank in a wrapper's process group: DDP, too,
@@ -151,12 +151,11 @@ class Buckets:
             RuntimeError: on every rank; a rank's reducer stopped half-way and could not be made anew.
         """
         able = {path: _able(wrapper) for path, wrapper in self._wrappers.items()}
-        said = msgspec.msgpack.encode(_Said(dict(recorded), able))
-        everyone = [msgspec.msgpack.decode(told, type=_Said) for told in meet(said)]
+        everyone = ranks.gather(_Said(dict(recorded), able), _Said)
         if not any(told.wrappers for told in everyone):
             return
         plans = self._plans(everyone)
-        failures = self._carry_out(plans, meet)
+        failures = self._carry_out(plans, ranks)
         if not any(failures):
             return
         # A backward pass that did not come to its end leaves a reducer that no other can begin with.
@@ -165,7 +164,7 @@ class Buckets:
             for path, plan in plans.items()
             if plan.backward and _failed(failures, path, plan)
         }
-        if any(self._carry_out(again, meet)):
+        if any(self._carry_out(again, ranks)):
             raise RuntimeError(
                 f"DistributedDataParallel could not be given the buckets of the run so far ({failures}), nor a new reducer. "
                 "Remove hooks from its parameters until the Checkpointer is made, or start without the snapshot"
@@ -191,7 +190,7 @@ class Buckets:
                 plans[path] = plan
         return plans
 
-    def _carry_out(self, plans: Mapping[str, _Plan], meet: Exchange) -> list[Failures]:
+    def _carry_out(self, plans: Mapping[str, _Plan], ranks: Collectives) -> list[Failures]:
         """What failed, by rank; a collective call. A new reducer is kept only where all ranks of
         its process group have one.
         """
@@ -206,8 +205,7 @@ class Buckets:
                     before[path] = _begin_with(wrapper, plan)
             except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
                 failed[path] = f"{type(error).__name__}: {error}"
-        said = meet(msgspec.msgpack.encode(failed))
-        failures = [msgspec.msgpack.decode(told, type=Failures) for told in said]
+        failures = ranks.gather(failed, Failures)
         for path, plan in plans.items():
             reasons = _failed(failures, path, plan)
             if path in before:

@@ -21,7 +21,7 @@ from ckptd.client.daemon_link.segment_arrival import Arrivals
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.recovery_facts import RankFacts
@@ -156,7 +156,7 @@ class RankMemory:
 
     def see(
         self,
-        exchange: Exchange,
+        ranks: Collectives,
         *,
         storage: bool = False,
         facts: RankFacts | None = None,
@@ -176,9 +176,9 @@ class RankMemory:
         mine = RankNote(
             max(self._needed_bytes, self._segments.total_bytes), self.hint, facts, alike, unusable
         )
-        of = (self.identity.job, self.identity.run, self.identity.rank)
+        job, run = self.identity.job, self.identity.run
         with self.planning():
-            view = see_run(self.session, *of, exchange, note=mine, storage=storage)
+            view = see_run(self.session, job, run, ranks, note=mine, storage=storage)
         self.failures = view.failures
         return view
 

@@ -14,6 +14,7 @@ from ckptd.client.daemon_link.generations import Generations
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.slot_file import SlotFile
 from ckptd.client.log_lines import get_logger
+from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.slots.ring import SlotRecord, SlotState
@@ -41,6 +42,13 @@ class Attempt:
     asked_s: float = 0.0  # when, by the performance counter
     again: bool = False
     fatal: Exception | None = None
+
+    def raise_failure(self) -> None:
+        """Raise where this rank does not have the plan's snapshots."""
+        if self.fatal is not None:
+            raise self.fatal
+        if self.again:
+            raise TryAgain
 
 
 class Retrieval:

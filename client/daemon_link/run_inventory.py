@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from ckptd.client.ranks.collectives import Exchange, Failure, raise_together
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
 from ckptd.core.recovery.histories import history_of
 from ckptd.core.recovery.log_facts import facts_from_logs
@@ -24,7 +24,7 @@ from ckptd.transport.control.messages import Holdings, Member, NodeCard, ReplayF
 __all__ = ["NodeRecord", "RankNote", "RunView", "SeesRun", "see_run"]
 
 
-_EPOCHS_TOLD = 32  # of each node: what is older has long been overwritten
+_EPOCHS_SENT = 32  # of each node: what is older has long been overwritten
 
 
 class SeesRun(Protocol):
@@ -180,11 +180,10 @@ class _Here(msgspec.Struct, frozen=True):
     unusable: tuple[SnapshotCopy, ...]
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """What one rank tells of its node and of idle ones."""
+class _NodeInventory(msgspec.Struct, frozen=True):
+    """What one rank tells of its node and of idle ones; of a node for which another rank speaks, nothing."""
 
     drawn: int
-    failure: Failure
     cards: list[NodeCard] = []
     held: list[bytes] = []
     epoch: int = -1
@@ -199,8 +198,7 @@ def see_run(
     session: SeesRun,
     job: str,
     run: str,
-    rank: int,
-    exchange: Exchange,
+    ranks: Collectives,
     *,
     note: RankNote | None = None,
     storage: bool = False,
@@ -214,39 +212,30 @@ def see_run(
         DaemonUnavailable: a node's daemon is away; on every rank.
         RemoteProtocolError: a node tells what cannot be.
     """
-    note = note or RankNote()
-    facts = _facts_to_wire(rank, note)
+    note, ranks = note or RankNote(), ranks.on_node(session.card.node)
+    facts = _facts_to_wire(ranks.rank, note)
     seen = note.facts is not None
     of_itself = _Here(session.card, note.ring_bytes, note.hint, facts, seen, note.unusable)
-    here = [
-        msgspec.msgpack.decode(data, type=_Here)
-        for data in exchange(msgspec.msgpack.encode(of_itself))
-    ]
+    here = ranks.gather(of_itself, _Here)
     cards = tuple(h.card for h in here)
     speaks = min(r for r, card in enumerate(cards) if card.node == session.card.node)
     drawn = secrets.randbelow(DRAWN_EPOCHS)
-    mine, failed = _Told(drawn, Failure()), None
-    if rank == speaks:
-        try:
-            mine = _ask(session, job, run, cards, storage, drawn)
-        except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
-            failed = error
-            mine = _Told(drawn, Failure.of(session.card.node, error))
-    everybody = [
-        msgspec.msgpack.decode(data, type=_Told) for data in exchange(msgspec.msgpack.encode(mine))
-    ]
-    raise_together([theirs.failure for theirs in everybody], failed)
-    return _view(here, everybody)
+
+    def of_node() -> _NodeInventory:
+        if ranks.rank != speaks:
+            return _NodeInventory(drawn)
+        return _ask(session, job, run, cards, storage, drawn)
+
+    return _view(here, ranks.agree(of_node, _NodeInventory))
 
 
 def _ask(
     session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], storage: bool, drawn: int
-) -> _Told:
+) -> _NodeInventory:
     known = tuple(sorted({card.node for card in cards}))
     seen = session.see_run(job, run, known, storage=storage)
-    return _Told(
+    return _NodeInventory(
         drawn,
-        Failure(session.card.node),
         list(seen.cards),
         [to_wire(held_from_segments(h.node, h.segments)) for h in seen.holdings],
         max((h.epoch for h in seen.holdings), default=-1),
@@ -264,13 +253,13 @@ def _record_of(held: Holdings) -> NodeRecord:
         return NodeRecord(held.node, holds=anything)
     ranks = tuple(r for m in record.members if m.card.node == held.node for r in m.ranks)
     known = record.lost or record.newest_epoch > record.forgotten
-    epochs = record.epochs[-_EPOCHS_TOLD:]
+    epochs = record.epochs[-_EPOCHS_SENT:]
     return NodeRecord(
         held.node, record.epoch, ranks, record.recoverable, record.lost, known or anything, epochs
     )
 
 
-def _view(here: Sequence[_Here], everybody: Sequence[_Told]) -> RunView:
+def _view(here: Sequence[_Here], everybody: Sequence[_NodeInventory]) -> RunView:
     cards = tuple(h.card for h in here)
     held = _once(theirs.held for theirs in everybody)
     parked = _without(_once(theirs.parked for theirs in everybody), here)

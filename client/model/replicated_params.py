@@ -30,7 +30,7 @@ from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.parameter_names import names_with_wrappers
 from ckptd.client.optimizers.value_trees import plain_parts
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.schedules.policy import OperatorCost
 from ckptd.core.schedules.shares import SharedOperator, spread
 
@@ -39,10 +39,10 @@ __all__ = [
     "NOTHING_SHARED",
     "Replicas",
     "ReplicatedParams",
+    "agree_on_sharing",
     "checksum",
     "find_replicas",
     "identity_of",
-    "meet_sharing",
 ]
 
 logger = get_logger(__name__)
@@ -278,8 +278,8 @@ def _spread_by_optimizer(binding: LiveState, name: str) -> bool:
     )
 
 
-def meet_sharing(
-    binding: LiveState, replicas: Mapping[str, Replicas], own_bytes: int, meet: Exchange
+def agree_on_sharing(
+    binding: LiveState, replicas: Mapping[str, Replicas], own_bytes: int, ranks: Collectives
 ) -> ReplicatedParams:
     """What can be shared: what has the same values on all ranks of its group now. A collective call.
 
@@ -288,13 +288,10 @@ def meet_sharing(
     """
     by_group = _by_group(replicas)
     mine = {g.key: checksum(binding, names) for g, names in by_group.items()}
-    told = [
-        msgspec.msgpack.decode(data, type=_Here)
-        for data in meet(msgspec.msgpack.encode(_Here(own_bytes, mine)))
-    ]
+    found = ranks.gather(_Here(own_bytes, mine), _Here)
     usable: dict[str, Replicas] = {}
     for group, names in by_group.items():
-        other = [r for r in group.ranks if told[r].groups.get(group.key) != mine[group.key]]
+        other = [r for r in group.ranks if found[r].groups.get(group.key) != mine[group.key]]
         if other:
             logger.warning(
                 "%d parameters (%s) should be replicated over %d ranks, but are not the same on rank %d: every rank captures its own",
@@ -305,7 +302,7 @@ def meet_sharing(
             )
         else:
             usable.update(dict.fromkeys(names, group))
-    return ReplicatedParams(usable, {rank: here.own_bytes for rank, here in enumerate(told)})
+    return ReplicatedParams(usable, {rank: here.own_bytes for rank, here in enumerate(found)})
 
 
 def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:

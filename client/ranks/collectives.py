@@ -1,26 +1,45 @@
-"""Ranks exchange what they know over the job's own process group, so that each computes the same
-plan and takes the same decision.
+"""How all ranks agree, or all raise, at a start or at a boundary: every rank gives a value or an error,
+and every rank gets all values, or every rank raises.
 
-Between two exchanges no rank may go on or give up alone: the others would wait for it in the next
-one until the process group times out. What may fail on one rank therefore ends in a vote.
+Between two collective calls no rank may go on or give up alone: the others would wait for it in the
+next one until the process group times out. Whatever may fail on one rank is therefore passed to
+`Collectives.agree`, which lets no error pass before the other ranks know of it.
+
+The calls of a job (`Collectives.of_job`) begin with a barrier in the job's store
+(`ckptd.client.ranks.store_barrier`): it names a rank that does not come. The values then travel
+over the process group, since the store would have to hand out *world size* squared payloads from
+one machine. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
+import torch.distributed as dist
 
-from ckptd.errors import DaemonUnavailable
+from ckptd.client.identity import Identity
+from ckptd.client.ranks.byte_exchange import gather_bytes
+from ckptd.client.ranks.store_barrier import DEADLINE_S, StoreBarrier
+from ckptd.errors import CkptdError, DaemonUnavailable
 
-__all__ = ["Exchange", "Failure", "all_or_none", "raise_together", "vote"]
+__all__ = ["Collectives", "Exchange", "Failure", "Outcomes", "TryAgain", "exchange", "refused"]
+
+T = TypeVar("T")
 
 # Gives what this rank says, gets what every rank said, in the order of ranks. A collective call.
 Exchange = Callable[[bytes], list[bytes]]
 
-_FAILURES_TOLD = 4
+_FAILURES_SHOWN = 4
 _TEXT_LIMIT = 2000
+
+
+class TryAgain(Exception):
+    """Raised by the work of one rank: all ranks are to begin again. `Collectives.agree` raises it on all."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -29,82 +48,228 @@ class Failure(msgspec.Struct, frozen=True):
     node: str = ""
     text: str = ""
 
-    @classmethod
-    def of(cls, node: str, error: Exception | None) -> Failure:
-        """The failure as the other ranks are told."""
-        if error is None:
-            return cls(node)
-        return cls(node, (str(error) or type(error).__name__)[:_TEXT_LIMIT])
+
+_NOTHING = msgspec.msgpack.encode(None)
 
 
-class _Vote(msgspec.Struct, frozen=True):
-    """Fine; or once more, from the beginning; or (with a text in ``fatal``) not at all."""
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank gives: a packed value, or a failure, or the wish to begin again."""
 
+    value: msgspec.Raw = msgspec.Raw(_NOTHING)
+    again: bool = False
+    failure: Failure = Failure()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes(Generic[T]):
+    """What came of the work of all ranks, in their order; the same on every rank but for ``own``.
+
+    Attributes:
+        values: None where a rank has none.
+        own: this rank's error.
+    """
+
+    values: list[T | None]
+    failures: list[Failure]
     again: bool
-    fatal: Failure
+    own: Exception | None
+
+    def raise_failures(self) -> None:
+        """Raise on every rank if any rank failed, or if any wants to begin again.
+
+        Raises:
+            DaemonUnavailable: names the ranks that failed, and their nodes. Where something else than a missing daemon was the
+                matter, that is raised on the rank where it happened: its type says what to do about it.
+            TryAgain: no rank failed, and one wants to begin again.
+        """
+        failed = [(rank, one) for rank, one in enumerate(self.failures) if one.text]
+        own = self.own
+        if not failed:
+            if self.again:
+                raise TryAgain from own
+            return
+        kept = own is not None and not isinstance(own, DaemonUnavailable | TryAgain)
+        if own is not None and (kept or len(self.failures) == 1):
+            raise own
+        texts = [f"rank {rank} on node {one.node}: {one.text}" for rank, one in failed]
+        raise DaemonUnavailable(_first(texts), operation="recover") from own
 
 
-def vote(
-    exchange: Exchange, node: str, *, again: bool = False, fatal: Exception | None = None
-) -> bool:
-    """Whether any rank wants all to try again; a collective call.
-
-    Args:
-        node: where this rank is.
-        again: this rank wants to.
-        fatal: why this rank cannot go on at all.
-    Raises:
-        DaemonUnavailable: a rank cannot go on (``raise_together``).
-    """
-    mine = _Vote(again, Failure.of(node, fatal))
-    said = [
-        msgspec.msgpack.decode(data, type=_Vote) for data in exchange(msgspec.msgpack.encode(mine))
-    ]
-    raise_together([told.fatal for told in said], fatal)
-    return any(told.again for told in said)
-
-
-@contextmanager
-def all_or_none(exchange: Exchange, node: str) -> Iterator[None]:
-    """Either every rank has come through the block, or every rank raises; a collective call at its end.
-
-    Raises:
-        DaemonUnavailable: it failed on a rank (``raise_together``).
-    """
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
-        failed = error
-    try:
-        vote(exchange, node, fatal=failed)
-    except ValueError as error:  # no process group: nobody can be told, and nobody waits
-        if failed is None or failed is error:
-            raise
-        raise failed from error
-    except DaemonUnavailable as error:
-        # Where others did not even come to hear of it, what went wrong here is the better answer.
-        if failed is None or failed in (error, error.__cause__):
-            raise
-        raise failed from error
-
-
-def raise_together(failures: Sequence[Failure], own: Exception | None) -> None:
-    """Raise on every rank if there was a failure on any.
+class Collectives:
+    """The collective calls of one rank: all ranks make the same ones in the same order.
 
     Args:
-        failures: by rank, the same on all of them.
-        own: this rank's.
-    Raises:
-        DaemonUnavailable: names the ranks that failed, and their nodes. Where something else than a missing daemon was the
-            matter, that is raised on the rank where it happened: its type tells the user what to do about it.
+        exchange: carries what the ranks say.
+        rank: this one.
+        node: where it is, as the other ranks name it when something fails here.
     """
-    failed = [(rank, told) for rank, told in enumerate(failures) if told.text]
-    if not failed:
-        return
-    if own is not None and (len(failures) == 1 or not isinstance(own, DaemonUnavailable)):
-        raise own
-    texts = [f"rank {rank} on node {told.node}: {told.text}" for rank, told in failed]
-    more = len(texts) - _FAILURES_TOLD
-    text = "; ".join(texts[:_FAILURES_TOLD]) + (f"; and {more} more ranks" if more > 0 else "")
-    raise DaemonUnavailable(text, operation="recover") from own
+
+    def __init__(self, exchange: Exchange, *, rank: int = 0, node: str = "") -> None:
+        self._exchange, self.rank, self.node = exchange, rank, node
+
+    @classmethod
+    def of_job(cls, identity: Identity, *, node: str) -> Collectives:
+        """Between all ranks of a job."""
+        return cls(partial(exchange, identity), rank=identity.rank, node=node)
+
+    @classmethod
+    def alone(cls, node: str = "") -> Collectives:
+        """Of a rank that decides for itself."""
+        return cls(lambda payload: [payload], node=node)
+
+    @classmethod
+    def of_group(cls, group: Any) -> Collectives:
+        """Between the ranks of a process group, without a barrier: where collectives run anyway."""
+        said_by_all = partial(gather_bytes, world_size=dist.get_world_size(group), group=group)
+        return cls(said_by_all, rank=dist.get_rank(group))
+
+    def on_node(self, node: str) -> Collectives:
+        """The same calls, of a rank whose node is known by now."""
+        return Collectives(self._exchange, rank=self.rank, node=node)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        self._exchange(b"")
+
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """The values of all ranks.
+
+        Args:
+            kind: the type of the values, by which they are unpacked.
+        """
+        said = self._exchange(msgspec.msgpack.encode(value))
+        return [msgspec.msgpack.decode(each, type=kind) for each in said]
+
+    def agree(self, work: Callable[[], T], kind: type[T]) -> list[T]:
+        """What the work of each rank has returned; or all ranks raise.
+
+        Raises:
+            DaemonUnavailable: the work of a rank failed; on the rank where it did, that error (`Outcomes.raise_failures`).
+            TryAgain: the work of a rank raised that, and no rank failed.
+        """
+        found = self.outcomes(work, kind)
+        found.raise_failures()
+        return found.values  # type: ignore[return-value]  # no rank failed, so each has one
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Either every rank comes through the block, or every rank raises; a collective call at its end.
+
+        Raises:
+            DaemonUnavailable, TryAgain: as `agree`.
+        """
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it; raised below
+            failed = error
+        self._outcomes(_NOTHING, failed, type(None)).raise_failures()
+
+    def outcomes(self, work: Callable[[], T], kind: type[T]) -> Outcomes[T]:
+        """As `agree`, for callers that can go on though some ranks failed."""
+        packed, failed = _NOTHING, None
+        try:
+            packed = msgspec.msgpack.encode(work())
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it; kept for the caller
+            failed = error
+        return self._outcomes(packed, failed, kind)
+
+    def check(
+        self, work: Callable[[], T], kind: type[T], *, what: str, unlike: str = ""
+    ) -> list[T]:
+        """What the work of each rank has returned; or all ranks raise the same ``ValueError``.
+
+        Args:
+            what: what is not done if the work of any rank fails, as the beginning of the message.
+            unlike: what is wrong with a rank whose value is not that of rank 0; empty: values may differ.
+        Raises:
+            ValueError: the same on every rank.
+        """
+        found = self.outcomes(work, kind)
+        problems = {rank: one.text for rank, one in enumerate(found.failures) if one.text}
+        if not problems and unlike:
+            first = found.values[0]
+            problems = {r: unlike for r, value in enumerate(found.values) if value != first}
+        if problems:
+            raise refused(what, problems) from found.own
+        return found.values  # type: ignore[return-value]  # no rank failed, so each has one
+
+    def _outcomes(self, packed: bytes, failed: Exception | None, kind: type[T]) -> Outcomes[T]:
+        mine = _Said(msgspec.Raw(packed))
+        if isinstance(failed, TryAgain):
+            mine = _Said(again=True)
+        elif failed is not None:
+            mine = _Said(failure=Failure(self.node, _text_of(failed)))
+        try:
+            said = self._exchange(msgspec.msgpack.encode(mine))
+        except (ValueError, DaemonUnavailable) as error:
+            # No process group, or ranks that did not come: what went wrong here is the better answer.
+            if failed is None:
+                raise
+            raise failed from error
+        heard = [msgspec.msgpack.decode(each, type=_Said) for each in said]
+        values = [
+            None if one.again or one.failure.text else msgspec.msgpack.decode(one.value, type=kind)
+            for one in heard
+        ]
+        again = any(one.again for one in heard)
+        return Outcomes(values, [one.failure for one in heard], again, failed)
+
+
+def _text_of(error: Exception) -> str:
+    """An error as the other ranks show it; with its type where its text may not speak for itself."""
+    text, kind = str(error), type(error).__name__
+    if not isinstance(error, CkptdError | ValueError | TypeError):
+        text = f"{kind}: {text}" if text else kind
+    return (text or kind)[:_TEXT_LIMIT]
+
+
+def _first(texts: Sequence[str]) -> str:
+    more = len(texts) - _FAILURES_SHOWN
+    return "; ".join(texts[:_FAILURES_SHOWN]) + (f"; and {more} more ranks" if more > 0 else "")
+
+
+def refused(what: str, problems: Mapping[int, str]) -> ValueError:
+    """The error that names the ranks with problems, the first few; a problem that all have stands there once."""
+    if len(problems) > 1 and len(set(problems.values())) == 1:
+        ranks = ", ".join(map(str, list(problems)[:_FAILURES_SHOWN]))
+        more = ", …" if len(problems) > _FAILURES_SHOWN else ""
+        return ValueError(f"{what}: ranks {ranks}{more}: {next(iter(problems.values()))}")
+    return ValueError(f"{what}: {_first([f'rank {r}: {text}' for r, text in problems.items()])}")
+
+
+# -- the exchange of a job -------------------------------------------------------------------------
+
+_barrier: StoreBarrier | None = None
+
+
+def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE_S) -> list[bytes]:
+    """What every rank of a job says, in the order of ranks; a collective call if there are several.
+
+    Raises:
+        ValueError: several ranks, and ``torch.distributed`` is not initialised with as many.
+        DaemonUnavailable: not all ranks came within ``deadline_s``, or one is gone; it is named.
+    """
+    if identity.world_size == 1:
+        return [payload]
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"world_size={identity.world_size}, but torch.distributed is not initialised: call init_process_group() before Checkpointer, "
+            "or pass world_size=1 and a distinct rank= or job= for independent trainers"
+        )
+    if dist.get_world_size() != identity.world_size:
+        raise ValueError(
+            f"world_size={identity.world_size}, but the process group has {dist.get_world_size()} ranks"
+        )
+    _barrier_of_job().wait(f"ckptd/{identity.job}/{identity.run}/exchange", deadline_s=deadline_s)
+    return gather_bytes(payload, identity.world_size)
+
+
+def _barrier_of_job() -> StoreBarrier:
+    global _barrier  # of the process, as the process group is
+    group = dist.distributed_c10d._get_default_group()
+    if _barrier is None or not _barrier.is_of(group):
+        if _barrier is not None:
+            _barrier.close()
+        _barrier = StoreBarrier(group)
+    return _barrier

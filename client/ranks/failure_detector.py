@@ -1,10 +1,10 @@
-"""Whether the other ranks are still there, told to those who wait for them: each rank watches the next one.
+"""Detects that a rank is gone, for those that wait for it at a barrier: each rank watches the next one.
 
-A rank whose host is lost before it comes to a meeting (`exchange`) would be waited for until the
-deadline: its launcher is gone with it, the launchers of the others see healthy workers, and no
+A rank whose host is lost before it comes to a barrier (`store_barrier`) would be waited for until
+the deadline: its launcher is gone with it, the launchers of the others see healthy workers, and no
 collective is under way whose connections would break.
 
-Two signs, in a ring, so that a rank has one other to watch whatever the world size:
+There are two signs. The ranks form a ring, so a rank watches one other, whatever the world size:
 
 - *a connection that breaks*, and cannot be made again. Nothing is sent on it, the kernel keeps it:
   it breaks at once when the process ends, and within some ten seconds (keepalive) when the host
@@ -12,13 +12,12 @@ Two signs, in a ring, so that a rank has one other to watch whatever the world s
 - where it never could be made (a firewall, say): *a counter in the job's store* that stands still
   for a minute.
 
-The rank that sees it says so where all that wait look, and takes it back when the other is found again.
+The rank that sees it writes it where all waiting ranks look, and takes it back when the other is found again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import ipaddress
 import select
 import socket
@@ -29,26 +28,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["STORE_ANSWER_S", "FailureDetector", "own_connection"]
-
 from ckptd.client.log_lines import get_logger
+from ckptd.client.ranks.store_connection import own_connection
+
+__all__ = ["FailureDetector"]
 
 logger = get_logger(__name__)
 
-STORE_ANSWER_S = 30.0
 _BEAT_S, _SILENT_S = 5.0, 60.0
 _LOOK_S = 0.5
 _CONNECT_S, _TRIES = 2.0, 2
 # Broken after 3 + 3 x 2 seconds without an answer of the other kernel.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
-
-
-def own_connection(store: Any) -> Any:
-    """A client of its own, that gives up sooner: another thread may be waiting on the shared one."""
-    own = store.clone() if hasattr(store, "clone") else store
-    if own is not store:
-        own.set_timeout(datetime.timedelta(seconds=STORE_ANSWER_S))
-    return own
 
 
 class FailureDetector:
@@ -69,7 +60,7 @@ class FailureDetector:
         self._closed, self._wake = False, threading.Event()
         self._connection: socket.socket | None = None
         self._watched_by: socket.socket | None = None
-        self._told = ""
+        self._reported = ""
         server = _tcp_store(store)
         if server is not None:
             thread = threading.Thread(
@@ -82,7 +73,7 @@ class FailureDetector:
         self._closed = True
         self._wake.set()
 
-    def all_have_come(self) -> None:
+    def all_are_here(self) -> None:
         """All ranks were here a moment ago: the next one can be found."""
         self._wake.set()
 
@@ -94,7 +85,7 @@ class FailureDetector:
                 own.delete_key(self.gone_key)
                 own.set(f"{self._prefix}/at/{self._rank}", f"{host} {listening.getsockname()[1]}")
                 self._watch(own, listening)
-        except Exception as error:  # noqa: BLE001 - the store ends with the job, in many ways; who waits at it hears of that there
+        except Exception as error:  # noqa: BLE001 - the store ends with the job, in many ways; a rank that waits at it finds that there
             logger.debug("rank %d is not watched any more: %s", self._next, error)
         finally:
             self._drop()
@@ -116,13 +107,13 @@ class FailureDetector:
                 failed += 1
                 address = _address(store, f"{self._prefix}/at/{self._next}") or address
                 if was_there and failed >= _TRIES:
-                    self._tell(store, address[0], "its connection broke")
+                    self._report(store, address[0], "its connection broke")
                 elif not was_there and beats.silent_s() > _SILENT_S:
-                    self._tell(store, address[0], f"no sign of it for {_SILENT_S:.0f} s")
+                    self._report(store, address[0], f"no sign of it for {_SILENT_S:.0f} s")
                 self._pause(_LOOK_S if was_there and failed < _TRIES else _BEAT_S)
             else:
                 was_there, failed = True, 0
-                self._tell(store, "", "")
+                self._report(store, "", "")
                 self._wait_for_end(_BEAT_S)
 
     def _is_watched(self, listening: socket.socket) -> bool:
@@ -140,22 +131,22 @@ class FailureDetector:
         self._wake.wait(most_s)
         self._wake.clear()
 
-    def _tell(self, store: Any, host: str, how: str) -> None:
-        """What everybody should know of the next rank; nothing: that it is there."""
+    def _report(self, store: Any, host: str, how: str) -> None:
+        """Write what all ranks should know of the next one; no text: it is there."""
         text = f"rank {self._next} of {self._world_size} ({host}) is gone: {how}" if how else ""
         if text:
-            if text != self._told:
+            if text != self._reported:
                 logger.info("%s", text)
             store.set(
                 self.gone_key, text
             )  # each time: another rank may have taken back what it said there
         elif (
-            self._told
+            self._reported
             and store.check([self.gone_key])
-            and store.get(self.gone_key).decode() == self._told
+            and store.get(self.gone_key).decode() == self._reported
         ):
             store.delete_key(self.gone_key)
-        self._told = text
+        self._reported = text
 
     # -- the connection ----------------------------------------------------------------------------
 

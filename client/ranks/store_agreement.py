@@ -1,28 +1,41 @@
-"""Ranks agree on a few numbers through the job's own store, beside training: nobody waits for anybody.
+"""Ranks agree through the job's own store, beside training: nobody waits for anybody.
 
 All ranks must snapshot by one schedule: where a parameter is replicated, its gradient is a mean
 over ranks, so it must be frozen on all of them in the same replayed iterations, or on none
 (MoEvement §3.4). What the schedule follows from is measured on each rank, hence agreed on: each
-proposes its numbers, the largest of each count. The last one to propose announces the result, so
-the store is asked a constant number of times per rank.
+rank proposes its numbers, and the largest of each counts. The last rank to propose announces the
+result, so the store is asked a constant number of times per rank.
+
+Which registers are read and written in which order is decided by `ckptd.core.schedules.registers`;
+`play` does it on a real store.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch.distributed as dist
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
 
 from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
+from ckptd.client.ranks.store_connection import own_connection
+from ckptd.core.schedules.registers import (
+    Access,
+    Add,
+    CompareAndSwap,
+    Delete,
+    Get,
+    Has,
+    largest_found,
+    propose_largest,
+)
 
-__all__ = ["StoreAgreement", "job_store", "propose"]
+__all__ = ["StoreAgreement", "play"]
 
 logger = get_logger(__name__)
 
 _POLL_S, _POLL_MAX_S = 0.01, 0.5
+_Result = TypeVar("_Result")
 
 
 class StoreAgreement:
@@ -39,15 +52,14 @@ class StoreAgreement:
         self._closed = threading.Event()
 
     def propose(self, what: str, mine: Sequence[int], *, among: int | None = None) -> None:
-        """Tell this rank's numbers, beside training.
+        """Propose this rank's numbers, beside training.
 
         Args:
             among: how many ranks take part; all, if not given.
         """
         several = among or self._identity.world_size
-        self._beside(
-            lambda store: self._agree(store, what, tuple(mine), several), f"agree on the {what}"
-        )
+        args = what, tuple(mine), several
+        threading.Thread(target=self._run, args=args, name="ckptd-agree", daemon=True).start()
 
     def largest(self, what: str) -> tuple[int, ...] | None:
         """The largest of each number over all ranks; None until all have proposed theirs."""
@@ -57,56 +69,46 @@ class StoreAgreement:
         """Stop waiting for other ranks."""
         self._closed.set()
 
-    def _beside(self, work: Callable[[Any], object], purpose: str) -> None:
-        def run() -> None:
-            try:
-                work(_own_connection(self._store))
-            except Exception as error:  # noqa: BLE001 - the store ends with the job, in as many ways as there are backends
-                if not self._closed.is_set():
-                    logger.error("this rank could not %s with the others: %s", purpose, error)
-
-        threading.Thread(target=run, name="ckptd-agree", daemon=True).start()
-
-    def _agree(self, store: Any, what: str, mine: tuple[int, ...], among: int) -> None:
-        key = f"{self._prefix}/{what}"
-        propose(store, key, mine, rank=self._identity.rank, world_size=among)
-        wait_s = _POLL_S
-        while not store.check([f"{key}/decided"]):
-            if self._closed.wait(wait_s):
-                return
-            wait_s = min(2 * wait_s, _POLL_MAX_S)
-        self._found[what] = _numbers(store.get(f"{key}/decided"))
+    def _run(self, what: str, mine: tuple[int, ...], among: int) -> None:
+        try:
+            store = own_connection(self._store)
+            steps = propose_largest(what, mine, rank=self._identity.rank, ranks=among)
+            play(store, self._prefix, steps)
+            wait_s = _POLL_S
+            while (found := play(store, self._prefix, largest_found(what))) is None:
+                if self._closed.wait(wait_s):
+                    return
+                wait_s = min(2 * wait_s, _POLL_MAX_S)
+            self._found[what] = found
+        except Exception as error:  # noqa: BLE001 - the store ends with the job, in as many ways as there are backends
+            if not self._closed.is_set():
+                logger.error("this rank could not agree on the %s with the others: %s", what, error)
 
 
-def propose(store: Any, key: str, mine: Sequence[int], *, rank: int, world_size: int) -> None:
-    """Take part in an agreement; the last of all ranks announces it under ``<key>/decided``.
-    Repeating it does no harm.
-    """
-    for place, value in enumerate(mine):
-        _raise_to(store, f"{key}/{place}", value)
-    if store.add(f"{key}/rank{rank}", 1) == 1 and store.add(f"{key}/count", 1) == world_size:
-        found = [store.get(f"{key}/{place}").decode() for place in range(len(mine))]
-        store.set(f"{key}/decided", ",".join(found))
-
-
-def job_store() -> Any:
-    """The store through which the ranks of this job met."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def _own_connection(store: Any) -> Any:
-    """A client of its own: another thread may be waiting on the shared one."""
-    return store.clone() if hasattr(store, "clone") else store
-
-
-def _raise_to(store: Any, key: str, value: int) -> None:
-    known = ""
+def play(store: Any, prefix: str, steps: Generator[Access, bytes | int, _Result]) -> _Result:
+    """Make the accesses that ``steps`` asks for, one after the other, to keys beneath ``prefix``; its result."""
+    answer: bytes | int | None = None
     while True:
-        found = store.compare_set(key, known, str(value)).decode()
-        if found == str(value) or (found and int(found) >= value):
-            return
-        known = found
+        try:
+            access = next(steps) if answer is None else steps.send(answer)
+        except StopIteration as done:
+            result: _Result = done.value
+            return result
+        answer = _access(store, prefix, access)
 
 
-def _numbers(data: bytes) -> tuple[int, ...]:
-    return tuple(int(part) for part in data.decode().split(","))
+def _access(store: Any, prefix: str, access: Access) -> bytes | int:
+    key = f"{prefix}/{access.key}"
+    found: bytes | int
+    match access:
+        case Add():
+            found = store.add(key, 1)
+        case CompareAndSwap():
+            found = store.compare_set(key, access.old, access.new)
+        case Has():
+            found = int(store.check([key]))
+        case Get():
+            found = store.get(key)
+        case Delete():
+            found = int(store.delete_key(key))
+    return found

@@ -1,9 +1,10 @@
-"""All ranks come together at the job's store, before a collective: one that never comes is named,
+"""A barrier of all ranks in the job's store, before a collective: a rank that does not come is named,
 where the collective would hang until the process group's own timeout and name nobody.
 
-Coming takes one word per block of ranks, and one register that is written once: by the last to come
-(all are here), by who is told that a rank is gone (`rank_watch`), or by whoever has waited too
-long. So either all ranks go on into the collective, or all that come fail alike.
+Arrival takes one word per block of ranks, and one register that is written once: by the last rank
+to arrive (all are here), by a rank that knows that another is gone (`failure_detector`), or by a
+rank that has waited too long. So either all ranks go on into the collective, or all that come raise
+the same error.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks import failure_detector
-from ckptd.client.ranks.failure_detector import FailureDetector, own_connection
-from ckptd.client.ranks.store_agreement import job_store
+from ckptd.client.ranks import store_connection
+from ckptd.client.ranks.failure_detector import FailureDetector
+from ckptd.client.ranks.store_connection import job_store, own_connection
 from ckptd.errors import DaemonUnavailable
 
-__all__ = ["DEADLINE_S", "StoreBarrier", "arrive", "meet_at"]
+__all__ = ["DEADLINE_S", "StoreBarrier", "arrive", "wait_at"]
 
 logger = get_logger(__name__)
 
@@ -33,12 +34,12 @@ _NAMED = 8
 _POLL_S, _POLL_MAX_S = 0.002, 0.25
 # Ranks that look at the store, per second and all together; it answers some 20,000 small requests.
 _LOOKS_PER_S = 8_000
-# Between looks for whether a rank is gone; until the log says who is waited for.
-_GONE_S, _TOLD_S, _TOLD_AGAIN_S = 1.0, 60.0, 300.0
+# Between looks for whether a rank is gone; until the log names the missing ranks, and does again.
+_GONE_S, _WARN_S, _WARN_AGAIN_S = 1.0, 60.0, 300.0
 
 
 class StoreBarrier:
-    """The meetings of all ranks in one process group: each has keys of its own.
+    """The barriers of one process group: each has keys of its own.
 
     Args:
         group: the default process group, of all ranks.
@@ -52,50 +53,50 @@ class StoreBarrier:
         # Its place in the process group, whoever the user says this rank is.
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._store = own_connection(job_store())
-        self._watch = FailureDetector(
+        self._detector = FailureDetector(
             job_store(),
             f"ckptd/ranks/{StoreBarrier._made}",
             rank=self._rank,
             world_size=self._world_size,
         )
 
-    def are_of(self, group: Any) -> bool:
-        """Whether they are this group's."""
+    def is_of(self, group: Any) -> bool:
+        """Whether it is this group's."""
         return self._group() is group
 
     def close(self) -> None:
-        """There are no more of them."""
-        self._watch.close()
+        """There are no more barriers: nobody is watched any more."""
+        self._detector.close()
 
-    def meet(self, prefix: str, *, deadline_s: float) -> None:
-        """Come to the next meeting, and wait until all have come.
+    def wait(self, prefix: str, *, deadline_s: float) -> None:
+        """Arrive at the next barrier, and wait until all ranks have.
 
         Raises:
-            DaemonUnavailable: ranks did not come in time, or one is gone, here or elsewhere; or the job's store is.
+            DaemonUnavailable: ranks did not come in time, or one is gone; or the job's store is.
         """
         self._number += 1
         store = _Answers(self._store)
-        come = _Beside(
-            lambda: meet_at(
+        waiting = _BackgroundCall(
+            lambda: wait_at(
                 store,
                 prefix,
                 self._number,
                 rank=self._rank,
                 world_size=self._world_size,
                 deadline_s=deadline_s,
-                gone_key=self._watch.gone_key,
+                gone_key=self._detector.gone_key,
             )
         )
-        while not come.over.wait(_GONE_S):
-            if time.monotonic() - store.answered_s > failure_detector.STORE_ANSWER_S:
+        while not waiting.over.wait(_GONE_S):
+            if time.monotonic() - store.answered_s > store_connection.STORE_ANSWER_S:
                 raise _store_gone(
-                    f"it has not answered for {failure_detector.STORE_ANSWER_S:.0f} s"
+                    f"it has not answered for {store_connection.STORE_ANSWER_S:.0f} s"
                 )
-        if isinstance(come.error, RuntimeError):  # what torch's stores raise
-            raise _store_gone(str(come.error).partition("\n")[0]) from come.error
-        if come.error is not None:
-            raise come.error
-        self._watch.all_have_come()
+        if isinstance(waiting.error, RuntimeError):  # what torch's stores raise
+            raise _store_gone(str(waiting.error).partition("\n")[0]) from waiting.error
+        if waiting.error is not None:
+            raise waiting.error
+        self._detector.all_are_here()
 
 
 class _Answers:
@@ -115,14 +116,14 @@ class _Answers:
         return ask
 
 
-class _Beside:
+class _BackgroundCall:
     """Something that may never end, in a thread that nobody waits for at exit."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.over = threading.Event()
         self._work = work
         self.error: Exception | None = None
-        threading.Thread(target=self._run, name="ckptd-meet", daemon=True).start()
+        threading.Thread(target=self._run, name="ckptd-barrier", daemon=True).start()
 
     def _run(self) -> None:
         try:
@@ -136,12 +137,12 @@ class _Beside:
 def _store_gone(why: str) -> DaemonUnavailable:
     return DaemonUnavailable(
         f"the job's store is gone: {why}",
-        operation="meet the other ranks",
+        operation="wait for the other ranks",
         hint="it is in the first rank, or in its launcher: is their host lost? Start the job again",
     )
 
 
-def meet_at(
+def wait_at(
     store: Any,
     prefix: str,
     number: int,
@@ -151,28 +152,28 @@ def meet_at(
     deadline_s: float,
     gone_key: str = "",
 ) -> None:
-    """Come to meeting ``number``, and wait until all have come.
+    """Arrive at barrier ``number``, and wait until all ranks have.
 
     Args:
-        gone_key: where it says that a rank is gone, if it is.
+        gone_key: the key that is written while a rank is gone.
     Raises:
-        DaemonUnavailable: they did not come in time, or one is gone, here or elsewhere.
+        DaemonUnavailable: ranks did not come in time, or one is gone.
     """
     arrive(store, prefix, number, rank=rank, world_size=world_size)
     verdict = _verdict(store, f"{prefix}/{number}", rank, world_size, deadline_s, gone_key)
     if verdict != "all":
         raise DaemonUnavailable(
             verdict,
-            operation="meet the other ranks",
+            operation="wait for the other ranks",
             hint="their logs say why; start the job again when it is mended",
         )
 
 
 def arrive(store: Any, prefix: str, number: int, *, rank: int, world_size: int) -> None:
-    """Tell that this rank has come to meeting ``number``, once; the last one says that all have."""
+    """Count this rank at barrier ``number``, once; the last one writes that all are here."""
     here = f"{prefix}/{number}"
     block, bit = divmod(rank, _BLOCK)
-    # A sum of different powers of two: it tells who has come.
+    # A sum of different powers of two: it shows who has come.
     if store.add(f"{here}/block/{block}", 1 << bit) == _full(block, world_size):
         blocks = -(-world_size // _BLOCK)
         if store.add(f"{here}/blocks", 1) == blocks:
@@ -186,7 +187,7 @@ def _verdict(
     began = time.monotonic()
     least_s = world_size / _LOOKS_PER_S
     wait_s = max(_POLL_S, least_s)
-    gone_s, told_s = began + _GONE_S, began + _TOLD_S
+    gone_s, warn_s = began + _GONE_S, began + _WARN_S
     while not store.check([f"{here}/verdict"]):
         now = time.monotonic()
         if now > began + deadline_s:
@@ -197,15 +198,15 @@ def _verdict(
             if store.check([gone_key]):
                 gone = store.get(gone_key)
                 return str(store.compare_set(f"{here}/verdict", "", gone).decode())
-        if now > told_s:
-            told_s = now + _TOLD_AGAIN_S
-            _tell_who_is_missing(store, here, rank, world_size, now - began)
+        if now > warn_s:
+            warn_s = now + _WARN_AGAIN_S
+            _warn_of_missing(store, here, rank, world_size, now - began)
         time.sleep(wait_s)
         wait_s = max(min(2 * wait_s, _POLL_MAX_S), least_s)
     return str(store.get(f"{here}/verdict").decode())
 
 
-def _tell_who_is_missing(store: Any, here: str, rank: int, world_size: int, since_s: float) -> None:
+def _warn_of_missing(store: Any, here: str, rank: int, world_size: int, since_s: float) -> None:
     """In the log of the first rank that is here."""
     missing, names = _missing(store, here, world_size)
     first = next(r for r in range(world_size) if r not in missing)
@@ -234,7 +235,7 @@ def _bits(word: int) -> list[int]:
 
 
 def _forget(store: Any, before: str, blocks: int) -> None:
-    """All have come here, hence left the meeting before."""
+    """All have come here, hence left the barrier before."""
     for block in range(blocks):
         store.delete_key(f"{before}/block/{block}")
     store.delete_key(f"{before}/blocks")

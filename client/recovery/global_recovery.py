@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
-
-import msgspec
 
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Attempt
 from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.collectives import Exchange, all_or_none, vote
+from ckptd.client.ranks.collectives import Collectives, TryAgain
 from ckptd.client.recovery.verification import Replayed
 from ckptd.core.recovery.global_plan import (
     NoRecovery,
@@ -39,7 +38,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.errors import CorruptionError, DaemonUnavailable
 
-__all__ = ["Recovered", "least", "recover_together"]
+__all__ = ["Recovered", "recover_global"]
 
 logger = get_logger(__name__)
 
@@ -66,8 +65,8 @@ class Recovered(NamedTuple):
     dense: bool = False
 
 
-def recover_together(
-    memory: RankMemory, exchange: Exchange, at: int | None = None, *, verify_iterations: int = 0
+def recover_global(
+    memory: RankMemory, ranks: Collectives, at: int | None = None, *, verify_iterations: int = 0
 ) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
@@ -89,23 +88,23 @@ def recover_together(
             did not reproduce; on every rank.
     """
     recoverable_before = storage = False
-    wanted = least(exchange, verify_iterations)
+    wanted = min(ranks.gather(verify_iterations, int))
     for attempts in range(_PLANS):
         verified = wanted if attempts < _VERIFIED_PLANS else 0
-        view, plan = _plan(memory, exchange, storage, at, verified)
+        view, plan = _plan(memory, ranks, storage, at, verified)
         # A world of an elastic job is a new run. What is durable of those before was looked at when
         # it was planned.
         if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
             # Every rank comes to the same conclusion, whether or not its own node has a store.
             storage = True
-            view, plan = _plan(memory, exchange, storage, at, verified)
+            view, plan = _plan(memory, ranks, storage, at, verified)
         if isinstance(plan, NoRecovery):
             if at is not None:
                 raise ValueError(f"resume_at={at}: {plan.reason}. Nothing was changed")
             _refuse_what_is_quarantined(memory, plan, view)
             _refuse_to_forget(memory, plan, view, recoverable_before)
             _tell_start(memory, plan, view)
-            with all_or_none(exchange, memory.session.node_id):
+            with ranks.all_or_none():
                 memory.begin_epoch_after(view, plan.epoch, -1)
             return plan.reason
         if wanted and not verified:
@@ -118,8 +117,8 @@ def recover_together(
         if attempt.fatal is not None and plan.start < plan.needed:
             # There may be memory for what the run needs, and none for what is to be compared with it.
             attempt.again, attempt.fatal = True, None
-        if not _again(memory, exchange, attempt):
-            with all_or_none(exchange, memory.session.node_id):
+        if not _again(memory, ranks, attempt):
+            with ranks.all_or_none():
                 images = memory.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
             replayed = _replayed(plan, memory.identity.rank)
             return Recovered(images, _why(plan, view), replayed, plan.unverified, plan.dense)
@@ -131,20 +130,14 @@ def recover_together(
     )
 
 
-def least(exchange: Exchange, count: int) -> int:
-    """The least of all ranks' counts. A collective call."""
-    told = exchange(msgspec.msgpack.encode(count))
-    return min(msgspec.msgpack.decode(each, type=int) for each in told)
-
-
 def _plan(
     memory: RankMemory,
-    exchange: Exchange,
+    ranks: Collectives,
     storage: bool,
     at: int | None,
     verify_iterations: int,
 ) -> tuple[RunView, RecoveryPlan | NoRecovery]:
-    view = memory.see(exchange, storage=storage)
+    view = memory.see(ranks, storage=storage)
     with memory.planning():
         plan = plan_recovery(
             view.usable,
@@ -311,15 +304,16 @@ def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
     memory.session.notice("error" if damaged else "warning", "starting_over", text)
 
 
-def _again(memory: RankMemory, exchange: Exchange, attempt: Attempt) -> bool:
+def _again(memory: RankMemory, ranks: Collectives, attempt: Attempt) -> bool:
     """Whether all ranks must plan anew: what one rank lacks changes the plan of all."""
-    again = True
-    try:
-        again = vote(exchange, memory.session.node_id, again=attempt.again, fatal=attempt.fatal)
-    finally:
-        if again:
-            memory.forsake(attempt)
-    return again
+    with ExitStack() as undo:
+        undo.callback(memory.forsake, attempt)
+        try:
+            ranks.agree(attempt.raise_failure, type(None))
+        except TryAgain:
+            return True
+        undo.pop_all()
+    return False
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import msgspec
-
 from ckptd.client.daemon_link.communication_facts import LogFacts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Attempt
@@ -25,8 +23,8 @@ from ckptd.client.parking.park_memory import parked_image
 from ckptd.client.parking.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.pipeline.value_logs import ValueLogs
-from ckptd.client.ranks.collectives import Exchange, all_or_none, vote
-from ckptd.client.recovery.global_recovery import Recovered, least
+from ckptd.client.ranks.collectives import Collectives, TryAgain
+from ckptd.client.recovery.global_recovery import Recovered
 from ckptd.client.recovery.verification import Replayed
 from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
 from ckptd.core.recovery.localized_plan import (
@@ -45,7 +43,7 @@ from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
 from ckptd.transport.control.messages import NodeCard
 
-__all__ = ["ApartStart", "begin_localized", "come_together", "recovered_locally"]
+__all__ = ["ApartStart", "begin_localized", "end_localized", "recovered_locally"]
 
 logger = get_logger(__name__)
 
@@ -86,7 +84,7 @@ class ApartStart:
 
 def begin_localized(
     memory: RankMemory,
-    exchange: Exchange,
+    ranks: Collectives,
     alike: tuple[int, ...],
     *,
     verify_iterations: int = 0,
@@ -101,26 +99,26 @@ def begin_localized(
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    found = _try_plans(memory, exchange, alike, verify_iterations)
+    found = _try_plans(memory, ranks, alike, verify_iterations)
     if not isinstance(found, str):
         return found
     if found:
-        _tell_together(memory, found)
+        _report_global(memory, found)
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
     return None
 
 
 def _try_plans(
-    memory: RankMemory, exchange: Exchange, alike: tuple[int, ...], verify_iterations: int
+    memory: RankMemory, ranks: Collectives, alike: tuple[int, ...], verify_iterations: int
 ) -> ApartStart | str:
     """The first plan of which every rank has what it needs; or why there is none, nothing if nobody
     was parked. A collective call.
     """
     unusable: tuple[SnapshotCopy, ...] = ()
     tried: list[LocalizedPlan] = []
-    wanted = least(exchange, verify_iterations)
+    wanted = min(ranks.gather(verify_iterations, int))
     for attempt in range(_PLANS):
-        view = _look(memory, exchange, alike, unusable)
+        view = _look(memory, ranks, alike, unusable)
         if not view.parked:
             return ""
         plan = _plan(view, memory.identity.world_size, wanted if attempt < _VERIFIED_PLANS else 0)
@@ -131,29 +129,27 @@ def _try_plans(
         tried.append(plan)
         mine = plan.per_rank[memory.identity.rank]
         trial = _Trial(memory, mine, view, len({*plan.bases.values()}) > 1)
-        again = True
-        try:
-            again = vote(exchange, memory.session.node_id, again=trial.again)
-        finally:
-            if again:
-                trial.forsake()
-        if again:
-            unusable += trial.unusable
-            continue
-        if why := differing(_schedules(exchange, trial)):
-            trial.forsake()
-            return why
-        return _begin(memory, exchange, trial, plan)
+        with ExitStack() as undo:
+            undo.callback(trial.forsake)
+            try:
+                schedules = ranks.agree(trial.require, ScheduleStart)
+            except TryAgain:
+                unusable += trial.unusable
+                continue
+            if why := differing(schedules):
+                return why
+            undo.pop_all()
+        return _begin(memory, ranks, trial, plan)
     return f"not every rank could have what it needs, in {len(tried)} attempts"
 
 
 def _begin(
-    memory: RankMemory, exchange: Exchange, trial: _Trial, plan: LocalizedPlan
+    memory: RankMemory, ranks: Collectives, trial: _Trial, plan: LocalizedPlan
 ) -> ApartStart:
     """All ranks have what they need: the new history begins. A collective call."""
     with ExitStack() as undo:
         undo.callback(trial.feeds.close)
-        with all_or_none(exchange, memory.session.node_id):
+        with ranks.all_or_none():
             images = trial.resume(plan)
             again_in_a_row = memory.hint & HINT_APART
             memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
@@ -177,7 +173,7 @@ def recovered_locally(start: ApartStart) -> Recovered:
     return Recovered(start.images, start.plan.reason, replayed, unverified)
 
 
-def come_together(memory: RankMemory, start: ApartStart) -> None:
+def end_localized(memory: RankMemory, start: ApartStart) -> None:
     """The localized recovery is over."""
     start.close()
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
@@ -185,7 +181,7 @@ def come_together(memory: RankMemory, start: ApartStart) -> None:
 
 def _look(
     memory: RankMemory,
-    exchange: Exchange,
+    ranks: Collectives,
     alike: tuple[int, ...],
     unusable: tuple[SnapshotCopy, ...],
 ) -> RunView:
@@ -198,7 +194,7 @@ def _look(
     if found is not None:
         both = tuple(rank for rank in found.alike if rank in alike)
         facts = RankFacts(found.neighbours, found.domain, both)
-    view = memory.see(exchange, facts=facts, alike=alike, unusable=unusable)
+    view = memory.see(ranks, facts=facts, alike=alike, unusable=unusable)
     if found is None:
         rank = memory.identity.rank
         left_behind = facts_from_logs((rank,), view.logs, view.parked).get(rank)
@@ -225,15 +221,7 @@ def _plan(view: RunView, world_size: int, verify_iterations: int) -> LocalizedPl
     )
 
 
-def _schedules(exchange: Exchange, trial: _Trial) -> list[ScheduleStart]:
-    """By rank: by which schedule it would go on. A collective call."""
-    return [
-        msgspec.msgpack.decode(said, type=ScheduleStart)
-        for said in exchange(msgspec.msgpack.encode(trial.schedule))
-    ]
-
-
-def _tell_together(memory: RankMemory, reason: str) -> None:
+def _report_global(memory: RankMemory, reason: str) -> None:
     text = f"all ranks recover together, though some were parked: {reason}"
     logger.info("%s", text)
     if memory.identity.rank == 0:
@@ -337,6 +325,16 @@ class _Trial:
             ring = self.memory.descriptor_of(self._attempt)
         assert ring is not None
         self.schedule = of_parked(image.iteration, image.phase, scalars, ring.client)
+
+    def require(self) -> ScheduleStart:
+        """By which schedule this rank would go on.
+
+        Raises:
+            TryAgain: it could not have what it needs.
+        """
+        if self.again:
+            raise TryAgain
+        return self.schedule
 
     def forsake(self) -> None:
         """Give back what was brought here for this plan."""

@@ -22,7 +22,7 @@ from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams, identity_of
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, EntrySource
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["Piece", "ReplicaBroadcast", "Take", "arrange"]
 
@@ -147,8 +147,7 @@ def arrange(
     sharing: ReplicatedParams,
     operators: Sequence[Operator],
     owners: Sequence[int],
-    rank: int,
-    meet: Exchange,
+    ranks: Collectives,
 ) -> ReplicaBroadcast:
     """Settle from whom each operator comes; a collective call.
 
@@ -158,21 +157,18 @@ def arrange(
         ValueError: nobody has a part of what this rank needs, or the ranks' snapshots do not fit each other.
     """
     groups = sharing.groups(operators)
-    owner_of = dict(enumerate(owners))
+    owner_of, rank = dict(enumerate(owners)), ranks.rank
 
     def held(indices: Sequence[int]) -> _Held:
         flags = [owner_of.get(i, EVERY_RANK) in (EVERY_RANK, rank) for i in indices]
         return _Held(_names_digest([operators[i] for i in indices]), _bitmap(flags), all(flags))
 
     mine = {group.key: held(indices) for group, indices in groups.items()}
-    told = [
-        msgspec.msgpack.decode(data, type=dict[str, _Held])
-        for data in meet(msgspec.msgpack.encode(mine))
-    ]
-    # Only now: whoever raises before the others were told would leave them waiting.
+    by_rank = ranks.gather(mine, dict[str, _Held])
+    # Only now: a rank that raises before this would leave the others waiting.
     _check_reachable(operators, owners, rank, {i for indices in groups.values() for i in indices})
     found = [
-        _settle(group, indices, operators, told, mine[group.key])
+        _settle(group, indices, operators, by_rank, mine[group.key])
         for group, indices in groups.items()
     ]
     return ReplicaBroadcast(rank, [g for g in found if g is not None])
@@ -182,11 +178,11 @@ def _settle(
     group: Replicas,
     indices: Sequence[int],
     operators: Sequence[Operator],
-    told: Sequence[dict[str, _Held]],
+    by_rank: Sequence[dict[str, _Held]],
     mine: _Held,
 ) -> _Group | None:
     """Who sends what in a group; None where every member has everything."""
-    held = {rank: told[rank].get(group.key) for rank in group.ranks}
+    held = {rank: by_rank[rank].get(group.key) for rank in group.ranks}
     # Then it does not matter how each cut its operators, nor that they are alike.
     if all(h is None or h.complete for h in held.values()):
         return None

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import torch
 
 from ckptd.client import values
@@ -19,9 +18,8 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.model.signature import signature, signature_difference
-from ckptd.client.ranks.collectives import Exchange, all_or_none
-from ckptd.client.ranks.rank_exchange import exchange
-from ckptd.client.recovery.global_recovery import recover_together
+from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.localized_recovery import ApartStart, begin_localized, recovered_locally
 from ckptd.client.recovery.mismatch_causes import likely_causes
 from ckptd.client.recovery.replay import Replay
@@ -57,7 +55,7 @@ class Resumption:
     apart: ApartStart | None = None  # after a localized recovery: who begins where
 
 
-def newest_window(memory: RankMemory, meet: Exchange) -> Suffix:
+def newest_window(memory: RankMemory, ranks: Collectives) -> Suffix:
     """The newest complete suffix that every rank's ring holds; a collective call.
 
     Raises:
@@ -65,11 +63,11 @@ def newest_window(memory: RankMemory, meet: Exchange) -> Suffix:
     """
     records = memory.table.records()
     newest = find_suffix(records, memory.num_operators)
-    ends = _told(newest, meet)
+    ends = ranks.gather(_bounds(newest), tuple[int, int])
     if min(end for _, end in ends) >= 0:
         # A rank may be a snapshot ahead of the others.
         newest = find_suffix(records, memory.num_operators, end=min(end for _, end in ends))
-    starts = {start for start, _ in _told(newest, meet)}
+    starts = {start for start, _ in ranks.gather(_bounds(newest), tuple[int, int])}
     if isinstance(newest, NoSuffix):
         raise ValueError(f"there is no complete window to verify yet: {newest.reason}")  # noqa: TRY004 - a state, not a type
     if len(starts) > 1:
@@ -79,13 +77,9 @@ def newest_window(memory: RankMemory, meet: Exchange) -> Suffix:
     return newest
 
 
-def _told(suffix: Suffix | NoSuffix, meet: Exchange) -> list[tuple[int, int]]:
-    """Start and end of each rank's suffix; -1 where there is none."""
-    mine = (-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end)
-    return [
-        msgspec.msgpack.decode(data, type=tuple[int, int])
-        for data in meet(msgspec.msgpack.encode(mine))
-    ]
+def _bounds(suffix: Suffix | NoSuffix) -> tuple[int, int]:
+    """Start and end; -1 where there is none."""
+    return (-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end)
 
 
 class Recovery:
@@ -118,7 +112,7 @@ class Recovery:
         self._verify_iterations = verify_iterations
         self.freezing, self.freezing_reason = subject.freezing
 
-    def find(self, memory: RankMemory) -> Resumption | None:
+    def find(self, memory: RankMemory, ranks: Collectives) -> Resumption | None:
         """The newest state that every rank can be brought back to; None to start from the
         beginning. A collective call.
 
@@ -127,16 +121,12 @@ class Recovery:
             AttachRefused: the snapshots are of another model, or it is refused by the daemon; nothing was lost.
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
-
-        def meet(payload: bytes) -> list[bytes]:
-            return exchange(self._identity, payload)
-
-        with all_or_none(meet, memory.session.node_id):
+        with ranks.all_or_none():
             memory.settle_filled(_SEAL_WAIT_S)
         # What is parked is newer than what was asked for.
-        apart = None if self._at is not None else self._apart(memory, meet)
+        apart = None if self._at is not None else self._apart(memory, ranks)
         found = (
-            recover_together(memory, meet, self._at, verify_iterations=self._verify_iterations)
+            recover_global(memory, ranks, self._at, verify_iterations=self._verify_iterations)
             if apart is None
             else recovered_locally(apart)
         )
@@ -146,20 +136,20 @@ class Recovery:
         with ExitStack() as undo:
             if apart is not None:
                 undo.callback(apart.close)
-            self._heed(meet(bytes([memory.hint])))
-            with all_or_none(meet, memory.session.node_id):
+            self._heed(ranks.gather(memory.hint, int))
+            with ranks.all_or_none():
                 plan = self._plan_of(memory)
                 changed = self._changed_since(memory)
             images = found.images
-            with all_or_none(meet, memory.session.node_id):
+            with ranks.all_or_none():
                 alone = apart is not None and not apart.replays
-                replay = self.replay_of(images, plan, meet, alone=alone, dense=found.dense)
+                replay = self.replay_of(images, plan, ranks, alone=alone, dense=found.dense)
                 # What is loaded first must have arrived. The rest is waited for in replay.
                 _ = images[0].view
             undo.pop_all()
         verification = Verification(
             memory,
-            meet,
+            ranks,
             found.replayed,
             on_mismatch=self._on_mismatch,
             changed=changed,
@@ -178,20 +168,20 @@ class Recovery:
             apart,
         )
 
-    def _apart(self, memory: RankMemory, meet: Exchange) -> ApartStart | None:
+    def _apart(self, memory: RankMemory, ranks: Collectives) -> ApartStart | None:
         """A collective call."""
         if self._identity.world_size == 1:
             return None
         alike = self._sharing.alike(self._operators, self._identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
             alike = ()  # by their wrappers they are, but values were not compared, or differed
-        return begin_localized(memory, meet, alike, verify_iterations=self._verify_iterations)
+        return begin_localized(memory, ranks, alike, verify_iterations=self._verify_iterations)
 
-    def _heed(self, hints: Sequence[bytes]) -> None:
+    def _heed(self, hints: Sequence[int]) -> None:
         """Freeze otherwise if any rank left the hint: what one computes from all gradients, it
         computes from the others', too.
         """
-        if any(hint[0] & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
+        if any(hint & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = (
                 "an earlier replay with 'inputs' did not reproduce what was recorded"
@@ -212,7 +202,7 @@ class Recovery:
         self,
         images: Sequence[SnapshotImage],
         plan: SnapshotPlan,
-        meet: Exchange,
+        ranks: Collectives,
         *,
         alone: bool = False,
         dense: bool = False,
@@ -227,7 +217,7 @@ class Recovery:
         """
         handing: ReplicaBroadcast | None = None
         if self._identity.world_size > 1:
-            handing = arrange(self._sharing, plan.operators, plan.owners, self._identity.rank, meet)
+            handing = arrange(self._sharing, plan.operators, plan.owners, ranks)
             if alone:
                 handing = None
         return Replay(

@@ -1,4 +1,4 @@
-"""What follows when a replay does not reproduce what was recorded: all ranks hear of it, the
+"""What follows when a replay does not reproduce what was recorded: all ranks learn of it, the
 daemons keep it, and the replay ends.
 
 Replay runs in the user's own loop, which cannot be taken back to an earlier step. So a rank that
@@ -17,7 +17,7 @@ import xxhash
 from ckptd.client.capture.comparison import Differences
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.replay import Replay, ReplayMismatch
 from ckptd.core.recovery.quarantine import (
     ReplayVerdict,
@@ -69,7 +69,7 @@ class Verification:
     """Sees one replay through.
 
     Args:
-        meet: between all ranks.
+        ranks: of which all replay, or only some.
         on_mismatch: ``raise`` or ``warn``.
         changed: how this machine differs from the one that recorded; empty: not in what is known to change bits.
         causes: what usually leads to such a difference, for the message.
@@ -78,7 +78,7 @@ class Verification:
     def __init__(
         self,
         memory: RankMemory,
-        meet: Exchange,
+        ranks: Collectives,
         replayed: Replayed,
         *,
         on_mismatch: str,
@@ -87,7 +87,7 @@ class Verification:
     ) -> None:
         self._causes = causes
         self._memory, self._replayed, self._changed = memory, replayed, changed
-        self._meet: Exchange = meet if replayed.everybody else lambda payload: [payload]
+        self._ranks = ranks if replayed.everybody else Collectives.alone(ranks.node)
         self._heeds = on_mismatch == "raise"
 
     def advance(self, replay: Replay, sent: Differences) -> None:
@@ -102,10 +102,7 @@ class Verification:
         found = replay.advance()
         found.extend(sent)
         mine = _Said(_mismatch(self._memory.identity.rank, found), self._heeds)
-        said = [
-            msgspec.msgpack.decode(data, type=_Said)
-            for data in self._meet(msgspec.msgpack.encode(mine))
-        ]
+        said = self._ranks.gather(mine, _Said)
         if any(s.found is not None and s.heeds for s in said):
             replay.abandon()
             self._fail(boundary, replay.freezing, [s.found for s in said if s.found is not None])
@@ -117,13 +114,9 @@ class Verification:
 
     def _fail(self, boundary: int, freezing: str, ranks: Sequence[RankMismatch]) -> None:
         used = tuple(s for s in self._replayed.snapshots if s[0] <= boundary)
-        mine = _Evidence(used, self._changed)
-        told = [
-            msgspec.msgpack.decode(data, type=_Evidence)
-            for data in self._meet(msgspec.msgpack.encode(mine))
-        ]
-        snapshots = tuple(sorted({snapshot for t in told for snapshot in t.snapshots}))
-        changed = next((t.changed for t in told if t.changed), "")
+        evidence = self._ranks.gather(_Evidence(used, self._changed), _Evidence)
+        snapshots = tuple(sorted({snapshot for each in evidence for snapshot in each.snapshots}))
+        changed = next((each.changed for each in evidence if each.changed), "")
         result = xxhash.xxh3_128_hexdigest(
             msgspec.msgpack.encode([(r.rank, r.count, r.got) for r in ranks])
         )

@@ -169,7 +169,7 @@ class FirstPlan:
         told = self._planner.sharing.fingerprints(
             plan.operators, plan.schedule.phases, plan.owners, self._values or {}
         )
-        return self._windows.planned_together(plan.schedule.window, told)
+        return self._windows.shares_agree(plan.schedule.window, told)
 
     def _capture_all(self, plan: SnapshotPlan) -> None:
         text = "not all ranks have, or plan, alike what they should have in common: each captures all of it"

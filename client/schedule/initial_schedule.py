@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import Replicas
-from ckptd.client.ranks.store_agreement import StoreAgreement, job_store
+from ckptd.client.ranks.store_agreement import StoreAgreement
+from ckptd.client.ranks.store_connection import job_store
 
 __all__ = ["InitialSchedule"]
 
@@ -26,10 +27,10 @@ class InitialSchedule:
 
     def __init__(self, memory: RankMemory) -> None:
         self._memory = memory
-        self._together: StoreAgreement | None = None
+        self._agreement: StoreAgreement | None = None
         self._proposed: set[str] = set()
         self._waits_since: int | None = None
-        self._told = False
+        self._warned = False
 
     def limits(self, measure: Callable[[], tuple[int, int, int]]) -> tuple[int, int, int] | None:
         """The smallest over all ranks of what can be copied per step, of the memory (bytes), and of
@@ -43,7 +44,7 @@ class InitialSchedule:
         """
         if "limits" not in self._proposed:
             self._propose("limits", *(-number for number in measure()))
-        found = self._met().largest("limits")
+        found = self._agreed().largest("limits")
         return None if found is None else (-found[0], -found[1], -found[2])
 
     def first(self, mine: int, *, dense: bool, stride: int) -> tuple[int, bool, int] | None:
@@ -55,10 +56,10 @@ class InitialSchedule:
             stride: as this rank has seen it; the shortest counts, since one rank may have missed a boundary by itself.
         """
         self._propose("window", mine, int(dense), -stride)
-        found = self._met().largest("window")
+        found = self._agreed().largest("window")
         return None if found is None else (found[0], bool(found[1]), -found[2])
 
-    def planned_together(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
+    def shares_agree(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
         """Whether in each group all members have planned what they share with the same fingerprint
         as this rank.
 
@@ -71,7 +72,7 @@ class InitialSchedule:
         for group, fingerprint in fingerprints.items():
             what = f"shares-{group.key}-{window}"
             self._propose(what, fingerprint, -fingerprint, among=len(group.ranks))
-            found = self._met().largest(what)
+            found = self._agreed().largest(what)
             if found is None:
                 alike = None if alike else alike
             elif found != (fingerprint, -fingerprint):
@@ -81,26 +82,26 @@ class InitialSchedule:
     def waits(self, step: int) -> None:
         """Tell once if other ranks take long: the reason stands in their logs, not here."""
         self._waits_since = step if self._waits_since is None else self._waits_since
-        if step >= self._waits_since + _WAIT_STEPS and not self._told:
-            self._told = True
+        if step >= self._waits_since + _WAIT_STEPS and not self._warned:
+            self._warned = True
             text = f"no snapshots for {_WAIT_STEPS} steps: not every rank has told yet which window it needs; the logs of the others say why"
             logger.warning("%s", text)
             self._memory.session.notice("warning", "not_protected", text)
 
     def close(self) -> None:
         """Stop waiting for other ranks."""
-        if self._together is not None:
-            self._together.close()
+        if self._agreement is not None:
+            self._agreement.close()
 
     def _propose(self, what: str, *numbers: int, among: int | None = None) -> None:
         if what not in self._proposed:
             self._proposed.add(what)
-            self._met().propose(what, numbers, among=among)
+            self._agreed().propose(what, numbers, among=among)
 
-    def _met(self) -> StoreAgreement:
+    def _agreed(self) -> StoreAgreement:
         """Where the ranks of this epoch agree."""
-        if self._together is None:
+        if self._agreement is None:
             identity = self._memory.identity
             prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}"
-            self._together = StoreAgreement(job_store(), identity, prefix=prefix)
-        return self._together
+            self._agreement = StoreAgreement(job_store(), identity, prefix=prefix)
+        return self._agreement

@@ -7,14 +7,15 @@ and the lock between the two.
 
 from __future__ import annotations
 
-import datetime
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ckptd.client.log_lines import get_logger
-from ckptd.core.schedules.registers import Access, Add, CompareAndSwap, Delete, Get, Has, accesses
+from ckptd.client.ranks.store_agreement import play
+from ckptd.client.ranks.store_connection import own_connection
+from ckptd.core.schedules.registers import accesses
 from ckptd.core.schedules.switching import (
     Ask,
     Change,
@@ -117,8 +118,8 @@ class ScheduleAgreement:
                 continue
             try:
                 if store is None:
-                    store = _own_connection(self._find_store())
-                event = self._asked(store, ask)
+                    store = own_connection(self._find_store(), answer_s=_ANSWER_S)
+                event = play(store, self._prefix, accesses(ask, self._world_size))
                 if event is not None:
                     self._tell(event)
             except LocalProtocolError as error:
@@ -131,17 +132,6 @@ class ScheduleAgreement:
             self._answers()
             if event is None:
                 self._closed.wait(self._pause_s(ask))
-
-    def _asked(self, store: Any, ask: Ask) -> Event | None:
-        steps = accesses(ask, self._world_size)
-        answer: bytes | int | None = None
-        while True:
-            try:
-                access = next(steps) if answer is None else steps.send(answer)
-            except StopIteration as done:
-                event: Event | None = done.value
-                return event
-            answer = _access(store, self._prefix, access)
 
     def _pause_s(self, ask: Ask) -> float:
         if isinstance(ask, LookForAttempt):
@@ -168,29 +158,3 @@ class ScheduleAgreement:
         if self._outages >= _TOLD_OUTAGES:
             logger.info("the job's store answers again")
         self._outages = 0
-
-
-def _own_connection(store: Any) -> Any:
-    """A client of its own: another thread may be waiting on the shared one; and one that gives up soon."""
-    if not hasattr(store, "clone"):
-        return store
-    own = store.clone()
-    own.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
-    return own
-
-
-def _access(store: Any, prefix: str, access: Access) -> bytes | int:
-    key = f"{prefix}/{access.key}"
-    found: bytes | int
-    match access:
-        case Add():
-            found = store.add(key, 1)
-        case CompareAndSwap():
-            found = store.compare_set(key, access.old, access.new)
-        case Has():
-            found = int(store.check([key]))
-        case Get():
-            found = store.get(key)
-        case Delete():
-            found = int(store.delete_key(key))
-    return found

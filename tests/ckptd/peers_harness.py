@@ -22,7 +22,8 @@ from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
-from ckptd.client.recovery.global_recovery import Recovered, recover_together
+from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.core.slots.ring import SlotState, choose_slot, slots_for_window
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.core.slots.segment_names import parse_replica_file_name, parse_segment_file_name
@@ -200,8 +201,8 @@ class Job:
 
     def recover(self) -> list[Recovered | str]:
         """What each rank's memory says; collective."""
-        meeting = _Meeting(self.net, [node.name for node in self.homes])
-        return self.together(lambda t: recover_together(t.memory, meeting.exchange_of(t.rank)))
+        rounds = _Rounds(self.net, [node.name for node in self.homes])
+        return self.together(lambda t: recover_global(t.memory, rounds.ranks_of(t.rank)))
 
     def start(self) -> None:
         """Attach, find nothing to recover, reserve."""
@@ -305,15 +306,15 @@ def _rank_of(path: Path) -> int:
     return parse(path.name).rank
 
 
-class _Meeting:
-    """An exchange between the ranks as threads; node cards are seen through the reader's proxies."""
+class _Rounds:
+    """Collective calls of ranks as threads; node cards are seen through the reader's proxies."""
 
     def __init__(self, net: Net, names: Sequence[str]) -> None:
         self._net, self._names = net, names
         self._said: list[bytes] = [b""] * len(names)
         self._barrier = threading.Barrier(len(names), timeout=60)
 
-    def exchange_of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+    def ranks_of(self, rank: int) -> Collectives:
         def exchange(said: bytes) -> list[bytes]:
             self._said[rank] = said
             self._barrier.wait()
@@ -321,7 +322,7 @@ class _Meeting:
             self._barrier.wait()  # nobody speaks again before everybody has heard
             return heard
 
-        return exchange
+        return Collectives(exchange, rank=rank, node=self._names[rank])
 
     def _translated(self, reader: int, data: bytes) -> bytes:
         try:

@@ -1,5 +1,5 @@
-"""Ranks of a gloo group that come to meetings, or do not; for ``test_rank_watch`` and
-``test_meeting``. Their store is the test's.
+"""Ranks of a gloo group that come to barriers, or do not; for ``test_failure_detector`` and
+``test_store_barrier``. Their store is the test's.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks import failure_detector
-from ckptd.client.ranks import rank_exchange as exchanging
-from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.ranks import collectives, failure_detector, store_connection
+from ckptd.client.ranks.collectives import exchange
 from ckptd.errors import DaemonUnavailable
 from tests.forked import FORKED
 
@@ -91,7 +90,7 @@ def _rank(
 ) -> None:
     if quick is not None:
         failure_detector._SILENT_S, failure_detector._BEAT_S = quick, quick / 8
-        failure_detector.STORE_ANSWER_S = quick
+        store_connection.STORE_ANSWER_S = quick
     if what == "unreachable":
         failure_detector._listener = _nowhere
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -99,7 +98,7 @@ def _rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     identity = Identity("job", "run", rank, world_size)
     exchange(identity, b"first")
-    while what != "beside" and exchanging._meetings._watch._connection is None:  # type: ignore[union-attr]
+    while what != "beside" and collectives._barrier._detector._connection is None:  # type: ignore[union-attr]
         time.sleep(0.01)
     _tell(folder, rank, "begun")
     if what not in ("comes", "beside"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.ranks.collectives import exchange
 from ckptd.errors import DaemonUnavailable
 
 

@@ -12,11 +12,14 @@ doubt must find it whenever it comes back.
 
 Whoever proposes attempt *n* knows how *n* - 1 ended; so everything before it is over, but for what
 a rank in doubt has yet to read.
+
+The first schedule needs no attempts: every rank proposes numbers once, and the largest of each counts
+(`propose_largest`). Its keys are named in that function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -37,7 +40,18 @@ from ckptd.core.schedules.switching import (
 )
 from ckptd.unpacking import unpack
 
-__all__ = ["Access", "Add", "CompareAndSwap", "Delete", "Get", "Has", "Steps", "accesses"]
+__all__ = [
+    "Access",
+    "Add",
+    "CompareAndSwap",
+    "Delete",
+    "Get",
+    "Has",
+    "Steps",
+    "accesses",
+    "largest_found",
+    "propose_largest",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +187,36 @@ def _raise_to(key: str, value: int) -> Steps:
         if int(found) >= value:
             return None
         known = found
+
+
+def propose_largest(
+    key: str, mine: Sequence[int], *, rank: int, ranks: int
+) -> Generator[Access, bytes | int, None]:
+    """Take part in an agreement on the largest of each number; the last of so many ranks announces it.
+    Repeating it does no harm.
+
+    Keys: ``<key>/<place>`` (the largest number so far), ``<key>/rank<n>`` and ``<key>/count`` (who has
+    proposed), ``<key>/decided``.
+    """
+    for place, value in enumerate(mine):
+        yield from _raise_to(f"{key}/{place}", value)
+    if (yield Add(f"{key}/rank{rank}")) != 1 or (yield Add(f"{key}/count")) != ranks:
+        return
+    found = []
+    for place in range(len(mine)):
+        largest = yield Get(f"{key}/{place}")
+        assert isinstance(largest, bytes)
+        found.append(largest)
+    yield CompareAndSwap(f"{key}/decided", b"", b",".join(found))
+
+
+def largest_found(key: str) -> Generator[Access, bytes | int, tuple[int, ...] | None]:
+    """The largest of each number, as announced; None until then."""
+    if not (yield Has(f"{key}/decided")):
+        return None
+    found = yield Get(f"{key}/decided")
+    assert isinstance(found, bytes)
+    return tuple(int(part) for part in found.split(b","))
 
 
 def _proposed(number: int, held: bytes | int) -> Proposed:

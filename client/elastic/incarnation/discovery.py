@@ -1,8 +1,7 @@
-"""What the ranks of a world tell each other first: where they are, what they were started with, and
-what their nodes hold.
+"""The inventory of an incarnation: where its ranks are, what they were started with, and what their
+nodes hold.
 
-One rank of each node speaks for it. What is wrong with any rank is heard by all here, before one of
-them waits for the others.
+One rank of each node speaks for it. What is wrong with any rank is raised by all of them here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import msgspec
 
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey, Inventory, settle
 from ckptd.client.elastic.incarnation.incarnation_plan import Seat, nodes_of
-from ckptd.client.ranks.collectives import Exchange, Failure, raise_together
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.errors import DaemonUnavailable
@@ -61,7 +60,7 @@ class Here:
     endpoint: Callable[[], str] | None = None
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _RankHere(msgspec.Struct, frozen=True):
     """What a rank tells first; ``kept``: it has a daemon; ``drawn``: by lot, at least 1."""
 
     seat: Seat
@@ -69,7 +68,6 @@ class _Told(msgspec.Struct, frozen=True):
     clock_s: int
     drawn: int
     kept: bool
-    failure: Failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,12 +110,12 @@ def find_here(
     if find_endpoint is None:
         return Here(Seat(f"rank-{rank}", f"rank-{rank}", slots), None)
     try:
-        return _meet_daemon(find_endpoint, importlib.metadata.version("ckptd"), slots, domain)
+        return _ask_daemon(find_endpoint, importlib.metadata.version("ckptd"), slots, domain)
     except Exception as error:  # noqa: BLE001 - told to the others, and raised, in `look`
         return error
 
 
-def _meet_daemon(find_endpoint: Callable[[], str], version: str, slots: int, domain: str) -> Here:
+def _ask_daemon(find_endpoint: Callable[[], str], version: str, slots: int, domain: str) -> Here:
     """Ask the daemon of this node who it is.
 
     Raises:
@@ -136,8 +134,7 @@ def _meet_daemon(find_endpoint: Callable[[], str], version: str, slots: int, dom
 def look(
     here: Here | Exception,
     wishes: Wishes,
-    rank: int,
-    meet: Exchange,
+    ranks: Collectives,
     unusable: frozenset[ImageKey],
 ) -> Discovery:
     """Tell what this rank has, and hear what all have; a collective call.
@@ -148,41 +145,40 @@ def look(
         ValueError: on all ranks: they were started with other wishes, or some of them without a daemon.
         DaemonUnavailable: on all ranks: one cannot tell where it is, or what lies there (which that one raises itself).
     """
-    inventory, failed = None, here if isinstance(here, Exception) else None
-    seat = Seat("unknown", "", 0) if isinstance(here, Exception) else here.seat
-    try:
-        if not isinstance(here, Exception) and here.folder is not None:
+    inventories: list[Inventory] = []
+
+    def of_rank() -> _RankHere:
+        if isinstance(here, Exception):
+            raise here
+        if here.folder is not None:
             settle(here.folder, wishes.job, wishes.run, _SETTLE_S)
-            inventory = Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable)
-    except Exception as error:  # noqa: BLE001 - the others wait to hear of it; raised below
-        failed = error
-    kept = not isinstance(here, Exception) and here.folder is not None
-    mine = _Told(
-        seat,
-        repr(wishes),
-        int(time.time()),
-        1 + secrets.randbelow(_DRAWN),
-        kept,
-        Failure.of(seat.node, failed),
-    )
-    told = [msgspec.msgpack.decode(data, type=_Told) for data in meet(msgspec.msgpack.encode(mine))]
-    raise_together([one.failure for one in told], failed)
-    _check_equal(told)
-    seats = [one.seat for one in told]
-    speakers = _speakers(seats)
-    words = NodeHeld() if inventory is None else inventory.told
-    said = meet(msgspec.msgpack.encode(words) if rank in speakers else b"")
-    held = [msgspec.msgpack.decode(said[r], type=NodeHeld) for r in speakers]
-    return Discovery(seats, speakers, held, inventory, told[0].clock_s, told[0].drawn)
-
-
-def _check_equal(told: Sequence[_Told]) -> None:
-    for other, one in enumerate(told):
-        if one.wishes != told[0].wishes:
-            raise ValueError(
-                f"rank {other} was started with {one.wishes}, rank 0 with {told[0].wishes}: they must be the same"
+            inventories.append(
+                Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable)
             )
-        if one.kept != told[0].kept:
+        drawn = 1 + secrets.randbelow(_DRAWN)
+        return _RankHere(here.seat, repr(wishes), int(time.time()), drawn, here.folder is not None)
+
+    everybody = ranks.agree(of_rank, _RankHere)
+    _check_equal(everybody)
+    seats = [one.seat for one in everybody]
+    speakers = _speakers(seats)
+    inventory = inventories[0] if inventories else None
+    mine = NodeHeld()
+    if inventory is not None and ranks.rank in speakers:
+        mine = inventory.of_node
+    by_rank = ranks.gather(mine, NodeHeld)
+    held = [by_rank[r] for r in speakers]
+    clock_s, drawn = everybody[0].clock_s, everybody[0].drawn
+    return Discovery(seats, speakers, held, inventory, clock_s, drawn)
+
+
+def _check_equal(everybody: Sequence[_RankHere]) -> None:
+    for other, one in enumerate(everybody):
+        if one.wishes != everybody[0].wishes:
+            raise ValueError(
+                f"rank {other} was started with {one.wishes}, rank 0 with {everybody[0].wishes}: they must be the same"
+            )
+        if one.kept != everybody[0].kept:
             without = 0 if one.kept else other
             raise ValueError(
                 f"rank {without} was started with daemon=None, rank {other - without} was not: pass it on all ranks or on none"

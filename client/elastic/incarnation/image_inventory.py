@@ -107,8 +107,8 @@ class Inventory:
         self._worlds = tuple(sorted(worlds))
 
     @property
-    def told(self) -> NodeHeld:
-        """For the other nodes."""
+    def of_node(self) -> NodeHeld:
+        """What the ranks of other nodes need to know of it."""
         table = self._table
         return NodeHeld(
             tuple(table.units),

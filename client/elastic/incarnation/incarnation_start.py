@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.client.elastic.incarnation.checkpoint_selection import choose_with_storage
-from ckptd.client.elastic.incarnation.collective_read import read_together
+from ckptd.client.elastic.incarnation.collective_read import read_on_all
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes, look
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImage
 from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan, plan_world
@@ -26,7 +26,7 @@ from ckptd.client.elastic.incarnation.recorded_loads import read_recorded
 from ckptd.client.elastic.incarnation.store_start import Storage
 from ckptd.client.elastic.incarnation.unit_reading import LocalState
 from ckptd.client.elastic.sharded.shard_shapes import numels_of
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import Loads
 from ckptd.core.elastic.incarnations import Chosen
 from ckptd.errors import DaemonUnavailable, LocalProtocolError
@@ -50,7 +50,7 @@ class Started:
     shapes: Mapping[str, Any] | None = None
 
 
-def start_world(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchange) -> Started:
+def start_world(here: Here | Exception, wishes: Wishes, ranks: Collectives) -> Started:
     """Plan this world; a collective call: it returns on all ranks, or raises on all.
 
     Args:
@@ -61,9 +61,9 @@ def start_world(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchang
         DaemonUnavailable: a rank has no daemon, or cannot read what only its node holds; or storage is needed, and does not answer.
     """
     unusable: frozenset[ImageKey] = frozenset()
-    storage = _storage(here, wishes, rank, meet)
+    storage = _storage(here, wishes, ranks)
     for _ in range(_PLANS):
-        found = _attempt(here, wishes, rank, meet, unusable, storage)
+        found = _attempt(here, wishes, ranks, unusable, storage)
         if isinstance(found, Started):
             return found
         unusable |= found
@@ -74,18 +74,17 @@ def start_world(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchang
     )
 
 
-def _storage(here: Here | Exception, wishes: Wishes, rank: int, meet: Exchange) -> Storage:
+def _storage(here: Here | Exception, wishes: Wishes, ranks: Collectives) -> Storage:
     if isinstance(here, Exception):  # raised on all ranks before storage is looked at
-        return Storage(None, "unknown", wishes.job, wishes.run, rank, meet)
+        return Storage(None, wishes.job, wishes.run, ranks)
     endpoint = here.endpoint if here.folder is not None else None
-    return Storage(endpoint, here.seat.node, wishes.job, wishes.run, rank, meet)
+    return Storage(endpoint, wishes.job, wishes.run, ranks)
 
 
 def _attempt(
     here: Here | Exception,
     wishes: Wishes,
-    rank: int,
-    meet: Exchange,
+    ranks: Collectives,
     unusable: frozenset[ImageKey],
     storage: Storage,
 ) -> Started | frozenset[ImageKey]:
@@ -93,7 +92,7 @@ def _attempt(
     something came from storage.
     """
     clock = _Clock()
-    looked = look(here, wishes, rank, meet, unusable)
+    looked = look(here, wishes, ranks, unusable)
     clock.lap("inventory_s")
     found = choose_with_storage(looked.held, wishes.layers, looked.speakers, storage)
     clock.lap("storage_s")
@@ -106,7 +105,7 @@ def _attempt(
     with ExitStack() as given_up:
         if local is not None:
             given_up.callback(local.close)
-        recorded = read_recorded(local, chosen, looked.seats, wishes.layers, rank, meet)
+        recorded = read_recorded(local, chosen, looked.seats, wishes.layers, ranks)
         if isinstance(recorded, frozenset):
             return recorded
         plan = plan_world(
@@ -120,7 +119,7 @@ def _attempt(
             numels=numels_of(recorded.shapes, wishes.layers),
         )
         clock.lap("plan_s")
-        bad = _verify(local, plan, looked.seats[rank].node, rank, meet)
+        bad = _verify(local, plan, ranks)
         clock.lap("verify_s")
         if bad is not None:
             return bad
@@ -147,10 +146,10 @@ class _Clock:
 
 
 def _verify(
-    local: LocalState | None, plan: IncarnationPlan, node: str, rank: int, meet: Exchange
+    local: LocalState | None, plan: IncarnationPlan, ranks: Collectives
 ) -> frozenset[ImageKey] | None:
     """Hold and verify what this rank is to read; None if all ranks could, and have made the same plan."""
-    handover = plan.handover
+    handover, rank = plan.handover, ranks.rank
 
     def read() -> bytes:
         if local is not None and handover is not None:
@@ -158,7 +157,7 @@ def _verify(
             local.open_for(units, [whose for giver, whose in handover.scalars if giver == rank])
         return plan.digest.encode()
 
-    digests = read_together(read, node, meet)
+    digests = read_on_all(read, ranks)
     if isinstance(digests, frozenset):
         return digests
     other = [r for r, digest in enumerate(digests) if digest != digests[0]]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 from torch import Tensor
@@ -22,10 +21,10 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.optimizers.value_trees import NotCapturable
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers
 
-__all__ = ["KeptApart", "check_alike"]
+__all__ = ["KeptApart", "check_recorded_equal"]
 
 Node = Any
 _BY_POSITION = "it may go by the position of a parameter, and ranks have other experts after a change of the world"
@@ -177,7 +176,7 @@ class KeptApart:
         ]
 
 
-def check_alike(digests: Mapping[str, str], whose: int, rank: int, meet: Exchange) -> None:
+def check_recorded_equal(digests: Mapping[str, str], whose: int, ranks: Collectives) -> None:
     """Where a rank joins, all ranks have recorded the same of what it is given; a collective call.
 
     Args:
@@ -186,15 +185,12 @@ def check_alike(digests: Mapping[str, str], whose: int, rank: int, meet: Exchang
     Raises:
         ValueError: on all ranks: names what differs.
     """
-    told = [
-        msgspec.msgpack.decode(said, type=tuple[int, dict[str, str]])
-        for said in meet(msgspec.msgpack.encode((whose, dict(digests))))
-    ]
-    joins = [r for r, (recorded_by, _) in enumerate(told) if recorded_by != r]
+    by_rank = ranks.gather((whose, dict(digests)), tuple[int, dict[str, str]])
+    joins = [r for r, (recorded_by, _) in enumerate(by_rank) if recorded_by != r]
     if not joins:
         return
-    first, common = told[0]
-    for other, found in told[1:]:
+    first, common = by_rank[0]
+    for other, found in by_rank[1:]:
         unlike = sorted(k for k in common.keys() | found.keys() if common.get(k) != found.get(k))
         if unlike:
             raise ValueError(

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from ckptd.client import values
-from ckptd.client.elastic.incarnation.collective_read import read_together
+from ckptd.client.elastic.incarnation.collective_read import read_on_all
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey
 from ckptd.client.elastic.incarnation.incarnation_plan import Seat, nodes_of
 from ckptd.client.elastic.incarnation.unit_reading import LocalState
 from ckptd.client.elastic.sharded.shard_shapes import SHAPES
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import Loads
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
 
@@ -46,8 +46,7 @@ def read_recorded(
     chosen: Chosen | None,
     seats: Sequence[Seat],
     layers: ExpertLayers,
-    rank: int,
-    meet: Exchange,
+    ranks: Collectives,
 ) -> Recorded | frozenset[ImageKey]:
     """Of the state of the lowest rank that is held, read by the first rank on a node that holds it;
     a collective call.
@@ -69,14 +68,14 @@ def read_recorded(
     )
 
     def read() -> bytes:
-        if rank != reads:
+        if ranks.rank != reads:
             return b""
         assert local is not None, "its node holds an image"
         state = local.state(whose)
         found = {name: state[name] for name in (LOADS, SHAPES) if name in state}
         return values.pack(found, "what a plan needs")
 
-    said = read_together(read, seats[rank].node, meet)
+    said = read_on_all(read, ranks)
     if isinstance(said, frozenset):
         return said
     return _unpacked(values.unpack(said[reads]), layers)

@@ -17,7 +17,7 @@ from ckptd.client.elastic import ExpertShards
 from ckptd.client.elastic.sharded.shard_shapes import ShardShapes, numels_of
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers
 from ckptd.core.elastic.shard_owners import shard_length
 
@@ -45,13 +45,13 @@ def with_shards(
     return nn.ModuleDict({_MODEL: model, _SHARDS: shards}), [*optimizers, shards.optimizer]
 
 
-def same_call(meet: Exchange, call: str) -> None:
+def same_call(ranks: Collectives, call: str) -> None:
     """A collective call: all ranks have come to the same.
 
     Raises:
         ValueError: on all ranks: some have not.
     """
-    said = [word.decode(errors="replace") for word in meet(call.encode())]
+    said = ranks.gather(call, str)
     other = [rank for rank, word in enumerate(said) if word != said[0]]
     if other:
         raise ValueError(

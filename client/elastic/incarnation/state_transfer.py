@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from ckptd.client.elastic import ExpertShards
 from ckptd.client.elastic.incarnation.incarnation_start import Started
-from ckptd.client.elastic.incarnation.optimizer_extras import check_alike
+from ckptd.client.elastic.incarnation.optimizer_extras import check_recorded_equal
 from ckptd.client.elastic.incarnation.sharded_job import check_strategy, firsts_of
 from ckptd.client.elastic.incarnation.unit_loading import Loader, check_fits
 from ckptd.client.elastic.incarnation.unit_reading import LocalState
 from ckptd.client.elastic.incarnation.whole_state import WholeState
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.byte_exchange import ship
-from ckptd.client.ranks.collectives import Exchange, all_or_none
+from ckptd.client.ranks.byte_exchange import ship_bytes
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.handover import Handover
 from ckptd.core.elastic.incarnations import ExpertLayers
 
@@ -28,8 +28,7 @@ def take_over(
     whole: WholeState,
     shards: ExpertShards | None,
     layers: ExpertLayers,
-    rank: int,
-    meet: Exchange,
+    ranks: Collectives,
 ) -> tuple[Loader, dict[str, float]]:
     """Fill the live model as the world's handover says; all ranks or none go on. A collective call.
 
@@ -39,35 +38,31 @@ def take_over(
         ValueError: something does not fit the model here.
         DaemonUnavailable: another rank could not.
     """
-    handover, ranks = world.plan.handover, len(world.plan.node_of)
+    handover, rank = world.plan.handover, ranks.rank
     assert handover is not None, "a world that begins takes over nothing"
-    firsts = firsts_of(whole.binding, shards, layers, rank, ranks)
+    firsts = firsts_of(whole.binding, shards, layers, rank, len(world.plan.node_of))
     loader = Loader(whole.binding, whole.stateful, whole.kept, firsts)
-    with all_or_none(meet, f"rank {rank}"):
+    with ranks.all_or_none():
         check_strategy(world.shapes, shards, layers)
         mine = [give.unit for give in handover.gives if give.target == rank]
         check_fits(whole.binding, mine, set(whole.binding.params))
         loader.clear()
-    return loader, _fill(world.local, handover, loader, rank, ranks, meet)
+    return loader, _fill(world, handover, loader, ranks)
 
 
 def _fill(
-    local: LocalState | None,
-    handover: Handover,
-    loader: Loader,
-    rank: int,
-    ranks: int,
-    meet: Exchange,
+    world: Started, handover: Handover, loader: Loader, ranks: Collectives
 ) -> dict[str, float]:
     """What this rank's node holds is read there, the rest comes from other ranks; where the time
     went, in seconds.
     """
+    local, rank = world.local, ranks.rank
     began = time.perf_counter()
-    with all_or_none(meet, f"rank {rank}"):
-        units, scalars = _outgoing(local, handover, rank, ranks)
-    came = ship(units), ship(scalars)
+    with ranks.all_or_none():
+        units, scalars = _outgoing(local, handover, rank, len(world.plan.node_of))
+    came = ship_bytes(units), ship_bytes(scalars)
     shipped = time.perf_counter()
-    with all_or_none(meet, f"rank {rank}"):
+    with ranks.all_or_none():
         for give in handover.gives:
             if give.source == rank == give.target:
                 assert local is not None, "it was verified"
@@ -75,8 +70,8 @@ def _fill(
         for stream in came[0]:
             loader.units(stream)
         loader.scalars(b"".join(came[1]), rank)
-    check_alike(loader.digests(), loader.whose, rank, meet)
-    with all_or_none(meet, f"rank {rank}"):
+    check_recorded_equal(loader.digests(), loader.whose, ranks)
+    with ranks.all_or_none():
         loader.finish()
     if local is not None:
         local.close()

@@ -13,14 +13,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
-
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.collectives import Exchange, Failure, raise_together
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import Chosen, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
@@ -47,23 +45,9 @@ _GLANCE_S, _LOOK_S = 30.0, 900.0
 # earlier request, and one that is dead says nothing.
 _ANSWER_S, _ASKED = 5.0, 3
 _POLL_S, _LOOK_POLL_S = 0.1, 0.01
-_TOLD_S = 30.0
+_PROGRESS_S = 30.0
 _Reply = TypeVar("_Reply", bound=Reply)
 _DAEMON_FAILS = (RefusedError, RequestTimeout, WireError, OSError)
-
-
-class _Looked(msgspec.Struct, frozen=True):
-    """What a node's daemon says of its store, or why it cannot."""
-
-    seen: DurableWorlds
-    failure: Failure
-
-
-class _Came(msgspec.Struct, frozen=True):
-    """Whether a node has what it was to bring; if not, another checkpoint may do, unless it failed for good."""
-
-    came: bool
-    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +70,17 @@ class Storage:
 
     Args:
         find_endpoint: of this node's daemon; None where there is none.
-        node: of this rank.
     """
 
     def __init__(
         self,
         find_endpoint: Callable[[], str] | None,
-        node: str,
         job: str,
         run: str,
-        rank: int,
-        meet: Exchange,
+        ranks: Collectives,
     ) -> None:
-        self._find_endpoint, self._node = find_endpoint, node
-        self._job, self._run, self._rank, self._meet = job, run, rank, meet
+        self._find_endpoint, self._ranks = find_endpoint, ranks
+        self._job, self._run = job, run
         self._looked = self._answered = False
         self.brought: tuple[int, int] | None = None
         """World and iteration of what came."""
@@ -117,30 +98,26 @@ class Storage:
         # What looked damaged to an earlier start is looked at once more; what this one has found
         # stays passed over.
         again, self._looked = self._looked, True
-        seen, failed = DurableWorlds(configured=False), None
-        if self._find_endpoint is not None and self._rank in speakers:
-            try:
-                seen = self._see(again=again, timeout_s=_GLANCE_S if enough else _LOOK_S)
-            except DaemonUnavailable as error:
-                failed = error
-            except _DAEMON_FAILS as error:
-                failed = DaemonUnavailable(str(error), operation="look for what is durable")
-        mine = _Looked(seen, Failure.of(self._node, failed))
-        said = [
-            msgspec.msgpack.decode(data, type=_Looked)
-            for data in self._meet(msgspec.msgpack.encode(mine))
-        ]
-        told = [said[rank] for rank in speakers]
-        able = [n for n, one in enumerate(told) if one.seen.configured]
-        silent = [one.failure for one in told if one.failure.text]
+        timeout_s = _GLANCE_S if enough else _LOOK_S
+
+        def look() -> DurableWorlds:
+            if self._find_endpoint is None or self._ranks.rank not in speakers:
+                return DurableWorlds(configured=False)
+            with _daemon_errors("look for what is durable"):
+                return self._see(again=again, timeout_s=timeout_s)
+
+        found = self._ranks.outcomes(look, DurableWorlds)
+        seen = [found.values[rank] or DurableWorlds(configured=False) for rank in speakers]
+        able = [n for n, one in enumerate(seen) if one.configured]
+        silent = [found.failures[rank] for rank in speakers if found.failures[rank].text]
         if silent and not able and (self._answered or not enough):
-            raise_together([one.failure for one in said], failed)
+            found.raise_failures()
         self._answered = bool(able)
         for failure in silent:
             logger.warning(
                 "node %s: %s; the ranks go on without its store", failure.node, failure.text
             )
-        return self._common([told[n].seen for n in able], able, enough=enough)
+        return self._common([seen[n] for n in able], able, enough=enough)
 
     def _see(self, *, again: bool, timeout_s: float) -> DurableWorlds:
         """What this node's daemon sees; it is asked until it has heard of its store."""
@@ -193,30 +170,25 @@ class Storage:
             len(missing),
             len(wanted.sizes),
         )
-        ranks = shares.get(speakers.index(self._rank), ()) if self._rank in speakers else ()
-        reason, failed = "", None
-        if ranks:
+        rank = self._ranks.rank
+        mine = shares.get(speakers.index(rank), ()) if rank in speakers else ()
+
+        def bring() -> bool:
+            if not mine:
+                return True
             name = run_of_incarnation(self._run, wanted.world)
-            try:
-                told = self._await(BringStored(self._job, name, wanted.iteration, ranks))
-            except DaemonUnavailable as error:
-                failed = error
-            except _DAEMON_FAILS as error:
-                failed = DaemonUnavailable(str(error), operation="bring what is durable")
-            else:
-                reason = "" if told.state == "done" else told.reason
-                if told.state == "refused":
-                    text = f"iteration {wanted.iteration} of world {wanted.world} cannot be brought from storage: {reason}"
-                    failed = DaemonUnavailable(text, operation="start a world")
-        if reason:
-            logger.error("iteration %d of world %d: %s", wanted.iteration, wanted.world, reason)
-        mine = _Came(not reason, Failure.of(self._node, failed))
-        said = [
-            msgspec.msgpack.decode(data, type=_Came)
-            for data in self._meet(msgspec.msgpack.encode(mine))
-        ]
-        raise_together([one.failure for one in said], failed)
-        came = all(one.came for one in said)
+            with _daemon_errors("bring what is durable"):
+                brought = self._await(BringStored(self._job, name, wanted.iteration, mine))
+            if brought.state == "done":
+                return True
+            what = f"iteration {wanted.iteration} of world {wanted.world}"
+            logger.error("%s: %s", what, brought.reason)
+            if brought.state == "refused":
+                text = f"{what} cannot be brought from storage: {brought.reason}"
+                raise DaemonUnavailable(text, operation="start a world")
+            return False
+
+        came = all(self._ranks.agree(bring, bool))
         if came:
             self.brought = wanted.world, wanted.iteration
         return came
@@ -224,16 +196,25 @@ class Storage:
     def _await(self, message: BringStored) -> Brought:
         """Ask until it is over."""
         assert self._find_endpoint is not None, "its node has a store"
-        next_s = time.monotonic() + _TOLD_S
+        next_s = time.monotonic() + _PROGRESS_S
         with connect(self._find_endpoint(), _ANSWER_S) as client:
-            while (told := _ask(client, message, Brought)).state == "running":
+            while (brought := _ask(client, message, Brought)).state == "running":
                 if time.monotonic() > next_s:
-                    next_s += _TOLD_S
+                    next_s += _PROGRESS_S
                     logger.info(
-                        "%d of %d bytes came from storage", told.bytes_done, told.bytes_total
+                        "%d of %d bytes came from storage", brought.bytes_done, brought.bytes_total
                     )
                 time.sleep(_POLL_S)
-        return told
+        return brought
+
+
+@contextlib.contextmanager
+def _daemon_errors(operation: str) -> Iterator[None]:
+    """What a daemon does not answer, as the error that all ranks raise."""
+    try:
+        yield
+    except _DAEMON_FAILS as error:
+        raise DaemonUnavailable(str(error), operation=operation) from error
 
 
 def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:

@@ -13,7 +13,7 @@ from ckptd.client.elastic.incarnation.incarnation_start import Started
 from ckptd.client.elastic.job.garbage_collection import GarbageCollection, forget, needless
 from ckptd.client.elastic.job.incarnation_report import WorldTeller
 from ckptd.client.elastic.job.rebalancing import Rebalancing
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.transport.control.messages import Elastic
@@ -47,8 +47,7 @@ class BackgroundTasks:
         here: Here,
         wishes: Wishes,
         world: Started,
-        rank: int,
-        meet: Exchange,
+        ranks: Collectives,
         *,
         tell: Callable[[Elastic], None] | None,
         when: TimesConfig | None,
@@ -57,11 +56,11 @@ class BackgroundTasks:
         self._retiring: GarbageCollection | None = None
         self._teller: WorldTeller | None = None
         self._rebalancing: Rebalancing | None = None
-        if _speaks(world.plan, rank):
-            self._retiring = _retiring(here, wishes, world.plan, rank)
+        if _speaks(world.plan, ranks.rank):
+            self._retiring = _retiring(here, wishes, world.plan, ranks.rank)
             self._teller = None if tell is None else _teller(tell, wishes, world)
         if when is not None:
-            self._rebalancing = Rebalancing(world.plan, wishes, when, layers, meet)
+            self._rebalancing = Rebalancing(world.plan, wishes, when, layers, ranks)
 
     def why_anew(
         self,

@@ -24,10 +24,10 @@ had without it (`retiring`).
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -57,8 +57,7 @@ from ckptd.client.elastic.job.job_checks import (
 )
 from ckptd.client.elastic.load_history import LoadHistory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.collectives import all_or_none
-from ckptd.client.ranks.rank_exchange import exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnations import ExpertLayers
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
@@ -109,16 +108,13 @@ class ElasticJob:
         when: TimesConfig | None = None,
     ) -> None:
         began = time.perf_counter()
-        # What is wrong here the other ranks hear of when they meet: they would wait for this one.
+        # What is wrong here is raised by `start_world` on all ranks: the others would wait for this one.
         self._identity, nameless = identify_anyway(job, run, rank, world_size)
         wrong = nameless or wrong_arguments(
             layers, slots, threshold, max_straggler, self._identity.run
         )
         counts = [1] if wrong else list(layers.values())
         self.layers = ExpertLayers(() if wrong else tuple(layers), counts[0])
-        # Under one name whatever job and run they were given: ranks that were given others meet,
-        # and hear of it.
-        self._meet = partial(exchange, replace(self._identity, job="elastic", run="worlds"))
         wishes = Wishes(
             self._identity.job,
             self._identity.run,
@@ -129,7 +125,13 @@ class ElasticJob:
             when,
         )
         here = ValueError(wrong) if wrong else self._find_here(daemon, slots, domain)
-        self._world = start_world(here, wishes, self.rank, self._meet)
+        # Under one name whatever job and run they were given: all come to the same barrier, where
+        # they are compared.
+        self._ranks = Collectives.of_job(
+            replace(self._identity, job="elastic", run="worlds"),
+            node=platform.node() if isinstance(here, Exception) else here.seat.node,
+        )
+        self._world = start_world(here, wishes, self._ranks)
         assert not isinstance(here, Exception), "the world would not have begun"
         self._daemon, self._here = daemon, here
         self.plan = self._world.plan
@@ -237,7 +239,7 @@ class ElasticJob:
         Raises:
             ValueError, DaemonUnavailable: on all ranks: there is no such layer, or an expert could not be made on some rank.
         """
-        with all_or_none(self._meet, f"rank {self.rank}"):
+        with self._ranks.all_or_none():
             experts = {number: make_expert(number) for number in self.experts(name)}
         made = ElasticExperts(experts, self.replicas(name), nodes=self.nodes, reduce=reduce)
         self._made[name] = made
@@ -273,8 +275,8 @@ class ElasticJob:
             ValueError: on all ranks: some call another method; the model has other layers; the experts or the optimizer are not fit for shards;
                 this world has shards, or a checkpointer, already.
         """
-        same_call(self._meet, "shards()")
-        with all_or_none(self._meet, f"rank {self.rank}"):
+        same_call(self._ranks, "shards()")
+        with self._ranks.all_or_none():
             if self._shards is not None or self._checkpointer is not None:
                 raise ValueError("call shards() once in a world, and before checkpointer()")
             found = layers_of(model, self.layers, self._made)
@@ -305,8 +307,8 @@ class ElasticJob:
         Raises:
             ValueError: on all ranks: the model is not that of the state, or has its experts' optimizer elsewhere, or an option cannot be chosen.
         """
-        same_call(self._meet, "checkpointer()")
-        with all_or_none(self._meet, f"rank {self.rank}"):
+        same_call(self._ranks, "checkpointer()")
+        with self._ranks.all_or_none():
             check_options(options)
             if self._checkpointer is not None:
                 raise ValueError("this world has a checkpointer: each world has one")
@@ -322,7 +324,7 @@ class ElasticJob:
             )
         if self.plan.handover is not None:
             self._loader, seconds = take_over(
-                self._world, whole, self._shards, self.layers, self.rank, self._meet
+                self._world, whole, self._shards, self.layers, self._ranks
             )
             self.seconds |= seconds
         if self._shards is not None:
@@ -341,8 +343,7 @@ class ElasticJob:
             self._here,
             self._wishes,
             self._world,
-            self.rank,
-            self._meet,
+            self._ranks,
             tell=None if memory is None else memory.session.tell_elastic,
             when=self._when,
             layers=layers,
@@ -377,7 +378,7 @@ class ElasticJob:
         """
         if self._checkpointer is None or self._alongside is None:
             raise ValueError("call checkpointer() before steps(): it loads the state")
-        same_total(self._meet, total)
+        same_total(self._ranks, total)
         if self._loader is not None:
             self._loader.begin()
             self._loader = None

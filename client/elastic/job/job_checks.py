@@ -10,7 +10,7 @@ from torch import nn
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.identity import Identity, identify
 from ckptd.client.model.parameter_names import named_modules
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers
 
 __all__ = ["check_options", "identify_anyway", "layers_of", "same_total", "wrong_arguments"]
@@ -103,13 +103,13 @@ def layers_of(
     return [found[name] for name in layers.names]
 
 
-def same_total(meet: Exchange, total: int) -> None:
+def same_total(ranks: Collectives, total: int) -> None:
     """A collective call: all ranks are to do as many steps.
 
     Raises:
         ValueError: on all ranks: they were given other totals.
     """
-    totals = [said.decode() for said in meet(str(total).encode())]
+    totals = ranks.gather(str(total), str)
     if any(other != totals[0] for other in totals):
         raise ValueError(
             f"the ranks were given other totals, [{', '.join(totals)}]: pass the same to steps() on all"

@@ -1,5 +1,5 @@
-"""Whether experts are placed anew by load while the ranks stay: looked at now and then, and decided
-alike on all ranks.
+"""Whether experts are placed anew by load while the ranks stay: looked at now and then; the decision
+is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptd.client.elastic import ElasticExperts
 from ckptd.client.elastic.incarnation.discovery import Wishes
 from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan
 from ckptd.client.elastic.load_history import LayerClock, forecast
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.placement.rebalance_policy import (
     Action,
@@ -46,9 +46,9 @@ class Rebalancing:
         wishes: Wishes,
         config: TimesConfig,
         layers: Sequence[ElasticExperts],
-        meet: Exchange,
+        ranks: Collectives,
     ) -> None:
-        self._plan, self._wishes, self._meet = plan, wishes, meet
+        self._plan, self._wishes, self._ranks = plan, wishes, ranks
         self._clock = LayerClock(layers)
         self._times = PlacementTimes(
             config,
@@ -81,21 +81,18 @@ class Rebalancing:
             return None
         move_s = sum(seconds.get(name, 0.0) for name in ("start_s", "load_s", "attach_s"))
         mine = _Measured(time.monotonic(), self._clock.take_s(), move_s)
-        told = [
-            msgspec.msgpack.decode(data, type=_Measured)
-            for data in self._meet(msgspec.msgpack.encode(mine))
-        ]
+        measured = self._ranks.gather(mine, _Measured)
         coming = forecast(
             placement,
             self._plan.cluster,
             loads_LE,
             threshold=self._wishes.threshold,
             max_straggler=self._wishes.max_straggler,
-            expert_s=max(one.expert_s for one in told),
+            expert_s=max(one.expert_s for one in measured),
             remaining_steps=total - step,
-            move_s=max(one.move_s for one in told),
+            move_s=max(one.move_s for one in measured),
         )
-        decision = self._times.handle(StepDone(step, coming), now_s=told[0].now_s)
+        decision = self._times.handle(StepDone(step, coming), now_s=measured[0].now_s)
         return decision.reason if decision.action is Action.PLACE else None
 
     def close(self) -> None:

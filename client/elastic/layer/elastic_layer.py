@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from ckptd.client.elastic.layer.layer_inputs import Inputs, exchange_inputs
 from ckptd.client.elastic.layer.replica_gradients import ReplicaGradients
 from ckptd.client.elastic.layer.row_exchange import RowExchange, swap_rows
 from ckptd.client.elastic.layer.token_rows import Route, plan_route, reorder, spread
-from ckptd.client.ranks.rank_exchange import gather_bytes
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.errors import CorruptionError
 
 __all__ = ["ElasticExperts"]
@@ -188,11 +187,8 @@ class ElasticExperts(nn.Module):
             CorruptionError: on all ranks, if an expert's replicas are not the same; names the experts and the ranks.
         """
         mine = {int(expert): digests_of(module) for expert, module in self.experts.items()}
-        ranks = dist.get_world_size(self._group)
-        said = gather_bytes(msgspec.msgpack.encode(mine), ranks, self._group)
-        found = differing_replicas(
-            [msgspec.msgpack.decode(one, type=dict[int, str]) for one in said]
-        )
+        ranks = Collectives.of_group(self._group)
+        found = differing_replicas(ranks.gather(mine, dict[int, str]))
         if found:
             raise CorruptionError(
                 "replicas of experts have different weights",

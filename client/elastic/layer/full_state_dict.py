@@ -19,7 +19,7 @@ from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, by_dtype, pi
 from ckptd.client.elastic.layer.layer_devices import common_device
 from ckptd.client.elastic.layer.model_surgery import elastic_layers
 from ckptd.client.elastic.layer.row_exchange import all_to_all
-from ckptd.client.ranks.collective_check import agree_on
+from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
@@ -39,11 +39,11 @@ def full_state_dict(model: nn.Module, *, to: int = 0) -> dict[str, Tensor]:
     if not layers:
         raise ValueError("the model has no elastic layer: its own state_dict() is the full one")
     group = next(iter(layers.values())).group
-    agree_on(
+    Collectives.of_group(group).check(
         lambda: _asked(layers, to, group),
-        group,
+        bytes,
         what=_WHAT,
-        other="another model or to= than rank 0",
+        unlike="another model or to= than rank 0",
     )
     device = common_device(layers.values(), group, what=_WHAT)
     state = _dense_part(model, layers) if dist.get_rank(group) == to else {}

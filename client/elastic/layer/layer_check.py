@@ -23,8 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from ckptd.client.model.host_bytes import buffer_of
-from ckptd.client.ranks.collective_check import refused
-from ckptd.client.ranks.rank_exchange import gather_bytes
+from ckptd.client.ranks.collectives import Collectives, refused
 from ckptd.core.elastic.elastic_types import integers
 
 __all__ = [
@@ -69,10 +68,9 @@ class LayerAgreement(msgspec.Struct, frozen=True):
     shapes_E: tuple[tuple[ParamShape, ...], ...]
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """What one rank says; with a problem, the rest is empty."""
+class _LayerHere(msgspec.Struct, frozen=True):
+    """What one rank has made."""
 
-    problem: str = ""
     placement: str = ""
     shapes: dict[int, tuple[ParamShape, ...]] = {}
     weights: dict[int, str] = {}
@@ -92,23 +90,18 @@ def agree(
     Raises:
         ValueError: on every rank, if any part is wrong or does not fit the others.
     """
-    try:
+    checked = list[tuple[NDArray[np.int64], NDArray[np.int64] | None]]()
+
+    def make() -> _LayerHere:
         if reduce not in ("mean", "sum"):
             raise ValueError(f"reduce={reduce!r}: choose 'mean' or 'sum'")
-        replicas, nodes_R = _checked(experts, replicas_RE, nodes, group)
-        told, failed = _told(experts, replicas, nodes_R, reduce), None
-    except (ValueError, TypeError) as error:  # told below: the other ranks wait to hear of it
-        told, failed = _Told(problem=str(error) or type(error).__name__), error
-    said = [
-        msgspec.msgpack.decode(data, type=_Told)
-        for data in gather_bytes(msgspec.msgpack.encode(told), dist.get_world_size(group), group)
-    ]
-    problems = {rank: one.problem for rank, one in enumerate(said) if one.problem}
-    if problems:
-        raise refused(_WHAT, problems) from failed
-    _raise_unless_same(said)
-    shapes_E = _shapes(said, replicas.shape[1])
-    return LayerAgreement(replicas, nodes_R, shapes_E)
+        checked.append(_checked(experts, replicas_RE, nodes, group))
+        return _layer_here(experts, *checked[0], reduce)
+
+    made = Collectives.of_group(group).check(make, _LayerHere, what=_WHAT)
+    _raise_unless_same(made)
+    ((replicas, nodes_R),) = checked
+    return LayerAgreement(replicas, nodes_R, _shapes(made, replicas.shape[1]))
 
 
 def digests_of(module: nn.Module) -> str:
@@ -194,17 +187,17 @@ def _check_experts(experts: Mapping[int, nn.Module], wanted: list[int]) -> None:
                 )
 
 
-def _told(
+def _layer_here(
     experts: Mapping[int, nn.Module],
     replicas: NDArray[np.int64],
     nodes_R: NDArray[np.int64] | None,
     reduce: str,
-) -> _Told:
+) -> _LayerHere:
     digest = xxhash.xxh3_128(f"{reduce} {replicas.shape} {nodes_R is None} ".encode())
     digest.update(replicas.tobytes())
     if nodes_R is not None:
         digest.update(nodes_R.tobytes())
-    return _Told(
+    return _LayerHere(
         placement=digest.hexdigest(),
         shapes={expert: shapes_of(module) for expert, module in experts.items()},
         weights={expert: digests_of(module) for expert, module in experts.items()},
@@ -219,28 +212,28 @@ def shapes_of(module: nn.Module) -> tuple[ParamShape, ...]:
     )
 
 
-def _raise_unless_same(said: Sequence[_Told]) -> None:
-    others = [rank for rank, one in enumerate(said) if one.placement != said[0].placement]
+def _raise_unless_same(made: Sequence[_LayerHere]) -> None:
+    others = [rank for rank, one in enumerate(made) if one.placement != made[0].placement]
     if others:
         trouble = "another placement than rank 0 (replicas_RE, nodes and reduce must be the same on all ranks)"
         raise refused(_WHAT, dict.fromkeys(others, trouble))
     first: dict[int, int] = {}
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(made):
         for expert, shapes in one.shapes.items():
             known = first.setdefault(expert, rank)
-            if shapes != said[known].shapes[expert]:
+            if shapes != made[known].shapes[expert]:
                 raise refused(
                     _WHAT, {rank: f"expert {expert} has other parameters than on rank {known}"}
                 )
-    for expert, holders in differing_replicas([one.weights for one in said]).items():
+    for expert, holders in differing_replicas([one.weights for one in made]).items():
         raise ValueError(
             f"ElasticExperts cannot be made: the replicas of expert {expert} on ranks {holders} have different weights: "
             "load them from one source, or draw them from a generator that is seeded by the expert's number"
         )
 
 
-def _shapes(said: Sequence[_Told], num_experts: int) -> tuple[tuple[ParamShape, ...], ...]:
-    everywhere = {expert: shapes for one in said for expert, shapes in one.shapes.items()}
+def _shapes(made: Sequence[_LayerHere], num_experts: int) -> tuple[tuple[ParamShape, ...], ...]:
+    everywhere = {expert: shapes for one in made for expert, shapes in one.shapes.items()}
     return tuple(everywhere[expert] for expert in range(num_experts))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
-from ckptd.client.ranks.collective_check import agree_on
+from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["common_device"]
 
@@ -24,12 +24,13 @@ def common_device(layers: Iterable[ElasticExperts], group: Any, *, what: str) ->
     """
     own = sorted({str(p.device) for layer in layers for p in layer.experts.parameters()})
 
-    def say() -> bytes:
+    def own_device() -> str:
         if len(own) > 1:
             raise ValueError(f"experts are on several devices: {', '.join(own)}")
-        return (own[0] if own else "").encode()
+        return own[0] if own else ""
 
-    kinds = {one.decode().split(":")[0] for one in agree_on(say, group, what=what)} - {""}
+    devices = Collectives.of_group(group).check(own_device, str, what=what)
+    kinds = {device.split(":")[0] for device in devices} - {""}
     if len(kinds) > 1:
         raise ValueError(f"{what}: experts are on devices of several kinds: {sorted(kinds)}")
     if own:

@@ -26,7 +26,7 @@ from torch import nn
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
 from ckptd.client.elastic.layer.fused_experts import FusedExpert, fused_problem, has_fused_names
 from ckptd.client.elastic.layer.layer_check import check_replicas_RE, shapes_of
-from ckptd.client.ranks.collective_check import agree_on
+from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["HandWritten", "elastic_layers", "replace_moe_blocks"]
 
@@ -128,11 +128,11 @@ def replace_moe_blocks(
         described = [f"{one.path} {type(one.block).__name__}" for one in found]
         return "\n".join([*described, *(repr(each.tolist()) for each in placements)]).encode()
 
-    agree_on(
+    Collectives.of_group(group).check(
         say,
-        group,
+        bytes,
         what="the mixture blocks were not replaced",
-        other="another model or placement than rank 0",
+        unlike="another model or placement than rank 0",
     )
     layers = [
         ElasticExperts(held, replicas_RE, group=group, nodes=nodes, reduce=reduce)

@@ -49,7 +49,7 @@ from ckptd.client.elastic.layer.layer_check import check_replicas_RE
 from ckptd.client.elastic.layer.layer_devices import common_device
 from ckptd.client.elastic.layer.shard_exchange import shards_to_holders, sums_to_owners
 from ckptd.client.optimizers.optimizer_probe import probe_optimizer
-from ckptd.client.ranks.collective_check import agree_on
+from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["ExpertShards", "Placements"]
 
@@ -108,11 +108,11 @@ class ExpertShards(nn.Module):
         self._ranks, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         self._make_expert = make_expert
         self.placed = PlacementState(named)
-        agree_on(
+        Collectives.of_group(self._group).check(
             lambda: _described(named, masters, self._group),
-            self._group,
+            bytes,
             what=_WHAT,
-            other="other layers or masters than rank 0",
+            unlike="other layers or masters than rank 0",
         )
         self._device = common_device(named.values(), self._group, what=_WHAT)
         anew = [layer.agree_anew() for layer in named.values()]
@@ -226,11 +226,11 @@ class ExpertShards(nn.Module):
         for owned in self._owned:
             self._name(owned)
         self.optimizer: torch.optim.Optimizer
-        agree_on(
+        Collectives.of_group(self._group).check(
             lambda: self._set_up(make_optimizer),
-            self._group,
+            bytes,
             what=_WHAT,
-            other="other options of the optimizer than rank 0",
+            unlike="other options of the optimizer than rank 0",
         )
 
     def _first_shards(
@@ -336,11 +336,11 @@ class ExpertShards(nn.Module):
                 [move.name.encode() + move.replicas_RE.tobytes() + b"\0" for move in moves]
             )
 
-        agree_on(
+        Collectives.of_group(self._group).check(
             say,
-            self._group,
+            bytes,
             what="the experts were not placed anew, and nothing was updated",
-            other="other placements than rank 0",
+            unlike="other placements than rank 0",
         )
         return moves
 

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.capture.ddp_buckets import Buckets, Layout
+from ckptd.client.ranks.collectives import Collectives
 from tests.client.gloo_ranks import run_in_ranks
 
 
@@ -53,10 +54,6 @@ def train(model: nn.Module, steps: int) -> None:
         model(torch.ones(1, 16)).sum().backward()
 
 
-def meet(said: bytes) -> list[bytes]:
-    return [said]
-
-
 def in_use(wrapper: DistributedDataParallel) -> Layout:
     """The buckets of the reducer, asked of itself."""
     index = {id(p): i for i, p in enumerate(wrapper.parameters())}
@@ -75,7 +72,7 @@ def test_a_new_wrapper_gets_the_buckets_of_the_old_one(options: dict[str, Any]) 
     new = make(**options)
     assert in_use(new) != in_use(old)
     buckets = Buckets(new)
-    buckets.put_back(layouts, meet)
+    buckets.put_back(layouts, Collectives.alone())
     assert in_use(new) == in_use(old)
     assert buckets.layouts() == layouts
     assert all(p.grad is None for p in new.parameters())
@@ -94,7 +91,7 @@ def test_gradients_that_wait_are_kept() -> None:
     wrapper = make()
     first = next(iter(wrapper.parameters()))
     first.grad = torch.full_like(first, 3.0)
-    Buckets(wrapper).put_back({"": [[7, 6, 5], [4, 3, 2, 1, 0]]}, meet)
+    Buckets(wrapper).put_back({"": [[7, 6, 5], [4, 3, 2, 1, 0]]}, Collectives.alone())
     assert first.grad is not None
     assert torch.equal(first.grad, torch.full_like(first, 3.0))
 
@@ -103,7 +100,7 @@ def test_another_number_of_parameters_is_told(caplog: pytest.LogCaptureFixture) 
     wrapper = make()
     before = in_use(wrapper)
     with caplog.at_level(logging.WARNING):
-        Buckets(wrapper).put_back({"": [[1, 0]]}, meet)
+        Buckets(wrapper).put_back({"": [[1, 0]]}, Collectives.alone())
     assert "2 parameters were reduced, 8 are now" in caplog.text
     assert in_use(wrapper) == before
 
@@ -112,7 +109,7 @@ def test_buckets_that_could_not_be_put_back_are_not_told_as_those_in_use() -> No
     """They were, so every later snapshot held them, and every later resume warned of them anew."""
     wrapper = make()
     buckets = Buckets(wrapper)
-    buckets.put_back({"": [[1, 0]]}, meet)
+    buckets.put_back({"": [[1, 0]]}, Collectives.alone())
     assert buckets.layouts() == {}
     train(wrapper, 4)
     assert buckets.layouts() == {"": in_use(wrapper)}
@@ -121,7 +118,9 @@ def test_buckets_that_could_not_be_put_back_are_not_told_as_those_in_use() -> No
 def test_a_rank_that_knows_no_layout_leaves_all_as_they_are() -> None:
     wrapper = make()
     before = in_use(wrapper)
-    Buckets(wrapper).put_back({"": [[7, 6, 5], [4, 3, 2, 1, 0]]}, lambda said: [b"\x80"])
+    Buckets(wrapper).put_back(
+        {"": [[7, 6, 5], [4, 3, 2, 1, 0]]}, Collectives(lambda said: [b"\x80"])
+    )
     assert in_use(wrapper) == before
 
 
@@ -155,7 +154,7 @@ def test_hooks_on_parameters_hear_nothing(install: Callable[..., None]) -> None:
     wrapper = make()
     heard: list[Tensor] = []
     install(next(wrapper.parameters()), heard.append)
-    Buckets(wrapper).put_back({"": SHUFFLED}, meet)
+    Buckets(wrapper).put_back({"": SHUFFLED}, Collectives.alone())
     assert not heard
     assert in_use(wrapper) == SHUFFLED
     train(wrapper, 1)
@@ -169,7 +168,7 @@ def test_a_communication_hook_hears_nothing_and_is_kept() -> None:
     wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     state.iter = 500
     buckets = Buckets(wrapper)
-    buckets.put_back({"": SHUFFLED}, meet)
+    buckets.put_back({"": SHUFFLED}, Collectives.alone())
     assert state.iter == 500
     assert in_use(wrapper) == SHUFFLED
     train(wrapper, 1)
@@ -191,7 +190,7 @@ def test_a_static_graph_with_a_communication_hook_is_left_as_it_is(
         powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=1000), powerSGD_hook.powerSGD_hook
     )
     before = in_use(wrapper)
-    Buckets(wrapper).put_back({"": SHUFFLED}, meet)
+    Buckets(wrapper).put_back({"": SHUFFLED}, Collectives.alone())
     assert "a static graph with a communication hook" in caplog.text
     assert in_use(wrapper) == before
 
@@ -210,7 +209,7 @@ def test_a_backward_pass_that_fails_leaves_gradients_and_a_wrapper_that_trains()
         raise ValueError("not now")
 
     handle = node.register_prehook(stop)
-    Buckets(wrapper).put_back({"": SHUFFLED}, meet)
+    Buckets(wrapper).put_back({"": SHUFFLED}, Collectives.alone())
     handle.remove()
     assert torch.equal(first.grad, torch.full_like(first, 3.0))
     assert in_use(wrapper) == SHUFFLED
@@ -227,7 +226,7 @@ def test_a_torch_without_the_internals_is_told(
     names = ("_register_comm_hook", "_ddp_init_helper")
     for name in names:
         monkeypatch.delattr(owner, name, raising=False)
-    Buckets(wrapper).put_back({"": SHUFFLED}, meet)
+    Buckets(wrapper).put_back({"": SHUFFLED}, Collectives.alone())
     assert "this version of torch has no _" in caplog.text
     assert in_use(wrapper) == before
 
@@ -240,13 +239,13 @@ def test_a_new_reducer_that_fails_on_a_rank_is_kept_on_none(
     before = in_use(wrapper)
     said: list[bytes] = []
 
-    def meet(mine: bytes) -> list[bytes]:
+    def exchange(mine: bytes) -> list[bytes]:
         said.append(mine)
         failed = {"": "MemoryError: no more"}
         return [msgspec.msgpack.encode(failed) if len(said) == 2 else mine]
 
     buckets = Buckets(wrapper)
-    buckets.put_back({"": SHUFFLED}, meet)
+    buckets.put_back({"": SHUFFLED}, Collectives(exchange))
     assert "MemoryError: no more" in caplog.text
     assert in_use(wrapper) == before
     assert buckets.layouts() == {}
@@ -263,12 +262,7 @@ def hooked_on_one_rank(rank: int) -> None:
     if rank == 1:
         next(wrapper.parameters()).register_hook(heard.append)
 
-    def meet(said: bytes) -> list[bytes]:
-        told: list[Any] = [None, None]
-        dist.all_gather_object(told, said)
-        return told
-
-    Buckets(wrapper).put_back({"": SHUFFLED}, meet)
+    Buckets(wrapper).put_back({"": SHUFFLED}, Collectives.of_group(dist.group.WORLD))
     assert not heard
     assert in_use(wrapper) == SHUFFLED
     train(wrapper, 4)
@@ -289,7 +283,7 @@ def test_a_wrapper_by_another_path_goes_on_broadcasting(caplog: pytest.LogCaptur
     wrapper: Any = model["_orig_mod"]
     before = in_use(wrapper)
     buckets = Buckets(model)
-    buckets.put_back({"": SHUFFLED}, meet)
+    buckets.put_back({"": SHUFFLED}, Collectives.alone())
     assert "does not know the wrapper '_orig_mod'" in caplog.text
     assert in_use(wrapper) == before
     caplog.clear()
@@ -302,7 +296,7 @@ def test_a_wrapper_that_was_added_goes_on_broadcasting() -> None:
     model = nn.ModuleDict({"old": make(), "new": make()})
     wrappers: Any = model
     buckets = Buckets(model)
-    buckets.put_back({"old": SHUFFLED}, meet)
+    buckets.put_back({"old": SHUFFLED}, Collectives.alone())
     buckets.send_next([])
     assert not wrappers["old"].require_forward_param_sync
     assert wrappers["new"].require_forward_param_sync

@@ -14,8 +14,8 @@ import pytest
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.collectives import Exchange
-from ckptd.client.recovery.global_recovery import Recovered, recover_together
+from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.client.stats import Stats
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import read_slot_header, slot_lock_byte
@@ -35,7 +35,7 @@ from ckptd.transport.control.messages import (
 )
 from ckptd.transport.control.wire import ControlClient, RefusedError
 from tests.ckptd.running import MIB, eventually, fill
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 Found = Recovered | str
 
@@ -45,8 +45,7 @@ def run(request: pytest.FixtureRequest) -> str:
     return "".join(c if c.isalnum() else "-" for c in request.node.name)[:60]
 
 
-def alone(said: bytes) -> list[bytes]:
-    return [said]
+alone = Collectives.alone()
 
 
 @contextmanager
@@ -83,7 +82,7 @@ def two_ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
 
 def together(memories: Sequence[RankMemory]) -> list[Found | Exception]:
     """What the recovery of all ranks returned or raised."""
-    return outcomes([partial(recover_together, memory) for memory in memories])
+    return outcomes([partial(recover_global, memory) for memory in memories])
 
 
 def events(endpoint: str, run: str, kind: str) -> list[tuple[str, str]]:
@@ -110,9 +109,9 @@ def record(memory: RankMemory, iteration: int) -> None:
     segment.seal(iteration % 4)
 
 
-def recovered(memory: RankMemory, exchange: Exchange = alone) -> int:
+def recovered(memory: RankMemory, ranks: Collectives = alone) -> int:
     """The iteration that the memory was recovered at."""
-    found = recover_together(memory, exchange)
+    found = recover_global(memory, ranks)
     assert not isinstance(found, str), found
     return found[0][-1].iteration
 
@@ -125,9 +124,7 @@ def history(memory: RankMemory) -> tuple[int, int]:
 def test_every_recovery_begins_an_epoch(endpoint: str, run: str) -> None:
     """Epochs count recoveries, whatever any clock says."""
     with attached(endpoint, run) as memory:
-        assert (
-            recover_together(memory, alone) == "no node holds a snapshot of rank 0 (world size 1)"
-        )
+        assert recover_global(memory, alone) == "no node holds a snapshot of rank 0 (world size 1)"
         first, start = history(memory)
         assert first >> 12 == 1
         assert start == -1
@@ -153,12 +150,12 @@ def test_every_recovery_begins_an_epoch(endpoint: str, run: str) -> None:
 def test_starting_over_begins_an_epoch_at_the_beginning(endpoint: str, run: str) -> None:
     """What was there may still lie on a peer: it must not be taken for this history's."""
     with attached(endpoint, run) as memory:
-        recover_together(memory, alone)
+        recover_global(memory, alone)
         memory.begin_epoch(40 << 12, 2)
         reserved(memory)
         record(memory, 3)
     with attached(endpoint, run) as memory:
-        assert "no node holds a complete suffix" in str(recover_together(memory, alone))
+        assert "no node holds a complete suffix" in str(recover_global(memory, alone))
         epoch, start = history(memory)
         assert (epoch >> 12, start) == (41, -1)
         memory.forget_everything()
@@ -167,7 +164,7 @@ def test_starting_over_begins_an_epoch_at_the_beginning(endpoint: str, run: str)
 
 def test_what_comes_after_the_restored_iteration_is_freed(endpoint: str, run: str) -> None:
     with attached(endpoint, run) as memory:
-        recover_together(memory, alone)
+        recover_global(memory, alone)
         reserved(memory)
         for iteration in (3, 4, 6):
             record(memory, iteration)
@@ -274,7 +271,7 @@ def test_a_run_that_never_got_anywhere_begins_anew_whoever_is_late(endpoint: str
         reserved(memory)
         record(memory, 3)  # half of what a suffix needs
     with attached(endpoint, run) as memory:
-        assert "no node holds a complete suffix" in str(recover_together(memory, alone))
+        assert "no node holds a complete suffix" in str(recover_global(memory, alone))
     ((level, text),) = events(endpoint, run, "starting_over")
     assert level == "warning"
     assert text.endswith("(node late did not answer)")
@@ -282,7 +279,7 @@ def test_a_run_that_never_got_anywhere_begins_anew_whoever_is_late(endpoint: str
 
 def test_a_new_run_is_no_news(endpoint: str, run: str) -> None:
     with attached(endpoint, run) as memory:
-        assert isinstance(recover_together(memory, alone), str)
+        assert isinstance(recover_global(memory, alone), str)
     assert not events(endpoint, run, "starting_over")
 
 
@@ -302,7 +299,7 @@ def test_damage_here_is_no_reason_to_forget_what_a_late_node_may_hold(
             segment.slot(iteration % 4)[header.image_len - 1] ^= 1
     with attached(endpoint, run) as memory:
         with pytest.raises(DaemonUnavailable, match="node late took part in the run before"):
-            recover_together(memory, alone)
+            recover_global(memory, alone)
         assert events(endpoint, run, "digest_mismatch")
 
 
@@ -315,7 +312,7 @@ def test_an_epoch_in_which_nothing_was_sealed_is_never_begun_twice(endpoint: str
         take_part(memory)
         memory.begin_epoch(40 << 12, -1, (Member(memory.session.card, (0,)),))
     with attached(endpoint, run) as memory:
-        recover_together(memory, alone)
+        recover_global(memory, alone)
         epoch, start = history(memory)
         assert (epoch >> 12, start) == (41, -1)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_to_wire
 from ckptd.core.slots.ring import SlotState
@@ -25,7 +25,7 @@ from ckptd.transport.control.messages import (
     RunRecord,
     RunSeen,
 )
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 
 @dataclass
@@ -63,9 +63,9 @@ def seen(
 
 
 def views(*sessions: Asks, notes: Sequence[RankNote] = ()) -> list[RunView | Exception]:
-    def ask(rank: int, exchange: Exchange) -> RunView:
+    def ask(rank: int, ranks: Collectives) -> RunView:
         note = notes[rank] if notes else None
-        return see_run(sessions[rank], "job", "run", rank, exchange, note=note)
+        return see_run(sessions[rank], "job", "run", ranks, note=note)
 
     return outcomes([lambda e, r=r: ask(r, e) for r in range(len(sessions))])  # type: ignore[misc]
 
@@ -280,6 +280,5 @@ def test_alone_the_daemons_absence_is_told_as_it_is() -> None:
             Asks(NodeCard("a"), DaemonUnavailable("away", operation="see run")),
             "job",
             "run",
-            0,
-            lambda said: [said],
+            Collectives.alone(),
         )

@@ -25,11 +25,11 @@ from ckptd.client.model.replicated_params import (
     NOTHING_SHARED,
     Replicas,
     ReplicatedParams,
+    agree_on_sharing,
     find_replicas,
-    meet_sharing,
 )
 from ckptd.client.model.snapshot_layout import parse_entry_name
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.schedule.planning import make_plan, most_pieces
 from ckptd.client.schedule.schedule_change import table_digest
 from ckptd.client.schedule.snapshot_plan import (
@@ -41,7 +41,7 @@ from ckptd.client.schedule.snapshot_plan import (
 from ckptd.core.schedules.schedule import OperatorKind, Ordering
 from ckptd.core.slots.segment_format import plan_geometry
 from tests.client.doubled import Doubled
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 with warnings.catch_warnings():
     # torch's own: its module still uses torch.jit.script.
@@ -349,11 +349,11 @@ class TestPlans:
             assert after.anchor_bytes == before.anchor_bytes // halves
 
 
-class TestMeeting:
+class TestAgreeOnSharing:
     def both(self, *models: nn.Module) -> list[ReplicatedParams]:
-        def work(model: nn.Module, exchange: Exchange) -> ReplicatedParams:
+        def work(model: nn.Module, ranks: Collectives) -> ReplicatedParams:
             binding = bound(model)
-            return meet_sharing(binding, dict.fromkeys(binding.params, BOTH), 7, exchange)
+            return agree_on_sharing(binding, dict.fromkeys(binding.params, BOTH), 7, ranks)
 
         found = outcomes([partial(work, model) for model in models])
         assert all(isinstance(f, ReplicatedParams) for f in found), found
@@ -469,8 +469,8 @@ class TestMeeting:
     def test_a_rank_that_does_not_share_takes_the_others_out(self) -> None:
         binding = bound(Net())
 
-        def work(replicas: dict[str, Replicas], exchange: Exchange) -> ReplicatedParams:
-            return meet_sharing(binding, replicas, 0, exchange)
+        def work(replicas: dict[str, Replicas], ranks: Collectives) -> ReplicatedParams:
+            return agree_on_sharing(binding, replicas, 0, ranks)
 
         wants = dict.fromkeys(binding.params, BOTH)
         first, second = outcomes([lambda e: work(wants, e), lambda e: work({}, e)])

@@ -44,7 +44,7 @@ def test_one_that_is_killed_is_named_to_all_others(
         ranks.call()
         for said in ranks.ended(0, 2):
             assert BROKE.format(3) in said
-            assert "meet the other ranks" in said
+            assert "wait for the other ranks" in said
 
 
 def test_of_several_that_are_killed_one_is_named(tmp_path: Path, port: int) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.store_agreement import StoreAgreement, propose
+from ckptd.client.ranks.store_agreement import StoreAgreement, play
+from ckptd.core.schedules.registers import propose_largest
 from tests.ckptd.running import eventually
 
 WORLD = 5
@@ -28,6 +29,11 @@ def ranks(store: Any, count: int = WORLD) -> list[StoreAgreement]:
         StoreAgreement(store, Identity("job", "run", rank, WORLD), prefix="ckptd/job/run/7")
         for rank in range(count)
     ]
+
+
+def propose(store: Any, key: str, mine: tuple[int, ...], *, rank: int, world_size: int) -> None:
+    prefix, _, what = key.rpartition("/")
+    play(store, prefix, propose_largest(what, mine, rank=rank, ranks=world_size))
 
 
 def test_the_largest_of_each_number_counts_on_every_rank(store: Any) -> None:
@@ -52,8 +58,8 @@ def test_nothing_is_agreed_before_the_last_rank_has_told(store: Any) -> None:
 
 def test_one_rank_that_tells_twice_does_not_speak_for_another(store: Any) -> None:
     for rank in (0, 0, 1, 2, 3):
-        propose(store, "key", (rank,), rank=rank, world_size=WORLD)
-    assert not store.check(["key/decided"])
+        propose(store, "p/key", (rank,), rank=rank, world_size=WORLD)
+    assert not store.check(["p/key/decided"])
 
 
 def test_another_epoch_is_another_agreement(store: Any) -> None:
@@ -68,7 +74,7 @@ def test_another_epoch_is_another_agreement(store: Any) -> None:
 
 def test_a_store_that_fails_is_told_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     class Gone:
-        def compare_set(self, *_: str) -> bytes:
+        def compare_set(self, *_: object) -> bytes:
             raise RuntimeError("Connection reset by peer")
 
     (one,) = ranks(Gone(), 1)

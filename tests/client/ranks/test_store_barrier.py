@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.client.ranks import store_barrier as module
-from ckptd.client.ranks.store_barrier import meet_at
+from ckptd.client.ranks.store_barrier import wait_at
 from ckptd.errors import DaemonUnavailable
 from tests.client.watched_ranks import Ranks, store_process
 
@@ -30,7 +30,7 @@ def store() -> Any:
 def meet(store: Any, rank: int, world_size: int, deadline_s: float) -> str:
     """How it ended for this rank."""
     try:
-        meet_at(store.clone(), "m", 1, rank=rank, world_size=world_size, deadline_s=deadline_s)
+        wait_at(store.clone(), "m", 1, rank=rank, world_size=world_size, deadline_s=deadline_s)
     except DaemonUnavailable as error:
         return str(error)
     return "met"
@@ -61,7 +61,7 @@ def test_a_rank_that_comes_in_the_last_moment_decides_for_all(store: Any) -> Non
 
         def come(rank: int, at: str = f"m{number}", found: list[str] = found) -> None:
             try:
-                meet_at(store.clone(), at, 1, rank=rank, world_size=2, deadline_s=0.01)
+                wait_at(store.clone(), at, 1, rank=rank, world_size=2, deadline_s=0.01)
                 found.append("met")
             except DaemonUnavailable:
                 found.append("missed")
@@ -78,7 +78,7 @@ def test_the_log_says_who_is_waited_for(
     store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once in a while, and by the first rank that is there."""
-    monkeypatch.setattr(module, "_TOLD_S", 0.2)
+    monkeypatch.setattr(module, "_WARN_S", 0.2)
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: meet(store, rank, 4, 1.0), [1, 3]))
     assert ["ranks 0, 2 of 4 did not come within 1 s" in said for said in found] == [True] * 2
@@ -90,10 +90,10 @@ def test_a_meeting_that_a_lost_rank_ends_is_ended_for_all(store: Any) -> None:
     """Also for those that come later, when it is there again."""
     store.set("gone", "rank 1 of 2 is gone")
     with pytest.raises(DaemonUnavailable, match="rank 1 of 2 is gone"):
-        meet_at(store.clone(), "m", 1, rank=0, world_size=2, deadline_s=600, gone_key="gone")
+        wait_at(store.clone(), "m", 1, rank=0, world_size=2, deadline_s=600, gone_key="gone")
     store.delete_key("gone")
     with pytest.raises(DaemonUnavailable, match="rank 1 of 2 is gone"):
-        meet_at(store.clone(), "m", 1, rank=1, world_size=2, deadline_s=600, gone_key="gone")
+        wait_at(store.clone(), "m", 1, rank=1, world_size=2, deadline_s=600, gone_key="gone")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -23,10 +23,10 @@ from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.parking.park_memory import parked_records
 from ckptd.client.parking.parked_copy import CopiedImage, ParkedCopy
 from ckptd.client.pipeline.upstream_feed import FedLogs
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import localized_recovery
-from ckptd.client.recovery.global_recovery import recover_together
-from ckptd.client.recovery.localized_recovery import ApartStart, begin_localized, come_together
+from ckptd.client.recovery.global_recovery import recover_global
+from ckptd.client.recovery.localized_recovery import ApartStart, begin_localized, end_localized
 from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.slots.ring import SlotState
@@ -40,7 +40,7 @@ from ckptd.transport.control.messages import SegmentInfo
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.daemon_link.test_rank_memory import attached, events, record
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 from tests.client.recovery.test_start import payload
 
 __all__: list[str] = []
@@ -70,7 +70,7 @@ def park(
 
 def recorded(ranks: list[RankMemory], *, parked: Sequence[RankMemory] = ()) -> None:
     """A suffix up to where the step was cut off; some were parked there."""
-    outcomes([partial(recover_together, memory) for memory in ranks])
+    outcomes([partial(recover_global, memory) for memory in ranks])
     for memory in ranks:
         memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
         for iteration in (CUT_OFF - 1, CUT_OFF):
@@ -143,8 +143,8 @@ Alike = Sequence[tuple[int, ...]]
 def begin(
     ranks: list[RankMemory], alike: Alike = ((1,), (0,))
 ) -> list[ApartStart | Exception | None]:
-    def of(rank: int) -> Callable[[Exchange], ApartStart | None]:
-        return lambda exchange: begin_localized(ranks[rank], exchange, alike[rank])
+    def of(rank: int) -> Callable[[Collectives], ApartStart | None]:
+        return lambda job: begin_localized(ranks[rank], job, alike[rank])
 
     return outcomes([of(rank) for rank in range(len(ranks))])
 
@@ -166,7 +166,7 @@ def test_a_replica_that_was_killed_copies_from_the_one_that_was_parked(
     assert [image.iteration for start in (parked, copied) for image in start.images] == [4, 4]
     assert [memory.hint for memory in ranks] == [HINT_APART] * 2
     for memory, start in zip(ranks, (parked, copied), strict=True):
-        come_together(memory, start)
+        end_localized(memory, start)
         assert start.images == []  # whoever still holds the start does not hold a model with it
     assert [memory.hint for memory in ranks] == [0, 0]
 
@@ -188,7 +188,7 @@ def test_ranks_that_changed_their_nodes_take_their_parked_states_along(
             assert memory.descriptor.client == payload(4)
             assert memory.hint == HINT_APART
             eventually(lambda m=memory: record_at(m, CUT_OFF), "its ring has begun")  # type: ignore[misc]
-            come_together(memory, start)
+            end_localized(memory, start)
 
 
 def record_at(memory: RankMemory, iteration: int) -> bool:
@@ -212,7 +212,7 @@ def test_ranks_that_changed_their_nodes_are_who_they_were(two_nodes: tuple[str, 
         assert [feed.neighbour for feed in starts[1].mine.feeds] == [0]
         assert [memory.brought_facts for memory in ranks] == facts
         for memory, start in zip(ranks, starts, strict=True):
-            come_together(memory, start)
+            end_localized(memory, start)
 
 
 def test_what_is_damaged_here_is_taken_from_another_twin(endpoint: str) -> None:
@@ -308,7 +308,7 @@ def test_where_all_that_was_parked_is_damaged_all_recover_together(endpoint: str
             damage(memory)
     with living_on(run, endpoint, endpoint) as ranks:
         assert begin(ranks) == [None, None]
-        found = outcomes([partial(recover_together, memory) for memory in ranks])
+        found = outcomes([partial(recover_global, memory) for memory in ranks])
         assert [isinstance(one, tuple) for one in found] == [True, True]
 
 
@@ -365,8 +365,8 @@ def test_stages_whose_shapes_are_unknown_run_with_their_neighbours_only(
 ) -> None:
     """They would rehearse, and ask neighbours that are not there; where all begin together, they may."""
 
-    def trials(rank: int, exchange: Exchange) -> list[bool]:
-        view = ranks[rank].see(exchange, alike=(1 - rank,))
+    def trials(rank: int, job: Collectives) -> list[bool]:
+        view = ranks[rank].see(job, alike=(1 - rank,))
         plan = localized_recovery._plan(view, 2, 0)
         assert isinstance(plan, LocalizedPlan)
         mine = plan.per_rank[rank]
@@ -397,7 +397,7 @@ def test_a_start_that_fails_in_the_end_gives_back_what_it_had(
 def test_a_hint_does_not_outlive_what_was_parked(endpoint: str) -> None:
     """Else the next localized recovery, which may be right, would be the last attempt."""
     with living_on(uuid.uuid4().hex[:8], endpoint, endpoint) as memories:
-        outcomes([partial(recover_together, memory) for memory in memories])
+        outcomes([partial(recover_global, memory) for memory in memories])
         memories[1].reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
         memories[1].leave_hint(HINT_APART)
         assert begin(memories) == [None, None]
@@ -439,4 +439,4 @@ def test_what_another_run_has_parked_is_not_read(endpoint: str, ranks: list[Rank
 
 def test_one_rank_has_nobody_to_be_apart_from(endpoint: str) -> None:
     with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
-        assert begin_localized(memory, lambda said: [said], ()) is None
+        assert begin_localized(memory, Collectives.alone(), ()) is None

@@ -14,12 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams
 from ckptd.client.model.snapshot_layout import EntrySource
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import replica_broadcast
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
 from ckptd.core.schedules.schedule import OperatorKind
 from tests.client.gloo_ranks import run_in_ranks
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 NAMES = ("a", "b", "c", "d")
 
@@ -36,8 +36,8 @@ def arranged(*owners: list[int], sharing: list[ReplicatedParams] | None = None) 
     """What each rank hands over, by what each has planned; or what it raises."""
     sharings = sharing or [shared(len(owners))] * len(owners)
 
-    def work(rank: int, exchange: Exchange) -> ReplicaBroadcast:
-        return arrange(sharings[rank], operators(), owners[rank], rank, exchange)
+    def work(rank: int, ranks: Collectives) -> ReplicaBroadcast:
+        return arrange(sharings[rank], operators(), owners[rank], ranks)
 
     found = outcomes([lambda e, r=r: work(r, e) for r in range(len(owners))])  # type: ignore[misc]
     return [f.sends() if isinstance(f, ReplicaBroadcast) else f for f in found]
@@ -56,8 +56,8 @@ class TestFromWhom:
         """
         names = [NAMES, NAMES[:3]]
 
-        def work(rank: int, exchange: Exchange) -> ReplicaBroadcast:
-            return arrange(shared(2), operators(names[rank]), [], rank, exchange)
+        def work(rank: int, ranks: Collectives) -> ReplicaBroadcast:
+            return arrange(shared(2), operators(names[rank]), [], ranks)
 
         found = outcomes([lambda e: work(0, e), lambda e: work(1, e)])
         assert [isinstance(f, ReplicaBroadcast) and f.sends() for f in found] == [
@@ -106,13 +106,8 @@ def handed(rank: int) -> None:
     replica_broadcast._CHUNK_BYTES = 100  # several chunks, and a part that is larger than one
     sharing = ReplicatedParams(dict.fromkeys(NAMES, Replicas((0, 1, 2), dist.group.WORLD)))
 
-    def meet(said: bytes) -> list[bytes]:
-        told: list[Any] = [None] * 3
-        dist.all_gather_object(told, said)
-        return told
-
     owners = [1, 2, 1, 0]
-    found = arrange(sharing, operators(), owners, rank, meet)
+    found = arrange(sharing, operators(), owners, Collectives.of_group(dist.group.WORLD))
     torch.manual_seed(3)
     parts = {n: [(s, torch.rand_like(t) if s.key else t) for s, t in p] for n, p in PARTS.items()}
     got: list[tuple[EntrySource, Tensor]] = []

@@ -18,9 +18,9 @@ from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.replicated_params import NOTHING_SHARED
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import start
-from ckptd.client.recovery.global_recovery import recover_together
+from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.start import Recovery, Resumption
 from ckptd.client.schedule.planning import make_plan
 from ckptd.client.training_state import TrainingState
@@ -31,7 +31,7 @@ from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from tests.ckptd.running import MIB
 from tests.client.daemon_link.test_rank_memory import attached, record
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 NO_STATE: dict[str, Stateful] = {}
 
@@ -79,7 +79,7 @@ def run(endpoint: str) -> str:
     """A run of which both ranks have recorded a suffix."""
     run = uuid.uuid4().hex[:8]
     with two_ranks(endpoint, run) as memories:
-        outcomes([partial(recover_together, memory) for memory in memories])
+        outcomes([partial(recover_global, memory) for memory in memories])
         for memory in memories:
             memory.reserve(MIB, 4, window=2, num_operators=2, payload=payload(4))
             for iteration in (3, 4):
@@ -90,16 +90,12 @@ def run(endpoint: str) -> str:
 def find(
     memories: list[RankMemory],
     engine: CopyEngine,
-    monkeypatch: pytest.MonkeyPatch,
     *,
     widths: tuple[int, int],
 ) -> list[Resumption | Exception | None]:
     """What ranks with models of these widths find, or raise."""
 
-    exchanges: dict[int, Exchange] = {}
-
-    def work(rank: int, exchange: Exchange) -> Resumption | None:
-        exchanges[rank] = exchange
+    def work(rank: int, ranks: Collectives) -> Resumption | None:
         subject = TrainingState(
             bound(widths[rank]),
             NO_STATE,
@@ -108,17 +104,14 @@ def find(
             [],
             NOTHING_SHARED,
         )
-        return Recovery(subject, engine, Tape(), on_mismatch="raise").find(memories[rank])
+        return Recovery(subject, engine, Tape(), on_mismatch="raise").find(memories[rank], ranks)
 
-    monkeypatch.setattr(start, "exchange", lambda identity, said: exchanges[identity.rank](said))
     return outcomes([lambda e, r=r: work(r, e) for r in range(2)])  # type: ignore[misc]
 
 
-def test_both_find_the_same(
-    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_find_the_same(endpoint: str, run: str, engine: CopyEngine) -> None:
     with two_ranks(endpoint, run) as memories:
-        first, second = find(memories, engine, monkeypatch, widths=(4, 4))
+        first, second = find(memories, engine, widths=(4, 4))
         assert isinstance(first, Resumption), first
         assert isinstance(second, Resumption), second
         assert (first.replay.start, first.replay.end) == (3, 4)
@@ -127,31 +120,29 @@ def test_both_find_the_same(
 
 
 def test_what_one_rank_has_learnt_about_freezing_all_heed(
-    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+    endpoint: str, run: str, engine: CopyEngine
 ) -> None:
     """Only the rank that noticed changed over. The others' part of a norm over all gradients stayed
     wrong, at each start.
     """
     with two_ranks(endpoint, run) as memories:
         memories[1].leave_hint(HINT_DROP_GRADIENTS)
-        for found in find(memories, engine, monkeypatch, widths=(4, 4)):
+        for found in find(memories, engine, widths=(4, 4)):
             assert isinstance(found, Resumption), found
             assert found.replay.freezing == "drop"
 
 
-def test_another_model_on_one_rank_stops_both(
-    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_on_one_rank_stops_both(endpoint: str, run: str, engine: CopyEngine) -> None:
     """Rank 0 could go on, and would wait for rank 1 in its first step."""
     with two_ranks(endpoint, run) as memories:
-        first, second = find(memories, engine, monkeypatch, widths=(4, 5))
+        first, second = find(memories, engine, widths=(4, 5))
         assert isinstance(second, AttachRefused)
         assert second.code == "model_changed"
         assert isinstance(first, DaemonUnavailable)
         assert "rank 1 on node" in str(first)
         assert "are of another model" in str(first)
     with two_ranks(endpoint, run) as memories:
-        found = find(memories, engine, monkeypatch, widths=(4, 4))
+        found = find(memories, engine, widths=(4, 4))
         assert all(isinstance(one, Resumption) for one in found), "nothing was lost"
 
 
@@ -160,12 +151,12 @@ def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
 ) -> None:
     """It was damaged on the way, say: the other must not begin its replay alone."""
     with two_ranks(endpoint, run) as memories:
-        together = recover_together
+        together = recover_global
 
         def without_the_first(
-            memory: RankMemory, exchange: Exchange, at: int | None, **options: int
+            memory: RankMemory, ranks: Collectives, at: int | None, **options: int
         ) -> object:
-            found = together(memory, exchange, at, **options)
+            found = together(memory, ranks, at, **options)
             if memory is not memories[1]:
                 return found
             assert isinstance(found, tuple)
@@ -176,8 +167,8 @@ def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
             found[0][0]._view = gone  # type: ignore[assignment]
             return found
 
-        monkeypatch.setattr(start, "recover_together", without_the_first)
-        found = find(memories, engine, monkeypatch, widths=(4, 4))
+        monkeypatch.setattr(start, "recover_global", without_the_first)
+        found = find(memories, engine, widths=(4, 4))
         assert all(isinstance(error, DaemonUnavailable) for error in found), found
         assert str(found[0]) == str(found[1])
         assert "fetch: iteration 3 could not be brought here" in str(found[0])

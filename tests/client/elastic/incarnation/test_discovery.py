@@ -10,12 +10,13 @@ import pytest
 
 from ckptd.client.elastic.incarnation.discovery import Discovery, Here, Wishes, look
 from ckptd.client.elastic.incarnation.incarnation_plan import Seat
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
 from ckptd.storage.checkpoints.names import run_of_incarnation
 from ckptd.transport.control import messages as m
 from tests.ckptd.running import MIB, DaemonProcess, attach, descriptor, running_daemon
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 HOUR_S = 3600
 WISHES = Wishes("job", "run", ExpertLayers(("a",), 2), 1, None)
@@ -35,14 +36,14 @@ def next_worlds(daemon: DaemonProcess, stored: tuple[int, ...] = ()) -> list[int
     empty = daemon.folder / "empty"
     empty.mkdir(exist_ok=True)
     places = [Here(Seat("a", "a", 2), empty), holder]
-    work = [partial(_look, place, rank, stored) for rank, place in enumerate(places)]
+    work = [partial(_look, place, stored) for place in places]
     found = outcomes(work)
     assert all(isinstance(one, int) for one in found), found
     return [one for one in found if isinstance(one, int)]
 
 
-def _look(place: Here, rank: int, stored: tuple[int, ...], meet: object) -> int:
-    return look(place, WISHES, rank, meet, frozenset()).next_world(stored)  # type: ignore[arg-type]
+def _look(place: Here, stored: tuple[int, ...], ranks: Collectives) -> int:
+    return look(place, WISHES, ranks, frozenset()).next_world(stored)
 
 
 def begin(daemon: DaemonProcess, world: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +16,10 @@ from ckptd.client.elastic.incarnation.discovery import Here, Wishes
 from ckptd.client.elastic.incarnation.incarnation_plan import Seat, nodes_of, plan_world
 from ckptd.client.elastic.incarnation.incarnation_start import Started, start_world
 from ckptd.client.elastic.incarnation.unit_reading import Unreadable
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.errors import DaemonUnavailable, ElasticError
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 LAYERS = ExpertLayers(("a", "b"), 6)
 
@@ -34,8 +34,14 @@ def here(node: str, slots: int = 4) -> Here:
 
 def started(places: Sequence[Here | Exception], each: Sequence[Wishes] | None = None) -> list[Started | Exception]:  # fmt: skip
     asked = each or [wishes()] * len(places)
-    work = [partial(start_world, place, asked[rank], rank) for rank, place in enumerate(places)]
-    return outcomes(work)
+
+    def start(ranks: Collectives) -> Started:
+        place = places[ranks.rank]
+        if isinstance(place, Here):
+            ranks = ranks.on_node(place.seat.node)
+        return start_world(place, asked[ranks.rank], ranks)
+
+    return outcomes([start] * len(places))
 
 
 def test_the_first_world_is_the_same_for_all() -> None:
@@ -117,7 +123,9 @@ class Held:
         units = tuple(Unit(f"{n}.experts.{e}.w") for n in LAYERS.names for e in range(6))
         image = HeldImage(5, 0, 9, True, 0)
         numbers = tuple(range(len(units)))
-        self.told = NodeHeld(tuple((u, 8) for u in units), (numbers,), (image,), {5: units}, (5,))
+        self.of_node = NodeHeld(
+            tuple((u, 8) for u in units), (numbers,), (image,), {5: units}, (5,)
+        )
         self.images = [SimpleNamespace(told=image, key=("file", 0, 1))]
 
 
@@ -207,9 +215,9 @@ def test_a_clock_that_is_behind_draws_the_number_of_the_world(
     have been mixed with what is recorded now.
     """
     seen = 2**36
-    told = Held().told
+    told = Held().of_node
     monkeypatch.setattr(
-        Held, "told", msgspec.structs.replace(told, worlds=(5, seen)), raising=False
+        Held, "of_node", msgspec.structs.replace(told, worlds=(5, seen)), raising=False
     )
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "images", []))
     monkeypatch.setattr(discovery, "Inventory", Held)
@@ -228,7 +236,7 @@ def test_a_job_that_ended_in_its_first_steps_begins_anew(
     """
     image = HeldImage(5, 0, iteration, True, 0)
     part = NodeHeld(((Unit("dense"), 8),), ((0,),), (image,), {5: (Unit("dense"),)}, (5,))
-    monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "told", part))
+    monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "of_node", part))
     monkeypatch.setattr(discovery, "Inventory", Held)
     for found in started([Here(Seat(node, node, 6), tmp_path) for node in "xy"]):
         if begins:

@@ -5,7 +5,6 @@ tests/e2e/test_elastic_stored.py.
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from ckptd.client.elastic.incarnation.store_start import (
     newer_than,
     share_out,
 )
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import Chosen, HeldImage, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.control.messages import DurableWorld
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 
 
 def stored(*checkpoints: tuple[int, int]) -> DurableState:
@@ -82,11 +81,11 @@ def gone() -> str:
 def test_a_daemon_that_is_gone_when_storage_is_looked_at_is_heard_of_by_all(enough: bool) -> None:
     """The ranks of a node without a store, too; and where memory is enough all go on."""
 
-    def look(rank: int, meet: Exchange) -> DurableState:
-        storage = Storage(gone if rank == 0 else None, f"n{rank}", "job", "run", rank, meet)
+    def look(ranks: Collectives) -> DurableState:
+        storage = Storage(gone if ranks.rank == 0 else None, "job", "run", ranks)
         return storage.look([0, 1], enough=enough)
 
-    found = outcomes([partial(look, rank) for rank in range(2)])
+    found = outcomes([look, look])
     if enough:
         assert found == [DurableState(), DurableState()]
     else:

@@ -62,7 +62,7 @@ def test_runs_of_the_user_are_no_worlds(node: Node) -> None:
     retiring = GarbageCollection(lambda: "", node.folder, "job", "run", 20, 0, 0)
     assert retiring.earlier() == ["run.w10"]
     found = Inventory(node.folder, "job", "run", ExpertLayers(("a",), 1))
-    assert found.told.worlds == (10,)
+    assert found.of_node.worlds == (10,)
 
 
 def test_a_file_that_holds_nothing_is_left_out(node: Node) -> None:

@@ -33,7 +33,7 @@ from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_store import SegmentStore
 from tests.ckptd.export.samples import raw, segment_folder
 from tests.ckptd.running import MIB, descriptor, fill
-from tests.client.meeting import outcomes
+from tests.client.rank_threads import outcomes
 from tests.e2e.test_bad_input import flip
 
 LAYERS = ExpertLayers(("moe",), 2)
@@ -159,7 +159,7 @@ def _bytes_of(
 def handed_over(folder: Path, ranks: int) -> tuple[LocalState, Handover]:
     """What ranks of one node plan from what lies in its folder."""
     inventory = Inventory(folder, "job", "run", LAYERS)
-    found = choose([inventory.told], LAYERS)
+    found = choose([inventory.of_node], LAYERS)
     assert found is not None
     plan = plan_handover(found, LAYERS, np.ones((1, ranks, 2)), [0] * ranks, NUMELS)
     return LocalState(inventory.images, LAYERS), plan
@@ -287,7 +287,7 @@ def test_what_a_rank_does_not_read_is_not_verified_by_it() -> None:
 
 def test_ranks_that_call_different_methods_hear_of_it() -> None:
     calls = ["checkpointer()", "shards()", "checkpointer()"]
-    found = outcomes([lambda meet, call=call: same_call(meet, call) for call in calls])  # type: ignore[misc]
+    found = outcomes([lambda ranks, call=call: same_call(ranks, call) for call in calls])  # type: ignore[misc]
     for one in found:
         assert isinstance(one, ValueError)
         assert "rank 0 called checkpointer(), rank 1 shards()" in str(one)

@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, which exchange what they say as the ranks of a job do."""
+"""Several ranks as threads of one process; their collective calls are those of a job's ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ckptd.client.ranks.collectives import Exchange
+from ckptd.client.ranks.collectives import Collectives
 
-__all__ = ["LeftAlone", "Meeting", "outcomes"]
+__all__ = ["LeftAlone", "Rounds", "outcomes"]
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ class LeftAlone(RuntimeError):
     """Another rank is gone and never said its part: in a process group, one would hang until the time is out."""
 
 
-class Meeting:
+class Rounds:
     """Rounds in which everybody speaks once."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -29,8 +29,8 @@ class Meeting:
         self._left: set[int] = set()
         self._changed = threading.Condition()
 
-    def of(self, rank: int) -> Exchange:
-        """The exchange as this rank sees it."""
+    def of(self, rank: int) -> Collectives:
+        """The collective calls of this rank, on a node of its own."""
 
         def exchange(said: bytes) -> list[bytes]:
             with self._changed:
@@ -48,7 +48,7 @@ class Meeting:
                     raise LeftAlone(f"rank {rank} waits in round {number} for others")
                 return [heard[r] for r in range(len(self._at))]
 
-        return exchange
+        return Collectives(exchange, rank=rank, node=f"n{rank}")
 
     def leave(self, rank: int) -> None:
         """A rank takes part no more."""
@@ -57,17 +57,17 @@ class Meeting:
             self._changed.notify_all()
 
 
-def outcomes(work: Sequence[Callable[[Exchange], T]]) -> list[T | Exception]:
+def outcomes(work: Sequence[Callable[[Collectives], T]]) -> list[T | Exception]:
     """What each rank's work returned or raised; `LeftAlone` where a rank waited for another that did either."""
-    meeting = Meeting(len(work))
+    rounds = Rounds(len(work))
 
     def run(rank: int) -> T | Exception:
         try:
-            return work[rank](meeting.of(rank))
+            return work[rank](rounds.of(rank))
         except Exception as error:  # noqa: BLE001 - it is what the test wants to see
             return error
         finally:
-            meeting.leave(rank)
+            rounds.leave(rank)
 
     with ThreadPoolExecutor(len(work)) as pool:
         return list(pool.map(run, range(len(work))))
