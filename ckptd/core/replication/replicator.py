@@ -424,6 +424,15 @@ class Replicator:
         elif event.code == "stale":
             target.skipped.add(event.key)
             target.planned = False
+            if not target.stale:
+                target.stale = True
+                text = (
+                    f"{target.node} refuses iteration {event.key.iteration}: it knows of another history of this run, "
+                    "which counts. Ranks that a restart replaces end by themselves. If training goes on, a node that "
+                    "was away has come back with that history: this job's snapshots have no replicas there, and its "
+                    "next start goes on from the other history (ckptctl whatif)"
+                )
+                self._effects.append(Note("warning", "replication_stale", text))
         else:
             self._back_off(target, event.code, event.reason)
 

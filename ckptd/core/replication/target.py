@@ -168,6 +168,7 @@ class ReplicationTarget:
     failures: int = 0
     unknowns: int = 0
     digest_refusals: int = 0
+    stale: bool = False  # it refuses what we have: another history counts there
     reason: str = ""
     planned: bool = False  # whether ``upcoming`` is what follows from what is known now
     upcoming: SlotRecord | None = None
@@ -196,4 +197,5 @@ class ReplicationTarget:
         self.planned = False
         self.run = NO_INTERVAL
         self.failures = self.unknowns = self.digest_refusals = 0
+        self.stale = False
         self.retry_at_s = 0.0

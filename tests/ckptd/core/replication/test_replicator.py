@@ -270,8 +270,20 @@ class TestRefusals:
         effects = core.handle(BeginRefused("a", key(3), "held", ""), now_s=0)
         assert effects[-1] == Begin("a", key(4), snapshot(4))
         effects = core.handle(BeginRefused("a", key(4), "stale", ""), now_s=0)
-        assert effects == [Release(key(4))]
+        assert [type(effect) for effect in effects] == [Release, Note]
         assert core.wake_at_s is None
+
+    def test_a_target_that_knows_of_another_history_is_named_once(self) -> None:
+        """A node that was away came back with a history that counts, while this job trains on:
+        its replicas were refused without a word.
+        """
+        core = opened("a")
+        notes = []
+        for iteration in (3, 4):
+            effects = core.handle(BeginRefused("a", key(iteration), "stale", ""), now_s=0)
+            notes += [effect for effect in effects if isinstance(effect, Note)]
+        assert [(note.level, note.kind) for note in notes] == [("warning", "replication_stale")]
+        assert "a refuses iteration 3" in notes[0].message
 
     def test_a_snapshot_that_is_gone_does_not_make_the_target_wait(self) -> None:
         """A ring with no slot to spare overwrites its oldest snapshot at each iteration; a target
