@@ -18,7 +18,7 @@ import random
 from bench.common import clock_ms, emit, median, parser
 from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
-from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.core.recovery.held import HeldRecords, RunHoldings, from_wire, to_wire
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, plan_localized
 from ckptd.core.recovery.recovery_facts import RankFacts as Communication
 from ckptd.core.recovery.recovery_facts import facts_from_wire, facts_to_wire
@@ -132,7 +132,8 @@ def localized_s(
 
         def plan() -> None:
             facts, count = known[-1], len(ranks)  # noqa: B023
-            made = plan_localized(held, parked, sent, facts, count, homes=homes, lost=lost)  # noqa: B023
+            there = RunHoldings(held, parked, sent)  # noqa: B023
+            made = plan_localized(there, facts, count, homes=homes, lost=lost)
             plans.append(made)  # noqa: B023
 
         found["facts_decode_s"] = median([clock_ms(read) for _ in range(rounds)]) / 1e3

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -40,8 +39,8 @@ from bench.common import (
     parser,
 )
 from ckptd.transport.access.keys import Keys, trust
-from ckptd.transport.fabric.zmq_fabric import ZmqFabric
-from ckptd.transport.tcp.stream_fabric import STREAM_CHUNK_BYTES, StreamFabric
+from ckptd.transport.fabric.zmq_fabric import FabricOptions, ZmqFabric
+from ckptd.transport.tcp.stream_fabric import STREAM_CHUNK_BYTES, StreamFabric, StreamOptions
 from ckptd.transport.verbs import CHUNK_BYTES, Access, PeerAddress, RegionKey, Scope
 
 __all__ = ["main"]
@@ -60,15 +59,14 @@ def _nothing(node: str, body: bytes, answer: Callable[[bytes], None]) -> None:
 def _fabric(
     kind: str, node: str, chunk_bytes: int, connections: int, keys: Path | None
 ) -> ZmqFabric:
-    options: dict[str, Any] = {
-        "serve": _nothing,
-        "chunk_bytes": chunk_bytes,
-        "connections_per_peer": connections,
-        "keys": None if keys is None else Keys.load(keys),
-    }
+    options = FabricOptions(chunk_bytes=chunk_bytes, connections_per_peer=connections)
+    known = None if keys is None else Keys.load(keys)
     if kind == "zmq":
-        return ZmqFabric(node, LOOPBACK, **options)
-    return StreamFabric(node, LOOPBACK, plaintext=kind == "stream", **options)
+        return ZmqFabric(node, LOOPBACK, serve=_nothing, keys=known, options=options)
+    streams = StreamOptions(plaintext=kind == "stream")
+    return StreamFabric(
+        node, LOOPBACK, serve=_nothing, keys=known, options=options, streams=streams
+    )
 
 
 def _filled(size_bytes: int) -> memoryview:

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan
-from ckptd.core.recovery.held import STORE_NODE
+from ckptd.core.recovery.held import STORE_NODE, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized
 from ckptd.core.recovery.whatif import RankOutcome, WhatIf, what_if
 from ckptd.errors import RemoteProtocolError
@@ -74,29 +74,16 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
     labels = {member.card.node: member.card.labels for member in seen.members}
     lose = args.lose.split(",")
     try:
-        found = what_if(
-            held.snapshots,
-            held.world_size,
-            homes,
-            labels,
-            lose,
-            logs=held.logs,
-            parked=held.parked,
-            begun=held.history.begun,
-        )
+        known = RunHoldings(held.snapshots, held.parked, held.logs, held.history.begun)
+        found = what_if(known, held.world_size, homes, labels, lose)
         if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
             return found
         # Memory does not suffice: look at object storage, too.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
+<<<<<<< HEAD
         durable = newest_history(seen)
-        stored = what_if(
-            durable.snapshots,
-            held.world_size,
-            homes,
-            labels,
-            lose,
-            begun=durable.history.begun,
-        )
+        known = RunHoldings(durable.snapshots, begun=durable.history.begun)
+        stored = what_if(known, held.world_size, homes, labels, lose)
         return stored if stored.recoverable else found
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error

@@ -6,7 +6,6 @@ import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckptd.config.config_values import parse_bytes, parse_peers
 from ckptd.config.runtime_dir import UnusableFolder
@@ -14,8 +13,8 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys, KeysError, trusted
 from ckptd.transport.control.messages import NodeCard
-from ckptd.transport.fabric.zmq_fabric import ZmqFabric
-from ckptd.transport.tcp.stream_fabric import StreamFabric
+from ckptd.transport.fabric.zmq_fabric import FabricOptions, ZmqFabric
+from ckptd.transport.tcp.stream_fabric import StreamFabric, StreamOptions
 from ckptd.transport.tcp.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve
 
@@ -93,29 +92,31 @@ def make_fabric(
             f"{config.peer_listen} may read and write snapshots"
         ) from error
     limits, data_limits = port_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    options: dict[str, Any] = {
-        "limits": limits,
-        "tell": tell,
-        "serve": serve,
-        "gate": gate,
-        "advertise": config.peer_advertise or None,
-        "keys": keys,
-        "allow_plain": plain,
-        "connections_per_peer": config.peer_connections,
-        "rate_bytes_per_s": parse_bytes(config.peer_bandwidth) or None,
-        "short_cut": config.peer_short_cut,
-    }
+    where = config.peer_listen
     try:
+        options = FabricOptions(
+            advertise=config.peer_advertise or None,
+            allow_plain=plain,
+            connections_per_peer=config.peer_connections,
+            rate_bytes_per_s=parse_bytes(config.peer_bandwidth) or None,
+            short_cut=config.peer_short_cut,
+            limits=limits,
+        )
         if config.peer_data == "zmq":
-            return ZmqFabric(node, config.peer_listen, **options)
+            return ZmqFabric(
+                node, where, serve=serve, keys=keys, options=options, gate=gate, tell=tell
+            )
         plaintext = config.peer_data == "stream-plaintext"
+        streams = StreamOptions(config.peer_data_port, data_limits, plaintext)
         return StreamFabric(
             node,
-            config.peer_listen,
-            data_port=config.peer_data_port,
-            plaintext=plaintext,
-            data_limits=data_limits,
-            **options,
+            where,
+            serve=serve,
+            keys=keys,
+            options=options,
+            streams=streams,
+            gate=gate,
+            tell=tell,
         )
     except ValueError as error:
         raise UnusableFolder(f"peers cannot be served: {error}") from error

@@ -27,6 +27,7 @@ from ckptd.client.ranks.collectives import Collectives, TryAgain
 from ckptd.client.recovery.global_recovery import Recovered
 from ckptd.client.recovery.verification import Replayed
 from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
+from ckptd.core.recovery.held import RunHoldings
 from ckptd.core.recovery.localized_plan import (
     LocalizedPlan,
     NotLocalized,
@@ -210,13 +211,10 @@ def _plan(view: RunView, world_size: int, verify_iterations: int) -> LocalizedPl
     if open_failures(view.failures):
         return NotLocalized("a replay of this run did not reproduce what was recorded")
     return plan_localized(
-        view.usable,
-        view.parked,
-        view.logs,
+        RunHoldings(view.usable, view.parked, view.logs, view.begun),
         view.facts,
         world_size,
         homes=view.homes,
-        begun=view.begun,
         verify_iterations=verify_iterations,
     )
 

@@ -37,9 +37,8 @@ from ckptd.storage.images.stored_headers import (
 
 __all__ = [
     "IMAGE_HEADER",
-    "MIN_SAVING",
-    "MIN_TENSOR_BYTES",
     "PART_FORMAT",
+    "PartLimits",
     "StoredIndex",
     "UploadPlan",
     "plan_upload",
@@ -47,16 +46,23 @@ __all__ = [
 
 PART_FORMAT = "ckptd.part/1"
 IMAGE_HEADER = "ckptd.image_header"
-MIN_TENSOR_BYTES = 64 << 10  # below this, a request costs more than the bytes
-MIN_SAVING = (
-    0.05  # part of the image; below this, a verbatim file, which any tool can read, is worth more
-)
 _MAX_REUSED = 32  # limit of older objects per image, so that few requests read it
 _OWN_METADATA = (
     "scalars_len",
     "num_operators",
     "anchors",
 )  # in the image's header, which the part contains
+
+
+@dataclass(frozen=True, slots=True)
+class PartLimits:
+    """When a part is worth more than a whole image."""
+
+    min_tensor_bytes: int = 64 << 10
+    """Smaller tensors are stored again: a request costs more than the bytes."""
+
+    min_saving: float = 0.05
+    """Fraction of the image. Below it, a verbatim file, which any tool can read, is worth more."""
 
 
 class _Place(NamedTuple):
@@ -138,8 +144,7 @@ def plan_upload(
     rank: int,
     epoch: int,
     sequence: int,
-    min_tensor_bytes: int = MIN_TENSOR_BYTES,
-    min_saving: float = MIN_SAVING,
+    limits: PartLimits = PartLimits(),
 ) -> UploadPlan:
     """Plan the upload of a sealed image; the buffer ``image`` may be longer than the image.
 
@@ -151,11 +156,11 @@ def plan_upload(
     if parsed.metadata.get("format") != FORMAT or parsed.size > len(image):
         raise HeaderError(f"the buffer of {len(image)} bytes does not hold a whole image")
     name = ObjectName(job, run, _iteration(parsed), rank, epoch, sequence, tag_of(head))
-    found = _found(parsed, index, min_tensor_bytes)
+    found = _found(parsed, index, limits.min_tensor_bytes)
     if not found:
         return _verbatim(name.key, parsed.size, "none of its tensors is stored already")
     part = _part(name, head, parsed, found)
-    if part.saved_bytes < min_saving * parsed.size:
+    if part.saved_bytes < limits.min_saving * parsed.size:
         return _verbatim(name.key, parsed.size, f"a part would save only {part.saved_bytes} bytes")
     return part
 

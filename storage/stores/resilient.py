@@ -27,7 +27,7 @@ from ckptd.storage.stores.objects import (
 )
 from ckptd.storage.stores.resilience import Backoff, Circuit, RetryPolicy
 
-__all__ = ["NoticeKind", "Resilient", "StoreNotice"]
+__all__ = ["NoticeKind", "Resilient", "RetryTiming", "StoreNotice"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,15 @@ class StoreNotice:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class RetryTiming:
+    """Time and chance, as a store that tries again has them."""
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    rng: random.Random = dataclasses.field(default_factory=random.Random)
+
+
 def _never() -> bool:
     return False
 
@@ -67,9 +76,8 @@ class Resilient:
     attempts. The circuit counts attempts that the store did not answer (retriable errors): an
     answer that we do not like is an answer.
 
-    ``clock``, ``sleep`` and ``rng`` are time and chance; ``cancelled`` is asked before each attempt
-    and after each pause; ``told`` hears once when the circuit opens and once when it closes, from
-    whichever thread met it.
+    ``cancelled`` is asked before each attempt and after each pause; ``told`` hears once when the
+    circuit opens and once when it closes, from whichever thread met it.
     """
 
     def __init__(
@@ -79,9 +87,7 @@ class Resilient:
         circuit: Circuit | None = None,
         *,
         url: str = "",
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        rng: random.Random | None = None,
+        timing: RetryTiming | None = None,
         cancelled: Callable[[], bool] = _never,
         told: Callable[[StoreNotice], None] = _log,
     ) -> None:
@@ -89,9 +95,9 @@ class Resilient:
         self._policy = policy or RetryPolicy()
         self._circuit = circuit or Circuit()
         self._url = url or repr(store)
-        self._clock = clock
-        self._sleep = sleep
-        self._backoff = Backoff(self._policy.base_s, self._policy.cap_s, rng or random.Random())
+        timing = timing or RetryTiming()
+        self._clock, self._sleep = timing.clock, timing.sleep
+        self._backoff = Backoff(self._policy.base_s, self._policy.cap_s, timing.rng)
         self._cancelled = cancelled
         self._told = told
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from ckptd.storage.images.image import ImageView, seal
 from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
 from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.storage.images.upload_plan import StoredIndex, UploadPlan, plan_upload
+from ckptd.storage.images.upload_plan import PartLimits, StoredIndex, UploadPlan, plan_upload
 from ckptd.storage.stores.objects import ObjectStore
 
 JOB, RUN, RUN_ID = "moe", "run-1", "0123abcd"
@@ -150,7 +150,7 @@ class Writer:
             rank=self.rank,
             epoch=sample.epoch,
             sequence=sample.sequence,
-            min_tensor_bytes=self.min_tensor_bytes,
+            limits=PartLimits(self.min_tensor_bytes),
         )
         info = self.store.put(plan.key, plan.parts(sample.image))
         stored = sample.stored(plan, info.etag)

@@ -38,7 +38,7 @@ from ckptd.storage.checkpoints.retention import (
 )
 from ckptd.storage.checkpoints.verifier import verify_checkpoint, verify_run
 from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.upload_plan import StoredIndex, plan_upload
+from ckptd.storage.images.upload_plan import PartLimits, StoredIndex, plan_upload
 from ckptd.storage.stores.objects import ObjectMissing
 from tests.storage.memory_store import SECOND_NS, MemoryStore
 from tests.storage.samples import JOB, RUN, Sample, make_sample, manifest_of, write_identity
@@ -225,7 +225,7 @@ def upload(
                 rank=rank,
                 epoch=sample.epoch,
                 sequence=sample.sequence,
-                min_tensor_bytes=100,
+                limits=PartLimits(100),
             )
             yield
             info = store.put(plan.key, plan.parts(sample.image))

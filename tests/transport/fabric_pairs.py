@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import pytest
 
+from ckptd.transport.fabric.zmq_fabric import FabricOptions
+from ckptd.transport.tcp.stream_fabric import StreamOptions
 from ckptd.transport.verbs import Access, Fabric, Peer, PeerAddress, RegionKey, Scope, Serve
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "TcpProxy",
     "content",
     "echo",
+    "settings",
     "until",
 ]
 
@@ -40,6 +43,16 @@ class Make(Protocol):
     """Start a fabric; the fixture closes it. ``endpoint`` is loopback and a free port unless given."""
 
     def __call__(self, node: str, serve: Serve = ..., **options: Any) -> Fabric: ...
+
+
+def settings(**given: Any) -> dict[str, Any]:
+    """The arguments of a fabric with small chunks; what `FabricOptions` and `StreamOptions` have goes into these."""
+    own = {field.name for field in fields(FabricOptions)}
+    streams = {field.name for field in fields(StreamOptions)} - own
+    options = {"chunk_bytes": CHUNK} | {name: given.pop(name) for name in own & given.keys()}
+    if chosen := {name: given.pop(name) for name in streams & given.keys()}:
+        given["streams"] = StreamOptions(**chosen)
+    return {"options": FabricOptions(**options), **given}
 
 
 def echo(node: str, body: bytes, answer: Callable[[bytes], None]) -> None:

@@ -17,7 +17,7 @@ from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Access, Fabric, FileRange, Peer, Region, Scope
-from tests.transport.fabric_pairs import BOTH, CHUNK, WAIT_S, Make, echo
+from tests.transport.fabric_pairs import BOTH, WAIT_S, Make, echo, settings
 
 __all__ = ["BEFORE", "Brake", "Host", "Shared", "brake", "host", "make"]
 
@@ -84,8 +84,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     fabrics: list[Fabric] = []
 
     def make(node: str, serve: Any = echo, **options: Any) -> Fabric:
-        settings = {"serve": serve, "chunk_bytes": CHUNK} | options
-        fabrics.append(request.param(node, "tcp://127.0.0.1:0", **settings))
+        fabrics.append(request.param(node, "tcp://127.0.0.1:0", serve=serve, **settings(**options)))
         return fabrics[-1]
 
     yield make

@@ -14,7 +14,7 @@ import pytest
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Access, Completion, Fault, Scope
-from tests.transport.fabric_pairs import CHUNK, WAIT_S, echo, until
+from tests.transport.fabric_pairs import CHUNK, WAIT_S, echo, settings, until
 
 
 @contextmanager
@@ -34,8 +34,8 @@ def no_descriptors() -> Iterator[None]:
 def test_what_is_asked_waits_until_there_are_descriptors(kind: type[ZmqFabric]) -> None:
     """It ended at once, as refused by the peer, which had not been asked."""
     told: list[str] = []
-    here = kind("here", "tcp://127.0.0.1:0", serve=echo, chunk_bytes=CHUNK, tell=told.append)
-    there = kind("there", "tcp://127.0.0.1:0", serve=echo, chunk_bytes=CHUNK)
+    here = kind("here", "tcp://127.0.0.1:0", serve=echo, tell=told.append, **settings())
+    there = kind("there", "tcp://127.0.0.1:0", serve=echo, **settings())
     with closing(here), closing(there):
         target = bytearray(3 * CHUNK)
         region = there.register(memoryview(target), access=Access.WRITE, scope=Scope(""))

@@ -30,7 +30,7 @@ from ckptd.transport.tcp.stream_frames import (
 )
 from ckptd.transport.verbs import Access, Fault, Peer, RegionKey, Scope
 from tests.cluster.proxy import FaultProxy, Meddler
-from tests.transport.fabric_pairs import CHUNK, WAIT_S, until
+from tests.transport.fabric_pairs import CHUNK, WAIT_S, settings, until
 from tests.transport.tcp.test_stream_fabric import LOOPBACK, BehindProxies, knock, nobody
 
 CHUNKS = 12
@@ -50,9 +50,8 @@ class Two:
                 name,
                 LOOPBACK,
                 serve=nobody,
-                chunk_bytes=CHUNK,
                 keys=Keys.load(folder / name),
-                **options,
+                **settings(**options),
             )
             for name, options in (("here", here), ("there", there))
         )

@@ -14,7 +14,7 @@ from ckptd.transport.fabric.frames import PROTOCOL, Open, encode
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Access, Fault, Scope
-from tests.transport.fabric_pairs import CHUNK, WAIT_S, echo, until
+from tests.transport.fabric_pairs import CHUNK, WAIT_S, echo, settings, until
 
 MakeFabric = Callable[..., ZmqFabric]
 
@@ -27,9 +27,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeFabric]
     def make(node: str, **options: float) -> ZmqFabric:
         keys = Keys.create(tmp_path / node)
         fabrics.append(
-            request.param(
-                node, "tcp://127.0.0.1:0", serve=echo, keys=keys, chunk_bytes=CHUNK, **options
-            )
+            request.param(node, "tcp://127.0.0.1:0", serve=echo, keys=keys, **settings(**options))
         )
         return fabrics[-1]
 

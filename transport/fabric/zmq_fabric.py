@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import zmq
@@ -46,7 +47,7 @@ from ckptd.transport.verbs import (
     Serve,
 )
 
-__all__ = ["ZmqFabric"]
+__all__ = ["FabricOptions", "ZmqFabric"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,53 @@ FRAME_COST_BYTES = 64  # what a frame takes on the wire beside its content, or a
 LARGE_BYTES, KEPT_BYTES = 1 << 20, 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class FabricOptions:
+    """What an operator chooses of a fabric.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    advertise: str | None = None
+    """Host that peers are told instead of the endpoint's."""
+
+    allow_plain: bool = False
+    """Listen without keys where others can reach us."""
+
+    connections_per_peer: int = 1
+    """Connections over which chunks are spread, in addition to one for control messages."""
+
+    chunk_bytes: int | None = None
+    """Size of a chunk; None: what suits the kind of fabric."""
+
+    credits: int = DEFAULT_CREDITS
+    """Chunks that may be under way towards us, all peers together (at least one per connection)."""
+
+    rate_bytes_per_s: float | None = None
+    """Limit of what we put, all peers together."""
+
+    short_cut: bool = True
+    """Copy within this host where a region lies in a file that we can open, and let peers do so."""
+
+    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
+    """Limits of the connections that others make."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        chunk_bytes = 1 if self.chunk_bytes is None else self.chunk_bytes
+        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes is between 1 and {MAX_CHUNK_BYTES}, not {chunk_bytes}")
+        if self.connections_per_peer < 1 or self.credits < 1:
+            raise ValueError(
+                "connections_per_peer and credits are at least 1, "
+                f"not {self.connections_per_peer} and {self.credits}"
+            )
+
+
+DEFAULT_OPTIONS = FabricOptions()
+
+
 class ZmqFabric:
     """Implements `Fabric`.
 
@@ -67,19 +115,14 @@ class ZmqFabric:
         node: our node id.
         endpoint: where to listen, ``tcp://host:port``; port 0 takes a free one (see ``address``).
         serve: called on our thread with each request of a peer.
-        advertise: host that peers are told instead of the endpoint's.
         keys: our keys and whom we trust; None: nobody is authenticated.
-        allow_plain: listen without keys where others can reach us.
-        connections_per_peer: over which chunks are spread, beside one for control messages.
-        credits: how many chunks may be under way towards us, all peers together (at least one per connection).
-        rate_bytes_per_s: limit of what we put, all peers together.
         gate: called before each chunk that is put; while it returns false chunks wait, for half a second at most.
-        short_cut: copy within this host where a region lies in a file that we can open, and let peers do so.
-        limits: of the connections that others make.
         tell: gets the lines about connections that were refused; they go to the log otherwise.
     Raises:
         ValueError: the endpoint is none, is not safe, or cannot be listened at.
     """
+
+    default_chunk_bytes = CHUNK_BYTES
 
     def __init__(
         self,
@@ -87,47 +130,37 @@ class ZmqFabric:
         endpoint: str,
         *,
         serve: Serve,
-        advertise: str | None = None,
         keys: Keys | None = None,
-        allow_plain: bool = False,
-        connections_per_peer: int = 1,
-        chunk_bytes: int = CHUNK_BYTES,
-        credits: int = DEFAULT_CREDITS,
-        rate_bytes_per_s: float | None = None,
+        options: FabricOptions = DEFAULT_OPTIONS,
         gate: Callable[[], bool] | None = None,
-        short_cut: bool = True,
-        limits: AdmissionLimits | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        security = "plain" if keys is None else "curve"
-        check_security(endpoint, security, advertise=advertise, allow_plain=allow_plain)
-        if not 0 < chunk_bytes <= MAX_CHUNK_BYTES or connections_per_peer < 1 or credits < 1:
-            raise ValueError("chunk_bytes, connections_per_peer or credits is out of range")
+        security, advertise = "plain" if keys is None else "curve", options.advertise
+        check_security(endpoint, security, advertise=advertise, allow_plain=options.allow_plain)
         keep_large_buffers()
         self.node = node
         self.counters = FabricCounters()
-        self._keys = keys
+        self._keys, self._options = keys, options
         self._regions = Regions()
         self.refusals = RefusalLog(self.counters, tell)
         self._forgeries = ForgeryLog(self.counters)
-        self._pacer = Pacer(rate_bytes_per_s, gate)
-        self._copier = Copier(f"copies-{node}") if short_cut else None
+        self._pacer = Pacer(options.rate_bytes_per_s, gate)
+        self._copier = Copier(f"copies-{node}") if options.short_cut else None
         self._loop = Loop(f"fabric-{node}", self._tick, self._end)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._limits = limits or AdmissionLimits()
         self._peers: dict[PeerAddress, FabricPeer] = {}
         self._ending: list[FabricPeer] = []
         self._trust_due_s = 0.0
         self._peers_lock = threading.Lock()
-        self._link_parts = self._make_link_parts(chunk_bytes, connections_per_peer)
+        self._link_parts = self._make_link_parts()
         self._router = self._make_router(endpoint)
-        self._door = Doorkeeper(node, self._router, self._limits, self.refusals)
-        self._server = Server(self._make_server_parts(serve, credits))
+        self._door = Doorkeeper(node, self._router, options.limits, self.refusals)
+        self._server = Server(self._make_server_parts(serve))
         self._authenticator = self._listen_for_keys()
         try:
             self._router.bind(endpoint)
-            self._address = self._make_address(advertise)
+            self._address = self._make_address()
             self._listen_for_more()
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
@@ -204,7 +237,7 @@ class ZmqFabric:
     def _make_link(self, address: PeerAddress) -> FabricPeer:
         return FabricPeer(self._link_parts, address)
 
-    def _make_link_parts(self, chunk_bytes: int, connections: int) -> LinkParts:
+    def _make_link_parts(self) -> LinkParts:
         keys = self._keys
         return LinkParts(
             wiring=Wiring(
@@ -220,12 +253,12 @@ class ZmqFabric:
             copier=self._copier,
             call=self._loop.call,
             vouch=self._vouch,
-            chunk_bytes=chunk_bytes,
-            connections=connections,
+            chunk_bytes=self._options.chunk_bytes or self.default_chunk_bytes,
+            connections=self._options.connections_per_peer,
             forget=self._forget,
         )
 
-    def _make_server_parts(self, serve: Serve, credits: int) -> ServerParts:
+    def _make_server_parts(self, serve: Serve) -> ServerParts:
         return ServerParts(
             node=self.node,
             regions=self._regions,
@@ -234,7 +267,7 @@ class ZmqFabric:
             door=self._door,
             serve=serve,
             node_of=self._node_of,
-            credits=credits,
+            credits=self._options.credits,
             send=self._send,
             send_view=self._send_view,
             call=self._loop.call,
@@ -276,8 +309,8 @@ class ZmqFabric:
     def _bound_endpoint(self) -> str:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _make_address(self, advertise: str | None) -> PeerAddress:
-        bound = self._bound_endpoint
+    def _make_address(self) -> PeerAddress:
+        bound, advertise = self._bound_endpoint, self._options.advertise
         if advertise:
             host = f"[{advertise}]" if ":" in advertise else advertise
             bound = f"tcp://{host}:{urlsplit(bound).port}"

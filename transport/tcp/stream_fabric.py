@@ -15,7 +15,7 @@ between the two nodes can read the snapshots, and whoever can change its packets
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import zmq
@@ -26,32 +26,52 @@ from ckptd.transport.fabric import frames as f
 from ckptd.transport.fabric.links import FabricPeer
 from ckptd.transport.fabric.regions import Refusal
 from ckptd.transport.fabric.serving import Connection, ServerParts
-from ckptd.transport.fabric.zmq_fabric import DEFAULT_CREDITS, ZmqFabric
+from ckptd.transport.fabric.zmq_fabric import DEFAULT_OPTIONS, FabricOptions, ZmqFabric
 from ckptd.transport.tcp.sealing import Cipher, common_cipher, offered_ciphers
 from ckptd.transport.tcp.stream_lanes import StreamLink
 from ckptd.transport.tcp.stream_server import LIMITS, DialGrant, StreamServer, StreamServerParts
 from ckptd.transport.verbs import Fault, PeerAddress, Serve
 
-__all__ = ["STREAM_CHUNK_BYTES", "StreamFabric"]
+__all__ = ["STREAM_CHUNK_BYTES", "StreamFabric", "StreamOptions"]
 
 # Larger than over ZeroMQ: nothing is copied or held per chunk, so a chunk costs the hand-overs
 # between threads only.
 STREAM_CHUNK_BYTES = 4 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What an operator chooses of the data port.
+
+    Raises:
+        ValueError: the port is none.
+    """
+
+    port: int = 0
+    """Where streams come in, on the endpoint's address; 0 takes a free one."""
+
+    limits: AdmissionLimits = LIMITS
+    """Limits of the streams that others open."""
+
+    plaintext: bool = False
+    """Do not encrypt streams to and from peers that say the same. Without keys no stream is encrypted."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"{self.port} is no port")
+
+
 class StreamFabric(ZmqFabric):
     """Implements `Fabric`. Peers without a data port are reached over ZeroMQ, and may reach us that way.
 
-    Args:
-        data_port: where streams come in, on the endpoint's address; 0 takes a free one.
-        data_limits: of the streams that others open.
-        plaintext: do not encrypt streams to and from peers that say the same. Without ``keys`` no stream is encrypted.
-
-    The others are those of `ZmqFabric`.
+    The arguments are those of `ZmqFabric`, and ``streams``.
 
     Raises:
         ValueError: as `ZmqFabric`, or the library that encrypts is missing.
     """
+
+    default_chunk_bytes = STREAM_CHUNK_BYTES
 
     def __init__(
         self,
@@ -59,44 +79,18 @@ class StreamFabric(ZmqFabric):
         endpoint: str,
         *,
         serve: Serve,
-        advertise: str | None = None,
         keys: Keys | None = None,
-        allow_plain: bool = False,
-        connections_per_peer: int = 1,
-        chunk_bytes: int = STREAM_CHUNK_BYTES,
-        credits: int = DEFAULT_CREDITS,
-        rate_bytes_per_s: float | None = None,
+        options: FabricOptions = DEFAULT_OPTIONS,
+        streams: StreamOptions = StreamOptions(),
         gate: Callable[[], bool] | None = None,
-        short_cut: bool = True,
-        limits: AdmissionLimits | None = None,
         tell: Callable[[str], None] | None = None,
-        data_port: int = 0,
-        data_limits: AdmissionLimits = LIMITS,
-        plaintext: bool = False,
     ) -> None:
-        if not 0 <= data_port < 1 << 16:
-            raise ValueError(f"{data_port} is no port")
         self._ciphers = (
-            (Cipher.PLAINTEXT,) if keys is None else offered_ciphers(plaintext=plaintext)
+            (Cipher.PLAINTEXT,) if keys is None else offered_ciphers(plaintext=streams.plaintext)
         )
-        self._data_port = data_port
-        self._credits = credits
-        self._data_limits = data_limits
+        self._stream_options = streams
         super().__init__(
-            node,
-            endpoint,
-            serve=serve,
-            advertise=advertise,
-            keys=keys,
-            allow_plain=allow_plain,
-            connections_per_peer=connections_per_peer,
-            chunk_bytes=chunk_bytes,
-            credits=credits,
-            rate_bytes_per_s=rate_bytes_per_s,
-            gate=gate,
-            short_cut=short_cut,
-            limits=limits,
-            tell=tell,
+            node, endpoint, serve=serve, keys=keys, options=options, gate=gate, tell=tell
         )
 
     @property
@@ -116,13 +110,14 @@ class StreamFabric(ZmqFabric):
             self.counters,
             self.refusals,
             self._forgeries,
-            self._credits,
+            self._options.credits,
             self._node_of,
         )
-        self._streams = StreamServer(parts, bound, self._data_port, self._data_limits)
+        chosen = self._stream_options
+        self._streams = StreamServer(parts, bound, chosen.port, chosen.limits)
 
-    def _make_server_parts(self, serve: Serve, credits: int) -> ServerParts:
-        return replace(super()._make_server_parts(serve, credits), dial=self._dial)
+    def _make_server_parts(self, serve: Serve) -> ServerParts:
+        return replace(super()._make_server_parts(serve), dial=self._dial)
 
     def _dial(self, peer: Connection, ask: f.Dial, answer: Callable[[f.Ticket], None]) -> None:
         cipher = common_cipher(ask.ciphers, self._ciphers)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -13,7 +13,7 @@ from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
-__all__ = ["STORE_NODE", "HeldRecords", "from_wire", "to_wire"]
+__all__ = ["STORE_NODE", "HeldRecords", "RunHoldings", "from_wire", "to_wire"]
 
 STORE_NODE = ".store"  # what is durable is told under this name, which no node can have
 
@@ -35,6 +35,27 @@ class HeldRecords:
     slot_bytes: int
     records: tuple[SlotRecord, ...]
     facts: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RunHoldings:
+    """What the nodes hold of a run, and the starts of epochs that are known from elsewhere (``begun``).
+
+    Boundary logs tell with whom their ranks communicate.
+    """
+
+    snapshots: Sequence[HeldRecords]
+    parked: Sequence[HeldRecords] = ()
+    logs: Sequence[HeldRecords] = ()
+    begun: Mapping[int, int] = field(default_factory=dict)
+
+    def without(self, nodes: Container[str]) -> RunHoldings:
+        """What is left when these nodes are lost."""
+
+        def left(held: Sequence[HeldRecords]) -> list[HeldRecords]:
+            return [each for each in held if each.node not in nodes]
+
+        return RunHoldings(left(self.snapshots), left(self.parked), left(self.logs), self.begun)
 
 
 def to_wire(held: Iterable[HeldRecords]) -> bytes:

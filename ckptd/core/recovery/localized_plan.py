@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
 import msgspec
 
-from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.recovery.held import RunHoldings
 from ckptd.core.recovery.rank_inventory import RankHoldings
 from ckptd.core.recovery.recovery_facts import RankFacts, Relations, relate
 from ckptd.core.recovery.scope import (
@@ -57,7 +57,6 @@ from ckptd.core.recovery.tables import (
     told,
 )
 from ckptd.core.slots.ring import epoch_table, stale_after
-from ckptd.core.slots.slots import NO_EPOCHS
 
 __all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
 
@@ -165,60 +164,55 @@ class NotLocalized:
 
 
 def plan_localized(
-    snapshots: Iterable[HeldRecords],
-    parked: Iterable[HeldRecords],
-    logs: Iterable[HeldRecords],
+    held: RunHoldings,
     facts: Mapping[int, RankFacts],
     world_size: int,
     *,
     homes: Mapping[int, str] = _NO_HOMES,
     lost: Container[str] = (),
-    begun: Mapping[int, int] = NO_EPOCHS,
     verify_iterations: int = 0,
 ) -> LocalizedPlan | NotLocalized:
     """The state nearest to the failure that all ranks can reach, while those who kept theirs run
     nothing again; see the module.
 
     Args:
-        snapshots: what the nodes hold, as for `ckptd.core.recovery.global_plan.plan_recovery`.
-        parked: the parked states they hold.
-        logs: the boundary logs they hold.
+        held: what the nodes hold; epochs count as for `ckptd.core.recovery.global_plan.plan_recovery`.
         facts: with whom each rank communicates, told by itself; ranks may be missing.
         homes: the node on which each rank will run; its copies are preferred.
         lost: nodes that do not count.
-        begun: starts of epochs known from elsewhere, as for `ckptd.core.recovery.global_plan.plan_recovery`.
         verify_iterations: whether (not 0) those who replay begin one iteration earlier where all that takes is held.
     """
-    known = [in_order(h for h in each if h.node not in lost) for each in (snapshots, parked, logs)]
-    epochs = epoch_table((r for each in known for h in each for r in h.records), begun)
+    left = held.without(lost)
+    known = [in_order(each) for each in (left.snapshots, left.parked, left.logs)]
+    epochs = epoch_table((r for each in known for h in each for r in h.records), held.begun)
     epoch = max(epochs, default=-1)
-    held = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
-    if world_size < 1 or held.beyond:
+    ranks = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
+    if world_size < 1 or ranks.beyond:
         what = (
-            f"there are holdings of {listed('rank', held.beyond)}, beyond " if held.beyond else ""
+            f"there are holdings of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
         )
         return NotLocalized(f"{what}world size {world_size}", epoch)
-    resume = max((t for parks in held.parks.values() for t in parks), default=None)
+    resume = max((t for parks in ranks.parks.values() for t in parks), default=None)
     if resume is None:
         return NotLocalized("no rank was parked", epoch)
     relations = relate(facts, world_size)
     if isinstance(relations, str):
         return NotLocalized(relations, epoch)
-    spans = DomainSpans(relations.domains, held.groups, resume)
-    stands = [_stands(d, relations, held, spans) for d in range(len(relations.domains))]
+    spans = DomainSpans(relations.domains, ranks.groups, resume)
+    stands = [_stands(d, relations, ranks, spans) for d in range(len(relations.domains))]
     if not any(stands):
         return NotLocalized("no rank can go on where it was parked: all replay", epoch)
-    better = _better_together(held, resume, world_size)
+    better = _better_together(ranks, resume, world_size)
     if better is not None:
         return NotLocalized(better, epoch)
-    scope = settle(relations, stands, spans, held.has_log, resume)
+    scope = settle(relations, stands, spans, ranks.has_log, resume)
     if isinstance(scope, str):
         return NotLocalized(scope, epoch)
     if all(place.stand is None for place in scope.places):
         return NotLocalized("every rank would replay" + _because(scope), epoch)
     why_not = "" if verify_iterations > 0 else "verify_iterations=0"
-    scope = verified(scope, relations, spans, held.has_log, why_not)
-    return _Assembly(held, relations, scope, homes, resume).plan(epoch)
+    scope = verified(scope, relations, spans, ranks.has_log, why_not)
+    return _Assembly(ranks, relations, scope, homes, resume).plan(epoch)
 
 
 def _stands(

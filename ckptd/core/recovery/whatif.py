@@ -10,20 +10,19 @@ later step has logged by now is not counted on. Pure, so that it can be asked at
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptd.core.recovery.global_plan import (
-    HeldRecords,
     NoRecovery,
     RecoveryPlan,
     SnapshotToLoad,
     plan_recovery,
 )
+from ckptd.core.recovery.held import HeldRecords, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, RankKind, plan_localized
 from ckptd.core.recovery.log_facts import facts_from_logs
 from ckptd.core.recovery.tables import listed
 from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table, live
-from ckptd.core.slots.slots import NO_EPOCHS
 
 __all__ = ["NODE_LABEL", "FedBy", "RankOutcome", "WhatIf", "select_nodes", "what_if"]
 
@@ -101,55 +100,48 @@ class WhatIf:
 
 
 def what_if(
-    held: Iterable[HeldRecords],
+    held: RunHoldings,
     world_size: int,
     homes: Mapping[int, str],
     labels: Mapping[str, Mapping[str, str]],
     lose: Sequence[str],
     *,
-    logs: Iterable[HeldRecords] = (),
-    parked: Iterable[HeldRecords] = (),
-    begun: Mapping[int, int] = NO_EPOCHS,
     verify_iterations: int = 0,
 ) -> WhatIf:
     """What losing all these nodes at once would mean.
 
     Args:
-        held: what the nodes hold now.
+        held: what the nodes hold now; logs with the facts that they tell.
         homes: the node on which each rank runs.
         labels: of each node, such as ``{"node-3": {"rack": "A"}}``.
         lose: selectors ``label=value``; ``node=<name>`` needs no label. A node that any of them fits is lost.
-        logs: the boundary logs that the nodes hold, with the facts that they tell.
-        parked: the parked states that they hold already.
-        begun: starts of epochs of which the nodes' records tell.
         verify_iterations: of the trainers: how many iterations more than necessary they replay to compare what they load.
     Raises:
         ValueError: a selector fits no node, or is none.
         RemoteProtocolError: the facts of a log cannot be read.
     """
-    known, logged, parks = list(held), list(logs), list(parked)
-    nodes = {h.node for each in (known, logged, parks) for h in each}
+    nodes = {h.node for each in (held.snapshots, held.logs, held.parked) for h in each}
     lost = select_nodes(nodes | set(homes.values()) | set(labels), labels, lose)
     # A rank whose node is gone runs elsewhere: nothing is at home there.
     left = {rank: node for rank, node in homes.items() if node not in lost}
-    epochs = epoch_table((r for each in (logged, parks) for h in each for r in h.records), begun)
+    epochs = epoch_table(
+        (r for each in (held.logs, held.parked) for h in each for r in h.records), held.begun
+    )
     plan = plan_recovery(
-        known,
+        held.snapshots,
         world_size,
         homes=left,
         lost=set(lost),
         epochs=epochs,
         verify_iterations=verify_iterations,
     )
-    newest = _newest(known, epochs)
+    newest = _newest(held.snapshots, epochs)
     localized, whose = None, {}
-    if logged:
-        remaining = ([h for h in each if h.node not in lost] for each in (known, logged, parks))
-        snapshots, there, states = remaining
-        states += _to_be_parked(snapshots, left, newest, epochs)
-        localized = _localized(
-            snapshots, there, states, world_size, left, newest, begun, verify_iterations
-        )
+    if held.logs:
+        there = held.without(lost)
+        states = [*there.parked, *_to_be_parked(there.snapshots, left, newest, epochs)]
+        there = replace(there, parked=states)
+        localized = _localized(there, world_size, left, newest, verify_iterations)
         whose = {(h.node, h.segment): h.rank for h in states}
     ranks = tuple(
         _apart(rank, localized, homes.get(rank, ""), lost, newest.get(rank, -1), whose)
@@ -182,13 +174,10 @@ def select_nodes(
 
 
 def _localized(
-    snapshots: Sequence[HeldRecords],
-    logs: Sequence[HeldRecords],
-    parked: Sequence[HeldRecords],
+    held: RunHoldings,
     world_size: int,
     homes: Mapping[int, str],
     newest: Mapping[int, int],
-    begun: Mapping[int, int],
     verify_iterations: int,
 ) -> LocalizedPlan | NotLocalized:
     """The plan of those who are left, when they have parked."""
@@ -197,17 +186,8 @@ def _localized(
     without = sorted(rank for rank in homes if newest.get(rank, -1) < 0)
     if without:
         return NotLocalized(f"there is no snapshot yet of {listed('rank', without)}")
-    facts = facts_from_logs(range(world_size), logs, parked)
-    return plan_localized(
-        snapshots,
-        parked,
-        logs,
-        facts,
-        world_size,
-        homes=homes,
-        begun=begun,
-        verify_iterations=verify_iterations,
-    )
+    facts = facts_from_logs(range(world_size), held.logs, held.parked)
+    return plan_localized(held, facts, world_size, homes=homes, verify_iterations=verify_iterations)
 
 
 def _to_be_parked(

@@ -24,7 +24,7 @@ from ckptd.storage.images.image import seal
 from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
 from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.storage.images.upload_plan import StoredIndex, plan_upload
+from ckptd.storage.images.upload_plan import PartLimits, StoredIndex, plan_upload
 from ckptd.storage.stores.objects import ObjectStore
 from tests.ckptd.running import MIB, descriptor, fill
 
@@ -156,7 +156,7 @@ def stored_window(
             rank=rank,
             epoch=epoch,
             sequence=iteration,
-            min_tensor_bytes=64,
+            limits=PartLimits(64),
         )
         info = store.put(plan.key, plan.parts(image))
         stored.append(

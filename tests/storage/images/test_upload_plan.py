@@ -19,7 +19,7 @@ from ckptd.storage.images.image_format import DTYPE_SIZE, ImageTensor, TensorEnt
 from ckptd.storage.images.stored_headers import HeaderError, parse_header, render_header, tag_of
 from ckptd.storage.images.upload_plan import (
     IMAGE_HEADER,
-    MIN_TENSOR_BYTES,
+    PartLimits,
     StoredIndex,
     UploadPlan,
     plan_upload,
@@ -42,8 +42,7 @@ def plan_of(
         rank=0,
         epoch=sample.epoch,
         sequence=sample.sequence,
-        min_tensor_bytes=least,
-        min_saving=saving,
+        limits=PartLimits(least, saving),
     )
 
 
@@ -147,7 +146,7 @@ def test_small_tensors_are_uploaded_always() -> None:
     writer = Writer(MemoryStore())
     seeds = {entry.name: 1 for entry in TENSORS}
     writer.upload(make_sample(40, seeds=seeds))
-    plan = plan_of(make_sample(41, seeds=seeds), writer.index, least=MIN_TENSOR_BYTES)
+    plan = plan_of(make_sample(41, seeds=seeds), writer.index, least=PartLimits().min_tensor_bytes)
     assert plan.reason == "none of its tensors is stored already"
 
 

@@ -29,7 +29,7 @@ from ckptd.storage.stores.objects import (
 )
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Backoff, Circuit, CircuitState, RetryPolicy
-from ckptd.storage.stores.resilient import NoticeKind, Resilient, StoreNotice
+from ckptd.storage.stores.resilient import NoticeKind, Resilient, RetryTiming, StoreNotice
 
 
 class TestBackoff:
@@ -212,9 +212,7 @@ class Setting:
             policy or RetryPolicy(attempts=4, deadline_s=100.0, base_s=1.0, cap_s=8.0),
             circuit or Circuit(threshold=100),
             url="memory://here",
-            clock=lambda: self.now_s,
-            sleep=self._sleep,
-            rng=random.Random(5),
+            timing=RetryTiming(lambda: self.now_s, self._sleep, random.Random(5)),
             cancelled=lambda: self.cancelled,
             told=self.notices.append,
         )

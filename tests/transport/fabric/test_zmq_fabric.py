@@ -15,7 +15,7 @@ from ckptd.transport.access.keys import Keys, trust
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Access, Fabric, Fault, RegionKey, Scope, Serve
 from tests.transport.contract import FabricContract
-from tests.transport.fabric_pairs import CHUNK, WAIT_S, Make, Pair, echo, until
+from tests.transport.fabric_pairs import CHUNK, WAIT_S, Make, Pair, echo, settings, until
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -25,7 +25,7 @@ def nobody(node: str, body: bytes, answer: Callable[[bytes], None]) -> None:
 
 
 def start(node: str, endpoint: str) -> Fabric:
-    return ZmqFabric(node, endpoint, serve=nobody, chunk_bytes=CHUNK)
+    return ZmqFabric(node, endpoint, serve=nobody, **settings())
 
 
 class TestZmqFabric(FabricContract):
@@ -37,8 +37,8 @@ class TestZmqFabric(FabricContract):
         fabrics: list[ZmqFabric] = []
 
         def make(node: str, serve: Serve = nobody, **options: Any) -> Fabric:
-            settings = {"chunk_bytes": CHUNK} | self.options | options
-            fabrics.append(ZmqFabric(node, LOOPBACK, serve=serve, **settings))
+            given = settings(**self.options | options)
+            fabrics.append(ZmqFabric(node, LOOPBACK, serve=serve, **given))
             return fabrics[-1]
 
         yield make
@@ -81,7 +81,7 @@ def keyed(tmp_path: Path) -> Iterator[Callable[..., ZmqFabric]]:
     def make(node: str, folder: str = "") -> ZmqFabric:
         path = tmp_path / (folder or node)
         keys = Keys.load(path) if path.exists() else Keys.create(path)
-        fabrics.append(ZmqFabric(node, LOOPBACK, serve=echo, keys=keys, chunk_bytes=CHUNK))
+        fabrics.append(ZmqFabric(node, LOOPBACK, serve=echo, keys=keys, **settings()))
         return fabrics[-1]
 
     yield make

@@ -24,7 +24,7 @@ from ckptd.transport.fabric.serving import Connection
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.tcp import sealing, streams
 from ckptd.transport.tcp.sealing import Cipher
-from ckptd.transport.tcp.stream_fabric import StreamFabric
+from ckptd.transport.tcp.stream_fabric import StreamFabric, StreamOptions
 from ckptd.transport.tcp.stream_frames import (
     ANSWER_BYTES,
     PREAMBLE_BYTES,
@@ -46,7 +46,7 @@ from ckptd.transport.verbs import (
     Transfer,
 )
 from tests.transport.contract import FabricContract
-from tests.transport.fabric_pairs import CHUNK, WAIT_S, Make, Pair, TcpProxy, until
+from tests.transport.fabric_pairs import CHUNK, WAIT_S, Make, Pair, TcpProxy, settings, until
 
 LOOPBACK = "tcp://127.0.0.1:0"
 BOTH = Access.READ | Access.WRITE
@@ -57,7 +57,7 @@ def nobody(node: str, body: bytes, answer: Callable[[bytes], None]) -> None:
 
 
 def start(node: str, endpoint: str) -> Fabric:
-    return StreamFabric(node, endpoint, serve=nobody, chunk_bytes=CHUNK)
+    return StreamFabric(node, endpoint, serve=nobody, **settings())
 
 
 def knock(address: tuple[str, int], *data: bytes) -> bytes:
@@ -116,9 +116,8 @@ class TestStreamFabric(FabricContract):
         fabrics: list[StreamFabric] = []
 
         def make(node: str, serve: Serve = nobody, **options: Any) -> Fabric:
-            settings = {"chunk_bytes": CHUNK} | self.security(tmp_path, node)
-            settings |= self.options | options
-            fabrics.append(BehindProxies(node, LOOPBACK, serve=serve, **settings))
+            given = settings(**self.security(tmp_path, node) | self.options | options)
+            fabrics.append(BehindProxies(node, LOOPBACK, serve=serve, **given))
             return fabrics[-1]
 
         yield make
@@ -258,7 +257,7 @@ class TestSmallRecordsWithKeys(TestStreamsWithKeys):
 
 @pytest.fixture
 def fabric() -> Iterator[StreamFabric]:
-    fabric = StreamFabric("there", LOOPBACK, serve=nobody, chunk_bytes=CHUNK)
+    fabric = StreamFabric("there", LOOPBACK, serve=nobody, **settings())
     yield fabric
     fabric.close()
 
@@ -450,8 +449,8 @@ def test_a_data_port_of_somebody_else_ends_at_the_deadline(answers: tuple[bytes,
 def test_fabrics_of_both_kinds_understand_each_other(asks: type[ZmqFabric]) -> None:
     """While a cluster's configuration is being changed."""
     answers = ZmqFabric if asks is StreamFabric else StreamFabric
-    here = asks("here", LOOPBACK, serve=nobody, chunk_bytes=CHUNK)
-    there = answers("there", LOOPBACK, serve=nobody, chunk_bytes=CHUNK)
+    here = asks("here", LOOPBACK, serve=nobody, **settings())
+    there = answers("there", LOOPBACK, serve=nobody, **settings())
     try:
         data, target = random.Random(2).randbytes(9 * CHUNK), bytearray(9 * CHUNK)
         region = there.register(memoryview(target), access=BOTH, scope=Scope("here"))
@@ -468,8 +467,8 @@ def test_a_fixed_data_port_is_listened_on_or_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match="cannot listen"):
-            StreamFabric("x", LOOPBACK, serve=nobody, data_port=port)
-    fabric = StreamFabric("x", LOOPBACK, serve=nobody, data_port=port)
+            StreamFabric("x", LOOPBACK, serve=nobody, streams=StreamOptions(port))
+    fabric = StreamFabric("x", LOOPBACK, serve=nobody, streams=StreamOptions(port))
     try:
         assert fabric.data_address == ("127.0.0.1", port)
     finally:

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
-from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.recovery.held import HeldRecords, RunHoldings
 from ckptd.core.recovery.localized_plan import (
     LocalizedPlan,
     NotLocalized,
@@ -101,9 +101,11 @@ class Job:
 
     def plan(self, verify_iterations: int = 0) -> LocalizedPlan | NotLocalized:
         return plan_localized(
-            self._held("seg", self.snapshots, self.window),
-            self._held("parked", self.parked, self.window),
-            self._held("boundary", self.logs, 1),
+            RunHoldings(
+                self._held("seg", self.snapshots, self.window),
+                self._held("parked", self.parked, self.window),
+                self._held("boundary", self.logs, 1),
+            ),
             self.facts,
             len(self.snapshots),
             homes=self.homes,
@@ -457,7 +459,7 @@ def test_without_parked_states_or_facts_there_is_no_localized_plan() -> None:
     job = Job([T] * 3)
     job.facts = {}
     assert job.refused() == "no rank told with whom it communicates (are boundaries logged?)"
-    nothing = plan_localized([], [], [], {}, 0)
+    nothing = plan_localized(RunHoldings([]), {}, 0)
     assert nothing == NotLocalized("world size 0", -1)
 
 
@@ -585,14 +587,15 @@ def test_logs_come_from_every_node_that_has_them_and_near_ones_first() -> None:
     logs = [*held("boundary", job.logs, 1), *copies]
     snapshots, parked = held("seg", job.snapshots, 3), held("parked", job.parked, 3)
     homes = {r: f"n{r}" for r in range(3)}
-    plan = plan_localized(snapshots, parked, logs, job.facts, 3, homes=homes)
+    known = RunHoldings(snapshots, parked, logs)
+    plan = plan_localized(known, job.facts, 3, homes=homes)
     assert isinstance(plan, LocalizedPlan)
     near, far = plan.per_rank[1].feeds
     assert [[s.node for s in p.sources] for p in near.pieces] == [["n1", "n0"]] * 2
     assert [[s.node for s in p.sources] for p in far.pieces] == [["n2"]] * 2
     assert plan.moved_bytes == {0: 0, 1: 20, 2: 0}
     assert "20 B of rank 1 comes from other nodes" in plan.reason
-    without = plan_localized(snapshots, parked, logs, job.facts, 3, lost={"n0"})
+    without = plan_localized(known, job.facts, 3, lost={"n0"})
     assert isinstance(without, NotLocalized)  # rank 0's snapshots had no replica
     assert "ranks 0, 1 would have to replay" in without.reason
 
@@ -715,9 +718,7 @@ def plan_of(
     snapshots, parked, logs = map(world.store.holdings, ("seg", "parked", "boundary"))
     size = world.shape.world_size
     return plan_localized(
-        snapshots,
-        parked,
-        logs,
+        RunHoldings(snapshots, parked, logs),
         world.facts,
         size,
         homes=homes,

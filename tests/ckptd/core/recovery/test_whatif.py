@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ckptd.core.recovery.global_plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.held import HeldRecords, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, RankKind
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_to_wire
 from ckptd.core.recovery.whatif import FedBy, RankOutcome, select_nodes, what_if
@@ -56,7 +57,7 @@ HELD = [
 @pytest.mark.parametrize(("told", "replayed"), [(16, 2), (1, 2), (0, 1)])
 def test_what_is_replayed_only_to_compare_counts(lose: list[str], told: int, replayed: int) -> None:
     """The numbers were those of a start that compares nothing with what it loads first."""
-    answer = what_if(HELD, 3, HOMES, LABELS, lose, verify_iterations=told)
+    answer = what_if(RunHoldings(HELD), 3, HOMES, LABELS, lose, verify_iterations=told)
     lost = {"n1"} if lose else set()
     left = {rank: node for rank, node in HOMES.items() if node not in lost}
     start = plan_recovery(HELD, 3, homes=left, lost=lost, verify_iterations=told)
@@ -68,7 +69,7 @@ def test_what_is_replayed_only_to_compare_counts(lose: list[str], told: int, rep
 
 
 def test_losing_nothing_costs_nothing_but_the_replay() -> None:
-    answer = what_if(HELD, 3, HOMES, LABELS, [])
+    answer = what_if(RunHoldings(HELD), 3, HOMES, LABELS, [])
     assert answer.lost_nodes == ()
     assert answer.plan == plan_recovery(HELD, 3, homes=HOMES)
     assert answer.recoverable
@@ -76,7 +77,7 @@ def test_losing_nothing_costs_nothing_but_the_replay() -> None:
 
 
 def test_a_lost_node_costs_its_ranks_a_transfer_and_all_ranks_an_iteration() -> None:
-    answer = what_if(HELD, 3, HOMES, LABELS, ["node=n1"])
+    answer = what_if(RunHoldings(HELD), 3, HOMES, LABELS, ["node=n1"])
     assert answer.lost_nodes == ("n1",)
     assert isinstance(answer.plan, RecoveryPlan)
     assert (answer.plan.start, answer.plan.end) == (7, 8)
@@ -88,7 +89,7 @@ def test_a_lost_node_costs_its_ranks_a_transfer_and_all_ranks_an_iteration() -> 
 
 
 def test_a_lost_rack_takes_a_rank_with_its_only_replica() -> None:
-    answer = what_if(HELD, 3, HOMES, LABELS, ["rack=A"])
+    answer = what_if(RunHoldings(HELD), 3, HOMES, LABELS, ["rack=A"])
     assert answer.lost_nodes == ("n0", "n1")
     assert answer.plan == NoRecovery("no node holds a snapshot of rank 0 (world size 3)", 0)
     assert not answer.recoverable
@@ -108,16 +109,16 @@ def test_selectors_add_up() -> None:
 def test_an_unknown_selector_is_told_what_there_is(selector: str) -> None:
     expected = r"known are host=x\|y; node=n0\|n1\|n2\|n3; rack=A\|B"
     with pytest.raises(ValueError, match=expected) as caught:
-        what_if(HELD, 3, HOMES, LABELS, ["rack=A", selector])
+        what_if(RunHoldings(HELD), 3, HOMES, LABELS, ["rack=A", selector])
     assert repr(selector) in str(caught.value)
     with pytest.raises(ValueError, match="no nodes are known"):
-        what_if([], 1, {}, {}, [selector])
+        what_if(RunHoldings([]), 1, {}, {}, [selector])
 
 
 def test_an_abandoned_history_is_no_loss() -> None:
     """Iterations 6 to 9 of the first history came after what epoch 1 went on from."""
     known = [held(0, "n0", 2, 9), held(0, "n1", 5, 7, epoch=1)]
-    answer = what_if(known, 1, {0: "n0"}, {}, [])
+    answer = what_if(RunHoldings(known), 1, {0: "n0"}, {}, [])
     assert isinstance(answer.plan, RecoveryPlan)
     assert (answer.plan.end, answer.ranks[0].lost_iterations) == (7, 0)
     assert answer.ranks[0].sources == ("n1",)
@@ -127,7 +128,7 @@ def test_an_abandoned_history_is_no_loss() -> None:
 def test_every_combination_agrees_with_the_plan_of_what_is_left() -> None:
     for count in range(5):
         for lost in itertools.combinations(LABELS, count):
-            answer = what_if(HELD, 3, HOMES, LABELS, [f"node={node}" for node in lost])
+            answer = what_if(RunHoldings(HELD), 3, HOMES, LABELS, [f"node={node}" for node in lost])
             left = [h for h in HELD if h.node not in lost]
             homes = {rank: node for rank, node in HOMES.items() if node not in lost}
             assert answer.plan == plan_recovery(left, 3, homes=homes)
@@ -161,7 +162,7 @@ LOGS = [log(rank, HOMES[rank], 5, 8, CHAIN[rank]) for rank in range(3)]
 
 def test_of_a_job_that_logs_only_the_lost_stage_replays() -> None:
     """Those who are left park at 9. The replica of rank 1 ends at 8, so that it is fed in 7 and 8."""
-    answer = what_if(HELD, 3, HOMES, LABELS, ["node=n1"], logs=LOGS)
+    answer = what_if(RunHoldings(HELD, logs=LOGS), 3, HOMES, LABELS, ["node=n1"])
     assert isinstance(answer.localized, LocalizedPlan)
     assert (answer.localized.resume, answer.localized.together) == (9, 9)
     assert answer.reason == answer.localized.reason
@@ -177,7 +178,7 @@ def test_of_a_job_that_logs_only_the_lost_stage_replays() -> None:
 
 def test_a_log_that_is_missing_makes_its_rank_replay_too() -> None:
     logs = [LOGS[0], LOGS[1], log(2, "n2", 5, 7, CHAIN[2])]
-    answer = what_if(HELD, 3, HOMES, LABELS, ["node=n1"], logs=logs)
+    answer = what_if(RunHoldings(HELD, logs=logs), 3, HOMES, LABELS, ["node=n1"])
     kinds = [outcome.kind for outcome in answer.ranks]
     assert kinds == [RankKind.PARKED, RankKind.REPLAYS, RankKind.REPLAYS]
     assert "no node holds that log" in answer.reason
@@ -186,7 +187,7 @@ def test_a_log_that_is_missing_makes_its_rank_replay_too() -> None:
 def test_those_who_are_left_park_where_the_slowest_of_them_is() -> None:
     """Rank 0 is one step ahead: what it has beyond is not counted on."""
     ahead = [held(0, "n0", 6, 10), *HELD[1:]]
-    answer = what_if(ahead, 3, HOMES, LABELS, ["node=n1"], logs=LOGS)
+    answer = what_if(RunHoldings(ahead, logs=LOGS), 3, HOMES, LABELS, ["node=n1"])
     assert isinstance(answer.localized, LocalizedPlan)
     assert answer.localized.resume == 9
     assert [outcome.lost_iterations for outcome in answer.ranks] == [1, 0, 0]
@@ -196,12 +197,12 @@ def test_why_all_would_recover_together() -> None:
     """No log tells with whom anybody communicates; or nobody is left; or somebody has nothing yet.
     The answer is as of a job that does not log.
     """
-    plain = what_if(HELD, 3, HOMES, LABELS, ["node=n1"])
+    plain = what_if(RunHoldings(HELD), 3, HOMES, LABELS, ["node=n1"])
     assert plain.localized is None
 
     def told(held: Sequence[HeldRecords], lose: str, *facts: RankFacts | None) -> str:
         logs = [log(rank, HOMES[rank], 5, 8, of) for rank, of in enumerate(facts)]
-        answer = what_if(held, 3, HOMES, LABELS, lose.split(","), logs=logs)
+        answer = what_if(RunHoldings(held, logs=logs), 3, HOMES, LABELS, lose.split(","))
         assert isinstance(answer.localized, NotLocalized)
         assert answer.reason == answer.plan.reason
         if held is HELD and lose == "node=n1":
@@ -236,7 +237,7 @@ def test_a_log_whose_node_is_lost_is_read_from_its_replica(replicated: bool) -> 
     logs = [log(rank, homes[rank], 5, 8, TWINS[rank]) for rank in range(4)]
     if replicated:
         logs += [log(rank, "z", 5, 8, TWINS[rank], own=False) for rank in range(3)]
-    answer = what_if(known, 4, homes, {}, ["node=x", "node=y"], logs=logs)
+    answer = what_if(RunHoldings(known, logs=logs), 4, homes, {}, ["node=x", "node=y"])
     assert answer.recoverable
     if not replicated:
         assert isinstance(answer.localized, NotLocalized)
