@@ -80,7 +80,6 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
             return found
         # Memory does not suffice: look at object storage, too.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
-<<<<<<< HEAD
         durable = newest_history(seen)
         known = RunHoldings(durable.snapshots, begun=durable.history.begun)
         stored = what_if(known, held.world_size, homes, labels, lose)

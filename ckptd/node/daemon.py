@@ -49,6 +49,7 @@ from ckptd.node.daemon_handover import take_over
 from ckptd.node.peering import Peering
 from ckptd.node.sdnotify import Notifier
 from ckptd.node.service import Service
+from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.transport.access.doorkeeper import fd_of_frame
 from ckptd.transport.access.local_door import ENOUGH_DESCRIPTORS, LocalDoor, local_limits
@@ -178,15 +179,10 @@ class Daemon:
     def _make_tier(self, store: SegmentStore) -> StorageTier:
         peering = self._peering
         tier = StorageTier(
-            self._config,
-            store,
-            self._events,
-            post=self._post,
+            NodeContext(self._config, store, self._events, self._post, peering.boot_id),
             ranks_of=lambda job, run: self._service.ranks_of(job, run),
             span_of=peering.span_of,
-            replicas=lambda: peering.replicas,
-            boot_id=peering.boot_id,
-            clock=time.monotonic,
+            replicas=peering.replicas,
         )
         peering.use_store(tier.link)
         return tier

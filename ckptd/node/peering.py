@@ -33,9 +33,10 @@ from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_doubts import Doubt
+from ckptd.node_context import Post
 from ckptd.peers.fabric import make_fabric, static_peers
 from ckptd.peers.holder import Holder
-from ckptd.peers.peer_link import PeerLink, Post
+from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.peer_nodes import NeighbourEvents, Neighbours
 from ckptd.peers.quiet import QuietGate
 from ckptd.peers.record_updates import RecordUpdates

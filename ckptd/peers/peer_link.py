@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ckptd.node_context import Post
 from ckptd.transport.control.peer_messages import (
     PeerMessage,
     PeerRefused,
@@ -16,11 +17,9 @@ from ckptd.transport.control.peer_messages import (
 )
 from ckptd.transport.verbs import Done, Fault, Peer, PeerAddress, RegionKey, Transfer
 
-__all__ = ["AnswerPeer", "PeerLink", "Post"]
+__all__ = ["AnswerPeer", "PeerLink"]
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
-# Runs a closure soon on the loop thread; safe from any thread.
-Post = Callable[[Callable[[], None]], None]
 # Answers a question of a peer, now or later, once.
 AnswerPeer = Callable[[PeerReply], None]
 

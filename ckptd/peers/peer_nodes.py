@@ -24,7 +24,8 @@ import ckptd
 from ckptd.config.config_values import parse_labels
 from ckptd.config.settings import DaemonConfig
 from ckptd.event_log import EventLog
-from ckptd.peers.peer_link import PeerLink, Post
+from ckptd.node_context import Post
+from ckptd.peers.peer_link import PeerLink
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import NodeCard, PeerStatus
 from ckptd.transport.verbs import Fabric, PeerAddress

@@ -29,6 +29,7 @@ from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.incarnation_store import StoredWorlds
 from ckptd.persistence.pacer import UploadPacer
 from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
+from ckptd.persistence.run_in_store import RunInStore
 from ckptd.persistence.run_store import FencedOff, RunStore
 from ckptd.persistence.slot_source import SlotFiles, SlotLost
 from ckptd.storage.checkpoints.manifest import ManifestError
@@ -241,13 +242,13 @@ class Keeper:
             self.send(w.Settled(name, end, epoch, complete, missing))
         if complete and any(name.rank == 0 for name in waiting.names):
             run.retention.collect()
-            self._worlds.retain(run.job, run.run)
+            self._worlds.retain(run.at.job, run.at.run)
 
     def _sweep(self, run: RunStore) -> None:
         """What writers that died left half-finished."""
-        ended = self._store.abort_uploads(f"{run.job}/{run.run}/", _STALE_UPLOAD_S)
+        ended = self._store.abort_uploads(f"{run.at.title}/", _STALE_UPLOAD_S)
         if ended > 0:
-            self.send(w.KeeperEvent("info", "uploads_aborted", f"{run.job}/{run.run}: {ended}"))
+            self.send(w.KeeperEvent("info", "uploads_aborted", f"{run.at.title}: {ended}"))
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -271,15 +272,17 @@ class Keeper:
             found = self._runs.get((job, run))
             if found is None:
                 found = self._runs[job, run] = RunStore(
-                    self._store,
-                    job,
-                    run,
-                    policy=self._policy,
-                    read_back=self._configure.read_back,
-                    signer=self._signer,
-                    map_fn=self._helpers.map,
-                    tell=self.tell,
-                    wall_ns=self._wall_ns,
+                    RunInStore(
+                        self._store,
+                        job,
+                        run,
+                        map_fn=self._helpers.map,
+                        tell=self.tell,
+                        read_back=self._configure.read_back,
+                        signer=self._signer,
+                        wall_ns=self._wall_ns,
+                    ),
+                    self._policy,
                 )
             return found
 

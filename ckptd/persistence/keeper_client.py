@@ -19,11 +19,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
-from ckptd.peers.peer_link import Post
+from ckptd.node_context import Post
 from ckptd.persistence.keeper_wire import (
     Channel,
     Configure,
@@ -36,7 +36,7 @@ from ckptd.persistence.keeper_wire import (
     decode_from_keeper,
 )
 
-__all__ = ["AWAY", "BUSY", "StoreChild"]
+__all__ = ["AWAY", "BUSY", "KeeperListener", "StoreChild"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,31 +69,37 @@ class _Life:
     pinged: bool = False
 
 
-class StoreChild:
-    """Starts the keeper with the first `ask`, and again after its death.
+class KeeperListener(Protocol):
+    """What a keeper tells without being asked, on the daemon's loop thread."""
 
-    Args:
-        told: called with each event that the keeper tells.
-        settled: called with what became of a checkpoint after its manifest.
-        fenced: called when a later history is seen after a rank's manifest was written.
-        died: called when it died; it knows nothing any more.
-    """
+    def keeper_event(self, message: KeeperEvent) -> None:
+        """The keeper reports an event."""
+
+    def settled(self, message: Settled) -> None:
+        """What became of a checkpoint after its manifest."""
+
+    def fenced(self, message: RankFenced) -> None:
+        """A later history was seen after a rank's manifest was written."""
+
+    def keeper_died(self, reason: str) -> None:
+        """The keeper died; the next one knows nothing of what this one did."""
+
+
+class StoreChild:
+    """Starts the keeper with the first `ask`, and again after its death."""
 
     def __init__(
         self,
         configure: Configure,
+        listener: KeeperListener,
         *,
         post: Post,
-        told: Callable[[KeeperEvent], None],
-        settled: Callable[[Settled], None],
-        fenced: Callable[[RankFenced], None],
-        died: Callable[[str], None],
         clock: Callable[[], float],
         nice: int = 0,
         silent_s: float = _SILENT_S,
     ) -> None:
-        self._configure, self._post, self._silent_s = configure, post, silent_s
-        self._told, self._settled, self._fenced, self._died = told, settled, fenced, died
+        self._configure, self._listener = configure, listener
+        self._post, self._silent_s = post, silent_s
         self._clock, self._nice = clock, nice
         self._life: _Life | None = None
         self._asked: dict[int, tuple[Done, Refused]] = {}
@@ -208,13 +214,13 @@ class StoreChild:
         if isinstance(message, KeeperPong):
             return
         if isinstance(message, KeeperEvent):
-            self._told(message)
+            self._listener.keeper_event(message)
             return
         if isinstance(message, Settled):
-            self._settled(message)
+            self._listener.settled(message)
             return
         if isinstance(message, RankFenced):
-            self._fenced(message)
+            self._listener.fenced(message)
             return
         found = self._asked.pop(message.id, None)
         if found is None:
@@ -244,7 +250,7 @@ class StoreChild:
         asked, self._asked = self._asked, {}
         for _, refused in asked.values():
             refused(AWAY, f"the store keeper is gone: {reason}")
-        self._died(reason)
+        self._listener.keeper_died(reason)
 
 
 def _write(life: _Life) -> None:

@@ -21,22 +21,21 @@ from typing import NamedTuple, Protocol
 
 import ckptd
 from ckptd.persistence.keeper_wire import CommitRank, SnapshotId
+from ckptd.persistence.run_in_store import RunInStore
 from ckptd.persistence.shared_listing import Seen
 from ckptd.persistence.slot_source import LockedSlot, SlotLost
 from ckptd.storage.checkpoints.commit import Views
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.reader import (
-    MapFunction,
     read_image_header,
     read_manifest,
     restore_snapshot,
 )
-from ckptd.storage.checkpoints.signing import ManifestSigner
 from ckptd.storage.images.image import DigestMismatch, ImageView, verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.storage.images.upload_plan import StoredIndex, UploadPlan, plan_upload
-from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, ObjectStore, Unavailable
+from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, Unavailable
 
 __all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
 
@@ -94,43 +93,29 @@ class RankStore:
     """Stores and commits.
 
     Args:
-        prompt: the same store; gives up after a minute.
         run_id: of the run that the names stand for.
         base: the key of this rank's manifest that tells what need not be uploaded again; "" if none is sure to stay.
         look: lists the run, for several ranks at once.
         neighbours: the other ranks of this run on this node.
-        signer: signs manifests; None: they are not signed.
-        read_back: compare what was stored, byte for byte, before it counts.
-        wall_ns: this node's clock. It is compared with the store's in one place only (`_upload`).
     """
 
     def __init__(
         self,
-        store: ObjectStore,
-        prompt: ObjectStore,
-        job: str,
-        run: str,
+        at: RunInStore,
         rank: int,
         *,
         run_id: str,
         base: str,
         look: ListRun,
         neighbours: Callable[[], Iterable[RankStore]],
-        read_back: bool,
-        signer: ManifestSigner | None = None,
-        map_fn: MapFunction,
-        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._store, self._prompt = store, prompt
-        self._job, self._run, self.rank = job, run, rank
+        self._at, self.rank = at, rank
         self._run_id, self._look, self._neighbours = run_id, look, neighbours
-        self._read_back, self._map, self._wall_ns = read_back, map_fn, wall_ns
-        self._signer = signer
         self._lock = threading.Lock()
         self._since: dict[_Name, KeptSnapshot] = {}
         self._base: dict[_Name, KeptSnapshot] = {}
         if base:
-            self._base = self._of_manifest(read_manifest(store, base))
+            self._base = self._of_manifest(read_manifest(at.store, base))
 
     def stored_of(self, iteration: int) -> list[KeptSnapshot]:
         """What was stored of an iteration since the last manifest."""
@@ -151,7 +136,7 @@ class RankStore:
             return Uploaded(known.snapshot.image_len, 0)
         header = slot.header
         try:
-            verify(slot.image, header.header_digest, map_fn=self._map)
+            verify(slot.image, header.header_digest, map_fn=self._at.map_fn)
         except ImageError as error:
             what = error.tensor if isinstance(error, DigestMismatch) else str(error)
             raise SlotLost(f"iteration {header.iteration} is damaged in memory: {what}") from error
@@ -160,16 +145,16 @@ class RankStore:
         plan = plan_upload(
             slot.image,
             index,
-            job=self._job,
-            run=self._run,
+            job=self._at.job,
+            run=self._at.run,
             rank=self.rank,
             epoch=header.epoch,
             sequence=header.sequence,
         )
         info, uploaded = self._upload(plan, slot.image)
         stored, head = _stored(slot, plan, info)
-        if self._read_back:
-            restore_snapshot(self._store, stored, memoryview(bytearray(stored.image_len)))
+        if self._at.read_back:
+            restore_snapshot(self._at.store, stored, memoryview(bytearray(stored.image_len)))
         if plan.reused:
             kept = KeptSnapshot(stored, head, relied, since_s)
         else:
@@ -191,20 +176,20 @@ class RankStore:
         """
         kept = self._chosen(message.snapshots)
         manifest = RankManifest(
-            self._job,
-            self._run,
+            self._at.job,
+            self._at.run,
             self._run_id,
             self.rank,
             message.world_size,
             message.window,
             message.stride,
-            self._wall_ns(),
+            self._at.wall_ns(),
             message.slot_bytes,
             message.num_slots,
             message.descriptor,
             TOOL,
             tuple(k.snapshot for k in kept),
-        ).signed_by(self._signer)
+        ).signed_by(self._at.signer)
         relied = frozenset().union(*(k.relied for k in kept))
         seen = self._look(message.end, fresh=False)
         if seen.shared and seen.views.refusal(manifest.checkpoint, relied):
@@ -214,11 +199,11 @@ class RankStore:
         if time.monotonic() - seen.begun_s > _LIST_WITHIN_S:
             raise Unavailable(manifest.key, "listing the run took too long to act upon it")
         try:
-            self._prompt.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
+            self._at.prompt.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
         except ObjectExists:
             # Ours, of a life before this one: the key says job, run, epoch and all that ranks agree
             # on. What it refers to stays, and not what we would have referred to.
-            manifest = read_manifest(self._store, manifest.key)
+            manifest = read_manifest(self._at.store, manifest.key)
             kept = list(self._of_manifest(manifest).values())
         with self._lock:
             self._base = self._based(manifest.key, kept)
@@ -251,7 +236,7 @@ class RankStore:
         raise UnknownSnapshot(f"checkpoint {manifest.end} must be stored anew: {reason}")
 
     def _of_manifest(self, manifest: RankManifest) -> dict[_Name, KeptSnapshot]:
-        headers = [read_image_header(self._store, s) for s in manifest.snapshots]
+        headers = [read_image_header(self._at.store, s) for s in manifest.snapshots]
         pairs = zip(manifest.snapshots, headers, strict=True)
         return self._based(manifest.key, [KeptSnapshot(s, h, frozenset()) for s, h in pairs])
 
@@ -287,12 +272,12 @@ class RankStore:
         A clock that is wrong by up to four hours puts it again in vain, or takes what is older for
         young: that is still committed before half the grace time is over (docs/format.md §7).
         """
-        there = self._store.info(plan.key)
+        there = self._at.store.info(plan.key)
         if there is not None and there.size == plan.size:
-            age_s = abs(self._wall_ns() - there.modified_ns) / 1e9
+            age_s = abs(self._at.wall_ns() - there.modified_ns) / 1e9
             if age_s < _FORGET_S:
                 return there, 0
-        info = self._store.put(plan.key, plan.parts(image))
+        info = self._at.store.put(plan.key, plan.parts(image))
         if info.size != plan.size:
             raise Damaged(plan.key, f"it has {info.size} bytes, {plan.size} were put")
         return info, plan.size

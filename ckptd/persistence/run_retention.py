@@ -8,27 +8,26 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ckptd.persistence.run_in_store import RunInStore
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest
 from ckptd.storage.checkpoints.names import CheckpointId
-from ckptd.storage.checkpoints.reader import MapFunction, read_manifest
+from ckptd.storage.checkpoints.reader import read_manifest
 from ckptd.storage.checkpoints.retention import (
     Deletion,
     References,
     RetentionPolicy,
     plan_retention,
 )
-from ckptd.storage.stores.objects import ObjectMissing, ObjectStore
+from ckptd.storage.stores.objects import ObjectMissing
 
-__all__ = ["RunRetention", "Surveyed", "Tell", "newest_ns"]
+__all__ = ["RunRetention", "Surveyed", "newest_ns"]
 
 _BATCH = 500
 # What was decided is done within half the settle time, 300 s (docs/format.md §7, §8): no attempt
 # begins later than the sum of these, and one that has begun may take three requests' time.
 _DELETE_WITHIN_S = 60.0
 _READ_WITHIN_S = 10.0  # of these
-
-Tell = Callable[[str, str, str], None]
 
 
 class Surveyed(NamedTuple):
@@ -50,28 +49,20 @@ class RunRetention:
     """Deletes what need not stay.
 
     Args:
-        prompt: the same store; gives up after a minute.
         look: lists the run.
         doubted: checkpoints that are known to be damaged; it grows.
-        tell: an event: level, kind, text.
     """
 
     def __init__(
         self,
-        store: ObjectStore,
-        prompt: ObjectStore,
-        job: str,
-        run: str,
+        at: RunInStore,
         policy: RetentionPolicy,
         *,
         look: Callable[[], Catalog],
         doubted: Collection[CheckpointId],
-        map_fn: MapFunction,
-        tell: Tell,
     ) -> None:
-        self._store, self._prompt, self._policy = store, prompt, policy
-        self._job, self._run = job, run
-        self._look, self._doubted, self._map, self._tell = look, doubted, map_fn, tell
+        self._at, self._policy = at, policy
+        self._look, self._doubted = look, doubted
         self._manifests: dict[str, RankManifest] = {}  # of all ranks
 
     def collect(self) -> None:
@@ -118,12 +109,12 @@ class RunRetention:
             for begin in range(0, len(doomed), _BATCH):
                 if time.monotonic() - listed_s > _DELETE_WITHIN_S:
                     return  # what was seen is too old to act upon; the next time goes on
-                self._prompt.delete([gone.key for gone in doomed[begin : begin + _BATCH]])
+                self._at.prompt.delete([gone.key for gone in doomed[begin : begin + _BATCH]])
         gone = [deletion for doomed in plan for deletion in doomed]
         if gone:
             freed = sum(deletion.size for deletion in gone)
-            text = f"{self._job}/{self._run}: {len(gone)} objects deleted, {freed} bytes"
-            self._tell("info", "retained", text)
+            text = f"{self._at.title}: {len(gone)} objects deleted, {freed} bytes"
+            self._at.tell("info", "retained", text)
 
     def _read_all(self, catalog: Catalog) -> None:
         """Know every manifest; they never change, so each is read once. Where one cannot be read,
@@ -132,15 +123,17 @@ class RunRetention:
         keys = [info.key for c in catalog.checkpoints for info in c.manifests.values()]
         known = self._manifests
         found = zip(
-            keys, self._map(lambda key: known.get(key) or self._manifest(key), keys), strict=True
+            keys,
+            self._at.map_fn(lambda key: known.get(key) or self._manifest(key), keys),
+            strict=True,
         )
         self._manifests = {key: manifest for key, manifest in found if manifest is not None}
 
     def _manifest(self, key: str) -> RankManifest | None:
         try:
-            return read_manifest(self._store, key)
+            return read_manifest(self._at.store, key)
         except (ManifestError, ObjectMissing) as error:
-            self._tell("warning", "store_damaged", f"{error}; no object of the run is deleted")
+            self._at.tell("warning", "store_damaged", f"{error}; no object of the run is deleted")
             return None
 
     def _is_whole(self, checkpoint: StoredCheckpoint, sizes: Mapping[str, int]) -> bool:

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
-from ckptd.persistence.run_retention import RunRetention, Tell
+from ckptd.persistence.run_in_store import RunInStore
+from ckptd.persistence.run_retention import RunRetention
 from ckptd.persistence.shared_listing import Seen, SharedLook
 from ckptd.storage.checkpoints.catalog import (
     Catalog,
@@ -26,7 +26,6 @@ from ckptd.storage.checkpoints.commit import Views, see
 from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.names import CheckpointId, RunName, run_prefix
 from ckptd.storage.checkpoints.reader import (
-    MapFunction,
     SnapshotDamaged,
     read_identity,
     read_image_bytes,
@@ -34,7 +33,6 @@ from ckptd.storage.checkpoints.reader import (
 )
 from ckptd.storage.checkpoints.retention import RetentionPolicy
 from ckptd.storage.checkpoints.run_identity import RunIdentity
-from ckptd.storage.checkpoints.signing import ManifestSigner
 from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,
@@ -42,14 +40,10 @@ from ckptd.storage.stores.objects import (
     ObjectStore,
     StoreError,
 )
-from ckptd.storage.stores.resilient import Resilient
 
 __all__ = ["FencedOff", "RunStore"]
 
 _OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
-# What was decided is done within half the settle time, 300 s (docs/format.md §7, §8;
-# `ckptd.persistence.run_retention`): one that has begun may take three requests' time.
-_PROMPT_S = 60.0
 
 
 class FencedOff(RuntimeError):
@@ -74,28 +68,12 @@ class RunStore:
     """Everything of one run but the uploads of its ranks.
 
     Args:
-        signer: signs manifests; None: they are not signed.
-        tell: an event: level, kind, text.
-        wall_ns: this node's clock, of which nothing here depends.
+        at: its names, and how this node reads and writes it.
+        policy: what may be deleted.
     """
 
-    def __init__(
-        self,
-        store: Resilient,
-        job: str,
-        run: str,
-        *,
-        policy: RetentionPolicy,
-        read_back: bool,
-        signer: ManifestSigner | None = None,
-        map_fn: MapFunction,
-        tell: Tell,
-        wall_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        self._store, self.job, self.run = store, job, run
-        self._prompt = store.within(_PROMPT_S)
-        self._read_back, self._map, self._tell = read_back, map_fn, tell
-        self._wall_ns, self._signer = wall_ns, signer
+    def __init__(self, at: RunInStore, policy: RetentionPolicy) -> None:
+        self.at = at
         self._lock = threading.Lock()
         self._iterations: dict[int, threading.Lock] = {}
         self._identity: RunIdentity | None = None
@@ -107,15 +85,7 @@ class RunStore:
         self._passed_over: set[CheckpointId] = set()  # those that are not offered
         self._complete: deque[tuple[int, int]] = deque(maxlen=16)
         self.retention = RunRetention(
-            store,
-            self._prompt,
-            job,
-            run,
-            policy,
-            look=lambda: self._look().own,
-            doubted=self._doubted,
-            map_fn=map_fn,
-            tell=tell,
+            at, policy, look=lambda: self._look().own, doubted=self._doubted
         )
 
     # -- ranks -----------------------------------------------------------------------------------
@@ -142,24 +112,17 @@ class RunStore:
     def _make_rank(self, rank: int, identity: RunIdentity, base: str) -> RankStore:
         try:
             return RankStore(
-                self._store,
-                self._prompt,
-                self.job,
-                self.run,
+                self.at,
                 rank,
                 run_id=identity.run_id,
                 base=base,
                 look=self._look_to_commit,
                 neighbours=lambda: self._others(rank),
-                read_back=self._read_back,
-                signer=self._signer,
-                map_fn=self._map,
-                wall_ns=self._wall_ns,
             )
         except (ManifestError, ObjectMissing, SnapshotDamaged) as error:
             if not base:
                 raise
-            self._tell("warning", "store_damaged", f"{error}; everything is uploaded anew")
+            self.at.tell("warning", "store_damaged", f"{error}; everything is uploaded anew")
             return self._make_rank(rank, identity, "")
 
     def rank(self, rank: int) -> RankStore | None:
@@ -190,18 +153,20 @@ class RunStore:
     def _claim(self) -> RunIdentity:
         """The identity under these names; ours, if they were free."""
         if self._identity is None:
-            found = read_identity(self._store, self.job, self.run)
+            found = read_identity(self.at.store, self.at.job, self.at.run)
             if found is None:
-                mine = RunIdentity(self.job, self.run, secrets.token_hex(8), self._wall_ns(), TOOL)
+                mine = RunIdentity(
+                    self.at.job, self.at.run, secrets.token_hex(8), self.at.wall_ns(), TOOL
+                )
                 try:
-                    key = RunName(self.job, self.run).key
-                    self._store.put(key, [memoryview(mine.to_bytes())], if_absent=True)
+                    key = RunName(self.at.job, self.at.run).key
+                    self.at.store.put(key, [memoryview(mine.to_bytes())], if_absent=True)
                 except ObjectExists:
                     pass  # another rank of ours was quicker
-                found = read_identity(self._store, self.job, self.run)
+                found = read_identity(self.at.store, self.at.job, self.at.run)
             if found is None:
                 raise ManifestError(
-                    f"run.json of {self.job}/{self.run} vanished as soon as it was written"
+                    f"run.json of {self.at.title} vanished as soon as it was written"
                 )
             self._identity = found
         return self._identity
@@ -210,7 +175,7 @@ class RunStore:
 
     def _look(self) -> Views:
         """What the store shows of the run, to everybody and to us."""
-        return self._look_knowing(self._known_epochs(), self._store)
+        return self._look_knowing(self._known_epochs(), self.at.store)
 
     def _look_to_commit(self, end: int, *, fresh: bool) -> Seen:
         """The same for a rank that is about to commit, once for all ranks of this node.
@@ -223,7 +188,7 @@ class RunStore:
         known = self._known_epochs()
         seen = self._shared.get(
             (end, frozenset(known.items())),
-            lambda: self._look_knowing(known, self._prompt),
+            lambda: self._look_knowing(known, self.at.prompt),
             sharers=self.num_ranks,
             fresh=fresh,
         )
@@ -231,8 +196,8 @@ class RunStore:
         return seen
 
     def _look_knowing(self, known: Mapping[int, int], store: ObjectStore) -> Views:
-        listing = store.list(run_prefix(self.job, self.run))
-        return see(listing, self.job, self.run, known_epochs=known)
+        listing = store.list(run_prefix(self.at.job, self.at.run))
+        return see(listing, self.at.job, self.at.run, known_epochs=known)
 
     def _known_epochs(self) -> dict[int, int]:
         with self._lock:
@@ -240,15 +205,15 @@ class RunStore:
 
     def _catalog_of(self, iteration: int) -> Catalog:
         """The same of one iteration (a large run has many objects)."""
-        listing = self._store.list(f"{run_prefix(self.job, self.run)}{iteration:012d}/")
-        return build_catalog(listing, self.job, self.run, known_epochs=self._known_epochs())
+        listing = self.at.store.list(f"{run_prefix(self.at.job, self.at.run)}{iteration:012d}/")
+        return build_catalog(listing, self.at.job, self.at.run, known_epochs=self._known_epochs())
 
     def _check_epochs(self, catalog: Catalog, epoch: int) -> None:
         later = [number for number in catalog.epochs if number > epoch]
         if later:
             raise FencedOff(
                 max(later),
-                f"the store holds checkpoints of {self.job}/{self.run} of epoch {max(later)}, and this job is in epoch "
+                f"the store holds checkpoints of {self.at.title} of epoch {max(later)}, and this job is in epoch "
                 f"{epoch}: another job writes under these names, or recovered this one; give one of them another run=",
             )
 
@@ -292,12 +257,12 @@ class RunStore:
             try:
                 found = [self._offer(checkpoint, rank) for rank in ranks]
             except _OfAnotherRun as error:
-                self._tell("error", "checkpoint_damaged", f"{checkpoint.id} is not ours: {error}")
+                self.at.tell("error", "checkpoint_damaged", f"{checkpoint.id} is not ours: {error}")
                 continue
             except (ManifestError, ObjectMissing) as error:
                 text = f"checkpoint {checkpoint.id} cannot be used: {error}"
                 unusable.append(text)
-                self._tell("error", "checkpoint_damaged", text)
+                self.at.tell("error", "checkpoint_damaged", text)
                 continue
             if any(self._holds_any(stored.name, left_out) for stored in found):
                 continue
@@ -305,8 +270,8 @@ class RunStore:
             left -= 1
         if unusable and not offered:
             self._passed_over.clear()  # what looked damaged for a while may be read by who asks next
-            text = f"nothing stored of {self.job}/{self.run} can be used: {'; '.join(unusable)}"
-            self._tell("error", "storage_unusable", text)
+            text = f"nothing stored of {self.at.title} can be used: {'; '.join(unusable)}"
+            self.at.tell("error", "storage_unusable", text)
             raise NothingUsable("", text)
         return offered
 
@@ -329,9 +294,9 @@ class RunStore:
             except (ManifestError, ObjectMissing) as error:
                 self._passed_over.add(checkpoint.id)
                 why = f"it cannot be used: {error}"
-                text = f"checkpoint {checkpoint.id} of {self.job}/{self.run} cannot be used: {error}"  # fmt: skip
-                self._tell("error", "checkpoint_damaged", text)
-        raise NothingUsable("", f"checkpoint {end} of {self.job}/{self.run}: {why}")
+                text = f"checkpoint {checkpoint.id} of {self.at.title} cannot be used: {error}"  # fmt: skip
+                self.at.tell("error", "checkpoint_damaged", text)
+        raise NothingUsable("", f"checkpoint {end} of {self.at.title}: {why}")
 
     def offered(self) -> tuple[Catalog, frozenset[CheckpointId]]:
         """What there is, and which of it is passed over because it was found to be damaged."""
@@ -345,8 +310,8 @@ class RunStore:
         if rank not in checkpoint.manifests:
             raise ManifestError(f"it is of {checkpoint.world_size} ranks, without rank {rank}")
         key = checkpoint.manifests[rank].key
-        manifest = self._offered.get(key) or read_manifest(self._store, key)
-        identity = self._identity or read_identity(self._store, self.job, self.run)
+        manifest = self._offered.get(key) or read_manifest(self.at.store, key)
+        identity = self._identity or read_identity(self.at.store, self.at.job, self.at.run)
         if identity is not None and manifest.run_id != identity.run_id:
             raise _OfAnotherRun(f"{key}: it is of run {manifest.run_id}, not {identity.run_id}")
         self._offered[key] = manifest
@@ -379,7 +344,7 @@ class RunStore:
         manifest = self._offered[name]
         snapshot = manifest.snapshots[index]
         try:
-            read_image_bytes(self._store, snapshot, offset, into, map_fn=self._map)
+            read_image_bytes(self.at.store, snapshot, offset, into, map_fn=self.at.map_fn)
         except (ObjectMissing, Damaged):
             self.doubt(name)  # who asked cannot tell this from a store that is away
             raise
@@ -394,8 +359,8 @@ class RunStore:
         self._passed_over.add(manifest.checkpoint)
         if manifest.checkpoint not in self._doubted:
             self._doubted.add(manifest.checkpoint)
-            text = f"checkpoint {manifest.checkpoint} of {self.job}/{self.run} is damaged ({name})"
-            self._tell("error", "checkpoint_damaged", text)
+            text = f"checkpoint {manifest.checkpoint} of {self.at.title} is damaged ({name})"
+            self.at.tell("error", "checkpoint_damaged", text)
 
 
 def _slot_header(stored: StoredSnapshot) -> SlotHeader:

@@ -27,7 +27,7 @@ from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.holdings import operators_id
 from ckptd.memory.segment_file import Segment
-from ckptd.peers.peer_link import Post
+from ckptd.node_context import Post
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.keeper_client import AWAY, StoreChild
 from ckptd.transport.control import peer_messages as p

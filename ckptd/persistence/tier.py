@@ -10,10 +10,8 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.core.persistence.cadence import Cadence
 from ckptd.core.persistence.persister import Persister, PersistState
 from ckptd.core.sessions import RankKey
-from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentStore
-from ckptd.peers.peer_link import Post
+from ckptd.node_context import NodeContext
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.keeper_client import StoreChild
 from ckptd.persistence.rank_uploads import RankPersistence
@@ -33,51 +31,43 @@ class StorageTier:
 
     def __init__(
         self,
-        config: DaemonConfig,
-        store: SegmentStore,
-        events: EventLog,
+        node: NodeContext,
         *,
-        post: Post,
         ranks_of: Callable[[str, str], Iterable[int]],
         span_of: Callable[[str, str], int],
-        replicas: Callable[[], Iterable[Segment]],
-        boot_id: str,
-        clock: Callable[[], float],
+        replicas: Iterable[Segment],
     ) -> None:
-        self._config, self._store, self._events = config, store, events
-        self._span_of, self._clock = span_of, clock
+        self._node, self._span_of = node, span_of
         self._ranks: dict[RankKey, RankPersistence] = {}
         self._child = StoreChild(
-            configure_of(config),
-            post=post,
-            told=self._told,
-            settled=self._settled,
-            fenced=self._fenced,
-            died=self._died,
-            clock=clock,
-            nice=config.nice,
+            configure_of(node.config),
+            self,
+            post=node.post,
+            clock=node.clock,
+            nice=node.config.nice,
         )
         self.link = StoreLink(
             self._child,
-            post=post,
+            post=node.post,
             ranks_of=ranks_of,
-            segments=lambda: (*store, *replicas()),
-            boot_id=boot_id,
+            segments=lambda: (*node.store, *replicas),
+            boot_id=node.boot_id,
         )
 
     def join(self, key: RankKey, world_size: int, epoch: int, epoch_start: int) -> None:
         """A local rank takes part in its run, in this epoch."""
         rank = self._ranks.get(key)
         if rank is None:
-            cadence = Cadence(self._config.persist_every, self._config.persist_every_s)
+            config = self._node.config
+            cadence = Cadence(config.persist_every, config.persist_every_s)
             rank = self._ranks[key] = RankPersistence(
                 key,
                 Persister(cadence),
-                self._store,
+                self._node.store,
                 self._child,
-                self._events,
+                self._node.events,
                 span=lambda: self._span_of(key.job, key.run),
-                clock=self._clock,
+                clock=self._node.clock,
             )
         rank.join(world_size, epoch, epoch_start)
 
@@ -125,18 +115,23 @@ class StorageTier:
             rank.close()
         self._child.close()
 
-    def _told(self, message: w.KeeperEvent) -> None:
-        if message.level == "count":
-            self._events.count(f"store.{message.kind}", message.amount)
-        else:
-            self._events.add(message.level, message.kind, message.message)
+    # -- from the store keeper -------------------------------------------------------------------
 
-    def _settled(self, message: w.Settled) -> None:
+    def keeper_event(self, message: w.KeeperEvent) -> None:
+        """It goes to this daemon's log."""
+        if message.level == "count":
+            self._node.events.count(f"store.{message.kind}", message.amount)
+        else:
+            self._node.events.add(message.level, message.kind, message.message)
+
+    def settled(self, message: w.Settled) -> None:
+        """What became of a checkpoint after a rank's manifest."""
         rank = self._rank(message.rank)
         if rank is not None:
             rank.settled(message)
 
-    def _fenced(self, message: w.RankFenced) -> None:
+    def fenced(self, message: w.RankFenced) -> None:
+        """A later history was seen after a rank's manifest was written."""
         rank = self._rank(message.rank)
         if rank is not None:
             rank.fenced(message)
@@ -144,8 +139,9 @@ class StorageTier:
     def _rank(self, name: w.RankName) -> RankPersistence | None:
         return self._ranks.get(RankKey(name.job, name.run, name.rank))
 
-    def _died(self, reason: str) -> None:
-        self._events.add("error", "store_keeper_died", reason)
+    def keeper_died(self, reason: str) -> None:
+        """The next keeper knows nothing: every rank begins again."""
+        self._node.events.add("error", "store_keeper_died", reason)
         for rank in self._ranks.values():
             rank.keeper_died()
 

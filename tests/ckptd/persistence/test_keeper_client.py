@@ -27,14 +27,23 @@ class Loop:
         self.skipped_s = 0.0
         self.child = StoreChild(
             w.Configure(url, {}, "auto", 2, 0.0, 20.0, False, w.Retain(1, 0, 0.0)),
+            self,
             post=self.posted.put,
-            told=lambda message: None,
-            settled=lambda message: None,
-            fenced=lambda message: None,
-            died=self.died.append,
             clock=lambda: time.monotonic() + self.skipped_s,
             silent_s=silent_s,
         )
+
+    def keeper_event(self, message: w.KeeperEvent) -> None:
+        """Nobody reads a log here."""
+
+    def settled(self, message: w.Settled) -> None:
+        """Nothing is committed here."""
+
+    def fenced(self, message: w.RankFenced) -> None:
+        """Nothing is committed here."""
+
+    def keeper_died(self, reason: str) -> None:
+        self.died.append(reason)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30

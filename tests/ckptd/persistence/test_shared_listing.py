@@ -12,7 +12,7 @@ import pytest
 
 from ckptd.core.slots.segment_format import encode_descriptor
 from ckptd.memory.segment_file import Segment
-from ckptd.persistence import keeper, run_store
+from ckptd.persistence import keeper, run_in_store
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.shared_listing import SharedLook
 from ckptd.storage.checkpoints.commit import Views, see
@@ -220,4 +220,6 @@ def test_a_listing_that_may_be_shared_is_young_enough_to_act_upon() -> None:
 
     last_attempt_s = 3 * StoreOptions().request_timeout_s
     assert shared_listing._SHARE_S < rank_store._LIST_WITHIN_S
-    assert rank_store._LIST_WITHIN_S + run_store._PROMPT_S + last_attempt_s <= keeper._SETTLE_S / 2
+    assert (
+        rank_store._LIST_WITHIN_S + run_in_store._PROMPT_S + last_attempt_s <= keeper._SETTLE_S / 2
+    )

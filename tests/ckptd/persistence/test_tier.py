@@ -20,6 +20,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.node_context import NodeContext
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.tier import StorageTier
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store
@@ -37,15 +38,10 @@ class Daemon:
         url = f"file://{store or folder / 'store'}"
         config = replace(DaemonConfig(), store=url, persist_every=2, persist_every_s=0.0)
         self.tier = StorageTier(
-            config,
-            self.store,
-            self.events,
-            post=self.posted.put,
+            NodeContext(config, self.store, self.events, self.posted.put),
             ranks_of=lambda job, run: [0],
             span_of=lambda job, run: 1,
-            replicas=list,
-            boot_id="b",
-            clock=time.monotonic,
+            replicas=(),
         )
 
     def run_until(self, done: Callable[[], bool]) -> None:
