@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -28,12 +28,29 @@ from ckptd.memory.slot_doubts import SlotDoubts
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["Housekeeper"]
+__all__ = ["Housekeeper", "SlotListener"]
 
 logger = logging.getLogger(__name__)
 
 _SWEEP_AFTER_S = 2.0  # a filled slot that nobody announced is looked after so late
 _SETTLED_S = 30.0  # slots in active use are overwritten within this time, and are not scrubbed
+
+
+class SlotListener:
+    """Hears what becomes of slots; this one does nothing."""
+
+    def snapshot_sealed(self, segment: Segment) -> None:
+        """A snapshot was sealed."""
+
+    def log_sealed(self, segment: Segment) -> None:
+        """An iteration of a boundary log was sealed."""
+
+    def slot_damaged(self, segment: Segment) -> None:
+        """A slot was quarantined."""
+
+    def replicas(self) -> Iterable[Segment]:
+        """What else is scrubbed: the replicas of other nodes' segments."""
+        return ()
 
 
 class Housekeeper:
@@ -52,7 +69,9 @@ class Housekeeper:
         sealers: Workers,
         slow: Workers,
         digest_pool: ThreadPoolExecutor | None,
+        listener: SlotListener | None = None,
     ) -> None:
+        self._listener = listener or SlotListener()
         self._config, self._store, self._events = config, store, events
         self._sealers, self._slow = sealers, slow
         self._map = None if digest_pool is None else digest_pool.map
@@ -64,14 +83,6 @@ class Housekeeper:
         self._scrubbing = False
         self._next_round_s = 0.0
         self._next_scrub_s = 0.0
-        # Told of each snapshot that was sealed.
-        self.sealed: Callable[[Segment], None] = lambda segment: None
-        # Told of each iteration of a boundary log that was sealed.
-        self.log_sealed: Callable[[Segment], None] = lambda segment: None
-        # Told of each segment in which a slot was quarantined.
-        self.damaged: Callable[[Segment], None] = lambda segment: None
-        # What else is scrubbed: the replicas of other nodes' segments.
-        self.replicas: Callable[[], Iterable[Segment]] = tuple
 
     @property
     def queued(self) -> int:
@@ -191,9 +202,9 @@ class Housekeeper:
             self._events.count("sealed_bytes", outcome.image_len)
             self._events.count("digest_ns", outcome.digest_ns)
             if segment.holds_snapshots:
-                self.sealed(segment)
+                self._listener.snapshot_sealed(segment)
             elif segment.is_log:
-                self.log_sealed(segment)
+                self._listener.log_sealed(segment)
         elif outcome.verdict is SealVerdict.DAMAGED:
             self._events.add(
                 "error",
@@ -329,7 +340,7 @@ class Housekeeper:
         before = now_ns - int(settled_s * 1e9)
         return [
             (segment, index, header.sequence)
-            for segment in (*self._store.everything(), *self.replicas())
+            for segment in (*self._store.everything(), *self._listener.replicas())
             for index, header in segment.headers()
             # What was sealed in the future was so before the clock was set back.
             if header.state is SlotState.SEALED and not before <= header.sealed_at_ns <= now_ns
@@ -342,7 +353,7 @@ class Housekeeper:
     def _examined(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
         self._events.count(f"scrub.{outcome.verdict}")
         if outcome.verdict is SealVerdict.DAMAGED:
-            self.damaged(segment)
+            self._listener.slot_damaged(segment)
             self._events.add(
                 "error",
                 "slot_quarantined",

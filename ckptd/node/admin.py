@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 
 import ckptd
-from ckptd.config.settings import DaemonConfig
 from ckptd.core.sessions import SessionTable, TrainerSession
-from ckptd.event_log import EventLog
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
+from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.storage.stores.store_base import public_url
 from ckptd.transport.control import messages as m
@@ -29,21 +25,16 @@ class Admin:
 
     def __init__(
         self,
-        config: DaemonConfig,
-        store: SegmentStore,
+        node: NodeContext,
         sessions: SessionTable,
-        events: EventLog,
         housekeeper: Housekeeper,
         peering: Peering,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        tier: StorageTier | None = None,
+        tier: StorageTier | None,
     ) -> None:
-        self._tier = tier
-        self._config, self._peering, self._clock = config, peering, clock
-        self._store, self._sessions = store, sessions
-        self._events, self._housekeeper = events, housekeeper
-        self._started_s = clock()
+        self._node, self._store, self._events = node, node.store, node.events
+        self._sessions, self._housekeeper = sessions, housekeeper
+        self._peering, self._tier, self._clock = peering, tier, node.clock
+        self._started_s = node.clock()
 
     def status(self) -> m.Status:
         """Everything `ckptctl status` shows."""
@@ -54,11 +45,11 @@ class Admin:
         return m.Status(
             version=ckptd.__version__,
             node_id=self._store.node_id,
-            boot_id=self._peering.boot_id,
+            boot_id=self._node.boot_id,
             pid=os.getpid(),
             uptime_s=now_s - self._started_s,
-            endpoint=self._config.listen,
-            runtime_dir=self._config.runtime_dir,
+            endpoint=self._node.config.listen,
+            runtime_dir=self._node.config.runtime_dir,
             segment_dir=str(self._store.folder),
             quota_bytes=self._store.quota_bytes,
             used_bytes=self._store.used_bytes,
@@ -78,7 +69,7 @@ class Admin:
     def _durable(self, tier: StorageTier) -> m.DurableStatus:
         counters = self._events.counters
         return m.DurableStatus(
-            url=public_url(self._config.store),
+            url=public_url(self._node.config.store),
             keeper_pid=tier.keeper_pid,
             uploaded_bytes=counters["persisted_bytes"],
             spared_bytes=counters["persist_spared_bytes"],

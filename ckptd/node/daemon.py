@@ -19,7 +19,7 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from ckptd.config.runtime_dir import (
 )
 from ckptd.config.settings import DaemonConfig
 from ckptd.event_log import EventLog
-from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
@@ -49,7 +49,7 @@ from ckptd.node.daemon_handover import take_over
 from ckptd.node.peering import Peering
 from ckptd.node.sdnotify import Notifier
 from ckptd.node.service import Service
-from ckptd.node_context import NodeContext
+from ckptd.node_context import DigestThreads, NodeContext, NodeWorkers
 from ckptd.persistence.tier import StorageTier
 from ckptd.transport.access.doorkeeper import fd_of_frame
 from ckptd.transport.access.local_door import ENOUGH_DESCRIPTORS, LocalDoor, local_limits
@@ -91,7 +91,7 @@ def raise_descriptor_limit() -> None:
             logger.warning("the limit of open files stays at %d: %s", soft, error)
 
 
-class Daemon:
+class Daemon(SlotListener):
     """One daemon; `run` serves until it is stopped.
 
     Raises:
@@ -131,38 +131,25 @@ class Daemon:
             group=group,
         )
         self._housekeeper = Housekeeper(
-            config, store, self._events, self._sealers, self._slow, pool
+            config, store, self._events, self._sealers, self._slow, pool, self
         )
         self._poller = zmq.Poller()
         self._watcher = _PidfdWatcher(self._poller)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._peering = Peering(
-            config,
-            store,
-            self._events,
-            sealers=self._sealers,
-            slow=self._slow,
-            pool=pool,
-            digest_threads=digesters,
-            post=self._post,
-        )
-        self._tier = self._make_tier(store) if config.store else None
-        self._housekeeper.sealed = self._sealed
-        self._housekeeper.log_sealed = self._peering.log_sealed
-        self._peering.scrub_with(self._housekeeper.doubt)
-        self._housekeeper.damaged = self._peering.damaged
-        self._housekeeper.replicas = self._peering.replicas.everything
+        node = NodeContext(config, store, self._events, self._post)
+        digests = DigestThreads(None if pool is None else pool.map, digesters)
+        workers = NodeWorkers(self._sealers, self._slow, digests)
+        self._peering = Peering(node, workers, doubt=self._housekeeper.doubt)
+        self._tier = self._make_tier(node) if config.store else None
         self._service = Service(
-            config,
-            store,
-            self._events,
+            node,
             self._housekeeper,
             self._slow,
             self._watcher,
             self._peering,
             self._tier,
+            stop=self.stop,
         )
-        self._service.stop = self.stop
         store.remake_folder = self._remake_folder
         address, watchdog_s = notify_settings()
         self._notifier = Notifier(address)
@@ -176,10 +163,10 @@ class Daemon:
         self._garbage_logged_s = float("-inf")
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
 
-    def _make_tier(self, store: SegmentStore) -> StorageTier:
+    def _make_tier(self, node: NodeContext) -> StorageTier:
         peering = self._peering
         tier = StorageTier(
-            NodeContext(self._config, store, self._events, self._post, peering.boot_id),
+            node,
             ranks_of=lambda job, run: self._service.ranks_of(job, run),
             span_of=peering.span_of,
             replicas=peering.replicas,
@@ -187,10 +174,27 @@ class Daemon:
         peering.use_store(tier.link)
         return tier
 
-    def _sealed(self, segment: Segment) -> None:
+    # -- from the housekeeper --------------------------------------------------------------------
+
+    def snapshot_sealed(self, segment: Segment) -> None:
+        """It goes to peers and to storage."""
         self._peering.sealed(segment)
         if self._tier is not None:
             self._tier.changed(segment.key)
+
+    def log_sealed(self, segment: Segment) -> None:
+        """It goes to peers."""
+        self._peering.log_sealed(segment)
+
+    def slot_damaged(self, segment: Segment) -> None:
+        """If it is a replica's, its sender must send it again."""
+        self._peering.damaged(segment)
+
+    def replicas(self) -> Iterable[Segment]:
+        """Replicas are scrubbed, too."""
+        return self._peering.replicas.everything()
+
+    # -- its life --------------------------------------------------------------------------------
 
     def stop(self, why: str) -> None:
         """End the loop soon; safe in a signal handler."""

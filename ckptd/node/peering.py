@@ -8,41 +8,34 @@ fetching still works for what lies here.
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 
 import msgspec
 
-from ckptd.config.settings import DaemonConfig
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.replication.access import RunAccess
 from ckptd.core.replication.replicas import Promise
-from ckptd.core.sessions import MemoryFacts, RankKey, wrong_members
+from ckptd.core.sessions import MemoryFacts, RankKey
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.slots import epoch_can_follow
-from ckptd.event_log import EventLog
 from ckptd.memory.adoption import Adopted, tell_adopted
 from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_doubts import Doubt
-from ckptd.node_context import Post
-from ckptd.peers.fabric import make_fabric, static_peers
+from ckptd.node_context import NodeContext, NodeWorkers
+from ckptd.peers.fabric import FabricWatch, make_fabric, static_peers
 from ckptd.peers.holder import Holder
+from ckptd.peers.inbox import PeerInbox
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.peer_nodes import NeighbourEvents, Neighbours
+from ckptd.peers.peer_nodes import Neighbours
 from ckptd.peers.quiet import QuietGate
 from ckptd.peers.record_updates import RecordUpdates
 from ckptd.peers.replicas.access_guard import RunGuard
+from ckptd.peers.replicas.host_parts import HostWorkers
 from ckptd.peers.replicas.replica_server import Host, local_holdings
 from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.peers.run_news import RunNews
 from ckptd.peers.run_records import RunRecords
 from ckptd.peers.runs import Run
 from ckptd.peers.survey import RunSurvey
@@ -59,12 +52,11 @@ from ckptd.transport.control.messages import (
     Member,
     NodeCard,
     Peers,
-    RunRecord,
+    ReplayFailure,
     RunSeen,
     SeeRun,
 )
 from ckptd.transport.verbs import Fabric
-from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
 __all__ = ["Peering"]
@@ -72,18 +64,7 @@ __all__ = ["Peering"]
 logger = logging.getLogger(__name__)
 
 _RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
-_MAX_UNSERVED = 1024  # requests of one peer: more than a node of hundreds of ranks has at a time
-_MAX_UNSERVED_BYTES = 64 << 20  # of one peer: two of the largest
-_MAX_ALL_UNSERVED_BYTES = 256 << 20  # of all peers together
-_MAX_WORLD = 1 << 24  # ranks; of a run of others the size is not known
 _WAITS = 16_384  # more than tickets and reads together
-_FORGED_EVERY_S = (
-    10.0  # an event for all since the last one: who forges streams does not fill the log
-)
-_PLAINTEXT = (
-    "snapshots travel to and from peers unencrypted: whoever reads the network reads them, and whoever "
-    "changes its packets changes them"
-)
 
 
 class Peering:
@@ -93,23 +74,10 @@ class Peering:
         UnusableFolder: the peer listener cannot be opened, or its security is not configured.
     """
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        store: SegmentStore,
-        events: EventLog,
-        *,
-        sealers: Workers,
-        slow: Workers,
-        pool: ThreadPoolExecutor | None,
-        digest_threads: int = 1,
-        post: Post,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config, self._store, self._events = config, store, events
-        self._post, self._clock = post, clock
-        self.boot_id = secrets.token_hex(8)  # new at each start
-        map_fn = None if pool is None else pool.map
+    def __init__(self, node: NodeContext, workers: NodeWorkers, *, doubt: Doubt) -> None:
+        store, events = node.store, node.events
+        self._node, self._config, self._store, self._events = node, node.config, store, events
+        self._clock, self.doubt = node.clock, doubt
         self.replicas = ReplicaStore(store)
         self.quarantine = Quarantine(
             store.folder,
@@ -122,96 +90,62 @@ class Peering:
         )
         self.runs: dict[tuple[str, str], Run] = {}
         self.records = RunRecords(store.folder, events)
-        self._idle_told: dict[
-            tuple[str, str], dict[str, int]
-        ] = {}  # node: the epoch it was told of
         self._quiet = QuietGate()
-        self._unserved: Counter[str] = Counter()  # requests of peers that wait for the loop thread
-        self._unserved_bytes: Counter[str] = Counter()
-        self._unserved_lock = threading.Lock()
+        self._inbox = PeerInbox(node, self._serve)
         self.fabric: Fabric | None = make_fabric(
-            config, store.node_id, self._arrived, self._quiet, self._turned_away
+            node.config, node.node_id, self._inbox.arrived, self._quiet, self._turned_away
         )
-        self._static = static_peers(config)
+        self._watch = None if self.fabric is None else FabricWatch(self.fabric, node)
+        self._static = static_peers(node.config)
         access = RunAccess(
-            store.node_id,
+            node.node_id,
             [card.node for card in self._static],
             record_of=self.records.of,
             holds=self._holds,
-            everybody=config.peer_access == "trusted",
+            everybody=node.config.peer_access == "trusted",
         )
-        self._guard = RunGuard(access, events, record_of=self.records.of, clock=clock)
+        self._guard = RunGuard(access, events, record_of=self.records.of, clock=node.clock)
+        self.neighbours = Neighbours(node, self.fabric, self)
+        self._news = RunNews(
+            node, self.records, link=self.neighbours.link, note_epoch=self._note_epoch
+        )
         self._updates = RecordUpdates(
-            store.node_id,
+            node.node_id,
             record_of=self.records.of,
             reach=self._reach,
-            learn=self._learn_record,
-            clock=clock,
+            learn=self._news.learn,
+            clock=node.clock,
         )
-        self.neighbours = Neighbours(
-            config,
-            store.node_id,
-            self.boot_id,
-            self.fabric,
-            events,
-            NeighbourEvents(self._lost, self._back, self._restarted),
-            memory_bytes=store.quota_bytes,
-            post=post,
-            clock=clock,
-        )
-        self.neighbours.needed = self._in_runs
-        self._doubt: Doubt = lambda segment, index, sequence: None
         self._stored: StoreLink | None = None
-        self.fetches = Fetches(
-            store,
-            self.replicas,
-            events,
-            link=self._holder,
-            doubt=lambda segment, index, sequence: self._doubt(segment, index, sequence),
-            verifiers=sealers,
-            slow=slow,
-            map_fn=map_fn,
-            threads=digest_threads,
-            clock=clock,
-        )
-        self._digesters = Workers("image-digest", 2, _WAITS, lambda: post(self._digesters.collect))
+        self.fetches = Fetches(node, self.replicas, workers, link=self._holder, doubt=doubt)
+        self._digesters = self._own_workers("image-digest")
         self._digests = ImageDigests(
             self._digesters,
             events,
-            threads=digest_threads,
-            map_fn=map_fn,
-            doubt=lambda segment, index, sequence: self._doubt(segment, index, sequence),
+            threads=workers.digests.count,
+            map_fn=workers.digests.map_fn,
+            doubt=doubt,
         )
         self.find_descriptor = self.fetches.find_descriptor
         self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
         store.other_bytes = lambda: self.replicas.used_bytes + self.fetches.copies.used_bytes
-        self._settlers = Workers("settle", 2, _WAITS, lambda: post(self._settlers.collect))
-        self._forged, self._forged_due_s = 0, 0.0
+        self._settlers = self._own_workers("settle")
         self.host: Host | None = None
         if self.fabric is not None:
             self.host = Host(
+                node,
                 self.fabric,
-                store,
                 self.replicas,
-                events,
-                promise_of=self._promise_of,
-                failures_of=self.quarantine.failures,
-                sealers=self._digesters,  # so that no seal of a trainer here waits for a replica
-                slow=slow,
-                settlers=self._settlers,
-                map_fn=map_fn,
-                threads=digest_threads,
+                HostWorkers(self._digesters, workers.slow, self._settlers, workers.digests),
+                owner=self,
                 vouch=self._digests.want,
-                boot_id=self.boot_id,
                 records=self.records,
-                deadline_s=config.peer_deadline_s,
-                retain_s=config.retain_detached_s,
-                clock=clock,
             )
-            events.add("info", "peers", f"peers reach this node at {self.fabric.address.endpoint}")
-            if self.fabric.encryption == "plaintext":
-                why = f"peer_security = {config.peer_security}, peer_data = {config.peer_data}"
-                events.add("warning", "plaintext", f"{_PLAINTEXT} ({why})")
+
+    def _own_workers(self, name: str) -> Workers:
+        """Two threads; what they have done is collected on the loop thread."""
+        made = Workers(name, 2, _WAITS, lambda: self._node.post(made.collect))
+        return made
 
     @property
     def card(self) -> NodeCard:
@@ -251,20 +185,15 @@ class Peering:
             run = self.runs[key.job, key.run] = Run(
                 key.job,
                 key.run,
-                self._config,
-                self._store,
-                self.replicas,
-                self._events,
+                self._node,
                 link=self.neighbours.link,
                 vouch=self._digests.want,
-                clock=self._clock,
             )
         if refused := run.join(key, message):
             return refused
         self._take_note(run)
         self._tell_idle(run)
-        if self.host is not None:
-            self.host.note_epoch(key.job, key.run, message.epoch, message.epoch_start)
+        self._note_epoch(key.job, key.run, message.epoch, message.epoch_start)
         for node in self.neighbours.lost:  # before this epoch began, and still
             run.peer_lost(node, "it has not answered for long")
         return ""
@@ -358,12 +287,6 @@ class Peering:
             run.sealed(key.rank)
             run.logged(key.rank)
 
-    def scrub_with(self, doubt: Doubt) -> None:
-        """What verifies a slot that a peer, or a fetch of this node, found damaged."""
-        self._doubt = doubt
-        if self.host is not None:
-            self.host.doubt = doubt
-
     def damaged(self, segment: Segment) -> None:
         """A slot here was quarantined: if it is a replica's, its sender must send it again."""
         if self.host is not None:
@@ -408,13 +331,8 @@ class Peering:
 
     @property
     def fabric_counters(self) -> dict[str, int]:
-        """Bytes moved, requests refused, garbage, strangers."""
-        if self.fabric is None:
-            return {}
-        counters = asdict(self.fabric.counters).items()
-        # Told also when it is 0: that nothing takes the short cut is what one looks for.
-        shown = {name: n for name, n in counters if n or name == "short_cut_bytes"}
-        return {f"fabric.{name}": n for name, n in (shown | self.fabric.refused).items()}
+        """Of the fabric; none without a peer listener."""
+        return {} if self._watch is None else self._watch.counters
 
     def status(self) -> Peers:
         """Everything `ckptctl peers` shows."""
@@ -451,10 +369,13 @@ class Peering:
             self._events.add("error", "slot_damaged", text, segment.key)
         for segment in found.segments:
             self._events.add("info", "replica_adopted", segment.path.name, segment.key)
+        for record in self.records:
+            for epoch, start, _ in record.epochs:
+                self._note_epoch(record.job, record.run, epoch, start)
+
+    def _note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
         if self.host is not None:
-            for record in self.records:
-                for epoch, start, _ in record.epochs:
-                    self.host.note_epoch(record.job, record.run, epoch, start)
+            self.host.note_epoch(job, run, epoch, start)
 
     def waits_for(self, job: str, run: str) -> list[str]:
         """The files of a run that are here, and could not be taken over yet: nobody can tell what is in them."""
@@ -474,8 +395,8 @@ class Peering:
         self._guarded("updates", self._updates.tick)
         self._guarded("fetches", self.fetches.tick)
         self._guarded("quarantine", self.quarantine.tick)
-        if self.fabric is not None:
-            self._watch_forgeries(self.fabric, now_s)
+        if self._watch is not None:
+            self._watch.tick(now_s)
 
     def wake(self, now_s: float) -> float:
         """Between ticks: try again what is due; returns when to come back (infinity: at the next tick)."""
@@ -521,73 +442,13 @@ class Peering:
             logger.warning("the record of %s/%s cannot be written: %s", run.job, run.run, error)
 
     def _tell_idle(self, run: Run) -> None:
-        """Members without ranks, and former ones, are told who takes part, by one of those that
-        have some, until they have answered.
-
-        Whoever recovers without us must know of this epoch, or its own would get a number that is
-        not above ours.
-        """
-        record, told = self.records.of(run.job, run.run), self._idle_told
-        if record is None or not run.speaks:
-            return
-        known = told.setdefault((run.job, run.run), {})
-        working = {member.card.node for member in record.members if member.ranks}
-        for card in record.cards:
-            node = card.node
-            link = self.neighbours.link(node)
-            if node in working or link is None or known.get(node, -1) >= record.epoch:
-                continue
-            link.ask(
-                p.TellRun(record),
-                p.PeerDone,
-                partial(self._idle_knows, known, node, record.epoch),
-                partial(self._idle_does_not_know, node),
-            )
-
-    def _idle_knows(self, known: dict[str, int], node: str, epoch: int, _: p.PeerDone) -> None:
-        known[node] = max(epoch, known.get(node, -1))
-
-    def _idle_does_not_know(self, node: str, code: str, reason: str) -> None:
-        self._events.count(f"tell_run.{code}")
-        logger.debug("%s was not told who takes part: %s", node, reason)
-
-    def _learn_run(self, peer: str, record: RunRecord) -> p.PeerReply:
-        """One of its members tells who takes part in a run of which no rank is here."""
-        if peer not in {member.card.node for member in record.members}:
-            return p.PeerRefused("bad_message", f"{peer} does not take part in it")
-        return self._learn_record(peer, record)
-
-    def _learn_record(self, peer: str, record: RunRecord) -> p.PeerReply:
-        """A member, of now or before, tells who takes part in a run."""
-        if self._store.node_id not in {card.node for card in record.cards}:
-            return p.PeerRefused("bad_message", f"{peer} and this node do not both take part in it")
-        if wrong := wrong_members(record.members, _MAX_WORLD):
-            return p.PeerRefused("bad_message", wrong)
-        known = self.records.of(record.job, record.run)
-        newest = -1 if known is None else known.newest_epoch
-        if not epoch_can_follow(record.newest_epoch, newest):
-            return p.PeerRefused("bad_message", f"epoch {record.newest_epoch} after {newest}")
-        if known is None or record.epoch >= known.epoch:
-            self.records.told(record)
-            if self.host is not None:
-                self.host.note_epoch(record.job, record.run, record.epoch, record.epoch_start)
-        return p.PeerDone()
-
-    def _watch_forgeries(self, fabric: Fabric, now_s: float) -> None:
-        new = fabric.counters.forged - self._forged
-        if new and now_s >= self._forged_due_s:
-            self._forged += new
-            self._forged_due_s = now_s + _FORGED_EVERY_S
-            text = (
-                f"{new} data streams brought something that the peer did not send, and were broken off; the last "
-                f"{fabric.newest_forgery}. Nothing of it is kept, and what they carried is sent again. Somebody "
-                "changes packets on the way, or something damages them past TCP's checksum."
-            )
-            self._events.add("error", "stream_forged", text)
+        """One of the nodes that have ranks tells the others who takes part."""
+        if run.speaks:
+            self._news.tell(run.job, run.run)
 
     def _end(self, run: Run) -> None:
         """No longer replicate a run; peers need not keep its replicas for us."""
-        self._idle_told.pop((run.job, run.run), None)
+        self._news.ended(run.job, run.run)
         run.close()
         self.neighbours.tell_all(p.EndRun(run.job, run.run))
 
@@ -607,69 +468,36 @@ class Peering:
 
     # -- neighbours ------------------------------------------------------------------------------
 
-    def _in_runs(self) -> set[str]:
+    def needed_nodes(self) -> set[str]:
         """The nodes that take part in a run of this node, and those that are configured."""
         members = (member.card.node for run in self.runs.values() for member in run.members)
         return {card.node for card in self._static} | set(members)
 
-    def _lost(self, node: str, reason: str) -> None:
+    def node_lost(self, node: str, reason: str) -> None:
+        """A node does not answer: others take over what it was to do."""
         if self.host is not None:
             self.host.peer_gone(node)
         self.fetches.peer_lost(node)
         for run in self.runs.values():
             run.peer_lost(node, reason)
 
-    def _back(self, node: str) -> None:
+    def node_back(self, node: str) -> None:
+        """It answers again."""
         for run in self.runs.values():
             run.peer_back(node)
 
-    def _restarted(self, node: str, boot_id: str) -> None:
-        if self.host is not None:  # its new life may have come to us before we noticed
+    def node_restarted(self, node: str, boot_id: str) -> None:
+        """Another daemon answers there; its new life may have come to us before we noticed."""
+        if self.host is not None:
             self.host.peer_gone(node, but_boot=boot_id)
         for run in self.runs.values():
             run.peer_restarted(node)
 
     # -- from the fabric -------------------------------------------------------------------------
 
-    def _arrived(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
-        """On a fabric's thread. What waits for the loop thread is bounded, for each peer."""
-        with self._unserved_lock:
-            full = self._too_many_wait(peer, len(body))
-            if not full:
-                self._unserved[peer] += 1
-                self._unserved_bytes[peer] += len(body)
-        if full:
-            self._post(lambda: self._events.count("peer_busy"))
-            answer(p.encode_peer(p.PeerRefused("busy", full, "try again")))
-            return
-        self._post(lambda: self._serve_next(peer, body, answer))
-
-    def _too_many_wait(self, peer: str, size_bytes: int) -> str:
-        """Why a request of this size does not get a place; "" if it does. One of each peer does,
-        whatever its size.
-        """
-        if not self._unserved[peer]:
-            return ""
-        if self._unserved[peer] >= _MAX_UNSERVED:
-            return f"{_MAX_UNSERVED} requests of {peer} wait already"
-        if self._unserved_bytes[peer] + size_bytes > _MAX_UNSERVED_BYTES:
-            return f"{format_bytes(self._unserved_bytes[peer])} of requests of {peer} wait already"
-        total = self._unserved_bytes.total()
-        if total + size_bytes > _MAX_ALL_UNSERVED_BYTES:
-            return f"{format_bytes(total)} of requests wait already"
-        return ""
-
-    def _serve_next(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
-        with self._unserved_lock:
-            self._unserved[peer] -= 1
-            self._unserved_bytes[peer] -= len(body)
-            if not self._unserved[peer]:
-                del self._unserved[peer], self._unserved_bytes[peer]
-        self._serve(peer, body, answer)
-
     def _turned_away(self, text: str) -> None:
         """On a thread of the fabric."""
-        self._post(lambda: self._events.add("warning", "turned_away", text))
+        self._node.post(lambda: self._events.add("warning", "turned_away", text))
 
     def _serve(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
         try:
@@ -691,7 +519,7 @@ class Peering:
             self._floor_message(peer, message)
             reply(p.PeerDone())
         elif isinstance(message, p.TellRun):
-            reply(self._learn_run(peer, message.record))
+            reply(self._news.learn_from_member(peer, message.record))
         elif self.host is None or not self.host.serve(peer, message, reply):
             text = f"{type(message).__name__} is no request"
             reply(p.PeerRefused("bad_message", text))
@@ -707,9 +535,16 @@ class Peering:
             return
         run.floor_message(peer, message)
 
-    def _promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
+    # -- for the host ----------------------------------------------------------------------------
+
+    def promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
+        """What is known to be agreed on of a run: in which epoch, what, and the span."""
         found = self.runs.get((job, run))
         return (-1, Promise(), 1) if found is None else (found.epoch, found.promise, found.span)
+
+    def failures_of(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
+        """The replays of a run that did not reproduce."""
+        return self.quarantine.failures(job, run)
 
 
 def _hosted(segment: Segment) -> HostedReplica:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import ckptd
-from ckptd.config.settings import DaemonConfig, given_settings
+from ckptd.config.settings import given_settings
 from ckptd.core.park_requests import ParkRequests
 from ckptd.core.recovery.quarantine import open_failures
 from ckptd.core.sessions import (
@@ -29,15 +28,14 @@ from ckptd.core.sessions import (
     decide_attach,
     wrong_members,
 )
-from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.admin import Admin, openers
 from ckptd.node.elastic_placements import ElasticFacts
 from ckptd.node.park_events import ParkEvents
 from ckptd.node.peering import Peering
 from ckptd.node.rank_owners import OwnerTokens
 from ckptd.node.segment_maker import Answer, Reserving, segment_info
+from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.restore.remote_copies import ForReading
 from ckptd.restore.store_restore import Bringing
@@ -74,31 +72,29 @@ class Service:
     """The daemon's sessions and segments behind one `handle` and one `tick`.
 
     Args:
-        store: its folder is claimed and its segments are adopted by `start`.
+        node: its folder is claimed and its segments are adopted by `start`.
         slow: workers for making and removing segments.
         housekeeper: seals, settles, scrubs and expires.
         tier: what becomes durable, where there is a store.
-        clock: monotonic seconds.
+        stop: ends this daemon, told why; called when it makes way for another.
     """
 
     def __init__(
         self,
-        config: DaemonConfig,
-        store: SegmentStore,
-        events: EventLog,
+        node: NodeContext,
         housekeeper: Housekeeper,
         slow: Workers,
         watcher: PidWatcher,
         peering: Peering,
         tier: StorageTier | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        *,
+        stop: Callable[[str], None],
     ) -> None:
-        self._tier = tier
-        self._store, self._events = store, events
-        self._housekeeper, self._slow = housekeeper, slow
-        self._watcher, self._peering, self._clock = watcher, peering, clock
-        self.sessions = SessionTable(config.max_sessions)
-        self.boot_id = peering.boot_id
+        store, events, clock = node.store, node.events, node.clock
+        self._node, self._tier, self._stop = node, tier, stop
+        self._store, self._events, self._clock = store, events, clock
+        self._housekeeper, self._watcher, self._peering = housekeeper, watcher, peering
+        self.sessions = SessionTable(node.config.max_sessions)
         self._reserving = Reserving(store, events, slow, peering, clock)
         self._for_reading = ForReading(
             store,
@@ -120,17 +116,12 @@ class Service:
             clock=clock,
         )
         peering.keep_room_for(self.sessions.promised)
-        self._admin = admin = Admin(
-            config, store, self.sessions, events, housekeeper, peering, clock, tier=tier
-        )
+        self._admin = admin = Admin(node, self.sessions, housekeeper, peering, tier)
         self._hellos: OrderedDict[bytes, tuple[m.Hello, int]] = OrderedDict()
         self._owners = OwnerTokens(store.folder)
         self._unanswered: Counter[bytes] = Counter()
         self._parks, self._park_events = ParkRequests(), ParkEvents(store, events)
         self._elastic = ElasticFacts()
-        # Ends this daemon; called for one that makes way.
-        self.stop: Callable[[str], None] = lambda why: None
-        self._config = config
         self._busy_s = clock()
         self._handlers: dict[type, Callable[[bytes, Any, Answer], m.Reply | None]] = {
             m.Attach: self._attach,
@@ -258,18 +249,18 @@ class Service:
             node_id=self._store.node_id,
             pid=os.getpid(),
             segment_dir=str(self._store.folder),
-            boot_id=self.boot_id,
+            boot_id=self._node.boot_id,
             card=self._peering.card,
-            started_by_trainer=self._config.started_by_trainer,
-            settings=given_settings(self._config),
+            started_by_trainer=self._node.config.started_by_trainer,
+            settings=given_settings(self._node.config),
         )
 
     def _step_aside(self, identity: bytes, _message: m.StepAside, _: Answer) -> m.Reply:
-        if not self._config.started_by_trainer:
+        if not self._node.config.started_by_trainer:
             text = "this daemon was started by an operator"
             return m.Refused(RefusalCode.BUSY, text, "stop it where it was started")
         self._events.add("warning", "stepped_aside", "an operator starts a daemon in its place")
-        self.stop("an operator starts a daemon in its place")
+        self._stop("an operator starts a daemon in its place")
         return m.Done("it ends, and leaves the memory")
 
     def _attach(self, identity: bytes, message: m.Attach, _: Answer) -> m.Reply:
@@ -551,7 +542,7 @@ class Service:
     def _ping(self, identity: bytes, _message: m.Ping, _: Answer) -> m.Reply:
         session = self.sessions.of_identity(identity)
         wanted = 0 if session is None else self._parks.number_for(session.key)
-        return m.Pong(self.boot_id, session is not None, wanted)
+        return m.Pong(self._node.boot_id, session is not None, wanted)
 
     # -- helpers ---------------------------------------------------------------------------------
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ckptd.config.config_values import parse_bytes, parse_peers
 from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.config.settings import DaemonConfig
+from ckptd.node_context import NodeContext
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys, KeysError, trusted
 from ckptd.transport.control.messages import NodeCard
@@ -18,7 +19,14 @@ from ckptd.transport.tcp.stream_fabric import StreamFabric, StreamOptions
 from ckptd.transport.tcp.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve
 
-__all__ = ["make_fabric", "port_limits", "static_peers"]
+__all__ = ["FabricWatch", "make_fabric", "port_limits", "static_peers"]
+
+# An event for all since the last one: who forges streams does not fill the log.
+_FORGED_EVERY_S = 10.0
+_PLAINTEXT = (
+    "snapshots travel to and from peers unencrypted: whoever reads the network reads them, and whoever "
+    "changes its packets changes them"
+)
 
 
 def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
@@ -120,3 +128,37 @@ def make_fabric(
         )
     except ValueError as error:
         raise UnusableFolder(f"peers cannot be served: {error}") from error
+
+
+class FabricWatch:
+    """What an operator is told of a fabric: its counters, forged streams, and that nothing is encrypted."""
+
+    def __init__(self, fabric: Fabric, node: NodeContext) -> None:
+        self._fabric, self._events = fabric, node.events
+        self._forged, self._due_s = 0, 0.0
+        endpoint, config = fabric.address.endpoint, node.config
+        self._events.add("info", "peers", f"peers reach this node at {endpoint}")
+        if fabric.encryption == "plaintext":
+            why = f"peer_security = {config.peer_security}, peer_data = {config.peer_data}"
+            self._events.add("warning", "plaintext", f"{_PLAINTEXT} ({why})")
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Bytes moved, requests refused, garbage, strangers."""
+        counters = asdict(self._fabric.counters).items()
+        # Told also when it is 0: that nothing takes the short cut is what one looks for.
+        shown = {name: n for name, n in counters if n or name == "short_cut_bytes"}
+        return {f"fabric.{name}": n for name, n in (shown | self._fabric.refused).items()}
+
+    def tick(self, now_s: float) -> None:
+        """Tell of forged streams, now and then."""
+        new = self._fabric.counters.forged - self._forged
+        if new and now_s >= self._due_s:
+            self._forged += new
+            self._due_s = now_s + _FORGED_EVERY_S
+            text = (
+                f"{new} data streams brought something that the peer did not send, and were broken off; the last "
+                f"{self._fabric.newest_forgery}. Nothing of it is kept, and what they carried is sent again. Somebody "
+                "changes packets on the way, or something damages them past TCP's checksum."
+            )
+            self._events.add("error", "stream_forged", text)

@@ -16,21 +16,20 @@ these would otherwise be used up.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import ckptd
 from ckptd.config.config_values import parse_labels
-from ckptd.config.settings import DaemonConfig
-from ckptd.event_log import EventLog
-from ckptd.node_context import Post
+from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import NodeCard, PeerStatus
 from ckptd.transport.verbs import Fabric, PeerAddress
 
-__all__ = ["NeighbourEvents", "Neighbours"]
+__all__ = ["NeighbourListener", "Neighbours"]
 
 _HELLOS_PER_DEADLINE = 10
 _SURVEY_S = 3.0
@@ -43,13 +42,20 @@ _PEER_DESCRIPTORS = 4  # three of our connection to it, and one of its connectio
 _OTHER_DESCRIPTORS = 128  # for trainers, segments and what moves data
 
 
-@dataclass(frozen=True, slots=True)
-class NeighbourEvents:
-    """What is told of a node: ``lost`` with the reason, ``restarted`` with its new boot id."""
+class NeighbourListener(Protocol):
+    """Who needs nodes, and is told of them."""
 
-    lost: Callable[[str, str], None]
-    back: Callable[[str], None]
-    restarted: Callable[[str, str], None]
+    def needed_nodes(self) -> Container[str]:
+        """Nodes that have a part in a run, or are configured; others are forgotten when they do not answer."""
+
+    def node_lost(self, node: str, reason: str) -> None:
+        """A node does not answer."""
+
+    def node_back(self, node: str) -> None:
+        """It answers again."""
+
+    def node_restarted(self, node: str, boot_id: str) -> None:
+        """Another daemon answers there."""
 
 
 @dataclass(slots=True)
@@ -69,32 +75,20 @@ class Neighbours:
 
     Args:
         fabric: None without a peer listener: then nobody is met.
-        boot_id: ours.
-        memory_bytes: what segments and replicas may take here.
     """
 
     def __init__(
         self,
-        config: DaemonConfig,
-        node: str,
-        boot_id: str,
+        here: NodeContext,
         fabric: Fabric | None,
-        events: EventLog,
-        told: NeighbourEvents,
-        *,
-        memory_bytes: int,
-        post: Post,
-        clock: Callable[[], float],
+        listener: NeighbourListener,
     ) -> None:
-        self._node, self._boot_id, self._fabric, self._events = node, boot_id, fabric, events
-        self._deadline_s, self._labels = config.peer_deadline_s, parse_labels(config.labels)
-        self._told, self._post, self._clock = told, post, clock
-        self._memory_bytes = memory_bytes
+        self._here, self._fabric, self._listener = here, fabric, listener
+        self._node, self._events, self._clock = here.node_id, here.events, here.clock
+        self._deadline_s = here.config.peer_deadline_s
+        self._labels = parse_labels(here.config.labels)
         self._known: dict[str, _Neighbour] = {}
         self._full = False
-        # The nodes that have a part in a run, or are configured; the others are forgotten when they
-        # do not answer.
-        self.needed: Callable[[], Container[str]] = tuple
 
     @property
     def card(self) -> NodeCard:
@@ -105,8 +99,8 @@ class Neighbours:
             address.endpoint,
             address.public_key,
             self._labels,
-            self._boot_id,
-            self._memory_bytes,
+            self._here.boot_id,
+            self._here.store.quota_bytes,
         )
 
     @property
@@ -178,14 +172,14 @@ class Neighbours:
             p.PEER_PROTOCOL_VERSION,
             ckptd.__version__,
             self._node,
-            self._boot_id,
+            self._here.boot_id,
             self._labels,
             free_bytes,
         )
 
     def tick(self, now_s: float) -> None:
         """Hellos, deadlines, and who is forgotten."""
-        needed = self.needed()
+        needed = self._listener.needed_nodes()
         for node, neighbour in list(self._known.items()):
             silent_s = now_s - neighbour.last_heard_s
             if node not in needed and silent_s > _FORGET_DEADLINES * self._deadline_s:
@@ -202,21 +196,21 @@ class Neighbours:
             return
         if self._fabric is None or (known is None and not self._has_room(card.node, wanted)):
             return
-        link = PeerLink(self._fabric.peer(address), self._post, self._boot_id)
+        link = PeerLink(self._fabric.peer(address), self._here.post, self._here.boot_id)
         fresh = _Neighbour(card, link, self._clock())
         self._known[card.node] = fresh
         if known is not None:
             known.link.close()
             fresh.boot_id = known.boot_id  # else nobody would notice that it was restarted
             if known.lost:  # it gets its time anew
-                self._told.back(card.node)
+                self._listener.node_back(card.node)
 
     def _has_room(self, node: str, wanted: Container[str]) -> bool:
         """Whether one more may be known; whoever has no part in any run and was silent longest
         makes room for it.
         """
         most = _most_peers()
-        needed = self.needed() if len(self._known) >= most else ()
+        needed = self._listener.needed_nodes() if len(self._known) >= most else ()
         while len(self._known) >= most:
             spare = [n for n in self._known if n not in needed and n not in wanted]
             if not spare:
@@ -256,7 +250,7 @@ class Neighbours:
                 p.PEER_PROTOCOL_VERSION,
                 ckptd.__version__,
                 self._node,
-                self._boot_id,
+                self._here.boot_id,
                 self._labels,
             ),
             p.PeerWelcome,
@@ -275,11 +269,11 @@ class Neighbours:
         neighbour.boot_id = welcome.boot_id
         if restarted:
             self._events.add("info", "peer_restarted", f"the daemon of {node} was restarted")
-            self._told.restarted(node, welcome.boot_id)
+            self._listener.node_restarted(node, welcome.boot_id)
         if neighbour.lost:
             neighbour.lost = False
             self._events.add("info", "peer_back", f"{node} answers again")
-            self._told.back(node)
+            self._listener.node_back(node)
 
     def _not_heard(self, node: str, neighbour: _Neighbour, code: str, reason: str) -> None:
         neighbour.asking = False
@@ -292,7 +286,7 @@ class Neighbours:
             return
         neighbour.lost = True
         self._events.add("warning", "peer_lost", f"{node}: {reason}")
-        self._told.lost(node, reason)
+        self._listener.node_lost(node, reason)
 
     def _patience_s(self, neighbour: _Neighbour) -> float:
         silent_s = self._clock() - neighbour.last_heard_s

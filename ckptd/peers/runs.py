@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from ckptd.config.settings import DaemonConfig
 from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 from ckptd.core.replication.floor import (
     NOTHING_CARRIED,
@@ -26,13 +25,11 @@ from ckptd.core.replication.target import Interval
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_hints import RingHint
 from ckptd.errors import RemoteProtocolError
-from ckptd.event_log import EventLog
 from ckptd.memory.image_digests import Vouch
-from ckptd.memory.segment_store import SegmentStore
+from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.rings import LogRing, ReplicatedRing, SnapshotRing
-from ckptd.peers.sender import RankReplication
+from ckptd.peers.sender import RankReplication, ReplicatedRun
 from ckptd.transport.control.messages import Join, Member, ReplicationStatus, TargetStatus
 from ckptd.transport.control.peer_messages import Floor
 
@@ -58,18 +55,13 @@ class Run:
         self,
         job: str,
         run: str,
-        config: DaemonConfig,
-        store: SegmentStore,
-        replicas: ReplicaStore,
-        events: EventLog,
+        node: NodeContext,
         *,
         link: LinkTo,
         vouch: Vouch,
-        clock: Callable[[], float],
     ) -> None:
         self.job, self.run = job, run
-        self._config, self._store, self._replicas, self._events = config, store, replicas, events
-        self._link, self._vouch, self._clock = link, vouch, clock
+        self._node, self._store, self._link, self._vouch = node, node.store, link, vouch
         self.epoch, self.epoch_start = -1, -1
         self.members: tuple[Member, ...] = ()
         self.ranks: dict[int, RankReplication] = {}
@@ -78,7 +70,7 @@ class Run:
         self.placement = ReplicaPlacement({}, {}, (), "nobody has joined yet")
         self.promise = Promise()
         self.span = 1
-        self.joined_at_s = clock()
+        self.joined_at_s = node.clock()
         self._asked_replicas = -1
         self._tree: FloorTree | None = None
         self._carried = NOTHING_CARRIED
@@ -116,7 +108,7 @@ class Run:
         """A local rank tells who takes part; every rank of the node says the same. Returns why it
         is refused, else "".
         """
-        self.joined_at_s = self._clock()
+        self.joined_at_s = self._node.clock()
         told = (message.epoch, message.epoch_start, message.members)
         fresh = told != (self.epoch, self.epoch_start, self.members)
         if message.epoch < self.epoch:
@@ -124,52 +116,21 @@ class Run:
         if fresh:
             self._begin(message)
         if key.rank not in self.ranks:
-            ring = SnapshotRing(self._store, key)
-            self.ranks[key.rank] = self._replication(
-                key,
-                Replicator(aim=self._aim_of(key.rank)),
-                ring,
-                span=lambda: self.span,
-                progressed=lambda: self._progressed(key.rank),
-            )
-            # No suffix, and no floor that would wait for it.
-            self.logs[key.rank] = self._replication(
-                key,
-                LogReplicator(),
-                LogRing(self._store, key),
-                span=lambda: 1,
-                progressed=lambda: None,
-            )
+            core, logs = Replicator(aim=self._aim_of(key.rank)), LogReplicator()
+            ring, log = SnapshotRing(self._store, key), LogRing(self._store, key)
+            self.ranks[key.rank] = self._replication(key, core, ring, _Snapshots(self, key.rank))
+            self.logs[key.rank] = self._replication(key, logs, log, _Logs(self))
             self.ranks[key.rank].begin(self.promise if self._num_ranks > 1 else None)
         self._retarget()
         self.ranks[key.rank].changed()
         self.logs[key.rank].changed()
-        self._progressed(key.rank)
+        self.progressed(key.rank)
         return ""
 
     def _replication(
-        self,
-        key: RankKey,
-        core: Replicator,
-        ring: ReplicatedRing,
-        *,
-        span: Callable[[], int],
-        progressed: Callable[[], None],
+        self, key: RankKey, core: Replicator, ring: ReplicatedRing, run: ReplicatedRun
     ) -> RankReplication:
-        return RankReplication(
-            key,
-            core,
-            ring,
-            self._store,
-            self._events,
-            link=self._link,
-            vouch=self._vouch,
-            epoch=lambda: (*self.epoch_pair, span()),
-            promise=lambda: (self.promise.floor, self.promise.horizon, self.span, self.epoch),
-            progressed=progressed,
-            deadline_s=self._config.peer_deadline_s,
-            clock=self._clock,
-        )
+        return RankReplication(key, core, ring, self._node, run, link=self._link, vouch=self._vouch)
 
     @property
     def _replications(self) -> list[RankReplication]:
@@ -211,12 +172,12 @@ class Run:
         for rank, replication in self.ranks.items():
             replication.changed()  # a trainer seals its own slots while we are away
             replication.tick()
-            self._progressed(rank)
+            self.progressed(rank)
         for log in self.logs.values():
             log.changed()
             log.tick()
         if self._tree is not None:
-            self._send(self._tree.resend(now_s=self._clock()))
+            self._send(self._tree.resend(now_s=self._node.clock()))
         self._protect()
 
     def wake(self, now_s: float) -> float:
@@ -237,7 +198,7 @@ class Run:
         try:
             self._send(self._heard(self._tree, sender, message))
         except RemoteProtocolError as error:
-            self._events.count("floor.garbage")
+            self._node.events.count("floor.garbage")
             logger.info("%s", error)
         self._agreed()
 
@@ -322,7 +283,7 @@ class Run:
         self.dead.clear()
         names = [member.card.node for member in self.members if member.ranks]
         self._tree = self._plant(names)
-        self._events.add(
+        self._node.events.add(
             "info",
             "run_joined",
             f"{self.job}/{self.run}: epoch {self.epoch}, {len(names)} nodes: {', '.join(names[:8])}"
@@ -373,10 +334,10 @@ class Run:
             self.logs[rank].set_targets(self.placement.targets.get(rank, ()))
         for warning in self.placement.warnings:
             if warning not in before.warnings:
-                self._events.add("warning", "placement", f"{self.job}/{self.run}: {warning}")
+                self._node.events.add("warning", "placement", f"{self.job}/{self.run}: {warning}")
 
     def _place(self, without: set[str]) -> ReplicaPlacement:
-        wanted = self._asked_replicas if self._asked_replicas >= 0 else self._config.replicas
+        wanted = self._asked_replicas if self._asked_replicas >= 0 else self._node.config.replicas
         reachable = [m for m in self.members if m.card.endpoint]
         nodes = [NodeFacts(m.card.node, m.card.labels, _capacity(m)) for m in reachable]
         ranks = [
@@ -386,12 +347,13 @@ class Run:
                 m.ranks, itertools.chain(m.ring_bytes, itertools.repeat(0)), strict=False
             )
         ]
-        domains = tuple(name for name in self._config.domains.split(",") if name)
+        domains = tuple(name for name in self._node.config.domains.split(",") if name)
         return plan_placement(nodes, ranks, replicas=wanted, domains=domains, without=without)
 
     # -- the floor -------------------------------------------------------------------------------
 
-    def _progressed(self, rank: int) -> None:
+    def progressed(self, rank: int) -> None:
+        """What is replicated of a rank may have changed: tell the others how far it is."""
         if self._tree is None or rank not in self.ranks:
             return
         if self._secured(rank):
@@ -514,6 +476,36 @@ class Run:
         told = [segment.ring_hint for segment in self._store.of_rank(self._key(rank))]
         aims = [Interval(h.horizon, h.aim) for h in told if h.span and h.epoch == self.epoch]
         return max(aims, key=lambda aim: aim.last, default=Interval(-1, self.epoch_start))
+
+
+class _Snapshots(ReplicatedRun):
+    """The run as the replication of one rank's snapshots sees it."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self._run, self._rank = run, rank
+
+    def joined(self) -> tuple[int, int, int]:
+        return (*self._run.epoch_pair, self._run.span)
+
+    def promised(self) -> tuple[int, int, int, int]:
+        promise = self._run.promise
+        return promise.floor, promise.horizon, self._run.span, self._run.epoch
+
+    def progressed(self) -> None:
+        self._run.progressed(self._rank)
+
+
+class _Logs(_Snapshots):
+    """The run as the replication of boundary logs sees it: no suffix, and no floor that waits for them."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, -1)
+
+    def joined(self) -> tuple[int, int, int]:
+        return (*self._run.epoch_pair, 1)
+
+    def progressed(self) -> None:
+        """Nothing waits for a log."""
 
 
 def _capacity(member: Member) -> int | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replication_events import (
@@ -42,19 +43,18 @@ from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import origin_of, unpack_slot_header
 from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
-from ckptd.event_log import EventLog
 from ckptd.holdings import header_record
 from ckptd.memory.image_digests import Vouch
-from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_files import region_of
 from ckptd.memory.slot_holds import SlotHolds
+from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.rings import ReplicatedRing
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
-__all__ = ["RankReplication"]
+__all__ = ["RankReplication", "ReplicatedRun"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +79,27 @@ class _Sending:
     reason: str = ""
 
 
+class ReplicatedRun(Protocol):
+    """What a run knows that its replication needs, and what it is told."""
+
+    def joined(self) -> tuple[int, int, int]:
+        """The current epoch, where it starts, and how many snapshots a suffix has at most."""
+
+    def promised(self) -> tuple[int, int, int, int]:
+        """Floor, horizon and span, as far as they are known here, and the epoch of which they are."""
+
+    def progressed(self) -> None:
+        """What is replicated may have changed."""
+
+
 class RankReplication:
     """Sends one rank's snapshots, or its boundary log, to its targets.
 
     Args:
         ring: which of them.
+        run: whose snapshots these are.
         link: the connection to a node, None if its address is not known.
-        epoch: the run's current epoch, where it starts, and the largest window.
         vouch: makes digests of images.
-        promise: the run's floor, horizon and span, as far as they are known here, and the epoch of which they are.
-        progressed: called when what is replicated may have changed.
     """
 
     def __init__(
@@ -96,23 +107,16 @@ class RankReplication:
         key: RankKey,
         core: Replicator,
         ring: ReplicatedRing,
-        store: SegmentStore,
-        events: EventLog,
+        node: NodeContext,
+        run: ReplicatedRun,
         *,
         link: Callable[[str], PeerLink | None],
         vouch: Vouch,
-        epoch: Callable[[], tuple[int, int, int]],
-        promise: Callable[[], tuple[int, int, int, int]],
-        progressed: Callable[[], None],
-        deadline_s: float,
-        clock: Callable[[], float],
     ) -> None:
         self.key, self.core, self.ring = key, core, ring
-        self._store, self._events = store, events
-        self._link, self._vouch, self._epoch, self._promise = link, vouch, epoch, promise
-        self._progressed = progressed
-        self._deadline_s, self._clock = deadline_s, clock
-        self._holds = SlotHolds(store, key)
+        self._node, self._run, self._link, self._vouch = node, run, link, vouch
+        self._deadline_s = node.config.peer_deadline_s
+        self._holds = SlotHolds(node.store, key)
         self._leases: dict[tuple[str, int], int] = {}
         self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
         self._sent: dict[tuple[str, SnapshotKey], _Sending] = {}  # put, and not sealed yet
@@ -123,14 +127,14 @@ class RankReplication:
         """What there is, before anything is told of it; and what the run agreed on, unless this is
         its only rank.
         """
-        self._handle(Joined(*self._epoch()))
+        self._handle(Joined(*self._run.joined()))
         self.read_slots()
         if promise is not None:
             self._handle(Agreed(promise.floor, promise.horizon))
 
     def set_targets(self, nodes: Iterable[str], *, missing: bool = False) -> None:
         """From now on replicate to these nodes; ``missing``: another that should be among them is away."""
-        self.feed(Joined(*self._epoch()))
+        self.feed(Joined(*self._run.joined()))
         self.feed(Targets(tuple(nodes), missing))
 
     def agreed(self, promise: Promise) -> None:
@@ -139,7 +143,7 @@ class RankReplication:
 
     def rejoined(self) -> None:
         """The run's epoch or span changed."""
-        self.feed(Joined(*self._epoch()))
+        self.feed(Joined(*self._run.joined()))
 
     def changed(self) -> None:
         """The rank's slots changed: something was sealed, or a generation came or went."""
@@ -192,11 +196,11 @@ class RankReplication:
         for event in events:
             self._handle(event)
         if (self.core.word, self.core.aim) != before and not self._closed:
-            self._progressed()
+            self._run.progressed()
 
     def _handle(self, event: Event) -> None:
         if not self._closed:
-            for effect in self.core.handle(event, now_s=self._clock()):
+            for effect in self.core.handle(event, now_s=self._node.clock()):
                 self._perform(effect)
 
     # -- effects ---------------------------------------------------------------------------------
@@ -218,15 +222,15 @@ class RankReplication:
         elif isinstance(effect, Release):
             self._holds.release(effect.key)
         elif isinstance(effect, Note):
-            self._events.add(effect.level, effect.kind, effect.message, self.key)
+            self._node.events.add(effect.level, effect.kind, effect.message, self.key)
 
     def _open(self, node: str, generation: int) -> None:
-        link, segment = self._link(node), self._store.get(self.key, generation)
+        link, segment = self._link(node), self._node.store.get(self.key, generation)
         if link is None or segment is None:
             reason = "its address is not known" if link is None else "the generation is gone"
             self.feed(OpenRefused(node, generation, "away", reason))
             return
-        epoch, epoch_start, span = self._epoch()
+        epoch, epoch_start, span = self._run.joined()
         message = p.OpenReplica(
             self.key.job,
             self.key.run,
@@ -270,7 +274,7 @@ class RankReplication:
             lease,
             held.segment.raw_header(held.index),
             effect.record.anchors.to_bytes(width, "little"),
-            *self._promise(),
+            *self._run.promised(),
             self.ring.oldest(key.generation),
         )
 
@@ -323,7 +327,7 @@ class RankReplication:
         if self._closed and not self._transfers:
             self._holds.release_all()
         reason = "" if completion.ok else f"{completion.fault}: {completion.detail}"
-        self._events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
+        self._node.events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
         self.feed(PutEnded(node, key, completion.ok, reason))  # and `_seal`, if that comes next
         if self._sent.get((node, key)) is sending:
             del self._sent[node, key]

@@ -11,16 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckptd.core.slots.segment_format import unpack_slot_header
-from ckptd.event_log import EventLog
-from ckptd.memory.segment_file import Segment
-from ckptd.peers.holder import Holder
-from ckptd.restore.descriptor_search import LocalSource
-from ckptd.restore.fetch_tools import CopyDoubts, FetchTools, Job
+from ckptd.restore.fetch_tools import FetchTools, Job
 from ckptd.restore.slot_fetch import FetchedPiece
-from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control.messages import FetchPiece, FetchState
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 
 __all__ = ["FetchJob"]
 
@@ -28,43 +22,23 @@ _OPEN_PIECES = 2
 
 
 class FetchJob:
-    """Fills slot i of ``segment`` with piece i.
+    """Fills slot i of the segment that ``tools`` names with piece i.
 
     Args:
-        link: the connection to a node, None if its address is not known.
-        local: segments of this very node.
-        doubts: told which copies did not match their digests.
         finished: called once, with "" or the reason of the failure.
-        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
-        stored: whether storage is asked for what no copy has that the plan knows.
     """
 
     def __init__(
         self,
-        segment: Segment,
+        tools: FetchTools,
         pieces: Sequence[FetchPiece],
-        *,
-        node: str,
-        link: Callable[[str], Holder | None],
-        local: LocalSource,
-        doubts: CopyDoubts,
-        verifiers: Workers,
-        map_fn: DigestMap | None,
-        threads: int = 1,
-        events: EventLog,
-        clock: Callable[[], float],
-        stored: bool = True,
         finished: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self.segment = segment
+        self.segment = segment = tools.segment
         self.reason = ""
         self.over = False
-        self._local, self._events = local, events
-        self._clock, self._finished = clock, finished
-        self._began_s = clock()
-        tools = FetchTools(
-            segment, node, link, local, doubts, verifiers, map_fn, threads, events, clock, stored
-        )
+        self._tools, self._finished = tools, finished
+        self._began_s = tools.clock()
         us = Job(self._goes_on, lambda: self.over, self._go_on, self._end)
         self._unfit = ""
         self._pieces: list[FetchedPiece] = []
@@ -135,15 +109,15 @@ class FetchJob:
         if self.over:
             return
         self.over, self.reason = True, reason
-        mapped = self._local(self.segment.path.name) is self.segment
+        mapped = self._tools.local(self.segment.path.name) is self.segment
         for piece in self._pieces:
             piece.end(mapped=mapped)
-        took_s = self._clock() - self._began_s
+        took_s = self._tools.clock() - self._began_s
         told = self.segment.descriptor
         delivered = _sum_by_node([piece for piece in self._pieces if piece.sealed])
         where = ", ".join(f"{format_bytes(n)} from {name}" for name, n in delivered.items() if n)
         failed = bool(reason) and wanted
-        self._events.add(
+        self._tools.events.add(
             "error" if failed else "info",
             "fetch_failed" if failed else "fetch_ended" if reason else "fetched",
             f"{told.job}/{told.run} rank {told.rank}: "

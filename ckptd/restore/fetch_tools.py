@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_doubts import Doubt
+from ckptd.node_context import DigestThreads
 from ckptd.peers.holder import Holder
 from ckptd.restore.descriptor_search import LocalSource
-from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.verbs import Fault
 from ckptd.workers import Workers
@@ -89,7 +89,7 @@ class FetchTools:
         link: the connection to a node, None if its address is not known; the only way to holders elsewhere.
         local: segments of this very node.
         doubts: told which copies did not match their digests.
-        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
+        verifiers: workers that digest.
         stored: whether storage is asked for what no copy has that the plan knows.
     """
 
@@ -99,11 +99,10 @@ class FetchTools:
     local: LocalSource
     doubts: CopyDoubts
     verifiers: Workers
-    map_fn: DigestMap | None
-    threads: int
+    digests: DigestThreads
     events: EventLog
     clock: Callable[[], float]
-    stored: bool
+    stored: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,19 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ckptd.core.sessions import RankKey
-from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_doubts import Doubt
+from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.peers.holder import Holder
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.restore.descriptor_search import DescriptorSearch, FoundDescriptor
 from ckptd.restore.drill import DrillRun
 from ckptd.restore.fetch_job import FetchJob
-from ckptd.restore.fetch_tools import CopyDoubts
+from ckptd.restore.fetch_tools import CopyDoubts, FetchTools
 from ckptd.restore.local_copies import with_copies_here
 from ckptd.restore.remote_copy_files import ReadingCopies
-from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control.messages import DrillReport, FetchPiece, FetchSource, RunSeen
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 
 __all__ = ["Fetches"]
 
@@ -34,29 +31,21 @@ class Fetches:
     Args:
         link: the connection to a node, None if its address is not known.
         doubt: told which slots of this node did not match their digests.
-        verifiers: workers that digest; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
-        slow: workers for making memory.
     """
 
     def __init__(
         self,
-        store: SegmentStore,
+        node: NodeContext,
         replicas: ReplicaStore,
-        events: EventLog,
+        workers: NodeWorkers,
         *,
         link: Callable[[str], Holder | None],
         doubt: Doubt,
-        verifiers: Workers,
-        slow: Workers,
-        map_fn: DigestMap | None,
-        threads: int = 1,
-        clock: Callable[[], float],
     ) -> None:
-        self._store, self._replicas, self._events = store, replicas, events
-        self.copies = ReadingCopies(store)
-        self._link, self._verifiers, self._slow = link, verifiers, slow
-        self._doubts = CopyDoubts(doubt, link, events)
-        self._map, self._threads, self._clock = map_fn, threads, clock
+        self._node, self._store, self._replicas = node, node.store, replicas
+        self.copies = ReadingCopies(node.store)
+        self._workers, self._link = workers, link
+        self._doubts = CopyDoubts(doubt, link, node.events)
         self._jobs: dict[tuple[RankKey, int], FetchJob] = {}
         self._drills: list[FetchJob] = []
 
@@ -95,11 +84,11 @@ class Fetches:
             key,
             self._store,
             self._replicas,
-            self._slow,
+            self._workers.slow,
             find_descriptor=self.find_descriptor,
             start_fetch=self._start_drill,
             answer=answer,
-            clock=self._clock,
+            clock=self._node.clock,
         )
         return rehearsal.seen
 
@@ -160,8 +149,8 @@ class Fetches:
         segment = self.copies.remove(reader, number)
         size = segment.file_bytes
         text = f"{reader}: a copy of {segment.key} ({format_bytes(size)}): {why}"
-        self._events.add("info", "removed", text, reader)
-        self._slow.submit(segment.close, _nothing, _log_failure)
+        self._node.events.add("info", "removed", text, reader)
+        self._workers.slow.submit(segment.close, _nothing, _log_failure)
         return size
 
     def _start_drill(
@@ -182,21 +171,19 @@ class Fetches:
         *,
         stored: bool = True,
     ) -> FetchJob:
-        return FetchJob(
+        tools = FetchTools(
             segment,
-            pieces,
-            node=self._store.node_id,
+            node=self._node.node_id,
             link=self._link,
             local=self._local_segment,
             doubts=self._doubts,
-            verifiers=self._verifiers,
-            map_fn=self._map,
-            threads=self._threads,
-            events=self._events,
-            clock=self._clock,
+            verifiers=self._workers.sealers,
+            digests=self._workers.digests,
+            events=self._node.events,
+            clock=self._node.clock,
             stored=stored,
-            finished=finished,
         )
+        return FetchJob(tools, pieces, finished)
 
     def _local_segment(self, name: str) -> Segment | None:
         other = self._replicas.get(name) or self.copies.named(name)

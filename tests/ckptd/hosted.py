@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock
 
+from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.replicas import Promise
 from ckptd.event_log import EventLog
 from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.node_context import NodeContext
+from ckptd.peers.replicas.host_parts import HostWorkers
 from ckptd.peers.replicas.replica_server import Host
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
 from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import ReplayFailure
 from ckptd.transport.fabric.regions import LocalRegion
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Access, FileRange, Scope
@@ -63,34 +68,37 @@ class Setting:
     span: int = 1
     epoch: int = 1
     retain_s: float = 0.0
+    doubted: list[tuple[Segment, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.events = EventLog(100)
         self.replicas = ReplicaStore(self.store)
         self.workers = Workers("test", 2, 100, lambda: None)
+        config = DaemonConfig(peer_deadline_s=5.0, retain_detached_s=self.retain_s)
         self.host = Host(
+            NodeContext(config, self.store, self.events, Mock(), "here", clock=lambda: self.now_s),
             self.fabric,
-            self.store,
             self.replicas,
-            self.events,
-            promise_of=lambda job, run: (self.epoch, self.promise, self.span),
-            sealers=self.workers,
-            slow=self.workers,
-            settlers=self.workers,
-            map_fn=None,
+            HostWorkers(self.workers, self.workers, self.workers),
+            owner=self,
             vouch=ImageDigests(
                 self.workers,
                 self.events,
                 threads=1,
                 map_fn=None,
-                doubt=lambda segment, index, sequence: self.host.doubt(segment, index, sequence),
+                doubt=self.doubt,
             ).want,
-            boot_id="here",
             records=RunRecords(self.store.folder, self.events),
-            deadline_s=5.0,
-            retain_s=self.retain_s,
-            clock=lambda: self.now_s,
         )
+
+    def promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
+        return self.epoch, self.promise, self.span
+
+    def failures_of(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
+        return ()
+
+    def doubt(self, segment: Segment, index: int, sequence: int) -> None:
+        self.doubted.append((segment, index, sequence))
 
     def say(self, message: p.PeerMessage, peer: str = "p") -> queue.SimpleQueue[p.PeerReply]:
         """Hand it over; the answer comes now or later. The host does not wait for anything."""

@@ -19,6 +19,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.daemon import Daemon
 from ckptd.node.peering import Peering
+from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.peers.replicas.replica_server import Host
 from ckptd.peers.runs import Run
 from ckptd.transport.control import peer_messages as p
@@ -44,14 +45,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
     events = EventLog(100)
     workers = Workers("test", 1, 10, lambda: None)
     peering = Peering(
-        DaemonConfig(),
-        store,
-        events,
-        sealers=workers,
-        slow=workers,
-        pool=None,
-        post=lambda work: work(),
-        clock=lambda: made.now_s,
+        NodeContext(DaemonConfig(), store, events, lambda work: work(), clock=lambda: made.now_s),
+        NodeWorkers(workers, workers),
+        doubt=lambda segment, index, sequence: None,
     )
     made = Node(peering, events)
     yield made
@@ -152,7 +148,7 @@ def test_members_that_cannot_be_are_not_believed_of_a_peer(
     """What trainers tell was checked, and what peers tell of runs without a rank here was not."""
     told = tuple(Member(NodeCard(name), ranks) for name, ranks in members)
     record = RunRecord("job", "run", 0, 0, told, (), ((0, 0, -1),))
-    reply = node.peering._learn_run("other", record)
+    reply = node.peering._news.learn_from_member("other", record)
     if why:
         assert isinstance(reply, p.PeerRefused)
         assert (reply.code, why in reply.message) == ("bad_message", True)

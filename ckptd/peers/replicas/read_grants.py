@@ -4,21 +4,19 @@ closed them, is gone, or idles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import slot_lock_byte, unpack_slot_header
 from ckptd.memory import locks
-from ckptd.memory.image_digests import Vouch
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_files import described_file, lend_slot, slot_file
 from ckptd.peers.peer_link import AnswerPeer
-from ckptd.peers.replicas.region_loans import Lending, Loan
-from ckptd.peers.replicas.write_grants import SLOWEST_BYTES_PER_S
+from ckptd.peers.replicas.host_parts import SLOWEST_BYTES_PER_S, HostParts
+from ckptd.peers.replicas.region_loans import Loan
 from ckptd.transport.control import peer_messages as p
-from ckptd.transport.verbs import Access, Fabric, Region, Scope
+from ckptd.transport.verbs import Access, Region, Scope
 
 __all__ = ["Reading"]
 
@@ -37,16 +35,10 @@ class _Read:
 
 
 class Reading:
-    """Lets peers read sealed slots.
+    """Lets peers read sealed slots."""
 
-    Args:
-        vouch: makes digests of images.
-    """
-
-    def __init__(
-        self, fabric: Fabric, lending: Lending, *, vouch: Vouch, clock: Callable[[], float]
-    ) -> None:
-        self._fabric, self._lending, self._vouch, self._clock = fabric, lending, vouch, clock
+    def __init__(self, host: HostParts) -> None:
+        self._host = host
         self._reads: dict[int, _Read] = {}
 
     def slots_of(self, segment: Segment) -> set[int]:
@@ -64,7 +56,7 @@ class Reading:
             return lent
         fd, region = lent
         key = region.key
-        until_s = self._clock() + _IDLE_S + key.length / SLOWEST_BYTES_PER_S
+        until_s = self._host.clock() + _IDLE_S + key.length / SLOWEST_BYTES_PER_S
         loan = Loan(segment, message.slot, fd, region)
         self._reads[key.region] = _Read(peer, message.boot_id, loan, until_s)
         raw = segment.raw_header(message.slot)
@@ -85,7 +77,7 @@ class Reading:
             or header.sequence != message.sequence
         ):
             return p.PeerRefused("unknown", f"slot {message.slot} no longer holds that snapshot")
-        return self._fabric.register(
+        return self._host.fabric.register(
             segment.image(message.slot, header),
             access=Access.READ,
             scope=Scope(peer, message.job, message.run),
@@ -107,7 +99,7 @@ class Reading:
         def vouched(digest: str, why: str) -> None:
             answer(p.OpenedDigest(digest) if digest else p.PeerRefused("digest", why))
 
-        self._vouch(read.loan.segment, read.loan.index, header, vouched)
+        self._host.vouch(read.loan.segment, read.loan.index, header, vouched)
 
     def close_read(self, peer: str, region: int) -> None:
         """The peer has it."""
@@ -136,8 +128,8 @@ class Reading:
     def close(self) -> None:
         """End all."""
         for read in self._reads.values():
-            self._lending.abandon(read.loan, None)
+            self._host.lending.abandon(read.loan, None)
         self._reads.clear()
 
     def _end(self, region: int) -> None:
-        self._lending.end(self._reads.pop(region).loan, None)
+        self._host.lending.end(self._reads.pop(region).loan, None)

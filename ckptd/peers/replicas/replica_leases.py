@@ -12,21 +12,20 @@ and for a while no further log is taken in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor
 from ckptd.errors import SegmentError
-from ckptd.event_log import EventLog
 from ckptd.memory.inventory import held_slots
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
+from ckptd.memory.segment_store import CannotReserve, SegmentPlan
 from ckptd.peers.peer_link import AnswerPeer
-from ckptd.peers.replicas.replica_store import ReplicaStore, same_primary
+from ckptd.peers.replicas.host_parts import HostParts, LeaseOwner
+from ckptd.peers.replicas.replica_store import same_primary
 from ckptd.transport.control import peer_messages as p
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 
 __all__ = ["Leasing"]
 
@@ -48,33 +47,11 @@ class _Lease:
 
 
 class Leasing:
-    """Opens replicas.
+    """Opens replicas."""
 
-    Args:
-        slow: workers for making memory.
-        ids: numbers that no earlier boot of ours has given.
-        boot_id: of this daemon; each answer names it.
-        told_epoch: called with each message that is what its descriptor says.
-        remove: frees a replica's memory, told why.
-    """
-
-    def __init__(
-        self,
-        store: SegmentStore,
-        replicas: ReplicaStore,
-        events: EventLog,
-        slow: Workers,
-        *,
-        ids: Iterator[int],
-        boot_id: str,
-        told_epoch: Callable[[p.OpenReplica], None],
-        remove: Callable[[Segment, str], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._store, self._replicas, self._events = store, replicas, events
-        self._slow, self._ids, self._learn_epoch, self._clock = slow, ids, told_epoch, clock
-        self._remove, self._short_until_s = remove, float("-inf")
-        self._boot_id = boot_id
+    def __init__(self, host: HostParts, owner: LeaseOwner) -> None:
+        self._host, self._node, self._replicas = host, host.node, host.replicas
+        self._owner, self._short_until_s = owner, float("-inf")
         self._leases: dict[int, _Lease] = {}
         self._building: dict[str, list[tuple[str, p.OpenReplica, AnswerPeer]]] = {}
 
@@ -96,7 +73,7 @@ class Leasing:
             return
         try:
             # Before it is told what is held: not what the epoch abandoned.
-            self._learn_epoch(message)
+            self._owner.learn_epoch(message)
         except ValueError as error:
             answer(p.PeerRefused("bad_message", str(error)))
             return
@@ -118,12 +95,12 @@ class Leasing:
         lease = self._leases.get(number)
         if lease is None or lease.peer != peer:
             return None
-        lease.used_s = lease.heard_s = self._clock()
+        lease.used_s = lease.heard_s = self._node.clock()
         return lease.segment, lease.boot_id
 
     def heard(self, peer: str, boot_id: str) -> None:
         """This boot of a peer is there."""
-        now_s = self._clock()
+        now_s = self._node.clock()
         for lease in self._leases.values():
             if (lease.peer, lease.boot_id) == (peer, boot_id):
                 lease.heard_s = now_s
@@ -176,18 +153,20 @@ class Leasing:
         held = tuple(slot for ring in rings for slot in held_slots(ring))
         for number, known in self._leases.items():
             if (known.peer, known.boot_id) == (peer, boot_id) and known.segment is segment:
-                known.used_s = known.heard_s = self._clock()
-                return p.ReplicaOpened(number, held, self._boot_id)  # it asks again what is held
+                known.used_s = known.heard_s = self._node.clock()
+                return p.ReplicaOpened(
+                    number, held, self._node.boot_id
+                )  # it asks again what is held
         # A ring that became too narrow is given up: it goes when no promise needs it.
         self._end(
             lambda v: (v.peer, v.boot_id) == (peer, boot_id) and any(v.segment is r for r in rings)
         )
         if len(self._leases) >= _MAX_LEASES:
             return p.PeerRefused("busy", "too many replicas are open")
-        number = next(self._ids)
-        now_s = self._clock()
+        number = next(self._host.ids)
+        now_s = self._node.clock()
         self._leases[number] = _Lease(peer, boot_id, segment, now_s, now_s)
-        return p.ReplicaOpened(number, held, self._boot_id)
+        return p.ReplicaOpened(number, held, self._node.boot_id)
 
     # -- making one ------------------------------------------------------------------------------
 
@@ -196,17 +175,17 @@ class Leasing:
         if plan.descriptor.is_log:
             refused = refused or self._kept_for_snapshots()
         elif refused:
-            self._short_until_s = self._clock() + _SNAPSHOTS_FIRST_S
+            self._short_until_s = self._node.clock() + _SNAPSHOTS_FIRST_S
             if self._made_room(plan):
                 self._refuse(plan, p.PeerRefused("busy", "room is being made: try again"))
                 return
         if refused:
-            self._events.add("warning", "replica_refused", refused, plan.key)
+            self._node.events.add("warning", "replica_refused", refused, plan.key)
             self._refuse(plan, p.PeerRefused("quota", refused, "raise its CKPTD_MEMORY"))
             return
         self._replicas.promise(plan)
-        started = self._slow.submit(
-            partial(self._store.build, plan),
+        started = self._host.workers.slow.submit(
+            partial(self._node.store.build, plan),
             partial(self._built, plan),
             partial(self._not_built, plan),
         )
@@ -216,7 +195,7 @@ class Leasing:
 
     def _kept_for_snapshots(self) -> str:
         """Why a log is not taken in although there is memory for it, or ""."""
-        waiting = self._clock() < self._short_until_s
+        waiting = self._node.clock() < self._short_until_s
         return "memory is wanted for replicas of snapshots, which come first" if waiting else ""
 
     def _made_room(self, plan: SegmentPlan) -> bool:
@@ -230,20 +209,22 @@ class Leasing:
         for log in logs:
             if missing > 0:
                 missing -= log.file_bytes
-                self._remove(log, f"the replica of the snapshots of {plan.key} needs its memory")
+                self._owner.remove(
+                    log, f"the replica of the snapshots of {plan.key} needs its memory"
+                )
         return True
 
     def _built(self, plan: SegmentPlan, segment: Segment) -> None:
         self._replicas.enter(plan, segment)
         size = format_bytes(segment.file_bytes)
-        self._events.add("info", "replica_opened", f"{segment.path.name} ({size})", plan.key)
+        self._node.events.add("info", "replica_opened", f"{segment.path.name} ({size})", plan.key)
         for peer, message, answer in self._building.pop(plan.path.name, []):
             self.open(peer, message, answer)  # anew: meanwhile it may want a wider one
 
     def _not_built(self, plan: SegmentPlan, error: BaseException) -> None:
         self._replicas.cancel(plan)
         code = "quota" if isinstance(error, CannotReserve) else "internal"
-        self._events.add("warning", "replica_refused", f"{plan.path.name}: {error}", plan.key)
+        self._node.events.add("warning", "replica_refused", f"{plan.path.name}: {error}", plan.key)
         self._refuse(plan, p.PeerRefused(code, str(error)[:4000]))
 
     def _refuse(self, plan: SegmentPlan, reply: p.PeerReply) -> None:

@@ -11,118 +11,65 @@ boot of the peer, or when nothing happens for long; none of them is a promise th
 
 from __future__ import annotations
 
-import itertools
-import logging
-import secrets
-import time
-from collections.abc import Callable
 from functools import partial
 
 from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.log_replicas import outdated_slots, why_log_removable
-from ckptd.core.replication.replicas import Promise, removable, stale_slots
+from ckptd.core.replication.replicas import removable, stale_slots
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
 from ckptd.core.slots.slots import epoch_can_follow
-from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.image_digests import Vouch
 from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import AnswerPeer
+from ckptd.peers.replicas.host_parts import HostOwner, HostParts, HostWorkers
 from ckptd.peers.replicas.read_grants import Reading
 from ckptd.peers.replicas.region_loans import Lending
 from ckptd.peers.replicas.replica_leases import Leasing
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.replicas.write_grants import Filling
 from ckptd.peers.run_records import RunRecords
-from ckptd.storage.images.image import DigestMap
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
 from ckptd.transport.verbs import Fabric
 from ckptd.units import format_age, format_bytes
-from ckptd.workers import Workers
 
 __all__ = ["Host", "local_holdings"]
-
-logger = logging.getLogger(__name__)
 
 
 class Host:
     """What this node keeps and gives for its peers.
 
     Args:
-        promise_of: what is known to be agreed on of a run: in which epoch, what, and the span.
-        failures_of: the replays of a run that did not reproduce.
-        sealers: workers that verify; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
-        slow: workers for making memory.
-        settlers: workers that break off what peers do.
+        owner: asked what runs agreed on, and told of doubts.
         vouch: makes digests of images.
-        boot_id: of this daemon.
         records: what is known of runs; epochs of which peers tell are added to it.
-        retain_s: how long a replica is kept that no peer has open; 0 for good.
     """
 
     def __init__(
         self,
+        node: NodeContext,
         fabric: Fabric,
-        store: SegmentStore,
         replicas: ReplicaStore,
-        events: EventLog,
+        workers: HostWorkers,
         *,
-        promise_of: Callable[[str, str], tuple[int, Promise, int]],
-        failures_of: Callable[[str, str], tuple[ReplayFailure, ...]] = lambda job, run: (),
-        sealers: Workers,
-        slow: Workers,
-        settlers: Workers,
-        map_fn: DigestMap | None,
-        threads: int = 1,
+        owner: HostOwner,
         vouch: Vouch,
-        boot_id: str,
         records: RunRecords,
-        deadline_s: float,
-        retain_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._replicas, self._events = store, replicas, events
-        self._slow, self._retain_s, self._clock = slow, retain_s, clock
-        self._records, self._failures_of = records, failures_of
+        self._node, self._store, self._replicas = node, node.store, replicas
+        self._owner, self._records = owner, records
         self._used_s: dict[str, float] = {}
-        # Has a slot verified soon (and quarantined, if it is damaged).
-        self.doubt: Callable[[Segment, int, int], None] = lambda segment, index, sequence: None
-        # Not from 1: a lease or ticket of an earlier boot must mean nothing.
-        ids = itertools.count(secrets.randbits(61))
-        self._known = KnownRuns(promise_of)
-        self._lending = Lending(settlers, still_here=self._is_here, failed=self._failed)
-        self._reads = Reading(fabric, self._lending, vouch=vouch, clock=clock)
-        self._leases = Leasing(
-            store,
-            replicas,
-            events,
-            slow,
-            ids=ids,
-            boot_id=boot_id,
-            told_epoch=self._learn_epoch,
-            remove=self.remove,
-            clock=clock,
-        )
-        self._tickets = Filling(
-            fabric,
-            replicas,
-            events,
-            self._known,
-            self._leases,
-            self._lending,
-            busy=lambda s: self._reads.slots_of(s) | self._lending.slots_of(s),
-            sealers=sealers,
-            map_fn=map_fn,
-            threads=threads,
-            ids=ids,
-            deadline_s=deadline_s,
-            clock=clock,
-            failed=self._failed,
-        )
+        self._known = KnownRuns(owner.promise_of)
+        self._lending = Lending(workers.settlers, still_here=self._is_here, failed=self._failed)
+        self._parts = HostParts(node, fabric, replicas, workers, self._known, self._lending, vouch)
+        self._reads = Reading(self._parts)
+        self._leases = Leasing(self._parts, self)
+        self._tickets = Filling(self._parts, self._leases, self._reads)
 
     def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
         """Answer a message about snapshots, now or later; false if it is about something else."""
@@ -167,7 +114,7 @@ class Host:
 
     def holdings(self, job: str, run: str) -> Holdings:
         """Every sealed snapshot of a run that lies here."""
-        record, failures = self._records.of(job, run), self._failures_of(job, run)
+        record, failures = self._records.of(job, run), self._owner.failures_of(job, run)
         return local_holdings(self._store, self._replicas, job, run, record, failures)
 
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
@@ -213,7 +160,7 @@ class Host:
         for segment in self._replicas.everything():
             if not segment.in_place():
                 text = f"{segment.path.name} was removed, replaced or cut short behind our back"
-                self._events.add("error", "segment_vanished", text)
+                self._node.events.add("error", "segment_vanished", text)
                 self.remove(segment, "it is lost")
         for segment, why in self._unneeded(now_s) or self._expired(now_s):
             self.remove(segment, why)
@@ -226,8 +173,10 @@ class Host:
             part.removed(segment)
         self._used_s.pop(segment.path.name, None)
         size = format_bytes(segment.file_bytes)
-        self._events.add("info", "replica_removed", f"{segment.path.name} ({size}): {why}")
-        self._slow.submit(segment.close, _nothing, partial(self._failed, "closing a replica"))
+        self._node.events.add("info", "replica_removed", f"{segment.path.name} ({size}): {why}")
+        self._parts.workers.slow.submit(
+            segment.close, _nothing, partial(self._failed, "closing a replica")
+        )
 
     def close(self) -> None:
         """Give up every lease, ticket and read; does not wait for peers."""
@@ -236,7 +185,8 @@ class Host:
 
     # -- replicas --------------------------------------------------------------------------------
 
-    def _learn_epoch(self, message: p.OpenReplica) -> None:
+    def learn_epoch(self, message: p.OpenReplica) -> None:
+        """A peer opens a replica of this epoch; see `LeaseOwner`."""
         newest = self._newest_epoch(message.job, message.run)
         if not epoch_can_follow(message.epoch, newest):
             raise ValueError(f"epoch {message.epoch} after {newest}")
@@ -253,7 +203,7 @@ class Host:
         with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=True) as taken:
             if taken:
                 set_slot_state(segment.buffer, segment.geometry, index, SlotState.FREE)
-                self._events.count("replica.stale_freed")
+                self._node.events.count("replica.stale_freed")
 
     def _unneeded(self, now_s: float) -> list[tuple[Segment, str]]:
         found: list[tuple[Segment, str]] = []
@@ -289,7 +239,7 @@ class Host:
             wanted = self._leases.is_open(segment, now_s) or self._tickets.slots_of(segment)
             if wanted or segment.path.name not in self._used_s:
                 self._used_s[segment.path.name] = now_s
-        limit_s = self._retain_s
+        limit_s = self._node.config.retain_detached_s
         return [
             (segment, f"nobody has used it for {format_age(limit_s)}")
             for segment in self._replicas.everything()
@@ -302,7 +252,7 @@ class Host:
         segment = self._find(message.job, message.run, message.name)
         if segment is None:
             return p.PeerRefused("unknown", f"no segment {message.name} here")
-        self._used_s[segment.path.name] = self._clock()
+        self._used_s[segment.path.name] = self._node.clock()
         return self._reads.open(peer, message, segment)
 
     def _doubted(self, message: p.DoubtSlot) -> None:
@@ -314,7 +264,7 @@ class Host:
         wanted = (SlotState.SEALED, message.sequence)
         if header is None or (header.state, header.sequence) != wanted:
             return
-        self.doubt(segment, message.slot, message.sequence)
+        self._owner.doubt(segment, message.slot, message.sequence)
 
     def _descriptor(self, message: p.GetDescriptor) -> p.PeerReply:
         segment = self._find(message.job, message.run, message.name)
@@ -332,8 +282,7 @@ class Host:
         return None
 
     def _failed(self, what: str, error: BaseException) -> None:
-        logger.error("%s failed", what, exc_info=error)
-        self._events.add("error", "internal", f"{what}: {error!r}")
+        self._parts.failed(what, error)
 
 
 def local_holdings(

@@ -9,11 +9,10 @@ given up is free again when nothing can land in it any more (`ckptd.peers.replic
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.log_replicas import admit_log
 from ckptd.core.replication.replicas import Admit, Deny, Promise, admit
 from ckptd.core.slots.ring import SlotState
@@ -23,28 +22,27 @@ from ckptd.core.slots.segment_format import (
     unpack_slot_header,
     write_slot_header,
 )
-from ckptd.event_log import EventLog
 from ckptd.holdings import header_record
 from ckptd.memory import locks
 from ckptd.memory.inventory import log_records
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_files import described_file, left_behind, lend_slot, slot_file
+from ckptd.node_context import DigestThreads
 from ckptd.peers.peer_link import AnswerPeer
-from ckptd.peers.replicas.region_loans import Lending, Loan
+from ckptd.peers.replicas.host_parts import SLOWEST_BYTES_PER_S, HostParts
+from ckptd.peers.replicas.read_grants import Reading
+from ckptd.peers.replicas.region_loans import Loan
 from ckptd.peers.replicas.replica_leases import Leasing
-from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.storage.images.image import DigestMap, verify
+from ckptd.storage.images.image import verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.storage.images.strong_digest import matches
 from ckptd.transport.control import peer_messages as p
-from ckptd.transport.verbs import Access, Fabric, Region, Scope
-from ckptd.workers import Workers
+from ckptd.transport.verbs import Access, Region, Scope
 
-__all__ = ["SLOWEST_BYTES_PER_S", "Filling"]
+__all__ = ["Filling"]
 
 _MAX_TICKETS = 4096
 _MAX_TICKETS_PER_PEER = 1024
-SLOWEST_BYTES_PER_S = 4 << 20  # a peer slower than this has gone, as far as its slot is concerned
 
 
 @dataclass(slots=True)
@@ -62,39 +60,27 @@ class Filling:
     """Grants slots of replicas, and seals them.
 
     Args:
-        busy: slots of a replica that somebody reads, or still touches.
-        sealers: workers that verify; `map_fn`, if given, spreads one image over threads, and ``threads`` of them make one digest.
-        ids: numbers that no earlier boot of ours has given.
-        failed: told what did not work, and why.
+        reads: slots that somebody reads are not given to anybody.
     """
 
     def __init__(
         self,
-        fabric: Fabric,
-        replicas: ReplicaStore,
-        events: EventLog,
-        known: KnownRuns,
+        host: HostParts,
         leases: Leasing,
-        lending: Lending,
-        *,
-        busy: Callable[[Segment], set[int]],
-        sealers: Workers,
-        map_fn: DigestMap | None,
-        threads: int,
-        ids: Iterator[int],
-        deadline_s: float,
-        clock: Callable[[], float],
-        failed: Callable[[str, BaseException], None],
+        reads: Reading,
     ) -> None:
-        self._fabric, self._replicas, self._events = fabric, replicas, events
-        self._known, self._leases, self._lending, self._busy = known, leases, lending, busy
-        self._sealers, self._map, self._threads, self._ids = sealers, map_fn, threads, ids
-        self._deadline_s, self._clock, self._failed = deadline_s, clock, failed
+        self._host, self._known, self._leases, self._reads = host, host.known, leases, reads
+        self._deadline_s = host.node.config.peer_deadline_s
         self._tickets: dict[int, _Ticket] = {}
 
     def slots_of(self, segment: Segment) -> set[int]:
         """Slots of a replica that are being filled."""
         return {t.loan.index for t in self._tickets.values() if t.loan.segment is segment}
+
+    def _busy(self, segment: Segment) -> set[int]:
+        """Slots of a replica that somebody fills, reads, or still touches."""
+        touched = self._reads.slots_of(segment) | self._host.lending.slots_of(segment)
+        return self.slots_of(segment) | touched
 
     # -- from peers ------------------------------------------------------------------------------
 
@@ -139,7 +125,7 @@ class Filling:
             log_records(segment),
             oldest=message.oldest,
             epochs=self._known.epochs(told.job, told.run),
-            busy=self.slots_of(segment) | self._busy(segment),
+            busy=self._busy(segment),
         )
 
     def _admit(
@@ -150,11 +136,11 @@ class Filling:
         promise: Promise,
         span: int,
     ) -> Admit | Deny:
-        told, ordinal = segment.descriptor, self._replicas.ordinal(segment)
-        taken = self.slots_of(segment) | self._busy(segment)
+        told, ordinal = segment.descriptor, self._host.replicas.ordinal(segment)
+        taken = self._busy(segment)
         return admit(
             header_record(header, -1, -1, message.anchors),
-            self._replicas.auxiliary_records(segment),
+            self._host.replicas.auxiliary_records(segment),
             segment.descriptor.num_operators,
             generation=ordinal,
             promise=promise,
@@ -174,7 +160,7 @@ class Filling:
             return
         ticket.verifying, ticket.digest = True, message.digest
         # What is verified must not change any more.
-        self._lending.quiet(ticket.loan, partial(self._verify, message.ticket, answer))
+        self._host.lending.quiet(ticket.loan, partial(self._verify, message.ticket, answer))
 
     def abort(self, peer: str, message: p.AbortSlot) -> None:
         """The peer will not go on with it."""
@@ -197,12 +183,12 @@ class Filling:
     def tick(self, now_s: float) -> None:
         """End what nobody goes on with."""
         if ended := self._end_where(lambda t: now_s > t.until_s):
-            self._events.count("replica.ticket_expired", ended)
+            self._host.node.events.count("replica.ticket_expired", ended)
 
     def close(self) -> None:
         """Give up every ticket."""
         for ticket in self._tickets.values():
-            self._lending.abandon(ticket.loan, SlotState.FREE)
+            self._host.lending.abandon(ticket.loan, SlotState.FREE)
         self._tickets.clear()
 
     def _end_where(self, over: Callable[[_Ticket], bool]) -> int:
@@ -213,7 +199,7 @@ class Filling:
         return len(found)
 
     def _end(self, number: int, state: SlotState | None) -> None:
-        self._lending.end(self._tickets.pop(number).loan, state)
+        self._host.lending.end(self._tickets.pop(number).loan, state)
 
     # -- one ticket ------------------------------------------------------------------------------
 
@@ -224,8 +210,8 @@ class Filling:
         if isinstance(lent, p.PeerRefused):
             return lent
         fd, region = lent
-        number = next(self._ids)
-        until_s = self._clock() + self._deadline_s + header.image_len / SLOWEST_BYTES_PER_S
+        number = next(self._host.ids)
+        until_s = self._host.clock() + self._deadline_s + header.image_len / SLOWEST_BYTES_PER_S
         loan = Loan(segment, index, fd, region)
         self._tickets[number] = _Ticket(peer, boot_id, loan, header, until_s)
         key = region.key
@@ -242,7 +228,7 @@ class Filling:
         if left_behind(segment, index):
             return p.PeerRefused("busy", f"slot {index} is still being written")
         told = segment.descriptor
-        region = self._fabric.register(
+        region = self._host.fabric.register(
             segment.image(index, header),
             access=Access.WRITE,
             scope=Scope(peer, told.job, told.run),
@@ -258,15 +244,9 @@ class Filling:
             answer(p.PeerRefused("unknown", "the replica is gone: open it again"))
             return
         image = ticket.loan.segment.image(ticket.loan.index, ticket.header)
-        started = self._sealers.submit(
-            partial(
-                _wrong_with,
-                image,
-                ticket.header.header_digest,
-                ticket.digest,
-                self._map,
-                self._threads,
-            ),
+        digests = self._host.workers.digests
+        started = self._host.workers.verifiers.submit(
+            partial(_wrong_with, image, ticket.header.header_digest, ticket.digest, digests),
             partial(self._verified, number, answer),
             partial(self._not_verified, number, answer),
         )
@@ -283,7 +263,7 @@ class Filling:
         kind, wrong = found
         if wrong:
             self._end(number, SlotState.FREE)
-            self._events.add(
+            self._host.node.events.add(
                 "error",
                 kind,
                 f"{segment.path.name} slot {index} (iteration {ticket.header.iteration}) from "
@@ -295,26 +275,26 @@ class Filling:
         segment.keep_digest(index, ticket.header, ticket.digest)
         write_slot_header(segment.buffer, segment.geometry, index, ticket.header)
         self._end(number, None)
-        self._events.count("replica.sealed")
-        self._events.count("replica.sealed_bytes", ticket.header.image_len)
+        self._host.node.events.count("replica.sealed")
+        self._host.node.events.count("replica.sealed_bytes", ticket.header.image_len)
         answer(p.PeerDone())
 
     def _not_verified(self, number: int, answer: AnswerPeer, error: BaseException) -> None:
         if number in self._tickets:
             self._end(number, SlotState.FREE)
-        self._failed("verifying a replica", error)
+        self._host.failed("verifying a replica", error)
         answer(p.PeerRefused("internal", repr(error)[:4000]))
 
 
 def _wrong_with(
-    image: memoryview, header_digest: bytes, digest: str, map_fn: DigestMap | None, threads: int
+    image: memoryview, header_digest: bytes, digest: str, threads: DigestThreads
 ) -> tuple[str, str]:
     """What in an image does not match its digests, and the event that says so; empty if all of it does."""
     try:
-        verify(image, header_digest, map_fn=map_fn)
+        verify(image, header_digest, map_fn=threads.map_fn)
     except ImageError as error:
         return "replica_damaged", str(error)
-    if not matches(image, digest, threads=threads):
+    if not matches(image, digest, threads=threads.count):
         text = "its xxh3 digests match, the cryptographic digest that its sender told does not"
         return "replica_forged", f"{text}: somebody changed bytes and digests together"
     return "", ""

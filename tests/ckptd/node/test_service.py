@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -22,12 +23,13 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.segment_names import Kind
 from ckptd.ctl import render
 from ckptd.event_log import EventLog
-from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.node.service import Service
+from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.transport.control import messages as m
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
@@ -65,13 +67,27 @@ class NoWatcher:
         """There is nothing."""
 
 
+class Heard(SlotListener):
+    """Remembers what was sealed."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Segment] = []
+        self.logs: list[Segment] = []
+
+    def snapshot_sealed(self, segment: Segment) -> None:
+        self.snapshots.append(segment)
+
+    def log_sealed(self, segment: Segment) -> None:
+        self.logs.append(segment)
+
+
 @dataclass
 class Setting:
     service: Service
     peering: Watched
     store: SegmentStore
     workers: Workers
-    housekeeper: Housekeeper
+    heard: Heard
     answers: list[m.Reply] = field(default_factory=list)
 
     def ask(self, message: m.Message) -> m.Reply:
@@ -118,13 +134,13 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     config, events = DaemonConfig(), EventLog(100)
     store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
     workers = Workers("test", 1, 100, lambda: None)
-    housekeeper = Housekeeper(config, store, events, workers, workers, None)
-    peering = Watched(
-        config, store, events, sealers=workers, slow=workers, pool=None, post=lambda work: work()
-    )
+    heard = Heard()
+    housekeeper = Housekeeper(config, store, events, workers, workers, None, heard)
+    node = NodeContext(config, store, events, lambda work: work())
+    peering = Watched(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
     peering.store, peering.told = store, []
-    service = Service(config, store, events, housekeeper, workers, NoWatcher(), peering)
-    yield Setting(service, peering, store, workers, housekeeper)
+    service = Service(node, housekeeper, workers, NoWatcher(), peering, stop=Mock())
+    yield Setting(service, peering, store, workers, heard)
     peering.close()
     workers.close(5.0)
 
@@ -211,7 +227,6 @@ def test_a_fetch_gets_as_much_room_as_its_holder_has_or_as_little_as_will_do(
 
 def test_a_copy_on_this_node_that_a_fetch_finds_damaged_is_verified(setting: Setting) -> None:
     """And quarantined: the next plan must not want it again. No peer tells us of our own slots."""
-    setting.peering.scrub_with(setting.housekeeper.doubt)
     setting.attach()
     segment, snapshot = setting.reserve(), snapshot_of(3)
     segment.image(0, snapshot.header)[:] = snapshot.image
@@ -290,13 +305,12 @@ def test_parked_state_is_told_held_and_shown_apart_from_snapshots_and_logs(
     """It anchors everything, as a snapshot may: were it taken for one, the run would go back to it for ever."""
     setting.attach()
     snapshots, log = setting.reserve(), reserve_log(setting)
-    parked, told = reserve_log(setting, 2, "parked"), list[Segment]()
-    setting.housekeeper.sealed = told.append
+    parked = reserve_log(setting, 2, "parked")
     put(snapshots, 0, 3)
     fill(parked, 1, 7)
     setting.service.handle(b"t", m.Filled(parked.generation, 1, 7), setting.answers.append)
     eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
-    assert told == []  # nothing is replicated or stored because of it
+    assert setting.heard.snapshots == []  # nothing is replicated or stored because of it
     fresh = setting.attach(0)
     assert isinstance(fresh, m.Attached)
     assert [info.generation for info in fresh.segments] == [snapshots.generation]
@@ -394,20 +408,17 @@ def test_a_log_is_sealed_on_announcement_and_nobody_takes_that_for_a_snapshot(
     setting: Setting,
 ) -> None:
     setting.attach()
-    log, told = reserve_log(setting), list[Segment]()
-    setting.housekeeper.sealed = told.append
-    logs: list[Segment] = []
-    setting.housekeeper.log_sealed = logs.append
+    log = reserve_log(setting)
     fill(log, 1, 4)
     setting.service.handle(b"t", m.Filled(log.generation, 1, 4), setting.answers.append)
 
     def sealed() -> bool:
         setting.workers.collect()
-        return logs == [log]  # it may have to go to peers
+        return setting.heard.logs == [log]  # it may have to go to peers
 
     eventually(sealed, "the logged iteration is sealed, and told of")
     assert state_of(log, 1) is SlotState.SEALED
-    assert (told, setting.answers) == ([], [])
+    assert (setting.heard.snapshots, setting.answers) == ([], [])
 
 
 @pytest.mark.parametrize("message", [m.Detach(final=True), m.Forget("job", "run")])

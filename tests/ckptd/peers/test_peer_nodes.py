@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 import ckptd
 from ckptd.config.settings import DaemonConfig
 from ckptd.event_log import EventLog
-from ckptd.peers.peer_nodes import NeighbourEvents, Neighbours
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.node_context import NodeContext
+from ckptd.peers.peer_nodes import Neighbours
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import NodeCard
 from ckptd.transport.verbs import Answered, Fabric, Fault, PeerAddress
@@ -44,6 +47,7 @@ class FakePeer:
 
 @dataclass
 class Setting:
+    folder: Path
     told: list[tuple[str, ...]] = field(default_factory=list)
     peers: dict[str, FakePeer] = field(default_factory=dict)
     now_s: float = 100.0
@@ -52,21 +56,29 @@ class Setting:
     def __post_init__(self) -> None:
         self.events = EventLog(100)
         self.neighbours = Neighbours(
-            DaemonConfig(peer_deadline_s=DEADLINE_S),
-            "a",
-            "our boot",
-            cast("Fabric", self),
-            self.events,
-            NeighbourEvents(
-                lambda node, reason: self.told.append(("lost", node)),
-                lambda node: self.told.append(("back", node)),
-                lambda node, boot_id: self.told.append(("restarted", node, boot_id)),
+            NodeContext(
+                DaemonConfig(peer_deadline_s=DEADLINE_S),
+                SegmentStore(self.folder, 1 << 30, "a", mlock="off", hugepages="off"),
+                self.events,
+                _at_once,
+                "our boot",
+                clock=lambda: self.now_s,
             ),
-            memory_bytes=1 << 30,
-            post=_at_once,
-            clock=lambda: self.now_s,
+            cast("Fabric", self),
+            self,
         )
-        self.neighbours.needed = lambda: self.in_runs
+
+    def needed_nodes(self) -> set[str]:
+        return self.in_runs
+
+    def node_lost(self, node: str, reason: str) -> None:
+        self.told.append(("lost", node))
+
+    def node_back(self, node: str) -> None:
+        self.told.append(("back", node))
+
+    def node_restarted(self, node: str, boot_id: str) -> None:
+        self.told.append(("restarted", node, boot_id))
 
     def peer(self, address: PeerAddress) -> FakePeer:
         """As the fabric."""
@@ -94,8 +106,8 @@ def _at_once(work: Callable[[], None]) -> None:
 
 
 @pytest.fixture
-def setting() -> Setting:
-    return Setting()
+def setting(tmp_path: Path) -> Setting:
+    return Setting(tmp_path)
 
 
 def test_a_neighbour_that_does_not_answer_is_lost_until_it_does(setting: Setting) -> None:

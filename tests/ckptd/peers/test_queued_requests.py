@@ -14,6 +14,7 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
+from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.transport.control.peer_messages import PeerRefused, decode_peer
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Fault
@@ -33,13 +34,14 @@ class Busy:
         self.events = EventLog(1000)
         self._workers = Workers("busy", 1, 8, lambda: None)
         self.peering = Peering(
-            DaemonConfig(peer_listen=LOOPBACK, peer_security="plain", peer_data="zmq"),
-            SegmentStore(folder, 1 << 30, "n0", mlock="off", hugepages="off"),
-            self.events,
-            sealers=self._workers,
-            slow=self._workers,
-            pool=None,
-            post=self.posted.append,
+            NodeContext(
+                DaemonConfig(peer_listen=LOOPBACK, peer_security="plain", peer_data="zmq"),
+                SegmentStore(folder, 1 << 30, "n0", mlock="off", hugepages="off"),
+                self.events,
+                self.posted.append,
+            ),
+            NodeWorkers(self._workers, self._workers),
+            doubt=lambda segment, index, sequence: None,
         )
 
     def run(self) -> None:

@@ -21,7 +21,7 @@ from ckptd.core.slots.segment_hints import RingHint, read_ring_hint
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.node_context import NodeContext
 from ckptd.peers.runs import Run
 from ckptd.transport.control.messages import Join, Member, NodeCard
 from tests.ckptd.memory.fresh import put_header
@@ -49,13 +49,9 @@ class Node:
         self.run = Run(
             "job",
             "run",
-            DaemonConfig(),
-            self.store,
-            ReplicaStore(self.store),
-            EventLog(100),
+            NodeContext(DaemonConfig(), self.store, EventLog(100), Mock(), clock=lambda: 0.0),
             link=self.links.get,
             vouch=Mock(),
-            clock=lambda: 0.0,
         )
 
     def rank(self, rank: int, *, window: int = 2) -> Segment:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
+from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
@@ -18,6 +20,7 @@ from ckptd.memory import locks
 from ckptd.memory.image_digests import Vouched
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.rings import SnapshotRing
 from ckptd.peers.sender import RankReplication
@@ -136,6 +139,19 @@ class Sender:
         return locks.is_locked(self.segment.fd, slot_lock_byte(0), exclusive=True)
 
 
+class Standing:
+    """A run of epoch 1 that agreed on nothing yet."""
+
+    def joined(self) -> tuple[int, int, int]:
+        return 1, -1, 3
+
+    def promised(self) -> tuple[int, int, int, int]:
+        return -1, -1, 3, 0
+
+    def progressed(self) -> None:
+        """Nobody is told."""
+
+
 @pytest.fixture
 def sender(tmp_path: Path) -> Iterator[Sender]:
     """One sealed snapshot, to be sent to one target."""
@@ -156,15 +172,10 @@ def sender(tmp_path: Path) -> Iterator[Sender]:
         KEY,
         Replicator(),
         SnapshotRing(store, KEY),
-        store,
-        events,
+        NodeContext(DaemonConfig(peer_deadline_s=5.0), store, events, Mock(), clock=lambda: 100.0),
+        Standing(),
         link=lambda node: cast("PeerLink", link),
         vouch=vouching.want,
-        epoch=lambda: (1, -1, 3),
-        promise=lambda: (-1, -1, 3, 0),
-        progressed=lambda: None,
-        deadline_s=5.0,
-        clock=lambda: 100.0,
     )
     yield Sender(store, segment, link, rank, vouching, events)
     rank.close()

@@ -19,9 +19,10 @@ from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.node_context import DigestThreads
 from ckptd.peers.peer_link import PeerLink
 from ckptd.restore.fetch_job import FetchJob
-from ckptd.restore.fetch_tools import CopyDoubts
+from ckptd.restore.fetch_tools import CopyDoubts, FetchTools
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import (
     FetchPiece,
@@ -213,19 +214,19 @@ class Setting:
             link,
             self.events,
         )
-        job = FetchJob(
+        tools = FetchTools(
             self.make(0, slot_bytes=slot_bytes),
-            [FetchPiece(packed or pack_slot_header(header), sources)],
             node="here",
             link=link,
             local=self.segments.get,
             doubts=self.doubts,
             verifiers=workers or self.workers,
-            map_fn=None,
+            digests=DigestThreads(),
             events=self.events,
             clock=lambda: 100.0,
-            finished=self.over.append,
         )
+        pieces = [FetchPiece(packed or pack_slot_header(header), sources)]
+        job = FetchJob(tools, pieces, self.over.append)
         job.start()
         return job
 

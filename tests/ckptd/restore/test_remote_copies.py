@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,6 +29,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.node.service import Service
+from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.transport.control import messages as m
 from ckptd.workers import Workers
 from tests.ckptd.node.test_service import NoWatcher
@@ -113,11 +115,9 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
     workers = Workers("test", 1, 100, lambda: None)
     housekeeper = Housekeeper(config, store, events, workers, workers, None)
-    peering = Peering(
-        config, store, events, sealers=workers, slow=workers, pool=None, post=lambda work: work()
-    )
-    peering.scrub_with(housekeeper.doubt)
-    service = Service(config, store, events, housekeeper, workers, NoWatcher(), peering)
+    node = NodeContext(config, store, events, lambda work: work())
+    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
+    service = Service(node, housekeeper, workers, NoWatcher(), peering, stop=Mock())
     found = Setting(service, peering, store, workers, events)
     found.attach()
     yield found
