@@ -19,6 +19,7 @@ upon one; and the same ones for the same number, so that a run can be repeated.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -86,7 +87,7 @@ class SamplePlan:
             if item.nbytes and item.tensor.device.type == device.type
         ]
         self._tensors = [p.tensor for p in self._places]
-        self._addresses = [p.tensor.data_ptr() for p in self._places]
+        self._at = [p.tensor.data_ptr() for p in self._places]
         self._span: Any = None
         if self._places:
             self._lay_out()
@@ -95,11 +96,18 @@ class SamplePlan:
         """How many copies have samples."""
         return len(self._places)
 
-    def draw(self, number: int) -> Samples:
-        """The samples of snapshot ``number``."""
+    def draw(self, number: int, *, in_place: int = 0) -> Samples:
+        """The samples of snapshot ``number``.
+
+        Args:
+            in_place: so many of the first items were just found where they are by the caller; for the
+                first reading that is not looked at again. To ask thousands of tensors where they
+                are takes longer than all else here.
+        """
+        checked = bisect_left(self._places, in_place, key=lambda place: place.number)
         if not self._places:
             nothing = np.empty(0, np.int64)
-            return Samples(self, nothing.view(np.uint64), nothing, nothing)
+            return Samples(self, nothing.view(np.uint64), nothing, nothing, checked)
         turn = self._turns + np.uint64(number * _GOLDEN & 0xFFFF_FFFF)
         turn &= np.uint64(0xFFFF_FFFF)
         turn *= self._lengths
@@ -107,11 +115,15 @@ class SamplePlan:
         element = turn
         element += self._begins
         addresses = self._address_of(element)
-        return Samples(self, element, addresses, (addresses - self.base) >> 3)
+        return Samples(self, element, addresses, (addresses - self.base) >> 3, checked)
 
-    def moved(self) -> bool:
-        """Whether a tensor's memory is not where it was: then it must not be read there any more."""
-        return list(map(Tensor.data_ptr, self._tensors)) != self._addresses
+    def moved(self, first: int = 0) -> bool:
+        """Whether a tensor's memory is not where it was: then it must not be read there any more.
+
+        Args:
+            first: of those that have samples, the first one that is looked at.
+        """
+        return list(map(Tensor.data_ptr, self._tensors[first:])) != self._at[first:]
 
     @property
     def span(self) -> Any:
@@ -126,32 +138,40 @@ class SamplePlan:
 
     # -- what Samples needs ------------------------------------------------------------------------
 
-    def values(self, samples: Samples, words: Words) -> Words:
-        """The sampled elements' bits out of the words that they lie in."""
-        shift = (samples.addresses & 7).astype(np.uint64) << np.uint64(3)
-        found: Words = (words >> shift) & self._masks
-        return found
+    def differ(self, samples: Samples, first: Words, last: Words) -> set[int]:
+        """The items of which a sampled element is another one in ``last`` than in ``first``."""
+        # A word may have neighbours of another tensor in it.
+        of = np.flatnonzero(first != last)
+        addresses, masks = samples.addresses[of], self._masks[of]
+        differs = _bits(first[of], addresses, masks) != _bits(last[of], addresses, masks)
+        return self._items_of(self._owners[of][differs])
 
-    def items_of(self, which: npt.NDArray[np.bool_]) -> set[int]:
-        """Which items these samples are of, by their numbers in the list."""
-        return {self._places[i].number for i in np.unique(self._owners[which]).tolist()}
+    def _items_of(self, owners: npt.NDArray[np.int32]) -> set[int]:
+        """The items' numbers in the list."""
+        return {self._places[i].number for i in np.unique(owners).tolist()}
 
     def items_moved(self) -> set[int]:
         """The items whose memory is not where it was."""
-        pairs = zip(self._places, self._addresses, strict=True)
+        pairs = zip(self._places, self._at, strict=True)
         return {p.number for p, address in pairs if p.tensor.data_ptr() != address}
 
-    def unlike(self, element: Words, values: Words, image: Words, base: int) -> set[int]:
+    def unlike(self, samples: Samples, words: Words, image: Words, base: int) -> set[int]:
         """The items whose copies, in an image that begins at ``base`` in ``image``'s bytes, do not
-        hold ``values``.
+        hold what was found in ``words``.
         """
-        position = self._offsets + element.view(np.int64) * self._image_sizes + base
-        shift = (position & 7).astype(np.uint64) << np.uint64(3)
-        copied = (image[position >> 3] >> shift) & self._image_masks
+        of: Any = slice(None)
+        if self._words_apart is not None and not base & 7:
+            # Where whole words are alike their elements are. Of the others a neighbour may differ.
+            there = np.take(image, samples.index + self._words_apart + (base >> 3))
+            of = np.flatnonzero(there != words)
+        position = self._offsets[of] + samples.element[of].view(np.int64) * self._image_sizes[of]
+        position += base
+        copied = _bits(np.take(image, position >> 3), position, self._image_masks[of])
+        values = _bits(words[of], samples.addresses[of], self._masks[of])
         differs = values != copied
-        for of, source, target in self._casts:
-            differs[of] = _differ_when_cast(values[of], copied[of], source, target)
-        return self.items_of(differs) if differs.any() else set()
+        for cast, source, target in self._casts:
+            differs[cast] = _differ_when_cast(values[cast], copied[cast], source, target)
+        return self._items_of(self._owners[of][differs])
 
     # -- made once ---------------------------------------------------------------------------------
 
@@ -188,6 +208,10 @@ class SamplePlan:
             for pair in sorted(pairs, key=str)
         ]  # fmt: skip
         self.base = min(p.start for p in places) & ~7
+        # From the word of a sample to that of its copy, where both lie alike in their words.
+        apart = self._offsets - self._starts + self.base
+        alike = all(p.strides is None and not p.casts for p in places) and not (apart & 7).any()
+        self._words_apart: Indices | None = apart >> 3 if alike else None
         self._num_words = (max(p.highest for p in places) - self.base + 7) >> 3
 
     def _address_of(self, element: Words) -> Indices:
@@ -206,13 +230,15 @@ class Samples:
     engine read them.
 
     ``element``: the number of each within its rows. ``index``: the words of ``plan.span`` that they
-    lie in. ``prepared``: what a device's engine keeps for reading again.
+    lie in. ``checked``: so many of the plan's first tensors are known to be where they were, until
+    the first reading. ``prepared``: what a device's engine keeps for reading again.
     """
 
     plan: SamplePlan
     element: Words
     addresses: Indices
     index: Indices
+    checked: int = 0
     found: list[Words] = field(default_factory=list)
     moved: set[int] = field(default_factory=set)
     prepared: Any = None
@@ -221,7 +247,8 @@ class Samples:
         """Whether there are any, all where they were; what has moved since the plan was made counts
         as changed.
         """
-        if self.plan.moved():
+        checked, self.checked = self.checked, 0
+        if self.plan.moved(checked):
             self.moved |= self.plan.items_moved()
         return bool(len(self.plan)) and not self.moved
 
@@ -229,11 +256,7 @@ class Samples:
         """Which items do not hold what they held when they were first read."""
         found = set(self.moved)
         if len(self.found) > 1 and not np.array_equal(self.found[0], self.found[-1]):
-            # A word may have neighbours of another tensor in it.
-            first, last = (
-                self.plan.values(self, words) for words in (self.found[0], self.found[-1])
-            )
-            found |= self.plan.items_of(first != last)
+            found |= self.plan.differ(self, self.found[0], self.found[-1])
         return found
 
     def unlike(self, image: Words, base: int) -> set[int]:
@@ -245,8 +268,7 @@ class Samples:
         """
         if not self.found:
             return set(self.moved)
-        values = self.plan.values(self, self.found[0])
-        return self.moved | self.plan.unlike(self.element, values, image, base)
+        return self.moved | self.plan.unlike(self, self.found[0], image, base)
 
 
 @dataclass(slots=True)
@@ -319,6 +341,13 @@ def _stretches(nth: Indices, elements: Indices, counts: Indices) -> tuple[Words,
     begin = np.where(nth == 0, 0, np.where(last, elements - 1, begin))
     end = np.where(nth == 0, 1, np.where(last, elements, end))
     return begin.astype(np.uint64), (end - begin).astype(np.uint64)
+
+
+def _bits(words: Words, addresses: Indices, masks: Words) -> Words:
+    """The elements at these addresses, out of the words that they lie in."""
+    found: Words = words >> ((addresses & 7) << 3).view(np.uint64)
+    found &= masks
+    return found
 
 
 def _differ_when_cast(

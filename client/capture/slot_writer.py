@@ -215,7 +215,8 @@ class CopySplit:
         if self._plan is None:
             self._plan = SamplePlan(self._sampled, engine.device)
             self._sampled = []
-        return self._plan.draw(number)
+        # `LiveSources.items` has just asked each of them where it is, and would have made others.
+        return self._plan.draw(number, in_place=len(self.steady))
 
     def names_of(self, numbers: Iterable[int]) -> tuple[set[str], set[str]]:
         """The names of what is sampled: of what is copied beside training, and of what is copied at once."""

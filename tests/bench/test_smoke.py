@@ -72,6 +72,14 @@ SUBJECTS = [
         {"snapshot_bytes_once_vs_each", "overhead_fraction_once", "overhead_fraction_each"},
     ),
     (
+        "sampling",
+        [
+            *("--rounds", "1", "--block", "1", "--settle", "4", "--tokens", "16", "--blocks", "2"),
+            *("--large", "2", "--large-width", "32", "--moe-mib", "1"),
+        ],
+        {"small_fraction", "large_fraction", "moe_fraction", "small_extra", "small_samples"},
+    ),
+    (
         "replay",
         ["--rounds", "1", "--tokens", "64", "--width", "32", "--layers", "2", "--window", "10"],
         {"replay_cost_90_frozen"},
