@@ -13,13 +13,14 @@ import pytest
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import slot_lock_byte, write_slot_header
+from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.workers import Workers
+from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import descriptor, eventually
 from tests.ckptd.snapshots import snapshot_of, states_in
 
@@ -82,7 +83,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     for index in range(SLOTS):
         snapshot = snapshot_of(index)
         segment.image(index, snapshot.header)[:] = snapshot.image
-        write_slot_header(segment.buffer, segment.geometry, index, snapshot.header)
+        put_header(segment.buffer, segment.geometry, index, snapshot.header)
     workers, events = Workers("test", 1, SLOTS, lambda: None), EventLog(100)
     config = DaemonConfig(scrub_interval_s=0)  # nobody else looks at the slots
     housekeeper = Housekeeper(config, store, events, workers, workers, None)
