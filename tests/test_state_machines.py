@@ -17,6 +17,7 @@ from ckptd.core.state_machine import Transitions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "state_machines.md"
 TABLES = {
+    "replay": ("ckptd.client.recovery.replay_progress", "TRANSITIONS"),
     "schedule change": ("ckptd.core.schedules.switching", "TRANSITIONS"),
     "slot": ("ckptd.core.slots.slots", "TRANSITIONS"),
     "parking copy": ("ckptd.client.parking.park_gate", "COPY_TRANSITIONS"),

@@ -47,6 +47,11 @@ class Tape:
         self.substitute = False
         self.mismatches: list[str] = []
 
+    @property
+    def playing(self) -> bool:
+        """Whether a step gets what was recorded."""
+        return self._playing is not None
+
     def record(self, kind: str, value: Any) -> Any:
         """While training: keep ``value``. While replaying: the value that was kept at this point of the step."""
         if self._playing is None:

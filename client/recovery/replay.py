@@ -61,8 +61,10 @@ from ckptd.client.recovery.optimizer_restore import (
     round_frozen_masters,
     state_tensor,
 )
+from ckptd.client.recovery.replay_progress import ReplayEvent, ReplayProgress, ReplayState
 from ckptd.client.recovery.replica_broadcast import Piece, ReplicaBroadcast
 from ckptd.client.rng_state import restore_rng
+from ckptd.core.state_machine import validated
 from ckptd.cuda.engine import CopyEngine, CopyItem
 
 __all__ = ["Replay", "ReplayMismatch"]
@@ -103,7 +105,8 @@ class Replay:
         self._handing = handing or ReplicaBroadcast(-1, ())
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing = freezing
-        self._position, self._begins_dense = 0, begins_dense
+        self._progress = ReplayProgress([image.iteration for image in self._images])
+        self._begins_dense = begins_dense
         self._activity = Activity(binding, operators)
         self._known_scalars: dict[int, dict[str, Any]] = {}
         self._limiter = BackwardLimiter(self._activity.split_params)
@@ -115,24 +118,24 @@ class Replay:
     @property
     def start(self) -> int:
         """The first iteration to run."""
-        return self._images[0].iteration
+        return self._progress.start
 
     @property
     def end(self) -> int:
         """The iteration from which on the state is dense."""
-        return self._images[-1].iteration
+        return self._progress.end
 
     @property
     def reached(self) -> int:
         """The boundary up to which everything was replayed and compared; the first iteration where
         nothing was yet.
         """
-        return self._images[self._position].iteration
+        return self._progress.reached
 
     @property
     def next_iteration(self) -> int:
         """The boundary at which ``advance`` is due; -1 once the state is dense."""
-        return -1 if self.dense else self._images[self._position + 1].iteration
+        return self._progress.next_iteration
 
     @property
     def oldest_scalars(self) -> dict[str, Any]:
@@ -163,10 +166,12 @@ class Replay:
     @property
     def dense(self) -> bool:
         """Whether every operator is active."""
-        return self._position == len(self._images) - 1
+        return self._progress.at_end
 
+    @validated
     def load_state(self) -> None:
         """Load the oldest snapshot's group options and the user's state; forget what the optimizers keep."""
+        self._progress.on(ReplayEvent.LOAD_STATE)
         scalars = self._scalars(0)
         for keeper in self._binding.keepers:
             keeper.state.clear()
@@ -181,17 +186,21 @@ class Replay:
         # A scheduler's load may touch the groups; the recorded options are the truth.
         apply_groups(self._binding, scalars["groups"])
 
+    @validated
     def load_tensors(self) -> None:
         """Load the oldest snapshot's anchors and every other operator's compute weights; a
         collective call if ranks share some.
         """
+        self._progress.on(ReplayEvent.LOAD_TENSORS)
         self._load(self._images[0], self._scalars(0), everything=True)
         self._activity.begin(dense=self._begins_dense)
         if not self._activity.frozen_rows:
             self.freezing = "none"
 
+    @validated
     def begin_first_step(self) -> None:
         """The loop is about to run the first step: random state as it was at the top of it."""
+        self._progress.on(ReplayEvent.BEGIN)
         restore_rng(self._scalars(0)["rng"])
         self._first_forward_done = False
         if not self.dense:
@@ -224,7 +233,7 @@ class Replay:
         """
         if self.dense:
             return
-        image = self._images[self._position + 1]
+        image = self._images[self._progress.position + 1]
         owner = self._binding.owner
         frozen = {
             n: rows
@@ -250,14 +259,16 @@ class Replay:
         )
         round_frozen_masters(self._binding, self._activity.frozen_rows)
 
+    @validated
     def advance(self) -> Differences:
         """The top of the next step: compare, load, activate. After the last snapshot the state is dense.
 
         Returns:
             What was recomputed otherwise than it was recorded. It is in the log, too; whoever calls decides what follows.
         """
-        self._position += 1
-        image, scalars = self._images[self._position], self._scalars(self._position)
+        self._progress.on(ReplayEvent.ADVANCE)
+        at = self._progress.position
+        image, scalars = self._images[at], self._scalars(at)
         found = self._compare(image, scalars)
         self._load(image, scalars, everything=False)
         if self.dense:
@@ -272,10 +283,24 @@ class Replay:
             self._report(found.texts, image.iteration)
         return found
 
+    @validated
     def abandon(self) -> None:
         """Undo every patch."""
+        self._progress.on(ReplayEvent.ABANDON)
         self._limiter.stop()
         self._tape.play(None)
+
+    def _validate(self) -> None:
+        """At the newest snapshot every operator is active, and what is over leaves no patch (DESIGN §7)."""
+        self._progress.validate()
+        activity, state = self._activity, self._progress.state
+        if state is ReplayState.DENSE:
+            missing = activity.everything & ~activity.active
+            assert not missing, f"dense, and the operators {missing:b} have no anchor"
+        if state in (ReplayState.DENSE, ReplayState.ABANDONED):
+            assert not self._tape.playing, f"{state}, and recorded values are played"
+        if activity.whole:
+            assert not activity.frozen_rows, "begun dense, and something is frozen"
 
     def _scalars(self, position: int) -> dict[str, Any]:
         if position not in self._known_scalars:
@@ -285,8 +310,9 @@ class Replay:
     # -- loading ---------------------------------------------------------------------------------
 
     def _play(self) -> None:
-        image, following = self._images[self._position], self._images[self._position + 1]
-        tape = self._scalars(self._position + 1)["tape"]
+        at = self._progress.position
+        image, following = self._images[at], self._images[at + 1]
+        tape = self._scalars(at + 1)["tape"]
         if self._activity.whole and following.iteration - image.iteration > 1:
             tape = []  # it is of the last of these iterations; all of it is computed again
         self._tape.play([(kind, value) for kind, value in tape])
