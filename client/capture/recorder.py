@@ -1,22 +1,23 @@
 """The cadence of snapshots: what to do at the top of each step while training (not while replaying).
 
-Life: measuring (the first steps: how long is a step, which precision suffices) → recording (one
-snapshot per clean boundary). A boundary is *clean* if no gradients are pending: in the middle of an
-accumulation over several loop steps nothing is taken, and the chain goes on, because weights do not
-change in between. The chain *breaks* when a boundary after an update is missed; then a new
-generation of slots is reserved, so that the old suffix stays until a new one is complete.
+Life: measuring (the first steps: how long is a step, which precision suffices), then recording, one
+snapshot per clean boundary; the states are those of the chain (`ckptd.client.capture.snapshot_chain`). A
+boundary is *clean* if no gradients are pending: in the middle of an accumulation over several loop steps
+nothing is taken, and the chain goes on, because weights do not change in between. The chain *breaks* when
+a boundary after an update is missed; then a new generation of slots is reserved, so that the old suffix
+stays until a new one is complete.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.mutable_buffers import RestlessBuffers
 from ckptd.client.capture.slot_writer import Capture
+from ckptd.client.capture.snapshot_chain import SnapshotChain, Taken
 from ckptd.client.capture.step_scalars import StepScalars
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
@@ -39,6 +40,7 @@ from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
+from ckptd.core.state_machine import validated
 from ckptd.cuda.engine import CopyEngine, CpuEngine
 
 if TYPE_CHECKING:
@@ -51,15 +53,6 @@ logger = get_logger(__name__)
 _WATCHED_STEPS = 4
 _REPORT_S = 1.0
 _PENDING_LIMIT = 100
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """The newest snapshot: its step, its predecessor, and the tape it was given."""
-
-    step: int = -1
-    previous: int = -1
-    tape: tuple[tuple[str, Any], ...] = ()
 
 
 class Recorder:
@@ -95,15 +88,13 @@ class Recorder:
         # (`ckptd.core.schedules.calendar`).
         self._ordinal = -1
         self._counted = -1
-        self._previous = -1
+        self._chain = SnapshotChain()
         self._stepped = False
         self._pace = StepTiming()
         self._reported_at = 0.0
         self._restless = RestlessBuffers(binding)
-        self._last = _Taken()
         self._chooser = CopyModeChooser() if options.inline_copy is None else None
         self._updates: dict[int, int] = {}
-        self._refused = False  # an optimizer keeps what cannot be captured
         self._in_a_row = 0  # steps whose snapshot found no slot
         self._provision = Provision(
             binding,
@@ -145,6 +136,7 @@ class Recorder:
 
     # -- the life of a step ----------------------------------------------------------------------
 
+    @validated
     def top(self, step: int) -> None:
         """The top of ``step``: take its snapshot if this boundary is clean."""
         pace = self._pace
@@ -162,11 +154,11 @@ class Recorder:
         if self._capture is not None:
             self._settle(self._capture)
             if self._capture.take_broken():
-                self._previous = -1
+                self._chain.cut()
                 self._stats.chain_breaks += 1
         if pending:
             self._pend()
-        elif not self._refused:
+        elif not self._chain.refused:
             self._take_unless_refused(step)
         if pace.steps <= _WATCHED_STEPS:
             self.watch()
@@ -209,9 +201,10 @@ class Recorder:
         self._stepped = True
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
 
+    @validated
     def abort(self) -> None:
         """Something failed in the middle: forget the snapshot in the making, and let the chain begin anew."""
-        self._previous = -1
+        self._chain.cut()
         # Where the top of a step failed, the next one would count its optimizer's updates together
         # with this one's.
         self._stepped = False
@@ -237,10 +230,11 @@ class Recorder:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
         self._provision.resume(plan, sharing)
         self._draws.watches = plan.shares
-        self._previous, self._ordinal = last, phase
+        self._ordinal = phase
         if self._changes is not None:
             self._changes.resume(last, phase, stride=1)
         self._start_capture()
+        self._chain.resume(last)
 
     def go_on(self, last: int, phase: int, stride: int) -> None:
         """What was recorded is here now: how many iterations lay between two snapshots, of which
@@ -275,8 +269,12 @@ class Recorder:
 
     def break_chain(self) -> None:
         """The state is not what the recorded snapshots lead to: no suffix may span this point."""
-        self._previous = -1
+        self._chain.cut()
         self._stats.chain_breaks += 1
+
+    def _validate(self) -> None:
+        self._chain.validate(captures=self._capture is not None)
+        assert self._capture is None or self.plan is not None
 
     def watch(self) -> None:
         """The top of a step without a snapshot: see which buffers change before the optimizer's step."""
@@ -301,7 +299,7 @@ class Recorder:
         if self.parking is not None:
             self.parking.again()
         if self._stepped:
-            self._previous = -1
+            self._chain.cut()
             self._tape.take()
             # Between two clean boundaries one optimizer steps several times, as in a step with
             # several updates.
@@ -321,8 +319,7 @@ class Recorder:
             self._refuse(cannot_be_captured(self._binding.kept.whose, refused))
 
     def _refuse(self, text: str) -> None:
-        self._refused = True
-        self._previous = -1
+        self._chain.refuse()
         logger.error("%s", text)
         self._memory.session.notice("error", "not_protected", text)
         self._stats.failed += 1
@@ -338,17 +335,18 @@ class Recorder:
             return
         if self._changes is not None and not self._in_step(self._changes, step):
             self._tape.take()
-            self._previous = -1
+            self._chain.cut()
             return
         if self._ordinal % self.plan.schedule.window == 0:
             provision.maybe_reorder()
             provision.maybe_widen(step)
         if not self._captures_everything(step):
             self._tape.take()
-            self._previous = -1
+            self._chain.cut()
             return
-        if self._last.step == step:
-            self._take_again()
+        if self._chain.last.step == step:  # the loop was left and entered again
+            self._chain.repeat()
+            self._tape.put_back(self._chain.last.tape)
         capture, plan = self._capture, self.plan
         assert capture is not None
         phase = plan.phase_plan(self._binding, self._ordinal)
@@ -361,12 +359,11 @@ class Recorder:
         if phase is None:  # a policy that skips steps: its snapshots need no chain
             return
         layout, begins = phase
-        previous = -1 if begins else self._previous
+        previous = -1 if begins else self._chain.previous
         begun = capture.begin(step, layout, previous, scalars)
         self._pace.sealed(capture.take_sealing_s())
         if begun:
-            self._last = _Taken(step, previous, self._tape.last)
-            self._previous = step
+            self._chain.take(Taken(step, previous, self._tape.last))
             self._in_a_row = 0
             self._drop_unneeded()
             provision.maybe_grow(step, crowded=capture.crowded)
@@ -390,14 +387,6 @@ class Recorder:
         changes.wish_for_stride()
         return knows
 
-    def _take_again(self) -> None:
-        """The loop was left and entered again at the same step: its snapshot is taken anew, in the
-        place of the first.
-        """
-        last = self._last
-        self._previous = last.previous
-        self._tape.put_back(last.tape)
-
     def _drop_unneeded(self) -> None:
         for segment in self._memory.drop_unneeded():
             self._engine.release(segment.memory)
@@ -406,7 +395,7 @@ class Recorder:
         """No slot: the chain breaks here. With a new generation the old suffix can stay while a new
         one is built.
         """
-        self._previous = -1
+        self._chain.cut()
         self._stats.chain_breaks += 1
         self._tape.take()
         self._drop_unneeded()  # the floor may have moved since: no more generations are made while these are here
@@ -437,11 +426,10 @@ class Recorder:
 
     def _switched(self, other_plan: bool) -> None:
         """A further generation is in use."""
-        if other_plan:
-            self._previous = -1
-            if self._changes is None:
-                self._ordinal = 0
+        if other_plan and self._changes is None:
+            self._ordinal = 0
         self._start_capture()
+        self._chain.use(other_plan=other_plan)
 
     def _start_capture(self) -> None:
         plan = self.plan
