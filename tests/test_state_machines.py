@@ -23,6 +23,7 @@ TABLES = {
     "parking copy": ("ckptd.client.parking.park_gate", "COPY_TRANSITIONS"),
     "parking moment": ("ckptd.client.parking.park_gate", "MOMENT_TRANSITIONS"),
     "persistence": ("ckptd.core.persistence.persister", "TRANSITIONS"),
+    "preparation": ("ckptd.client.schedule.schedule_change", "TRANSITIONS"),
     "recorder": ("ckptd.client.capture.snapshot_chain", "TRANSITIONS"),
     "replication": ("ckptd.core.replication.target", "TRANSITIONS"),
 }

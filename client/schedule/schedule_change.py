@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -29,16 +30,60 @@ from ckptd.client.stats import Stats
 from ckptd.core.schedules.calendar import Calendar, Strides
 from ckptd.core.schedules.schedule import OperatorCost, Schedule, reorder
 from ckptd.core.schedules.switching import Apply, Change, Discard, Effect, Prepare
+from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 
-__all__ = ["Plans", "ScheduleChanges", "orders_towards"]
+__all__ = [
+    "TRANSITIONS",
+    "Plans",
+    "Preparation",
+    "PreparationEvent",
+    "ScheduleChanges",
+    "orders_towards",
+]
 
 logger = get_logger(__name__)
 
 Phases = tuple[tuple[int, ...], ...]
 
 _ORDER_TRIES = 5
+
+
+class Preparation(MachineState):
+    """How far this rank is with the plan and the memory for a change."""
+
+    NONE = "none", "no attempt is open for this rank"
+    WAITING = "waiting", "asked to prepare; other memory is on its way, one thing at a time"
+    MAKING = "making", "planned; its memory is being made"
+    PREPARED = "prepared", "plan and memory are there, so that going over cannot fail"
+    UNABLE = "unable", "this rank cannot, and has said so; the attempt is about to end"
+
+
+class PreparationEvent(StrEnum):
+    """What happens to it."""
+
+    ASK = "ask"
+    PLAN = "plan"
+    MAKE = "make"
+    REFUSE = "refuse"
+    APPLY = "apply"
+    GIVE_BACK = "give back"
+
+
+TRANSITIONS = Transitions(
+    "preparation",
+    {
+        (Preparation.NONE, PreparationEvent.ASK): Preparation.WAITING,
+        (Preparation.WAITING, PreparationEvent.PLAN): Preparation.MAKING,
+        (Preparation.WAITING, PreparationEvent.REFUSE): Preparation.UNABLE,
+        (Preparation.MAKING, PreparationEvent.MAKE): Preparation.PREPARED,
+        (Preparation.MAKING, PreparationEvent.REFUSE): Preparation.UNABLE,
+        # A rank that has promised goes over, also if it has said since that it cannot.
+        (Preparation.PREPARED, PreparationEvent.APPLY): Preparation.NONE,
+        **{(state, PreparationEvent.GIVE_BACK): Preparation.NONE for state in Preparation},
+    },
+)
 
 
 class Plans(Protocol):
@@ -64,7 +109,6 @@ class Plans(Protocol):
 class _Ready:
     """What was prepared for an attempt."""
 
-    number: int
     plan: SnapshotPlan | None = None
     segment: MappedSegment | None = None
     orders: tuple[Phases, ...] = ()
@@ -89,8 +133,8 @@ class ScheduleChanges:
         self.calendar = Calendar()
         self.strides = Strides()
         self._switches: ScheduleAgreement | None = None
-        self._ready: _Ready | None = None
-        self._open = 0  # the attempt for which this rank prepares or has prepared; 0: none
+        self._state, self._ready = Preparation.NONE, _Ready()
+        self._number = 0  # of the attempt for which this rank prepares or has prepared
         self._order: tuple[int, ...] = ()  # to be proposed, and how often still
         self._order_tries = 0
 
@@ -107,6 +151,7 @@ class ScheduleChanges:
 
     # -- at the top of a step ------------------------------------------------------------------------
 
+    @validated
     def boundary(self, step: int) -> bool:
         """Do what is to be done at this boundary; False if this step must not be captured: by which
         schedule is not known.
@@ -125,18 +170,38 @@ class ScheduleChanges:
     @property
     def open(self) -> bool:
         """Whether this rank prepares, or has prepared, a change."""
-        return bool(self._open)
+        return self._state is not Preparation.NONE
 
     @property
     def reserving(self) -> bool:
         """Whether memory for a change is on its way: there can be one request at a time."""
-        ready = self._ready
-        return ready is not None and ready.plan is not None and ready.segment is None
+        return self._ready.plan is not None and self._ready.segment is None
 
     def unable(self, why: str) -> None:
         """Whatever was prepared is of no use any more."""
-        if self._open:
-            self._agreed().unable(self._open, why)
+        if self.open:
+            self._agreed().unable(self._number, why)
+
+    @property
+    def state(self) -> Preparation:
+        """How far this rank is; see the table."""
+        return self._state
+
+    def _on(self, event: PreparationEvent) -> None:
+        """Every transition goes through here."""
+        self._state = TRANSITIONS.after(self._state, event, attempt=self._number)
+
+    def _validate(self) -> None:
+        """Memory that was made is there until it is used or given back, and no longer."""
+        ready, state = self._ready, self._state
+        if state in (Preparation.NONE, Preparation.WAITING):
+            assert ready.plan is None, f"{state}, and a plan"
+            assert not ready.orders, f"{state}, and orders"
+        if state is Preparation.MAKING:
+            assert self.reserving, f"{state}, and no memory is on its way"
+        if state is Preparation.PREPARED:
+            assert not self.reserving, f"{state}, and its memory is on its way"
+        assert state is Preparation.NONE or self._number > 0
 
     def _agreed(self) -> ScheduleAgreement:
         if self._switches is None:
@@ -150,8 +215,10 @@ class ScheduleChanges:
     def _perform(self, effect: Effect, step: int) -> None:
         match effect:
             case Prepare():
-                self._open = effect.number
-                self._prepare(effect.number, effect.change)
+                self._number = effect.number
+                if self._state is Preparation.NONE:
+                    self._on(PreparationEvent.ASK)
+                self._prepare(effect.change)
             case Apply():
                 self._apply(effect, step)
             case Discard():
@@ -169,41 +236,39 @@ class ScheduleChanges:
 
     # -- preparing -----------------------------------------------------------------------------------
 
-    def _prepare(self, number: int, change: Change) -> None:
+    def _prepare(self, change: Change) -> None:
         plan = self._plans.plan
         assert plan is not None
-        if self._ready is None or self._ready.number != number:
+        if self._state is Preparation.WAITING:
             if (change.window or change.dense) and self._plans.reserves():
                 return  # later: one thing at a time
-            self._give_back()
-            self._open = number
             try:
-                self._ready = self._made_ready(number, change, plan)
+                self._ready = self._made_ready(change, plan)
             except ValueError as error:
-                self._refuse(number, str(error))
+                self._refuse(str(error))
                 return
-        ready = self._ready
-        if ready.plan is not None and ready.segment is None and not self._reserve(ready):
-            return
-        self._agreed().prepared(number)
+            self._on(PreparationEvent.PLAN)
+        if self._state is Preparation.MAKING and (not self.reserving or self._reserve(self._ready)):
+            self._on(PreparationEvent.MAKE)
+            self._agreed().prepared(self._number)
 
-    def _made_ready(self, number: int, change: Change, plan: SnapshotPlan) -> _Ready:
+    def _made_ready(self, change: Change, plan: SnapshotPlan) -> _Ready:
         if change.order:
             if change.table != table_digest(plan):
                 raise ValueError("this rank has other operators, sizes or slots")
             orders = _orders(plan, change.order)
             if any(plan.takes(self._binding, phases) > plan.slot_bytes for phases in orders):
                 raise ValueError("its slots are too small for that order")
-            return _Ready(number, orders=orders)
+            return _Ready(orders=orders)
         if not (change.window or change.dense):
-            return _Ready(number)
+            return _Ready()
         if not self._memory.session.connected:
             raise ValueError("the daemon is away")
         other = self._plans.plan_for(change)
         wanted = 1 if change.dense else change.window
         if other.schedule.window != wanted:
             raise ValueError(f"it can only have a window of {other.schedule.window}")
-        return _Ready(number, plan=other)
+        return _Ready(plan=other)
 
     def _reserve(self, ready: _Ready) -> bool:
         """Have its memory made; False while it is on its way, or there is none."""
@@ -226,22 +291,24 @@ class ScheduleChanges:
             if ready.plan.upload_slots:
                 ready.plan.leave_no_room_for_uploads()
                 return False
-            self._refuse(ready.number, str(error))
+            self._refuse(str(error))
             return False
         except DaemonUnavailable as error:
-            self._refuse(ready.number, str(error))
+            self._refuse(str(error))
             return False
         self._engine.register(ready.segment.memory, ready.segment.regions())
         return True
 
-    def _refuse(self, number: int, why: str) -> None:
+    def _refuse(self, why: str) -> None:
+        self._on(PreparationEvent.REFUSE)
         identity = self._memory.identity
         logger.info("this rank cannot change its schedule: %s", why)
-        self._agreed().unable(number, f"rank {identity.rank} cannot: {why}")
+        self._agreed().unable(self._number, f"rank {identity.rank} cannot: {why}")
 
     def _give_back(self) -> None:
-        ready, self._ready, self._open = self._ready, None, 0
-        if ready is not None and ready.segment is not None:
+        self._on(PreparationEvent.GIVE_BACK)
+        ready, self._ready = self._ready, _Ready()
+        if ready.segment is not None:
             self._engine.release(ready.segment.memory)
             self._memory.give_back(ready.segment)
 
@@ -249,9 +316,9 @@ class ScheduleChanges:
 
     def _apply(self, effect: Apply, step: int) -> None:
         ready, change = self._ready, effect.change
-        assert ready is not None
-        assert ready.number == effect.number
-        self._ready, self._open = None, 0
+        assert effect.number == self._number
+        self._on(PreparationEvent.APPLY)
+        self._ready = _Ready()
         text = f"from iteration {effect.at} on another schedule on all ranks: {change.why}"
         logger.info("%s", text)
         self._memory.session.notice("info", "schedule_changed", text)
