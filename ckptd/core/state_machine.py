@@ -50,7 +50,12 @@ class Transitions(Generic[S, E]):
     """
 
     def __init__(self, machine: str, table: Mapping[tuple[S, E], S]) -> None:
-        self.machine, self.table = machine, MappingProxyType(dict(table))
+        self.machine, self._table = machine, dict(table)
+
+    @property
+    def table(self) -> Mapping[tuple[S, E], S]:
+        """The state that follows, by state and event."""
+        return MappingProxyType(self._table)
 
     def after(self, state: S, event: E, **ids: object) -> S:
         """The state that follows.
@@ -60,20 +65,23 @@ class Transitions(Generic[S, E]):
         Raises:
             LocalProtocolError: the event is not legal in this state.
         """
-        following = self.table.get((state, event))
-        if following is None:
-            legal = sorted(_name(e) for s, e in self.table if s is state)
-            raise LocalProtocolError(
-                f"event {_name(event)} is not legal in state {_name(state)}",
-                operation=self.machine,
-                ids=ids,
-                hint=f"Legal are: {', '.join(legal) or 'none'}. This is a bug of ckptd; please report it",
-            )
-        return following
+        try:
+            return self._table[state, event]
+        except KeyError:
+            raise self._illegal(state, event, ids) from None
 
     def following(self, state: S) -> frozenset[S]:
         """The states to which one event leads."""
         return frozenset(after for (before, _), after in self.table.items() if before is state)
+
+    def _illegal(self, state: S, event: E, ids: Mapping[str, object]) -> LocalProtocolError:
+        legal = sorted(_name(e) for s, e in self._table if s is state)
+        return LocalProtocolError(
+            f"event {_name(event)} is not legal in state {_name(state)}",
+            operation=self.machine,
+            ids=ids,
+            hint=f"Legal are: {', '.join(legal) or 'none'}. This is a bug of ckptd; please report it",
+        )
 
 
 class _Validates(Protocol):
