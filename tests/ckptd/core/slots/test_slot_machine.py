@@ -109,9 +109,9 @@ def test_an_event_that_is_not_legal_names_machine_state_and_event() -> None:
 def test_a_state_word_that_does_not_follow_is_refused_before_it_is_written() -> None:
     """A slot of which nothing was copied must not become visible to a recovery."""
     buf, geometry = make()
-    write_slot_header(buf, geometry, 0, SlotHeader(state=SlotState.FILLING, iteration=7))
-    with pytest.raises(LocalProtocolError, match="from filling to sealed"):
+    write_slot_header(buf, geometry, 0, SlotHeader(iteration=7))
+    with pytest.raises(LocalProtocolError, match="from free to sealed"):
         set_slot_state(buf, geometry, 0, SlotState.SEALED)
     header = read_slot_header(buf, geometry, 0)
     assert header is not None
-    assert header.state is SlotState.FILLING
+    assert header.state is SlotState.FREE
