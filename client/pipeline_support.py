@@ -22,7 +22,7 @@ from ckptd.client.model.communication import Communication
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.stage_hooks import listen
-from ckptd.client.recovery.localized_recovery import ApartStart, end_localized
+from ckptd.client.recovery.localized_recovery import LocalizedStart, end_localized
 from ckptd.client.stats import Stats
 from ckptd.cuda.select import make_engine
 from ckptd.errors import DaemonUnavailable
@@ -45,7 +45,7 @@ class PipelinePart:
         self._apart: IsolatedStage | None = None
         self._logged: frozenset[int] = frozenset()
         self.log: BoundaryLog | None = None
-        self.start: ApartStart | None = None
+        self.start: LocalizedStart | None = None
 
     # -- setting up ------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class PipelinePart:
         return undo
 
     def run_isolated(
-        self, rank: int, start: ApartStart, stages: Mapping[int, StageShapes | None]
+        self, rank: int, start: LocalizedStart, stages: Mapping[int, StageShapes | None]
     ) -> dict[int, StageShapes]:
         """Some ranks begin before others.
 

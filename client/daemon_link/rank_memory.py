@@ -7,7 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from ckptd.client.daemon_link.communication_facts import LogFacts
 from ckptd.client.daemon_link.generations import Generations
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotTable
-from ckptd.client.daemon_link.retrieval import Attempt, Retrieval
+from ckptd.client.daemon_link.retrieval import Retrieval, Retrieved
 from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
 from ckptd.client.daemon_link.segment_arrival import Arrivals
 from ckptd.client.daemon_link.session import Session
@@ -191,22 +191,20 @@ class RankMemory:
         finally:
             self._stats.recover_plan_s += time.perf_counter() - begun
 
-    def attempt(self, pieces: Sequence[SnapshotToLoad], view: RunView) -> Attempt:
-        """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
-        return self._retrieval.attempt(pieces, view.everybody)
+    def retrieve(
+        self, pieces: Sequence[SnapshotToLoad], view: RunView, undo: ExitStack
+    ) -> Retrieved:
+        """Have the pieces here, or on their way (`Retrieval.retrieve`)."""
+        return self._retrieval.retrieve(pieces, view.everybody, undo)
 
-    def descriptor_of(self, attempt: Attempt) -> SegmentDescriptor:
-        """Of the segment in which the newest piece of an attempt lies, or to which it comes."""
-        return self._retrieval.descriptor_of(attempt)
-
-    def forsake(self, attempt: Attempt) -> None:
-        """Another plan is made, or none: give back what was fetched for this one."""
-        self._retrieval.forsake(attempt)
+    def descriptor_of(self, retrieved: Retrieved) -> SegmentDescriptor:
+        """Of the segment in which the newest piece lies, or to which it comes."""
+        return self._retrieval.descriptor_of(retrieved)
 
     def resume(
         self,
         pieces: Sequence[SnapshotToLoad],
-        attempt: Attempt,
+        retrieved: Retrieved,
         view: RunView,
         *,
         epoch: int,
@@ -222,10 +220,10 @@ class RankMemory:
             AttachRefused: the run was recovered again since the plan was made; nothing has begun.
         """
         unlike = self._newer_than_table_of(pieces[0], view.held) if pieces else []
-        mine = [record for record in attempt.own if record is not None]
+        mine = [record for record in retrieved.own if record is not None]
         if mine and not unlike:
             unlike = self._segments.of_another_window(self._segments.of(mine[-1]))
-        arriving = None if attempt.fetched is None else self._map(attempt.fetched)
+        arriving = None if retrieved.fetched is None else self._map(retrieved.fetched)
         if arriving is not None:
             self._segments.add(arriving)
         # What may be refused comes before what cannot be undone.
@@ -237,12 +235,12 @@ class RankMemory:
         for record in (*truncate(records, end), *of_others):
             self._release(record)
         if arriving is None:
-            return self.images([own for own in attempt.own if own is not None])
-        arrivals = Arrivals(self.session, arriving, self._stats, asked_s=attempt.asked_s)
+            return self.images([own for own in retrieved.own if own is not None])
+        arrivals = Arrivals(self.session, arriving, self._stats, asked_s=retrieved.asked_s)
         slots = count()  # pieces that do not lie here were asked for in this order
         return [
             self._image(own) if own is not None else arrivals.image(next(slots), piece.record)
-            for piece, own in zip(pieces, attempt.own, strict=True)
+            for piece, own in zip(pieces, retrieved.own, strict=True)
         ]
 
     def begin_epoch_after(self, view: RunView, highest: int, start: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from ckptd.storage.images.image import DigestMismatch, verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.transport.control.messages import NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["Attempt", "Retrieval"]
+__all__ = ["Retrieval", "Retrieved"]
 
 logger = get_logger(__name__)
 
@@ -33,80 +34,76 @@ logger = get_logger(__name__)
 _POLL_S = 0.05
 
 
-@dataclass(slots=True)
-class Attempt:
-    """What came of trying a plan, for the vote: ``again`` if another plan may do, ``fatal`` if none can."""
+@dataclass(frozen=True, slots=True)
+class Retrieved:
+    """The snapshots of this rank's part of a plan: here, or on their way."""
 
     own: Sequence[SlotRecord | None]  # this rank's own copies, by piece
     fetched: SegmentInfo | None = None
     asked_s: float = 0.0  # when, by the performance counter
-    again: bool = False
-    fatal: Exception | None = None
-
-    def raise_failure(self) -> None:
-        """Raise where this rank does not have the plan's snapshots."""
-        if self.fatal is not None:
-            raise self.fatal
-        if self.again:
-            raise TryAgain
 
 
 class Retrieval:
-    """Tries plans. What is damaged here is quarantined, so that the next plan does without it."""
+    """Has the snapshots of plans here. What is damaged here is quarantined, so that the next plan does
+    without it.
+    """
 
     def __init__(self, session: Session, segments: Generations) -> None:
         self._session, self._segments = session, segments
 
-    def attempt(self, pieces: Sequence[SnapshotToLoad], cards: tuple[NodeCard, ...]) -> Attempt:
-        """Have the pieces here, or on their way; never raises, since the other ranks wait for our vote."""
+    def retrieve(
+        self, pieces: Sequence[SnapshotToLoad], cards: tuple[NodeCard, ...], undo: ExitStack
+    ) -> Retrieved:
+        """Have the pieces here, or on their way.
+
+        Args:
+            undo: gives back what was fetched.
+        Raises:
+            TryAgain: not these pieces; another plan may do.
+            AttachRefused: there is no memory for them.
+        """
         node = self._session.node_id
-        found = Attempt([self._segments.own_copy(node, piece) for piece in pieces])
-        missing = [p for p, own in zip(pieces, found.own, strict=True) if own is None]
+        own = [self._segments.own_copy(node, piece) for piece in pieces]
+        missing = [piece for piece, mine in zip(pieces, own, strict=True) if mine is None]
         try:
-            if self._verify([record for record in found.own if record is not None]):
-                found.again = True
-            elif missing:
-                found.asked_s = time.perf_counter()
-                found.fetched = self._fetch(missing, cards)
-                # Of what only storage has there is no other copy: if it is damaged, all ranks must
-                # go back to an older one.
-                if any(_only_stored(piece) for piece in missing) and not self._arrives(
-                    found.fetched
-                ):
-                    found.again = True
+            if self._verify([record for record in own if record is not None]):
+                raise TryAgain
+            if not missing:
+                return Retrieved(own)
+            asked_s = time.perf_counter()
+            fetched = self._fetch(missing, cards)
+            undo.callback(self._session.drop, fetched.generation)
+            # Of what only storage has there is no other copy: if it is damaged, all ranks must go
+            # back to an older one.
+            if any(_only_stored(piece) for piece in missing) and not self._arrives(fetched):
+                raise TryAgain
         except AttachRefused as error:
             # Where its holders are gone, others may be there. Where there is no memory for it,
             # there will be none.
-            found.again = error.code == RefusalCode.NOT_FOUND
-            found.fatal = None if found.again else error
-        except DaemonUnavailable:
-            found.again = True
-        except Exception as error:  # noqa: BLE001 - raised after the vote
-            found.fatal = error
-        return found
+            if error.code == RefusalCode.NOT_FOUND:
+                raise TryAgain from error
+            raise
+        except DaemonUnavailable as error:
+            raise TryAgain from error
+        return Retrieved(own, fetched, asked_s)
 
-    def descriptor_of(self, attempt: Attempt) -> SegmentDescriptor:
-        """Of the segment in which the newest piece of an attempt lies, or to which it comes.
+    def descriptor_of(self, retrieved: Retrieved) -> SegmentDescriptor:
+        """Of the segment in which the newest piece lies, or to which it comes.
 
         Raises:
             DaemonUnavailable: what is being brought here was taken away.
         """
-        own = attempt.own[-1]
+        own = retrieved.own[-1]
         if own is not None:
             return self._segments.of(own).descriptor
-        if attempt.fetched is None:
+        if retrieved.fetched is None:
             raise DaemonUnavailable("nothing is brought here", operation="fetch")
         try:
-            return SlotFile(Path(attempt.fetched.path), "snapshots").told
+            return SlotFile(Path(retrieved.fetched.path), "snapshots").told
         except (OSError, SegmentError) as error:
             raise DaemonUnavailable(
                 f"what is brought here cannot be read: {error}", operation="fetch"
             ) from error
-
-    def forsake(self, attempt: Attempt) -> None:
-        """Another plan is made, or none: give back what was fetched for this one."""
-        if attempt.fetched is not None:
-            self._session.drop(attempt.fetched.generation)
 
     def _fetch(self, pieces: Sequence[SnapshotToLoad], cards: tuple[NodeCard, ...]) -> SegmentInfo:
         wanted = tuple(fetch_piece(piece, sealed_at_ns=time.time_ns()) for piece in pieces)

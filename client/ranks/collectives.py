@@ -85,8 +85,10 @@ class Outcomes(Generic[T]):
         failed = [(rank, one) for rank, one in enumerate(self.failures) if one.text]
         own = self.own
         if not failed:
+            if isinstance(own, TryAgain):
+                raise own
             if self.again:
-                raise TryAgain from own
+                raise TryAgain
             return
         kept = own is not None and not isinstance(own, DaemonUnavailable | TryAgain)
         if own is not None and (kept or len(self.failures) == 1):

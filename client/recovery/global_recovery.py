@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckptd.client.daemon_link.rank_memory import RankMemory
-from ckptd.client.daemon_link.retrieval import Attempt
+from ckptd.client.daemon_link.retrieval import Retrieved
 from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives, TryAgain
+from ckptd.client.recovery.start_procedure import agree_on_plan
 from ckptd.client.recovery.verification import Replayed
 from ckptd.core.recovery.global_plan import (
     NoRecovery,
@@ -42,7 +43,9 @@ __all__ = ["Recovered", "recover_global"]
 
 logger = get_logger(__name__)
 
-_PLANS = 7  # nodes may come and go while a plan is made
+# Nodes may come and go while a plan is made. One more is for storage, which is looked at only if
+# memory is not enough.
+_ATTEMPTS = 8
 _VERIFIED_PLANS = (
     2  # of these the first: what is only for comparing must not keep the run from coming back
 )
@@ -87,67 +90,106 @@ def recover_global(
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
             did not reproduce; on every rank.
     """
-    recoverable_before = storage = False
-    wanted = min(ranks.gather(verify_iterations, int))
-    for attempts in range(_PLANS):
-        verified = wanted if attempts < _VERIFIED_PLANS else 0
-        view, plan = _plan(memory, ranks, storage, at, verified)
-        # A world of an elastic job is a new run. What is durable of those before was looked at when
-        # it was planned.
-        if isinstance(plan, NoRecovery) and not storage and memory.topology != WORLD_TOPOLOGY:
-            # Every rank comes to the same conclusion, whether or not its own node has a store.
-            storage = True
-            view, plan = _plan(memory, ranks, storage, at, verified)
+    procedure = _GlobalStart(memory, ranks, at, min(ranks.gather(verify_iterations, int)))
+    agreed = agree_on_plan(ranks, procedure)
+    if agreed is None:
+        # Every rank comes here. Starting over would free what the others hold safely.
+        raise DaemonUnavailable(
+            f"no plan for the recovery held after {procedure.tried} attempts",
+            hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, `ckptctl events`); nothing was "
+            "lost: start again when it can, or `ckptctl forget` the run to begin anew",
+        )
+    agreed.undo.pop_all()  # it is used from here on
+    view, plan = agreed.inventory, agreed.plan
+    if isinstance(plan, NoRecovery):
+        _tell_start(memory, plan, view)
+        with ranks.all_or_none():
+            memory.begin_epoch_after(view, plan.epoch, -1)
+        return plan.reason
+    rank = memory.identity.rank
+    with ranks.all_or_none():
+        images = memory.resume(
+            plan.per_rank[rank], procedure.retrieved, view, epoch=plan.epoch, end=plan.end
+        )
+    return Recovered(images, _why(plan, view), _replayed(plan, rank), plan.unverified, plan.dense)
+
+
+class _GlobalStart:
+    """The start of a run of which all ranks go back to snapshots.
+
+    Attributes:
+        tried: plans whose snapshots were asked for.
+        retrieved: of the last of them.
+    """
+
+    attempts = _ATTEMPTS
+    vote: type[None] = type(None)
+
+    def __init__(
+        self, memory: RankMemory, ranks: Collectives, at: int | None, verify_iterations: int
+    ) -> None:
+        self._memory, self._ranks, self._at = memory, ranks, at
+        self._verify_iterations = verify_iterations
+        self._storage = self._recoverable_before = False
+        self.tried = 0
+        self.retrieved = Retrieved([])
+
+    def inventory(self, undo: ExitStack) -> RunView:
+        """What the nodes hold of the run; and what is durable, once memory has turned out not to be enough."""
+        return self._memory.see(self._ranks, storage=self._storage)
+
+    def plan(self, view: RunView) -> RecoveryPlan | NoRecovery:
+        """The newest suffix that every rank can have.
+
+        Raises:
+            ValueError, AttachRefused, DaemonUnavailable, CorruptionError: as `recover_global`.
+        """
+        memory, wanted = self._memory, self._verify_iterations
+        verified = wanted if self.tried < _VERIFIED_PLANS else 0
+        with memory.planning():
+            plan = plan_recovery(
+                view.usable,
+                memory.identity.world_size,
+                homes=view.homes,
+                epochs=view.epochs,
+                at=self._at,
+                verify_iterations=verified,
+            )
         if isinstance(plan, NoRecovery):
-            if at is not None:
-                raise ValueError(f"resume_at={at}: {plan.reason}. Nothing was changed")
+            # A world of an elastic job is a new run. What is durable of those before was looked at
+            # when it was planned.
+            if not self._storage and memory.topology != WORLD_TOPOLOGY:
+                # Every rank comes to the same conclusion, whether or not its own node has a store.
+                self._storage = True
+                raise TryAgain
+            if self._at is not None:
+                raise ValueError(f"resume_at={self._at}: {plan.reason}. Nothing was changed")
             _refuse_what_is_quarantined(memory, plan, view)
-            _refuse_to_forget(memory, plan, view, recoverable_before)
-            _tell_start(memory, plan, view)
-            with ranks.all_or_none():
-                memory.begin_epoch_after(view, plan.epoch, -1)
-            return plan.reason
+            _refuse_to_forget(memory, plan, view, self._recoverable_before)
+            return plan
         if wanted and not verified:
             plan = replace(plan, unverified="the snapshots for it could not be had")
         if wanted:
             _refuse_what_cannot_be_compared(memory, plan, view)
-        recoverable_before = True  # it may be no more, when what is damaged here is quarantined
-        pieces = plan.per_rank[memory.identity.rank]
-        attempt = memory.attempt(pieces, view)
-        if attempt.fatal is not None and plan.start < plan.needed:
-            # There may be memory for what the run needs, and none for what is to be compared with it.
-            attempt.again, attempt.fatal = True, None
-        if not _again(memory, ranks, attempt):
-            with ranks.all_or_none():
-                images = memory.resume(pieces, attempt, view, epoch=plan.epoch, end=plan.end)
-            replayed = _replayed(plan, memory.identity.rank)
-            return Recovered(images, _why(plan, view), replayed, plan.unverified, plan.dense)
-    # Every rank comes here together. Starting over would free what the others hold safely.
-    raise DaemonUnavailable(
-        f"no plan for the recovery held after {_PLANS} attempts",
-        hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, `ckptctl events`); nothing was "
-        "lost: start again when it can, or `ckptctl forget` the run to begin anew",
-    )
-
-
-def _plan(
-    memory: RankMemory,
-    ranks: Collectives,
-    storage: bool,
-    at: int | None,
-    verify_iterations: int,
-) -> tuple[RunView, RecoveryPlan | NoRecovery]:
-    view = memory.see(ranks, storage=storage)
-    with memory.planning():
-        plan = plan_recovery(
-            view.usable,
-            memory.identity.world_size,
-            homes=view.homes,
-            epochs=view.epochs,
-            at=at,
-            verify_iterations=verify_iterations,
+        self._recoverable_before = (
+            True  # it may be no more, when what is damaged here is quarantined
         )
-    return view, plan
+        return plan
+
+    def retrieve(self, view: RunView, plan: RecoveryPlan | NoRecovery, undo: ExitStack) -> None:
+        """Have this rank's snapshots, or have them on their way."""
+        assert isinstance(plan, RecoveryPlan), "without a plan nothing is retrieved"
+        self.tried += 1
+        pieces = plan.per_rank[self._memory.identity.rank]
+        try:
+            self.retrieved = self._memory.retrieve(pieces, view, undo)
+        except TryAgain:
+            raise
+        except Exception as error:
+            if plan.start == plan.needed:
+                raise
+            # There may be memory for what the run needs, and none for what is to be compared with it.
+            raise TryAgain from error
 
 
 def _replayed(plan: RecoveryPlan, rank: int) -> Replayed:
@@ -302,18 +344,6 @@ def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
     text = f"{memory.identity}: starting over from the beginning: {why}"
     logger.log(logging.ERROR if damaged else logging.WARNING, "%s", text)
     memory.session.notice("error" if damaged else "warning", "starting_over", text)
-
-
-def _again(memory: RankMemory, ranks: Collectives, attempt: Attempt) -> bool:
-    """Whether all ranks must plan anew: what one rank lacks changes the plan of all."""
-    with ExitStack() as undo:
-        undo.callback(memory.forsake, attempt)
-        try:
-            ranks.agree(attempt.raise_failure, type(None))
-        except TryAgain:
-            return True
-        undo.pop_all()
-    return False
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ckptd.client.daemon_link.communication_facts import LogFacts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
-from ckptd.client.daemon_link.retrieval import Attempt
+from ckptd.client.daemon_link.retrieval import Retrieved
 from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
@@ -25,6 +25,7 @@ from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.pipeline.value_logs import ValueLogs
 from ckptd.client.ranks.collectives import Collectives, TryAgain
 from ckptd.client.recovery.global_recovery import Recovered
+from ckptd.client.recovery.start_procedure import agree_on_plan
 from ckptd.client.recovery.verification import Replayed
 from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
 from ckptd.core.recovery.held import RunHoldings
@@ -44,7 +45,7 @@ from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
 from ckptd.transport.control.messages import NodeCard
 
-__all__ = ["ApartStart", "begin_localized", "end_localized", "recovered_locally"]
+__all__ = ["LocalizedStart", "begin_localized", "end_localized", "recovered_locally"]
 
 logger = get_logger(__name__)
 
@@ -55,7 +56,7 @@ _TRIES = 2  # of the same plan: a node may have been slow
 
 
 @dataclass(slots=True)
-class ApartStart:
+class LocalizedStart:
     """A localized plan that every rank can follow, and what this rank begins with.
 
     Attributes:
@@ -89,7 +90,7 @@ def begin_localized(
     alike: tuple[int, ...],
     *,
     verify_iterations: int = 0,
-) -> ApartStart | None:
+) -> LocalizedStart | None:
     """The localized recovery of this run, where there is one; None on all ranks where all recover
     together. A collective call.
 
@@ -111,55 +112,39 @@ def begin_localized(
 
 def _try_plans(
     memory: RankMemory, ranks: Collectives, alike: tuple[int, ...], verify_iterations: int
-) -> ApartStart | str:
+) -> LocalizedStart | str:
     """The first plan of which every rank has what it needs; or why there is none, nothing if nobody
     was parked. A collective call.
     """
-    unusable: tuple[SnapshotCopy, ...] = ()
-    tried: list[LocalizedPlan] = []
-    wanted = min(ranks.gather(verify_iterations, int))
-    for attempt in range(_PLANS):
-        view = _look(memory, ranks, alike, unusable)
-        if not view.parked:
-            return ""
-        plan = _plan(view, memory.identity.world_size, wanted if attempt < _VERIFIED_PLANS else 0)
-        if isinstance(plan, NotLocalized):
-            return plan.reason
-        if tried.count(plan) == _TRIES:
-            break
-        tried.append(plan)
-        mine = plan.per_rank[memory.identity.rank]
-        trial = _Trial(memory, mine, view, len({*plan.bases.values()}) > 1)
-        with ExitStack() as undo:
-            undo.callback(trial.forsake)
-            try:
-                schedules = ranks.agree(trial.require, ScheduleStart)
-            except TryAgain:
-                unusable += trial.unusable
-                continue
-            if why := differing(schedules):
-                return why
-            undo.pop_all()
-        return _begin(memory, ranks, trial, plan)
-    return f"not every rank could have what it needs, in {len(tried)} attempts"
+    procedure = _Procedure(memory, ranks, alike, min(ranks.gather(verify_iterations, int)))
+    agreed = agree_on_plan(ranks, procedure)
+    if agreed is None:
+        return procedure.not_held
+    with agreed.undo as undo:
+        if isinstance(agreed.plan, NotLocalized):
+            return agreed.plan.reason
+        if why := differing(agreed.votes):
+            return why
+        undo.pop_all()
+    return _begin(memory, ranks, procedure.part, agreed.plan)
 
 
 def _begin(
-    memory: RankMemory, ranks: Collectives, trial: _Trial, plan: LocalizedPlan
-) -> ApartStart:
+    memory: RankMemory, ranks: Collectives, part: _Part, plan: LocalizedPlan
+) -> LocalizedStart:
     """All ranks have what they need: the new history begins. A collective call."""
     with ExitStack() as undo:
-        undo.callback(trial.feeds.close)
+        undo.callback(part.feeds.close)
         with ranks.all_or_none():
-            images = trial.resume(plan)
+            images = part.resume(plan)
             again_in_a_row = memory.hint & HINT_APART
             memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
         undo.pop_all()
-    values = ValueLogs(memory.session, trial.mine, trial.feeds, trial.view.everybody)
-    return ApartStart(plan, trial.mine, images, trial.feeds, values)
+    values = ValueLogs(memory.session, part.mine, part.feeds, part.view.everybody)
+    return LocalizedStart(plan, part.mine, images, part.feeds, values)
 
 
-def recovered_locally(start: ApartStart) -> Recovered:
+def recovered_locally(start: LocalizedStart) -> Recovered:
     """What this rank begins with; each of those that replay decides for itself."""
     replayed = Replayed(snapshots_used(start.mine.snapshots), everybody=False, localized=True)
     unverified = start.mine.unverified
@@ -174,49 +159,107 @@ def recovered_locally(start: ApartStart) -> Recovered:
     return Recovered(start.images, start.plan.reason, replayed, unverified)
 
 
-def end_localized(memory: RankMemory, start: ApartStart) -> None:
+def end_localized(memory: RankMemory, start: LocalizedStart) -> None:
     """The localized recovery is over."""
     start.close()
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
 
 
-def _look(
-    memory: RankMemory,
-    ranks: Collectives,
-    alike: tuple[int, ...],
-    unusable: tuple[SnapshotCopy, ...],
-) -> RunView:
-    """What there is, and what ranks tell of themselves. A collective call.
+class _Procedure:
+    """The start of a run of which only some ranks go back to snapshots.
 
-    Of a rank that runs on another node now its log there has told; it goes on telling that.
+    Attributes:
+        part: what this rank has of the last plan that was tried.
     """
-    here = recorded_facts(segment.descriptor.client for segment in memory.logs)
-    found, facts = memory.brought_facts or here, None
-    if found is not None:
-        both = tuple(rank for rank in found.alike if rank in alike)
-        facts = RankFacts(found.neighbours, found.domain, both)
-    view = memory.see(ranks, facts=facts, alike=alike, unusable=unusable)
-    if found is None:
-        rank = memory.identity.rank
-        left_behind = facts_from_logs((rank,), view.logs, view.parked).get(rank)
-        if left_behind is not None:
-            others = tuple(other for other in left_behind.alike if other != rank)
-            memory.brought_facts = LogFacts(left_behind.neighbours, left_behind.domain, others)
-    return view
 
+    attempts = _PLANS
+    vote = ScheduleStart
+    part: _Part
 
-def _plan(view: RunView, world_size: int, verify_iterations: int) -> LocalizedPlan | NotLocalized:
-    if any(hint & HINT_APART_AGAIN for hint in view.hints):
-        return NotLocalized("two localized recoveries in a row have not come to their end")
-    if open_failures(view.failures):
-        return NotLocalized("a replay of this run did not reproduce what was recorded")
-    return plan_localized(
-        RunHoldings(view.usable, view.parked, view.logs, view.begun),
-        view.facts,
-        world_size,
-        homes=view.homes,
-        verify_iterations=verify_iterations,
-    )
+    def __init__(
+        self,
+        memory: RankMemory,
+        ranks: Collectives,
+        alike: tuple[int, ...],
+        verify_iterations: int,
+    ) -> None:
+        self._memory, self._ranks, self._alike = memory, ranks, alike
+        self._verify_iterations = verify_iterations
+        self._unusable: tuple[SnapshotCopy, ...] = ()
+        self._tried: list[LocalizedPlan] = []
+
+    @property
+    def not_held(self) -> str:
+        """That no plan could be followed."""
+        return f"not every rank could have what it needs, in {len(self._tried)} attempts"
+
+    def inventory(self, undo: ExitStack) -> RunView:
+        """What there is, and what ranks tell of themselves. A collective call.
+
+        Of a rank that runs on another node now its log there has told; it goes on telling that.
+        """
+        memory = self._memory
+        here = recorded_facts(segment.descriptor.client for segment in memory.logs)
+        found, facts = memory.brought_facts or here, None
+        if found is not None:
+            both = tuple(rank for rank in found.alike if rank in self._alike)
+            facts = RankFacts(found.neighbours, found.domain, both)
+        view = memory.see(self._ranks, facts=facts, alike=self._alike, unusable=self._unusable)
+        if found is None:
+            rank = memory.identity.rank
+            left_behind = facts_from_logs((rank,), view.logs, view.parked).get(rank)
+            if left_behind is not None:
+                others = tuple(other for other in left_behind.alike if other != rank)
+                memory.brought_facts = LogFacts(left_behind.neighbours, left_behind.domain, others)
+        return view
+
+    def plan(self, view: RunView) -> LocalizedPlan | NotLocalized:
+        """Who keeps its parked state, who copies one, who replays."""
+        if not view.parked:
+            return NotLocalized("")
+        if any(hint & HINT_APART_AGAIN for hint in view.hints):
+            return NotLocalized("two localized recoveries in a row have not come to their end")
+        if open_failures(view.failures):
+            return NotLocalized("a replay of this run did not reproduce what was recorded")
+        verified = len(self._tried) < _VERIFIED_PLANS
+        plan = plan_localized(
+            RunHoldings(view.usable, view.parked, view.logs, view.begun),
+            view.facts,
+            self._memory.identity.world_size,
+            homes=view.homes,
+            verify_iterations=self._verify_iterations if verified else 0,
+        )
+        if isinstance(plan, LocalizedPlan):
+            if self._tried.count(plan) == _TRIES:
+                return NotLocalized(self.not_held)
+            self._tried.append(plan)
+        return plan
+
+    def retrieve(
+        self, view: RunView, plan: LocalizedPlan | NotLocalized, undo: ExitStack
+    ) -> ScheduleStart:
+        """Have what this rank's part needs; returns by which schedule it would go on.
+
+        Raises:
+            TryAgain: another plan may do, or the recovery of all ranks.
+        """
+        assert isinstance(plan, LocalizedPlan), "without a plan nothing is retrieved"
+        mine = plan.per_rank[self._memory.identity.rank]
+        self.part = part = _Part(self._memory, mine, view, len({*plan.bases.values()}) > 1)
+        try:
+            return part.retrieve(undo)
+        except TryAgain:
+            raise
+        except (AttachRefused, CorruptionError, DaemonUnavailable) as error:
+            # Another plan asks for something else, and the recovery of all ranks for none of this.
+            logger.warning("this localized recovery cannot be: %s", error)
+            raise TryAgain from error
+        except Exception as error:
+            # What is raised here would be raised again at each start.
+            logger.exception("this localized recovery cannot be")
+            raise TryAgain from error
+        finally:
+            self._unusable += part.unusable
 
 
 def _report_global(memory: RankMemory, reason: str) -> None:
@@ -227,50 +270,41 @@ def _report_global(memory: RankMemory, reason: str) -> None:
 
 
 @dataclass(slots=True)
-class _Trial:
-    """This rank tries to have what its part of a plan needs; ``again`` if it cannot: another plan
-    may do, or the recovery of all ranks.
+class _Part:
+    """What this rank has of its part of a plan.
+
+    Attributes:
+        unusable: copies of parked state that it could not have.
     """
 
     memory: RankMemory
     mine: RankPlan
     view: RunView
     apart: bool  # some ranks begin before others
-    again: bool = False
     feeds: FedLogs = field(init=False)
-    schedule: ScheduleStart = field(default_factory=ScheduleStart)  # by which it would go on
-    unusable: tuple[SnapshotCopy, ...] = ()  # copies of parked state that it could not have
+    unusable: tuple[SnapshotCopy, ...] = ()
     _parked: SnapshotImage | None = None
-    _attempt: Attempt = field(default_factory=lambda: Attempt([]))
+    _retrieved: Retrieved = field(default_factory=lambda: Retrieved([]))
 
-    def __post_init__(self) -> None:
-        self.feeds = FedLogs(self.memory.session, {})
-        try:
-            self._have()
-        except (AttachRefused, CorruptionError, DaemonUnavailable) as error:
-            # Another plan asks for something else, and the recovery of all ranks together for none of this.
-            logger.warning("this localized recovery cannot be: %s", error)
-            self.again = True
-        except Exception:
-            # The other ranks wait for our vote. And what is raised would be raised again at each start.
-            logger.exception("this localized recovery cannot be")
-            self.again = True
+    def retrieve(self, undo: ExitStack) -> ScheduleStart:
+        """Have it; returns by which schedule this rank would go on.
 
-    def _have(self) -> None:
+        Raises:
+            TryAgain, AttachRefused, CorruptionError, DaemonUnavailable: it cannot be had.
+        """
         memory, mine, cards = self.memory, self.mine, self.view.everybody
+        schedule = ScheduleStart()
         if mine.snapshots:
-            self.schedule = ScheduleStart(
-                [(p.record.iteration, p.record.phase) for p in mine.snapshots]
-            )
-            self._attempt = memory.attempt(mine.snapshots, self.view)
-            self.again = self._attempt.again or self._attempt.fatal is not None
-            if self.again:
-                return
+            records = [piece.record for piece in mine.snapshots]
+            schedule = ScheduleStart([(r.iteration, r.phase) for r in records])
+            self._retrieved = memory.retrieve(mine.snapshots, self.view, undo)
         if mine.kind is not RankKind.REPLAYS:
             self._parked = parked = self._read_parked(mine.pieces[0], cards)
             if mine.kind is not RankKind.COPIED:
-                self._goes_on_as_parked(parked)
+                schedule = self._schedule_as_parked(parked)
         self.feeds = FedLogs(memory.session, mine.logs, cards)
+        undo.callback(self.feeds.close)
+        return schedule
 
     def _read_parked(self, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]) -> SnapshotImage:
         """A parked state, this rank's or a peer's; what cannot be had is `unusable` for the next plan."""
@@ -306,8 +340,8 @@ class _Trial:
             )
         return parked_image(memory, record)
 
-    def _goes_on_as_parked(self, image: SnapshotImage) -> None:
-        """By which schedule, and whether it can run apart.
+    def _schedule_as_parked(self, image: SnapshotImage) -> ScheduleStart:
+        """By which schedule it goes on, if it can run apart.
 
         Raises:
             DaemonUnavailable: its stages would ask neighbours that are not there.
@@ -320,29 +354,14 @@ class _Trial:
             )
         ring = self.memory.descriptor
         if self.mine.kind is RankKind.MOVED:
-            ring = self.memory.descriptor_of(self._attempt)
+            ring = self.memory.descriptor_of(self._retrieved)
         assert ring is not None
-        self.schedule = of_parked(image.iteration, image.phase, scalars, ring.client)
-
-    def require(self) -> ScheduleStart:
-        """By which schedule this rank would go on.
-
-        Raises:
-            TryAgain: it could not have what it needs.
-        """
-        if self.again:
-            raise TryAgain
-        return self.schedule
-
-    def forsake(self) -> None:
-        """Give back what was brought here for this plan."""
-        self.feeds.close()
-        self.memory.forsake(self._attempt)
+        return of_parked(image.iteration, image.phase, scalars, ring.client)
 
     def resume(self, plan: LocalizedPlan) -> list[SnapshotImage]:
         """Begin the new history; the images that this rank begins with."""
         images = self.memory.resume(
-            self.mine.snapshots, self._attempt, self.view, epoch=plan.epoch, end=plan.resume
+            self.mine.snapshots, self._retrieved, self.view, epoch=plan.epoch, end=plan.resume
         )
         if self._parked is None:
             return images

@@ -20,7 +20,11 @@ from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.model.signature import signature, signature_difference
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import recover_global
-from ckptd.client.recovery.localized_recovery import ApartStart, begin_localized, recovered_locally
+from ckptd.client.recovery.localized_recovery import (
+    LocalizedStart,
+    begin_localized,
+    recovered_locally,
+)
 from ckptd.client.recovery.mismatch_causes import likely_causes
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
@@ -52,7 +56,7 @@ class Resumption:
     sharing: ReplicatedParams
     verification: Verification
     unverified: str  # why the newest snapshot is loaded and not compared; "" where it is compared
-    apart: ApartStart | None = None  # after a localized recovery: who begins where
+    apart: LocalizedStart | None = None  # after a localized recovery: who begins where
 
 
 def newest_window(memory: RankMemory, ranks: Collectives) -> Suffix:
@@ -168,7 +172,7 @@ class Recovery:
             apart,
         )
 
-    def _apart(self, memory: RankMemory, ranks: Collectives) -> ApartStart | None:
+    def _apart(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | None:
         """A collective call."""
         if self._identity.world_size == 1:
             return None

@@ -12,7 +12,7 @@ from ckptd.client.capture.stage_shapes import StageShapes
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.pipeline.value_logs import ValueLogs
 from ckptd.client.pipeline_support import PipelinePart
-from ckptd.client.recovery.localized_recovery import ApartStart
+from ckptd.client.recovery.localized_recovery import LocalizedStart
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.localized_plan import Feed, LocalizedPlan, RankKind, RankPlan
 from ckptd.errors import DaemonUnavailable
@@ -20,13 +20,13 @@ from ckptd.errors import DaemonUnavailable
 KNOWN: StageShapes = {"inputs": [], "outputs": []}
 
 
-def start(*feeds: Feed) -> ApartStart:
+def start(*feeds: Feed) -> LocalizedStart:
     """Rank 1 replays from iteration 8 on, the others begin at 12."""
     mine = RankPlan(RankKind.REPLAYS, 8, 11, (), feeds)
     plan = LocalizedPlan(12, 0, {1: mine}, "", {})
     nothing = cast(Any, None)
     fed = FedLogs(nothing, {})
-    return ApartStart(plan, mine, [], fed, ValueLogs(nothing, mine, fed))
+    return LocalizedStart(plan, mine, [], fed, ValueLogs(nothing, mine, fed))
 
 
 def test_a_stage_that_would_ask_its_neighbours_is_not_run_without_them() -> None:

@@ -21,7 +21,7 @@ from ckptd.client.parking.park_memory import parked_image, parked_records
 from ckptd.client.parking.parker import Parking
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.pipeline.value_logs import ValueLogs
-from ckptd.client.recovery.localized_recovery import ApartStart
+from ckptd.client.recovery.localized_recovery import LocalizedStart
 from ckptd.client.recovery.replay import Replay
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind, RankPlan
 from ckptd.core.slots.ring import SlotState
@@ -270,7 +270,7 @@ def test_what_needs_all_ranks_is_refused_where_not_all_are(make: Callable[..., T
     mine = RankPlan(RankKind.PARKED, 9, 9, (), ())
     feeds = FedLogs(job.memory.session, {})
     values = ValueLogs(job.memory.session, mine, feeds)
-    job.ckpt._pipeline.start = ApartStart(plan, mine, [], feeds, values)
+    job.ckpt._pipeline.start = LocalizedStart(plan, mine, [], feeds, values)
     with pytest.raises(ValueError, match="iterations before 12"):
         job.ckpt.verify(lambda step: None)
     # So does a loop that ends before: a rank that was parked later would raise alone.

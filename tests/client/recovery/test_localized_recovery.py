@@ -19,6 +19,7 @@ import pytest
 from ckptd.client import values
 from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
 from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.parking.park_memory import parked_records
 from ckptd.client.parking.parked_copy import CopiedImage, ParkedCopy
@@ -26,7 +27,7 @@ from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import localized_recovery
 from ckptd.client.recovery.global_recovery import recover_global
-from ckptd.client.recovery.localized_recovery import ApartStart, begin_localized, end_localized
+from ckptd.client.recovery.localized_recovery import LocalizedStart, begin_localized, end_localized
 from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.slots.ring import SlotState
@@ -142,20 +143,20 @@ Alike = Sequence[tuple[int, ...]]
 
 def begin(
     ranks: list[RankMemory], alike: Alike = ((1,), (0,))
-) -> list[ApartStart | Exception | None]:
-    def of(rank: int) -> Callable[[Collectives], ApartStart | None]:
+) -> list[LocalizedStart | Exception | None]:
+    def of(rank: int) -> Callable[[Collectives], LocalizedStart | None]:
         return lambda job: begin_localized(ranks[rank], job, alike[rank])
 
     return outcomes([of(rank) for rank in range(len(ranks))])
 
 
-def kinds(starts: list[ApartStart]) -> list[str]:
+def kinds(starts: list[LocalizedStart]) -> list[str]:
     return [start.mine.kind for start in starts]
 
 
-def started(found: list[ApartStart | Exception | None]) -> list[ApartStart]:
-    assert all(isinstance(one, ApartStart) for one in found), found  # why not is in the log
-    return [one for one in found if isinstance(one, ApartStart)]
+def started(found: list[LocalizedStart | Exception | None]) -> list[LocalizedStart]:
+    assert all(isinstance(one, LocalizedStart) for one in found), found  # why not is in the log
+    return [one for one in found if isinstance(one, LocalizedStart)]
 
 
 def test_a_replica_that_was_killed_copies_from_the_one_that_was_parked(
@@ -365,18 +366,24 @@ def test_stages_whose_shapes_are_unknown_run_with_their_neighbours_only(
 ) -> None:
     """They would rehearse, and ask neighbours that are not there; where all begin together, they may."""
 
-    def trials(rank: int, job: Collectives) -> list[bool]:
-        view = ranks[rank].see(job, alike=(1 - rank,))
-        plan = localized_recovery._plan(view, 2, 0)
+    def can(rank: int, job: Collectives) -> list[bool]:
+        procedure = localized_recovery._Procedure(ranks[rank], job, (1 - rank,), 0)
+        view = procedure.inventory(ExitStack())
+        plan = procedure.plan(view)
         assert isinstance(plan, LocalizedPlan)
-        mine = plan.per_rank[rank]
-        return [
-            localized_recovery._Trial(ranks[rank], mine, view, apart).again
-            for apart in (False, True)
-        ]
+        return [can_retrieve(rank, view, plan, apart) for apart in (False, True)]
 
-    found = outcomes([lambda e, r=r: trials(r, e) for r in range(2)])  # type: ignore[misc]
-    assert found[0] == [False, True]
+    def can_retrieve(rank: int, view: RunView, plan: LocalizedPlan, apart: bool) -> bool:
+        part = localized_recovery._Part(ranks[rank], plan.per_rank[rank], view, apart)
+        with ExitStack() as undo:
+            try:
+                part.retrieve(undo)
+            except DaemonUnavailable:
+                return False
+        return True
+
+    found = outcomes([lambda e, r=r: can(r, e) for r in range(2)])  # type: ignore[misc]
+    assert found[0] == [True, False]
 
 
 def test_a_start_that_fails_in_the_end_gives_back_what_it_had(
