@@ -158,11 +158,14 @@ class Collectives:
         """Either every rank comes through the block, or every rank raises; a collective call at its end.
 
         Raises:
-            DaemonUnavailable, TryAgain: as `agree`.
+            DaemonUnavailable: as `agree`.
         """
         failed: Exception | None = None
         try:
             yield
+        except TryAgain as error:  # there is nothing that all could begin again
+            failed = DaemonUnavailable(str(error))
+            failed.__cause__ = error
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it; raised below
             failed = error
         self._outcomes(_NOTHING, failed, type(None)).raise_failures()

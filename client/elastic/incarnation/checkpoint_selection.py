@@ -17,6 +17,7 @@ from ckptd.client.elastic.incarnation.store_start import (
     newer_than,
 )
 from ckptd.client.log_lines import get_logger
+from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers, NodeHeld, choose
 from ckptd.errors import ElasticError, LocalProtocolError
 
@@ -32,15 +33,14 @@ _FEW_STEPS = 10
 
 def choose_with_storage(
     held: Sequence[NodeHeld], layers: ExpertLayers, speakers: Sequence[int], storage: Storage
-) -> tuple[Chosen | None, DurableState] | None:
+) -> tuple[Chosen | None, DurableState]:
     """Where to go on, and what is durable; a collective call.
 
     Args:
         held: what lies on each node.
         speakers: the rank that speaks for each node.
-    Returns:
-        None: something was brought from storage, or could not be, so all look again.
     Raises:
+        TryAgain: on all ranks: something was brought from storage, or could not be, so all look again.
         ElasticError: something is held, and of no iteration all; and nothing is durable.
         DaemonUnavailable: on all ranks: storage is needed, and does not answer, or what is wanted of it cannot be brought.
     """
@@ -58,7 +58,7 @@ def choose_with_storage(
         if not missing:
             _explain(held, layers, (wanted.world, wanted.iteration))
         storage.bring(wanted, missing, stored, speakers)
-        return None
+        raise TryAgain
     reached = max((image.iteration for node in held for image in node.images), default=-1)
     if lacking is not None and reached <= _FEW_STEPS:
         logger.warning("%s; these are the job's first steps: it begins anew", lacking.message)

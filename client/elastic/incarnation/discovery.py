@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey, Inventory, settle
-from ckptd.client.elastic.incarnation.incarnation_plan import Seat, nodes_of
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.core.elastic.incarnation_plan import Seat, nodes_of
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.errors import DaemonUnavailable

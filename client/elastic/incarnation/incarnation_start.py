@@ -1,33 +1,31 @@
-"""What the ranks do together when a world begins: tell what their nodes hold, plan, and make sure
-that what is to be read can be.
+"""The start of an incarnation: the inventory, the plan and the retrieval of an elastic job
+(`ckptd.client.recovery.start_procedure`).
 
 No controller takes part. One rank of each node tells what the daemon's files there hold
-(`looking`); all compute the same plan from that, and compare its digest. An image that turns out to
-be damaged is left out, and all plan again. Where a rank vanishes meanwhile, the process group fails
-on the others, the launcher starts the job again, and the next start plans from what is there then:
-nothing was freed. Where storage has a newer state than memory, or memory none, that is brought into
-memory first, and all plan again (`choosing`, `stored`).
+(`discovery`); all compute the same plan from that, and compare its digest. An image that turns out to
+be damaged is left out of the next inventory. Where storage has a newer state than memory, or memory
+none, that is brought into memory first, and all begin again (`checkpoint_selection`, `store_start`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.client.elastic.incarnation.checkpoint_selection import choose_with_storage
-from ckptd.client.elastic.incarnation.collective_read import read_on_all
-from ckptd.client.elastic.incarnation.discovery import Here, Wishes, look
+from ckptd.client.elastic.incarnation.discovery import Discovery, Here, Wishes, look
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImage
-from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan, plan_world
-from ckptd.client.elastic.incarnation.recorded_loads import read_recorded
-from ckptd.client.elastic.incarnation.store_start import Storage
-from ckptd.client.elastic.incarnation.unit_reading import LocalState
+from ckptd.client.elastic.incarnation.recorded_loads import Recorded, read_recorded
+from ckptd.client.elastic.incarnation.store_start import DurableState, Storage
+from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
 from ckptd.client.elastic.sharded.shard_shapes import numels_of
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.recovery.start_procedure import agree_on_plan
 from ckptd.core.elastic.elastic_types import Loads
+from ckptd.core.elastic.incarnation_plan import IncarnationPlan, plan_world
 from ckptd.core.elastic.incarnations import Chosen
 from ckptd.errors import DaemonUnavailable, LocalProtocolError
 
@@ -60,71 +58,109 @@ def start_world(here: Here | Exception, wishes: Wishes, ranks: Collectives) -> S
         ElasticError: fewer slots than experts, or a state that is held in part only, and not durable either.
         DaemonUnavailable: a rank has no daemon, or cannot read what only its node holds; or storage is needed, and does not answer.
     """
-    unusable: frozenset[ImageKey] = frozenset()
-    storage = _storage(here, wishes, ranks)
-    for _ in range(_PLANS):
-        found = _attempt(here, wishes, ranks, unusable, storage)
-        if isinstance(found, Started):
-            return found
-        unusable |= found
-    raise DaemonUnavailable(
-        f"no plan held after {_PLANS} attempts",
-        operation="start a world",
-        hint="The ranks' logs name the images that are damaged; nothing was freed: start again",
-    )
+    procedure = _Procedure(here, wishes, ranks)
+    agreed = agree_on_plan(ranks, procedure)
+    if agreed is None:
+        raise DaemonUnavailable(
+            f"no plan held after {_PLANS} attempts",
+            operation="start a world",
+            hint="The ranks' logs name the images that are damaged; nothing was freed: start again",
+        )
+    with agreed.undo as undo:
+        digests, found = agreed.votes, agreed.inventory
+        other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if other:
+            raise LocalProtocolError(
+                f"rank {other[0]} has made another plan than rank 0",
+                operation="start a world",
+                hint="Are NumPy and SciPy the same versions on all nodes?",
+            )
+        undo.pop_all()  # it is read from until all is loaded
+    laps, recorded = procedure.clock.laps, found.recorded
+    return Started(agreed.plan, found.chosen, recorded.loads_LE, found.local, laps, recorded.shapes)
 
 
-def _storage(here: Here | Exception, wishes: Wishes, ranks: Collectives) -> Storage:
-    if isinstance(here, Exception):  # raised on all ranks before storage is looked at
-        return Storage(None, wishes.job, wishes.run, ranks)
-    endpoint = here.endpoint if here.folder is not None else None
-    return Storage(endpoint, wishes.job, wishes.run, ranks)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Inventory:
+    """What there is, the same on all ranks; ``local``: what this rank's node has of it."""
+
+    discovery: Discovery
+    chosen: Chosen | None
+    stored: DurableState
+    recorded: Recorded
+    local: LocalState | None
 
 
-def _attempt(
-    here: Here | Exception,
-    wishes: Wishes,
-    ranks: Collectives,
-    unusable: frozenset[ImageKey],
-    storage: Storage,
-) -> Started | frozenset[ImageKey]:
-    """A world; or what this rank has found to be unusable, where any has found something, or
-    something came from storage.
+class _Procedure:
+    """The start of an elastic job with the ranks that there are now.
+
+    Attributes:
+        clock: where the time of the last attempt went.
     """
-    clock = _Clock()
-    looked = look(here, wishes, ranks, unusable)
-    clock.lap("inventory_s")
-    found = choose_with_storage(looked.held, wishes.layers, looked.speakers, storage)
-    clock.lap("storage_s")
-    if found is None:
-        return frozenset()
-    chosen, stored = found
-    local = None
-    if chosen is not None and looked.inventory is not None:
-        local = LocalState(_images_of(chosen, looked.inventory.images), wishes.layers)
-    with ExitStack() as given_up:
-        if local is not None:
-            given_up.callback(local.close)
-        recorded = read_recorded(local, chosen, looked.seats, wishes.layers, ranks)
-        if isinstance(recorded, frozenset):
-            return recorded
+
+    attempts = _PLANS
+    vote = str
+
+    def __init__(self, here: Here | Exception, wishes: Wishes, ranks: Collectives) -> None:
+        self._here, self._wishes, self._ranks = here, wishes, ranks
+        self._unusable: frozenset[ImageKey] = frozenset()
+        kept = not isinstance(here, Exception) and here.folder is not None
+        endpoint = here.endpoint if kept and not isinstance(here, Exception) else None
+        self._storage = Storage(endpoint, wishes.job, wishes.run, ranks)
+        self.clock = _Clock()
+
+    def inventory(self, undo: ExitStack) -> _Inventory:
+        """What the nodes hold of the job's incarnations, and from which state the job goes on."""
+        wishes, ranks, self.clock = self._wishes, self._ranks, _Clock()
+        looked = look(self._here, wishes, ranks, self._unusable)
+        self.clock.lap("inventory_s")
+        chosen, stored = choose_with_storage(
+            looked.held, wishes.layers, looked.speakers, self._storage
+        )
+        self.clock.lap("storage_s")
+        local = None
+        if chosen is not None and looked.inventory is not None:
+            local = LocalState(_images_of(chosen, looked.inventory.images), wishes.layers)
+            undo.callback(local.close)
+        with self._noting_damage():
+            recorded = read_recorded(local, chosen, looked.seats, wishes.layers, ranks)
+        return _Inventory(looked, chosen, stored, recorded, local)
+
+    def plan(self, found: _Inventory) -> IncarnationPlan:
+        """Which expert is where, and which rank gives what to which."""
+        wishes = self._wishes
         plan = plan_world(
-            looked.next_world(stored.worlds),
-            looked.seats,
+            found.discovery.next_world(found.stored.worlds),
+            found.discovery.seats,
             wishes.layers,
-            recorded.loads_LE,
-            chosen,
+            found.recorded.loads_LE,
+            found.chosen,
             threshold=wishes.threshold,
             max_straggler=wishes.max_straggler,
-            numels=numels_of(recorded.shapes, wishes.layers),
+            numels=numels_of(found.recorded.shapes, wishes.layers),
         )
-        clock.lap("plan_s")
-        bad = _verify(local, plan, ranks)
-        clock.lap("verify_s")
-        if bad is not None:
-            return bad
-        given_up.pop_all()  # it is read from until all is loaded
-    return Started(plan, chosen, recorded.loads_LE, local, clock.laps, recorded.shapes)
+        self.clock.lap("plan_s")
+        return plan
+
+    def retrieve(self, found: _Inventory, plan: IncarnationPlan, undo: ExitStack) -> str:
+        """Hold and verify the images that this rank is to read; returns the digest of its plan."""
+        handover, rank = plan.handover, self._ranks.rank
+        with self._noting_damage():
+            if found.local is not None and handover is not None:
+                units = [give.unit for give in handover.gives if give.source == rank]
+                whose = [of for giver, of in handover.scalars if giver == rank]
+                found.local.open_for(units, whose)
+        self.clock.lap("verify_s")
+        return plan.digest
+
+    @contextmanager
+    def _noting_damage(self) -> Iterator[None]:
+        """The next inventory passes over an image that cannot be read."""
+        try:
+            yield
+        except Unreadable as error:
+            self._unusable |= {error.image.key}
+            raise
 
 
 def _images_of(chosen: Chosen, images: Sequence[LocalImage]) -> list[LocalImage]:
@@ -143,28 +179,3 @@ class _Clock:
         now = time.perf_counter()
         self.laps[name] = now - self._last
         self._last = now
-
-
-def _verify(
-    local: LocalState | None, plan: IncarnationPlan, ranks: Collectives
-) -> frozenset[ImageKey] | None:
-    """Hold and verify what this rank is to read; None if all ranks could, and have made the same plan."""
-    handover, rank = plan.handover, ranks.rank
-
-    def read() -> bytes:
-        if local is not None and handover is not None:
-            units = [give.unit for give in handover.gives if give.source == rank]
-            local.open_for(units, [whose for giver, whose in handover.scalars if giver == rank])
-        return plan.digest.encode()
-
-    digests = read_on_all(read, ranks)
-    if isinstance(digests, frozenset):
-        return digests
-    other = [r for r, digest in enumerate(digests) if digest != digests[0]]
-    if other:
-        raise LocalProtocolError(
-            f"rank {other[0]} has made another plan than rank 0",
-            operation="start a world",
-            hint="Are NumPy and SciPy the same versions on all nodes?",
-        )
-    return None

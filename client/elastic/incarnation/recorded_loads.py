@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from ckptd.client import values
-from ckptd.client.elastic.incarnation.collective_read import read_on_all
-from ckptd.client.elastic.incarnation.image_inventory import ImageKey
-from ckptd.client.elastic.incarnation.incarnation_plan import Seat, nodes_of
 from ckptd.client.elastic.incarnation.unit_reading import LocalState
 from ckptd.client.elastic.sharded.shard_shapes import SHAPES
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import Loads
+from ckptd.core.elastic.incarnation_plan import Seat, nodes_of
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
 
 __all__ = ["LOADS", "Recorded", "read_recorded"]
@@ -47,16 +45,15 @@ def read_recorded(
     seats: Sequence[Seat],
     layers: ExpertLayers,
     ranks: Collectives,
-) -> Recorded | frozenset[ImageKey]:
+) -> Recorded:
     """Of the state of the lowest rank that is held, read by the first rank on a node that holds it;
     a collective call.
 
     Args:
         local: what this rank's node holds of it.
         chosen: where the job goes on; None: it begins, and nothing is recorded.
-    Returns:
-        Instead, where it could not be read: what this rank has found to be unusable; all are to look again.
     Raises:
+        TryAgain: on all ranks: the image that it was to be read from cannot be used.
         DaemonUnavailable: on all ranks: it failed otherwise (which the one that reads raises itself).
     """
     if chosen is None:
@@ -75,10 +72,7 @@ def read_recorded(
         found = {name: state[name] for name in (LOADS, SHAPES) if name in state}
         return values.pack(found, "what a plan needs")
 
-    said = read_on_all(read, ranks)
-    if isinstance(said, frozenset):
-        return said
-    return _unpacked(values.unpack(said[reads]), layers)
+    return _unpacked(values.unpack(ranks.agree(read, bytes)[reads]), layers)
 
 
 def _unpacked(recorded: Mapping[str, bytes], layers: ExpertLayers) -> Recorded:

@@ -11,6 +11,7 @@ import msgspec
 from ckptd.client import values
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImage
 from ckptd.client.elastic.incarnation.state_units import ParamFacts, UnitIndex
+from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.elastic.incarnations import ExpertLayers, Unit
 from ckptd.storage.images.image import ImageView, verify
 from ckptd.storage.images.image_format import ImageError
@@ -18,7 +19,7 @@ from ckptd.storage.images.image_format import ImageError
 __all__ = ["LocalState", "UnitHead", "Unreadable"]
 
 
-class Unreadable(Exception):
+class Unreadable(TryAgain):
     """An image cannot be used: ``image`` is which."""
 
     def __init__(self, image: LocalImage, why: str) -> None:
@@ -66,6 +67,7 @@ class LocalState:
         images: those of that iteration and world.
     Raises:
         Unreadable: one of them that is wanted is damaged, or was overwritten.
+        TryAgain: what is wanted was freed between two looks at the folder.
     """
 
     def __init__(self, images: Sequence[LocalImage], layers: ExpertLayers) -> None:
@@ -135,7 +137,7 @@ class LocalState:
             index = self._index(image)
             if index is not None and index.covered([unit]):
                 return self._open(image)
-        raise KeyError(f"{unit} is in no image here")
+        raise TryAgain(f"{unit} is in no image here any more")
 
     def _index(self, image: LocalImage) -> UnitIndex | None:
         """What is in an image by its header as it stands, so that only those are verified that are
@@ -157,7 +159,7 @@ class LocalState:
         for image in self._images:
             if image.told.rank == rank:
                 return self._open(image)
-        raise KeyError(f"no image of rank {rank} is here")
+        raise TryAgain(f"no image of rank {rank} is here any more")
 
     def _open(self, image: LocalImage) -> _Opened:
         if image.key not in self._opened:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes
-from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan
 from ckptd.client.elastic.incarnation.incarnation_start import Started
 from ckptd.client.elastic.job.garbage_collection import GarbageCollection, forget, needless
 from ckptd.client.elastic.job.incarnation_report import WorldTeller
 from ckptd.client.elastic.job.rebalancing import Rebalancing
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
+from ckptd.core.elastic.incarnation_plan import IncarnationPlan
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.transport.control.messages import Elastic
 

@@ -39,7 +39,6 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts, ExpertShards
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes, find_here
 from ckptd.client.elastic.incarnation.image_inventory import run_of_incarnation
-from ckptd.client.elastic.incarnation.incarnation_plan import placement_of, replicas_by_load
 from ckptd.client.elastic.incarnation.incarnation_start import start_world
 from ckptd.client.elastic.incarnation.sharded_job import same_call
 from ckptd.client.elastic.incarnation.state_transfer import take_over
@@ -59,6 +58,7 @@ from ckptd.client.elastic.load_history import LoadHistory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
+from ckptd.core.elastic.incarnation_plan import placement_of, replicas_by_load
 from ckptd.core.elastic.incarnations import ExpertLayers
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan
 from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing
 from ckptd.client.log_lines import get_logger
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
+from ckptd.core.elastic.incarnation_plan import IncarnationPlan
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
 from ckptd.errors import ElasticError
 from ckptd.transport.control.messages import Elastic

@@ -11,10 +11,10 @@ import msgspec
 
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.elastic.incarnation.discovery import Wishes
-from ckptd.client.elastic.incarnation.incarnation_plan import IncarnationPlan
 from ckptd.client.elastic.load_history import LayerClock, forecast
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
+from ckptd.core.elastic.incarnation_plan import IncarnationPlan
 from ckptd.core.elastic.placement.rebalance_policy import (
     Action,
     PlacementTimes,

@@ -90,6 +90,21 @@ def test_a_block_is_come_through_by_all_or_by_none() -> None:
     assert isinstance(second, KeyError)
 
 
+def test_a_block_that_could_be_tried_again_fails_on_all() -> None:
+    """An image that is overwritten while it is read, after the plan counted: nobody plans any more, and
+    the other ranks raised an error without a word.
+    """
+
+    def broken(ranks: Collectives) -> None:
+        with ranks.all_or_none():
+            if ranks.rank == 1:
+                raise TryAgain("slot 3 has just been overwritten")
+
+    found = outcomes([broken, broken])
+    assert [type(one) for one in found] == [DaemonUnavailable] * 2
+    assert all("rank 1 on node n1: slot 3 has just been overwritten" in str(one) for one in found)
+
+
 def test_an_error_without_a_text_is_one_all_the_same() -> None:
     first, second = agreed(1, ValueError())
     assert isinstance(first, DaemonUnavailable)

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from ckptd.client.elastic.incarnation.discovery import Discovery, Here, Wishes, look
-from ckptd.client.elastic.incarnation.incarnation_plan import Seat
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.core.elastic.incarnation_plan import Seat
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
 from ckptd.storage.checkpoints.names import run_of_incarnation

@@ -13,10 +13,10 @@ import pytest
 
 from ckptd.client.elastic.incarnation import discovery, incarnation_start
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes
-from ckptd.client.elastic.incarnation.incarnation_plan import Seat, nodes_of, plan_world
 from ckptd.client.elastic.incarnation.incarnation_start import Started, start_world
 from ckptd.client.elastic.incarnation.unit_reading import Unreadable
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.core.elastic.incarnation_plan import Seat, nodes_of, plan_world
 from ckptd.core.elastic.incarnations import ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.errors import DaemonUnavailable, ElasticError
 from tests.client.rank_threads import outcomes

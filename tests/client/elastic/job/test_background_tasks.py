@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes
-from ckptd.client.elastic.incarnation.incarnation_plan import Seat, plan_world
 from ckptd.client.elastic.incarnation.incarnation_start import Started
 from ckptd.client.elastic.job.background_tasks import make_room
+from ckptd.core.elastic.incarnation_plan import Seat, plan_world
 from ckptd.core.elastic.incarnations import ExpertLayers
 from ckptd.errors import DaemonUnavailable
 from tests.client.elastic.job.placing_ranks import EVERY, work

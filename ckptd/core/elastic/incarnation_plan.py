@@ -1,5 +1,5 @@
-"""The plan of a world: made by every rank for itself from what all have told, and the same on all
-of them. Pure.
+"""The plan of an incarnation: made by every rank for itself from what all have told, and the same on all
+of them.
 
 How many replicas, on which nodes, which machine is which node of the plan, and who gives what to
 whom (`ckptd.core.elastic`).
