@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,3 +50,114 @@ def test_names_of_public_classes_are_unique() -> None:
                 places[node.name].append(str(path))
     twice = {name: where for name, where in places.items() if len(where) > 1}
     assert twice.keys() == CLASSES_TWICE, twice
+
+
+# -- wiring ---------------------------------------------------------------------------------------
+
+PARAMETERS_MAX = 8
+# Only ever shorter. Kernels: Triton has neither dataclasses nor keyword groups, each pointer is a parameter.
+MANY_PARAMETERS = {
+    "client/capture/recorder.py:Recorder.__init__",
+    "client/capture/slot_writer.py:Capture.__init__",
+    "client/checkpointer.py:Checkpointer.__init__",
+    "client/daemon_link/rank_memory.py:RankMemory.__init__",
+    "client/elastic/job/elastic_job.py:ElasticJob.__init__",
+    "client/model/snapshot_layout.py:build_phase",
+    "client/pipeline/boundary_log.py:BoundaryLog.__init__",
+    "client/recovery/replay.py:Replay.__init__",
+    "client/schedule/planner.py:Planner.__init__",
+    "client/schedule/planning.py:_plan_once",
+    "client/schedule/planning.py:make_plan",
+    "client/schedule/provision.py:Provision.__init__",
+    "client/training_state.py:examine",
+    "cuda/dispatch_kernels.py:match_kernel",
+    "cuda/dispatch_kernels.py:quotas_kernel",
+    "cuda/dispatch_kernels.py:share_kernel",
+}
+# Only ever shorter: callables that are set from outside after the object was made.
+SET_AFTERWARDS = {
+    "ckptd/node/daemon.py:store.remake_folder",
+    "ckptd/node/peering.py:self.replicas.promised",
+    "ckptd/node/peering.py:store.other_bytes",
+    "ckptd/peers/replicas/replica_store.py:store.other_bytes",
+    "ckptd/restore/remote_copy_files.py:store.other_facts",
+    "client/parking/parker.py:memory.session.on_park",
+    "client/resume.py:loop.when_exact",
+}
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Each with its name; that of a method begins with its class."""
+    owners = {
+        id(inner): f"{node.name}."
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for inner in node.body
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield owners.get(id(node), "") + node.name, node
+
+
+def test_no_function_has_more_parameters_than_a_reader_keeps_in_mind() -> None:
+    """What belongs together goes into a frozen dataclass, or is one object with methods."""
+    many = set()
+    for path in modules():
+        for name, function in functions(ast.parse((ROOT / path).read_text())):
+            given = function.args
+            parameters = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            if sum(each not in ("self", "cls") for each in parameters) > PARAMETERS_MAX:
+                many.add(f"{path}:{name}")
+    assert not many - MANY_PARAMETERS, "too many parameters"
+    assert not MANY_PARAMETERS - many, "these are no exceptions any more: take them off the list"
+
+
+def is_callable(annotation: ast.AST | None, value: ast.AST | None, methods: set[str]) -> bool:
+    """Whether an attribute holds a function, as far as its annotation and its value tell."""
+    if isinstance(value, ast.Lambda):
+        return True
+    if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
+        return value.value.id == "self" and value.attr in methods
+    return annotation is not None and ast.unparse(annotation).startswith("Callable")
+
+
+def assignments(tree: ast.AST) -> Iterator[tuple[ast.Attribute, ast.AST | None, ast.AST | None]]:
+    """Attribute, annotation and value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
+            yield node.target, node.annotation, node.value
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                pair = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                targets = target.elts if isinstance(target, ast.Tuple) else [target]
+                values = node.value.elts if pair else [node.value] * len(targets)  # type: ignore[attr-defined]
+                for each, value in zip(targets, values, strict=False):
+                    if isinstance(each, ast.Attribute):
+                        yield each, None, value
+
+
+def of_self(attribute: ast.Attribute) -> bool:
+    return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
+
+
+def test_no_callable_is_set_on_an_object_that_was_made_before() -> None:
+    """Who is told of something is an argument of the constructor: a listener with methods."""
+    trees = {path: ast.parse((ROOT / path).read_text()) for path in modules()}
+    # Attributes that some class makes as a place for a callable: with a lambda, or annotated as one.
+    places = {
+        attribute.attr
+        for tree in trees.values()
+        for attribute, annotation, value in assignments(tree)
+        if of_self(attribute) and is_callable(annotation, value, set())
+    }
+    found = set()
+    for path, tree in trees.items():
+        methods = {f.name for _, f in functions(tree) if not f.decorator_list}
+        for attribute, _, value in assignments(tree):
+            empty = isinstance(value, ast.Constant) and value.value is None
+            called = attribute.attr in places and not empty
+            if not of_self(attribute) and (called or is_callable(None, value, methods)):
+                found.add(f"{path}:{ast.unparse(attribute)}")
+    assert places, "the places for callables were not found"
+    assert not found - SET_AFTERWARDS, "callables that are set after construction"
+    assert not SET_AFTERWARDS - found, "these are no exceptions any more: take them off the list"
