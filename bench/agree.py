@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from bench.common import clock_ms, emit, forget, median, own_daemon, parser, scratch_folder, table
 from bench.scale import cluster, holdings
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.identity import Identity
 from ckptd.client.ranks.collectives import exchange
 from ckptd.client.ranks.store_barrier import arrive
@@ -84,7 +84,11 @@ def train(ckpt: Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def once(endpoint: str, run: str) -> dict[str, float]:
     """One round of everything, each variant in turn."""
-    options: dict[str, Any] = {"job": "agree", "run": run, "daemon": endpoint, "window": 2}
+    options: dict[str, Any] = {
+        "run": RunOptions(name=run, job="agree"),
+        "daemon": endpoint,
+        "snapshots": SnapshotOptions(window=2),
+    }
     made: list[Checkpointer] = []
     found: dict[str, float] = {}
     model, optimizer = tiny()

@@ -38,7 +38,7 @@ from bench.common import (
     own_daemon,
     parser,
 )
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 
 __all__ = ["main"]
@@ -99,12 +99,9 @@ def work(args: Any) -> None:
     ckpt = Checkpointer(
         model,
         optimizer,
-        job="bench-logging",
-        run=args.variant,
-        rank=args.rank,
-        world_size=STAGES,
+        run=RunOptions(job="bench-logging", name=args.variant, rank=args.rank, world_size=STAGES),
         daemon=args.endpoint,
-        window=args.window,
+        snapshots=SnapshotOptions(window=args.window),
     )
     own = None
     if args.variant == "with":

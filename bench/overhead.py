@@ -33,7 +33,7 @@ from bench.common import (
     own_daemon,
     parser,
 )
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, DaemonOptions, LayoutOptions, RunOptions, SnapshotOptions
 from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.model import MoEConfig, MoETransformer
 from examples.moe_text.train import gradients_to_masters, masters_to_model
@@ -60,15 +60,18 @@ class Job:
         self.steps: Iterator[int] = iter(range(10**9))
         self.ckpt: Checkpointer | None = None
 
-    def attach(self, **options: Any) -> Checkpointer:
+    def attach(
+        self, run: str, daemon: str, window: int | None, replicas: int | None = None
+    ) -> Checkpointer:
         """From here on this run is snapshotted at every iteration."""
         self.ckpt = Checkpointer(
             self.model,
             self.optimizer,
             state={"loader": self.loader},
-            masters=self.masters,
-            job="bench-overhead",
-            **options,
+            run=RunOptions(name=run, job="bench-overhead"),
+            daemon=DaemonOptions(endpoint=daemon, replicas=replicas),
+            snapshots=SnapshotOptions(window=window),
+            layout=LayoutOptions(masters=self.masters),
         )
         self.steps = iter(self.ckpt.steps(10**9))
         return self.ckpt
@@ -103,7 +106,7 @@ def work(args: Any) -> None:
     torch.set_num_threads(args.threads)
     job = Job(device=args.device, batch_size=args.batch_size, corpus=load_corpus())
     if args.worker != "plain":
-        job.attach(run=args.device, daemon=args.worker, window=args.window)
+        job.attach(args.device, args.worker, args.window)
     for _ in range(args.settle):  # ckptd measures, settles on its window, and on where copies run
         job.iterate()
     print("ready", flush=True)

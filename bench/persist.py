@@ -37,7 +37,7 @@ from bench.common import (
 )
 from bench.stall import OuterClock
 from bench.stored import Keeper, Snapshots, images, local_files, s3_files
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.stores.open_store import open_store
 from tests.storage.s3_server import BUCKET, S3Server
@@ -166,7 +166,11 @@ class Job:
         self._clock = OuterClock(self.optimizer)
         self._clock.before()
         self.ckpt = Checkpointer(
-            self.model, self.optimizer, job=JOB, run=RUN, daemon=endpoint, window=4
+            self.model,
+            self.optimizer,
+            run=RunOptions(job=JOB, name=RUN),
+            daemon=endpoint,
+            snapshots=SnapshotOptions(window=4),
         )
         self._clock.after()
         self._steps = iter(self.ckpt.steps(10**9))

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import build_stack, emit, median, parser, scratch_folder, table
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.transport.control.messages import GetPeers, Peers
 from ckptd.transport.control.wire import ControlClient
 from examples.moe_text.lab import SHARED_CORES, Event, read_events
@@ -89,7 +89,12 @@ def work(args: argparse.Namespace) -> None:
     net = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     met_s = time.time()
-    ckpt = Checkpointer(net, optimizer, job="bench", run="recovery", window=args.window)
+    ckpt = Checkpointer(
+        net,
+        optimizer,
+        run=RunOptions(job="bench", name="recovery"),
+        snapshots=SnapshotOptions(window=args.window),
+    )
     log.write(
         "attached",
         started_s=started_s(),

@@ -26,7 +26,7 @@ from bench.common import (
     own_daemon,
     parser,
 )
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 
 __all__ = ["main", "recover_once"]
 
@@ -49,7 +49,13 @@ def _attach(
         fused=fused,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ckpt = Checkpointer(model, optimizer, job=JOB, run=run, daemon=endpoint, window=args.window)
+    ckpt = Checkpointer(
+        model,
+        optimizer,
+        run=RunOptions(job=JOB, name=run),
+        daemon=endpoint,
+        snapshots=SnapshotOptions(window=args.window),
+    )
     return model, optimizer, ckpt
 
 

@@ -80,12 +80,7 @@ def work(args: Any) -> None:
     )
     job = DataParallelJob(batch_size=args.batch_size)
     if args.worker != "plain":
-        job.attach(
-            run=args.worker,
-            daemon=args.endpoint,
-            window=args.window,
-            replicas=REPLICAS[args.worker],
-        )
+        job.attach(args.worker, args.endpoint, args.window, REPLICAS[args.worker])
     for _ in range(args.settle):
         job.iterate()
     print("ready", flush=True)

@@ -46,7 +46,7 @@ from bench.common import (
     state_bytes,
 )
 from bench.stored import Keeper, cat_ranges, images, s3_files
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.core.slots.ring import SlotState
@@ -79,7 +79,13 @@ class Job:
         torch.manual_seed(seed)
         model = build_stack(args.state_mib)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        ckpt = Checkpointer(model, optimizer, job=JOB, run=RUN, daemon=endpoint, window=1)
+        ckpt = Checkpointer(
+            model,
+            optimizer,
+            run=RunOptions(job=JOB, name=RUN),
+            daemon=endpoint,
+            snapshots=SnapshotOptions(window=1),
+        )
         return cls(model, optimizer, ckpt)
 
     def train(self, count: int, *, snapshots: int = 0) -> None:

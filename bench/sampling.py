@@ -32,7 +32,7 @@ from bench.common import (
     parser,
     state_bytes,
 )
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.capture.slot_writer import CopySplit
 from ckptd.cuda.engine import CpuEngine
 from ckptd.cuda.samples import SamplePlan, Samples
@@ -129,10 +129,9 @@ def measure(args: Any, clock: Clock, model: Any, name: str, endpoint: str) -> di
     ckpt = Checkpointer(
         model,
         optimizer,
-        job=f"bench-sampling-{name}",
-        run="r1",
+        run=RunOptions(job=f"bench-sampling-{name}", name="r1"),
         daemon=endpoint,
-        window=args.window,
+        snapshots=SnapshotOptions(window=args.window),
     )
     steps = iter(ckpt.steps(10**9))
     inputs = torch.randn(args.tokens, model.width)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import emit, in_shared_environment, interleave, median, own_daemon, parser
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, LayoutOptions, RunOptions, SnapshotOptions
 from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.model import MoEConfig, MoETransformer
 
@@ -51,11 +51,10 @@ def work(args: Any) -> None:
         model,
         optimizer,
         state={"loader": loader},
-        job="bench-sharing",
-        run=args.worker,
+        run=RunOptions(job="bench-sharing", name=args.worker),
         daemon=None if args.worker == "plain" else args.daemon,
-        window=args.window,
-        capture_once=args.worker == "once",
+        snapshots=SnapshotOptions(window=args.window),
+        layout=LayoutOptions(capture_once=args.worker == "once"),
     )
     steps = iter(ckpt.steps(10**9))
 

@@ -43,7 +43,7 @@ from bench.common import (
     scratch_folder,
     state_bytes,
 )
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 
 __all__ = ["OuterClock", "Peers", "main"]
 
@@ -140,7 +140,11 @@ def measure(args: Any, endpoint: str, folder: Path) -> dict[str, float | int | s
     clock = OuterClock(optimizer)
     clock.before()
     ckpt = Checkpointer(
-        model, optimizer, job="bench-stall", run="r1", daemon=endpoint, window=args.window
+        model,
+        optimizer,
+        run=RunOptions(job="bench-stall", name="r1"),
+        daemon=endpoint,
+        snapshots=SnapshotOptions(window=args.window),
     )
     clock.after()
     steps = iter(ckpt.steps(10**9))

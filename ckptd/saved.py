@@ -36,7 +36,7 @@ class SavedIteration:
 def saved_iterations(
     job: str, run: str, *, daemon: str | None = None, verify_iterations: int = VERIFY_ITERATIONS
 ) -> list[SavedIteration]:
-    """All that ``Checkpointer(resume_at=)`` can go back to, in memory, on peers and (the newest
+    """All that ``RecoveryOptions(resume_at=)`` can go back to, in memory, on peers and (the newest
     few) in storage; newest first.
 
     Args:

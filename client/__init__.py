@@ -1,8 +1,26 @@
 """The in-process SDK: ``from ckptd.client import Checkpointer``."""
 
 from ckptd.client.checkpointer import Checkpointer
+from ckptd.client.options import (
+    DaemonOptions,
+    LayoutOptions,
+    RecoveryOptions,
+    RunOptions,
+    SnapshotOptions,
+)
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.client.recovery.self_verification import Certificate
 from ckptd.saved import SavedIteration, saved_iterations
 
-__all__ = ["Certificate", "Checkpointer", "ReplayMismatch", "SavedIteration", "saved_iterations"]
+__all__ = [
+    "Certificate",
+    "Checkpointer",
+    "DaemonOptions",
+    "LayoutOptions",
+    "RecoveryOptions",
+    "ReplayMismatch",
+    "RunOptions",
+    "SavedIteration",
+    "SnapshotOptions",
+    "saved_iterations",
+]

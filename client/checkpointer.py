@@ -11,12 +11,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.metadata
-import os
 import platform
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +29,20 @@ from ckptd.client.data import Batches
 from ckptd.client.data.loaders import check_loader
 from ckptd.client.interchange.starting_weights import load_start, start_unprotected
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.operators import Grouping
 from ckptd.client.model.parameter_names import is_compiled
 from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.model.replicated_params import NOTHING_SHARED, agree_on_sharing
 from ckptd.client.model.tensor_sharding import placement_lines
-from ckptd.client.option_checks import (
-    check_choice,
-    check_options,
-    check_parking,
-    check_verification,
-    needed_memory,
-    own_share_bytes,
-    wanted_iteration,
+from ckptd.client.options import (
+    CheckpointerOptions,
+    DaemonOptions,
+    LayoutOptions,
+    OptionGroups,
+    RecoveryOptions,
+    RunOptions,
+    SnapshotOptions,
+    check_keywords,
+    daemon_options,
 )
 from ckptd.client.parking.park_signals import park_on_sigterm
 from ckptd.client.parking.parker import Parking
@@ -56,12 +56,11 @@ from ckptd.client.recovery.start import Recovery, newest_window
 from ckptd.client.resume import heed_program, restore
 from ckptd.client.schedule.describe import describe_table
 from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.planner import Options
+from ckptd.client.schedule.planner import needed_memory, own_share_bytes
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, operator_costs
 from ckptd.client.stats import Stats
 from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
 from ckptd.client.training_state import examine
-from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -82,51 +81,14 @@ class Checkpointer:
         model: any module; operators (experts, gates, dense parts) are found in it.
         optimizer: the optimizer, or a list of them.
         state: anything with ``state_dict``/``load_state_dict`` by name: schedulers, GradScaler, stateful data loaders.
-        job, run, rank, world_size: who this is; from torchrun's environment where not given.
-        daemon: ``"auto"`` starts one if none answers; an endpoint (``ipc://…``); None turns everything off.
-        policy: ``"sliding"`` (sparse, any W consecutive snapshots recover), ``"aligned"`` (windows as in MoEvement), or
-            ``"dense"`` (everything, every ``every`` iterations).
-        window: W; None measures and chooses the smallest that fits.
-        ordering: how expert popularity is measured: hard, soft, decayed, capacity (``capacities``
-            by operator name).
-        operators: the user's own grouping (see ``discover_operators``).
-        masters: ``{parameter name: fp32 master}`` where the optimizer holds separate masters; None
-            finds them by value.
-        freeze: ``"auto"``, ``"drop"`` or ``"inputs"``: how operators are frozen in replay.
-        on_mismatch: ``"raise"`` or ``"warn"`` when a replayed step does not reproduce what was recorded.
-        verify_iterations: a resume replays up to so many iterations more than it needs, from the
-            snapshot before, and compares all that comes of it with the newest snapshot; 0: no more
-            than it needs, which is none with a window of 1.
-        max_overhead: on CPU, the share of an iteration that copies may take (it decides the window).
-        inline_copy: copy in the training thread, beside it, or (None) whichever is measured to be
-            faster; CPU only.
-        nan_check_every: look for NaN in the weights of every that many snapshots (0: never).
-        replicas: on how many other nodes each snapshot is kept; None leaves it to the daemons' configuration.
-        replicated: what several ranks have alike though no wrapper tells: patterns of parameter
-            names, each with the process group (or one-dimensional ``DeviceMesh``) over which what
-            matches is replicated.
-        capture_once: what several ranks have alike is captured by one of them (bytes are spread
-            evenly); False: by each.
-        start_from: a model to begin with where there is nothing to resume from: a folder or file of
-            safetensors with the model's own names, or what ``ckptctl import`` tells. With optimizer
-            state, where it has one.
-        options: what counts where the script's options of parameter groups (learning rate, ...) are
-            others than those with which the run began: ``"recorded"``, or ``"script"`` from the
-            iteration on at which the state is complete.
-        topology: any text that must be equal for a restart to be accepted (a parallel layout, say).
-        park: keep memory into which this rank's whole state is copied when the job is torn down
-            (docs/parking.md); None: where this run logs boundaries and has several ranks.
-        park_after_s: a step that lasts longer is parked, too; None: much longer than steps have
-            lasted so far.
-        required: whether a refused attach, or a daemon that does not answer, is an error. Otherwise
-            all ranks train on unprotected, as with ``daemon=None``: a line says why, and the
-            counter ``unprotected`` is 1.
-        resume_at: go back to this iteration instead of the newest, after a loss spike, say;
-            ``saved_iterations`` lists them. What is newer is given up. For one start: where
-            torchrun restarts the workers by itself, it is not looked at.
-        timeout_s: how long to wait for the daemon at the start.
+        run: the name of the run, or `RunOptions`: job, rank, world size; from torchrun's environment where not given.
+        daemon: ``"auto"`` starts one if none answers; an endpoint (``ipc://…``); None turns everything off. Or `DaemonOptions`.
+        snapshots: what is captured in which snapshot: policy, window, cost (`SnapshotOptions`).
+        recovery: how a run resumes, and how that is verified (`RecoveryOptions`).
+        layout: what the structure of model and optimizer does not say by itself (`LayoutOptions`).
     Raises:
         ValueError: something passed is unusable; the message says what and what to do.
+        TypeError: a keyword that is none, or a group of options of another type; the message says how it is passed.
         AttachRefused: the daemon refuses: memory, another trainer with this rank, another topology; with the numbers.
         DaemonUnavailable: no daemon answers.
     """
@@ -137,129 +99,86 @@ class Checkpointer:
         optimizer: Any,
         state: Mapping[str, Stateful] | None = None,
         *,
-        job: str | None = None,
-        run: str | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        daemon: str | None = "auto",
-        policy: str = "sliding",
-        window: int | None = None,
-        every: int = 1,
-        ordering: str = "hard",
-        capacities: Mapping[str, float] | None = None,
-        operators: Grouping | None = None,
-        masters: Mapping[str, Tensor] | None = None,
-        freeze: str = "auto",
-        on_mismatch: str = "raise",
-        options: str = "recorded",
-        verify_iterations: int = VERIFY_ITERATIONS,
-        topology: str = "",
-        max_overhead: float = 0.01,
-        inline_copy: bool | None = None,
-        nan_check_every: int = 16,
-        replicas: int | None = None,
-        replicated: Mapping[str, Any] | None = None,
-        capture_once: bool = True,
-        start_from: str | os.PathLike[str] | None = None,
-        park: bool | None = None,
-        park_after_s: float | None = None,
-        required: bool = True,
-        resume_at: int | None = None,
-        timeout_s: float = 30.0,
+        run: str | RunOptions | None = None,
+        daemon: str | DaemonOptions | None = "auto",
+        snapshots: SnapshotOptions = SnapshotOptions(),
+        recovery: RecoveryOptions = RecoveryOptions(),
+        layout: LayoutOptions = LayoutOptions(),
+        **unknown: Never,
     ) -> None:
+        given: OptionGroups = {
+            "run": run,
+            "daemon": daemon,
+            "snapshots": snapshots,
+            "recovery": recovery,
+            "layout": layout,
+        }
+        check_keywords("Checkpointer()", {**unknown, **given})
         self._stats = Stats()
         self._loop = LoopSide(self._stats)
         self._pipeline = self._loop.pipeline
         self._memory: RankMemory | None = None
-        self._park, self._park_after_s = park, park_after_s
         self._batches: list[Batches] = []
         self._cleanup = contextlib.ExitStack()
         self.resumed_from: int | None = None
-        self.off = daemon is None
-        self._start_from = start_from
+        self.off = daemon_options(daemon).off
         if self.off:
-            if start_from is not None:
-                logger.warning("%s", start_unprotected(model, optimizer, masters, start_from))
+            if recovery.start_from is not None:
+                source = recovery.start_from
+                logger.warning("%s", start_unprotected(model, optimizer, layout.masters, source))
             return
-        check_options(policy, window, every, on_mismatch, ordering, daemon)
-        check_verification(verify_iterations)
-        check_parking(park, park_after_s)
-        check_choice("options", options, "recorded", "script")
-        self._options_of = options
+        self._options = options = CheckpointerOptions.of(given)
         self._subject = subject = examine(
-            model,
-            optimizer,
-            state,
-            who=(job, run, rank, world_size),
-            policy=policy,
-            masters=masters,
-            freeze=freeze,
-            operators=operators,
-            replicated=replicated,
-            ledger=self._loop.ledger,
+            model, optimizer, state, options=options, ledger=self._loop.ledger
         )
         self._binding, self._identity = subject.binding, subject.identity
         self._operators = subject.operators
         self._program = this_program(subject.binding, subject.stateful)
-        self._options = Options(
-            policy,
-            window,
-            every,
-            Ordering(ordering),
-            capacities,
-            max_overhead,
-            nan_check_every,
-            inline_copy,
-        )
         self._sharing = NOTHING_SHARED
-        shared = subject.sharing if capture_once else NOTHING_SHARED
-        self._engine = make_engine(subject.device, inline=bool(inline_copy))
-        self._recovery = Recovery(
-            subject,
-            self._engine,
-            self._loop.tape,
-            on_mismatch=on_mismatch,
-            at=wanted_iteration(resume_at),
-            verify_iterations=verify_iterations,
-        )
+        shared = subject.sharing if layout.capture_once else NOTHING_SHARED
+        self._engine = make_engine(subject.device, inline=bool(snapshots.inline_copy))
+        self._recovery = Recovery(subject, self._engine, self._loop.tape, options.recovery)
         self._ranks = Collectives.of_job(self._identity, node=platform.node())
-        needed, text = needed_memory(self._binding, self._operators, policy, window, shared)
+        needed, text = needed_memory(self._binding, self._operators, snapshots, shared)
+        auto = options.daemon.endpoint == "auto"
         try:
             try:
                 # A rank that is refused must not leave the others waiting for it.
                 with self._ranks.all_or_none():
                     self._memory = RankMemory(
                         self._identity,
-                        ensure_daemon if daemon == "auto" else lambda: str(daemon),
+                        ensure_daemon if auto else lambda: str(options.daemon.endpoint),
                         needed_bytes=needed,
                         needed_text=text,
-                        topology=topology,
+                        topology=options.run.topology,
                         version=importlib.metadata.version("ckptd"),
-                        replicas=replicas,
-                        timeout_s=timeout_s,
+                        replicas=options.daemon.replicas,
+                        timeout_s=options.daemon.timeout_s,
                         stats=self._stats,
-                        check=unexpected if daemon == "auto" else lambda _: "",
+                        check=unexpected if auto else lambda _: "",
                     )
                     self._precision = PrecisionProbe(self._binding.params)
                     # Hooks within a compiled graph would break it: its experts are anchored in the
                     # order of the model.
                     counted = [] if is_compiled(model) else self._operators
-                    self._counter = TokenCounter(model, counted, self._options.ordering, capacities)
+                    self._counter = TokenCounter(
+                        model, counted, Ordering(snapshots.ordering), snapshots.capacities
+                    )
                     self._cleanup.callback(self._counter.close)
                     self._buckets = Buckets(model)
             except (AttachRefused, DaemonUnavailable) as error:
-                if required:
+                if options.daemon.required:
                     raise
-                self._go_on_unprotected(error, model, optimizer, masters)
+                self._go_on_unprotected(error, model, optimizer)
                 return
             self._ranks = self._ranks.on_node(self._memory.session.node_id)
             if self._identity.world_size > 1:
-                own_bytes = own_share_bytes(shared, self._operators, self._binding, policy)
+                own_bytes = own_share_bytes(shared, self._operators, self._binding, snapshots)
                 self._sharing = agree_on_sharing(
                     self._binding, shared.replicas, own_bytes, self._ranks
                 )
             self._protect(self._memory)
-            if park:
+            if recovery.park:
                 self._begin_parking()
             self._restore(self._memory)
             self._loop.install(model, self._cleanup, self)
@@ -453,7 +372,7 @@ class Checkpointer:
             replicate=replicate,
             alike=self._sharing.alike(self._operators, self._identity.rank),
         )
-        if self._park is None and self._identity.world_size > 1:
+        if self._options.recovery.park is None and self._identity.world_size > 1:
             self._begin_parking()
         return log
 
@@ -555,18 +474,17 @@ class Checkpointer:
 
     # -- set-up ----------------------------------------------------------------------------------
 
-    def _go_on_unprotected(
-        self, why: Exception, model: nn.Module, optimizer: Any, masters: Mapping[str, Tensor] | None
-    ) -> None:
-        """The user said so: ``required=False``."""
+    def _go_on_unprotected(self, why: Exception, model: nn.Module, optimizer: Any) -> None:
+        """The user said so: ``DaemonOptions(required=False)``."""
+        source, masters = self._options.recovery.start_from, self._options.layout.masters
         self.close()
         self._closed = False  # the loop runs as one that was never to be protected
         self._stats.unprotected = 1
-        if self._start_from is not None:
-            logger.warning("%s", start_unprotected(model, optimizer, masters, self._start_from))
+        if source is not None:
+            logger.warning("%s", start_unprotected(model, optimizer, masters, source))
         logger.error(
             "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is taken, none is resumed from "
-            "(required=False): %s",
+            "(DaemonOptions(required=False)): %s",
             why,
         )
 
@@ -579,7 +497,7 @@ class Checkpointer:
             stateful=self._subject.stateful,
             tape=self._loop.tape,
             stats=self._stats,
-            options=self._options,
+            options=self._options.snapshots,
             counter=self._counter,
             precision=self._precision,
             buckets=self._buckets,
@@ -606,7 +524,7 @@ class Checkpointer:
             self._stats,
             device=self._subject.device,
             restless=recorder.restless,
-            park_after_s=self._park_after_s,
+            park_after_s=self._options.recovery.park_after_s,
         )
         self._cleanup.callback(park_on_sigterm(self._loop.parking))
 
@@ -619,8 +537,8 @@ class Checkpointer:
         found = self._recovery.find(memory, self._ranks)
         if found is None:
             with self._ranks.all_or_none():
-                if self._start_from is not None:
-                    logger.warning("%s", load_start(self._binding, self._start_from))
+                if (source := self._options.recovery.start_from) is not None:
+                    logger.warning("%s", load_start(self._binding, source))
             return
         if found.apart is not None:
             self._cleanup.callback(found.apart.close)
@@ -634,7 +552,7 @@ class Checkpointer:
             stats=self._stats,
             started_s=started_s,
         )
-        heed_program(found.replay, self._program, self._loop, self._subject, self._options_of)
+        heed_program(found.replay, self._program, self._loop, self._subject, self._options.recovery)
         self._operators = found.plan.operators
         self.resumed_from = found.replay.end
 

@@ -9,9 +9,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckptd.client.options import RunOptions
+
 __all__ = ["Identity", "identify"]
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_RUN = "default"
 _DIGEST_DIGITS = 8
 # What `torchrun --standalone` and the launcher's API make up where nobody gave an id: a UUID, or
@@ -82,13 +83,11 @@ def identify(
         run, made_up = _run_of_launcher()
         if made_up:
             told.append("torchrun made up a run id, which is not used")
-    for what, name in (("job", job), ("run", run)):
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"{what}={name!r}: use 1 to 64 letters, digits, '.', '_' or '-'")
     rank = rank if rank is not None else _number("RANK", 0)
     world_size = world_size if world_size is not None else _number("WORLD_SIZE", 1)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not in [0, world_size={world_size})")
+    RunOptions(
+        name=run, job=job, rank=rank, world_size=world_size
+    )  # what cannot be used is refused
     return Identity(job, run, rank, world_size, "; ".join(told))
 
 

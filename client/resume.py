@@ -9,6 +9,7 @@ from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.program import Program, apply_options, differences, options_differ
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
+from ckptd.client.options import RecoveryOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.start import Resumption
@@ -64,20 +65,17 @@ def restore(
 
 
 def heed_program(
-    replay: Replay, here: Program, loop: LoopSide, subject: TrainingState, options: str
+    replay: Replay, here: Program, loop: LoopSide, subject: TrainingState, options: RecoveryOptions
 ) -> None:
     """Say how this program differs from the one that began the run, and see to it that the right
-    one's options count.
-
-    Args:
-        options: whose count: ``recorded`` or ``script``.
+    one's options of parameter groups count.
     """
     recorded: Program = replay.oldest_scalars.get("program", {})  # absent in what 0.4 recorded
     assert loop.recorder is not None
     if not recorded:
         return
     text = "; ".join(differences(recorded, here))
-    if options == "script":
+    if options.param_groups == "script":
         binding, stateful = subject.binding, subject.stateful
 
         def apply() -> None:
@@ -92,7 +90,7 @@ def heed_program(
             loop.when_exact = apply
         what = f"The script's options count from iteration {replay.end} on"
     else:
-        what = 'What was recorded counts. To go on with the script\'s options, pass options="script"; to begin anew, run= a new name'
+        what = 'What was recorded counts. To go on with the script\'s options, pass recovery=RecoveryOptions(param_groups="script"); to begin anew, run= a new name'
     loop.recorder.scalars.program = recorded
     if text:
         level = logging.INFO if subject.identity.rank else logging.WARNING

@@ -11,22 +11,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.data import BatchLedger
 from ckptd.client.data.ledger import BATCHES
+from ckptd.client.data.loaders import advice_for_state, check_in_state
 from ckptd.client.identity import Identity, identify
 from ckptd.client.model.freezing import choose_freezing
 from ckptd.client.model.live_state import LiveState, local
-from ckptd.client.model.operators import Grouping, Operator
+from ckptd.client.model.operators import Grouping, Operator, ParameterRows, discover_operators
 from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
 from ckptd.client.model.tensor_sharding import check_sharded
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
-from ckptd.client.option_checks import all_operators, check_state
+from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.core.schedules.schedule import OperatorKind
 
-__all__ = ["TrainingState", "examine"]
+__all__ = ["TrainingState", "check_state", "examine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +59,40 @@ def examine(
     model: nn.Module,
     optimizer: Any,
     state: Mapping[str, Stateful] | None,
-    *,
-    who: tuple[str | None, str | None, int | None, int | None],
-    policy: str,
-    masters: Mapping[str, Tensor] | None,
-    freeze: str,
-    operators: Grouping | None,
-    replicated: Mapping[str, Any] | None,
+    options: CheckpointerOptions,
     ledger: BatchLedger | None = None,
 ) -> TrainingState:
     """Look at the arguments of `Checkpointer`.
 
     Args:
-        who: job, run, rank, world size; from the environment where None.
         ledger: what batches the loop has; it is captured beside the user's objects.
     Raises:
         ValueError: something passed is unusable; the message says what and what to do.
     """
+    layout, run = options.layout, options.run
     stateful = check_state(state)
     if ledger is not None:
         stateful[BATCHES] = ledger
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    binding = LiveState(model, [unwrap_optimizer(o) for o in listed], masters, listed)
+    binding = LiveState(model, [unwrap_optimizer(o) for o in listed], layout.masters, listed)
     check_sharded(binding)
-    if policy != "dense" and (reasons := binding.dependent()):
+    if not options.snapshots.dense and (reasons := binding.dependent()):
         raise ValueError(
             f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
-            "Pass policy='dense' to capture everything in every snapshot"
+            "Pass snapshots=SnapshotOptions(policy='dense') to capture everything in every snapshot"
         )
-    identity = agreed_identity(identify(*who))
+    identity = agreed_identity(identify(run.job, run.name, run.rank, run.world_size))
     freezing = choose_freezing(
         model,
         masters=bool(binding.masters),
-        wanted=freeze,
+        wanted=options.recovery.freeze,
         world_size=identity.world_size,
         spread=bool(binding.elsewhere),
     )
-    found = all_operators(model, binding, operators)
+    found = _all_operators(model, binding, layout.operators)
     sharing = ReplicatedParams()
     if identity.world_size > 1 and dist.is_available() and dist.is_initialized():
-        sharing = ReplicatedParams(find_replicas(binding, replicated, identity.rank))
+        sharing = ReplicatedParams(find_replicas(binding, layout.replicated, identity.rank))
     return TrainingState(binding, stateful, identity, freezing, found, sharing)
 
 
@@ -119,6 +116,38 @@ def agreed_identity(mine: Identity) -> Identity:
         if (other_job, other_run) != (job, run) and not other_how:
             raise ValueError(
                 f"rank 0 is of job {job}, run {run}, and rank {rank} of job {other_job}, run {other_run}: pass all ranks the same "
-                "job= and run=, or world_size=1 for independent trainers"
+                "run=RunOptions(name=..., job=...), or world_size=1 in it for independent trainers"
             )
     return replace(mine, job=job, run=run, told=how)
+
+
+def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
+    """Everything in ``state=`` can be captured, now rather than at the first snapshot."""
+    if state is not None and not isinstance(state, Mapping):
+        raise ValueError(
+            f"state= is a {type(state).__name__}; pass a dict of named objects, such as {{'sched': sched}}"
+        )
+    found = dict(state or {})
+    for name, item in found.items():
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(item, method, None)):
+                advice = (
+                    advice_for_state(item) or "pass objects with state_dict() and load_state_dict()"
+                )
+                raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
+                    f"state[{name!r}] is a {type(item).__name__} without {method}(): {advice}"
+                )
+        check_in_state(item)
+        values.pack(item.state_dict(), f"state[{name!r}]")
+    return found
+
+
+def _all_operators(
+    model: nn.Module, binding: LiveState, grouping: Grouping | None
+) -> list[Operator]:
+    """The model's operators, and one for each parameter that only an optimizer knows."""
+    found = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=grouping)
+    extras = [n for n in binding.params if n.startswith("extra/")]
+    return found + [
+        Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra") for n in extras
+    ]

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.spot.jobs import Log, Saves, Training, agreed, meet, options
+from ckptd.client import RunOptions
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.elastic.job import ElasticJob
 from ckptd.errors import ElasticError
@@ -57,8 +58,7 @@ def begin(args: argparse.Namespace, log: Log) -> ElasticJob:
             return ElasticJob(
                 dict.fromkeys(LAYERS, EXPERTS),
                 slots=args.slots,
-                job="spot",
-                run=f"spot.{attempt}",
+                run=RunOptions(job="spot", name=f"spot.{attempt}"),
                 daemon=args.daemon,
             )
         except ElasticError as error:  # on all ranks

@@ -246,7 +246,7 @@ def _import_text(report: ImportReport) -> str:
     )
     line = (
         f"{report.tensors} tensors{state}, {format_bytes(report.size_bytes)}: "
-        f"Checkpointer(…, start_from={report.start_from!r})"
+        f"Checkpointer(…, recovery=RecoveryOptions(start_from={report.start_from!r}))"
     )
     return "\n".join([line, *report.notes])
 

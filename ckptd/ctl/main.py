@@ -375,7 +375,7 @@ def _parser() -> argparse.ArgumentParser:
         which,
     )
     snapshots.add_argument("--operators", action="store_true", help="list operators by name")
-    text = "list the iterations that a run can resume at, for Checkpointer(resume_at=)"
+    text = "list the iterations that a run can resume at, for RecoveryOptions(resume_at=N)"
     iterations = add("iterations", _iterations, text, which)
     events = add("events", _events, "list the events of this node")
     events.add_argument("--follow", action="store_true", help="keep printing new events")
@@ -432,7 +432,7 @@ def _parser() -> argparse.ArgumentParser:
             type=int,
             default=VERIFY_ITERATIONS,
             metavar="N",
-            help="value of Checkpointer(verify_iterations=N) in the trainers (default: %(default)s)",
+            help="value of RecoveryOptions(verify_iterations=N) in the trainers (default: %(default)s)",
         )
     drill = add("drill", _drill, "rehearse the recovery of --rank from other nodes", which)
     drill.set_defaults(timeout=600.0)

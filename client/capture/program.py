@@ -3,7 +3,7 @@ of its successor differ.
 
 They are in the step scalars of each snapshot under ``program``. What was recorded counts: a
 successor goes on with the recorded options, and says where its own differ. With
-``options="script"`` its own count from the iteration on at which the state is complete.
+``param_groups="script"`` its own count from the iteration on at which the state is complete.
 """
 
 from __future__ import annotations

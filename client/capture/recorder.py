@@ -31,10 +31,10 @@ from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
 from ckptd.client.optimizers.random_draws import Draws
 from ckptd.client.optimizers.value_trees import NotCapturable
+from ckptd.client.options import SnapshotOptions
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.copy_mode import CopyModeChooser
 from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.planner import Options
 from ckptd.client.schedule.provision import Provision
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
@@ -68,7 +68,7 @@ class Recorder:
         stateful: Mapping[str, Stateful],
         tape: Tape,
         stats: Stats,
-        options: Options,
+        options: SnapshotOptions,
         counter: TokenCounter,
         precision: PrecisionProbe,
         buckets: Buckets,
@@ -500,5 +500,5 @@ def _came_apart(optimizer: str, step: int) -> str:
     return (
         f"optimizer {optimizer} drew random numbers before step {step}, for the first time: ranks whose generators differ have other values "
         "from here on, and what they had alike is captured by one of them only. No snapshot is taken any more; after a failure this run goes "
-        "on from the last one. Begin a new run with Checkpointer(..., capture_once=False)"
+        "on from the last one. Begin a new run with Checkpointer(..., layout=LayoutOptions(capture_once=False))"
     )

@@ -458,7 +458,7 @@ class Session:
             return
         self._park_asked = number
         if self.on_park is None:
-            why = "this trainer does not park: pass park=True, or log boundaries"
+            why = "this trainer does not park: pass recovery=RecoveryOptions(park=True), or log boundaries"
             self.link.send(ParkOutcome(number, -1, why))
         else:
             self.on_park(number)

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 try:
     from accelerate import Accelerator
@@ -17,6 +18,7 @@ except ImportError as missing:
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
+from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
 __all__ = ["checkpointer"]
 
@@ -33,7 +35,7 @@ def checkpointer(
     model: Any,
     optimizer: Any,
     state: Mapping[str, Stateful] | None = None,
-    **options: Any,
+    **options: Unpack[OptionGroups],
 ) -> Checkpointer:
     """Create a ``Checkpointer`` for the objects that ``accelerator.prepare`` returned; loop over its
     ``steps``, and fetch from ``ckpt.batches(loader)``.
@@ -45,10 +47,12 @@ def checkpointer(
         optimizer: a prepared optimizer, or a list of them.
         state: schedulers, and your own objects. Pass a prepared data loader to ``ckpt.batches`` instead, with
             or without ``use_stateful_dataloader``.
-        options: options of ``Checkpointer``.
+        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for ``Checkpointer``.
     Raises:
+        TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
         ValueError: an object prevents an exact resumption; the message says what to do.
     """
+    check_keywords("checkpointer()", options)
     _check(accelerator)
     own: dict[str, Stateful] = {"accelerator": _Counts(accelerator)}
     if accelerator.scaler is not None:
@@ -59,8 +63,10 @@ def checkpointer(
             f"state= contains {', '.join(twice)}, which ckptd takes from the accelerator: remove "
             "it, or choose another name"
         )
-    who = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-    return Checkpointer(model, optimizer, {**own, **(state or {})}, **{**who, **options})
+    groups = CheckpointerOptions.of(options)
+    who = groups.run.completed(rank=accelerator.process_index, world_size=accelerator.num_processes)
+    whole = {**own, **(state or {})}
+    return Checkpointer(model, optimizer, whole, **replace(groups, run=who).keywords())
 
 
 class _Counts:

@@ -8,9 +8,10 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 try:
     import accelerate  # noqa: F401 - Trainer cannot train without it
@@ -25,8 +26,9 @@ from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.frameworks.hf_checkpoints import complete_checkpoints_only
 from ckptd.client.frameworks.hf_loop import TrainerLoop
-from ckptd.client.frameworks.step_driver import check_checkpointer_options, name_of_this_training
+from ckptd.client.frameworks.step_driver import name_of_this_training
 from ckptd.client.model.function_patches import layered
+from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
 __all__ = ["CkptdCallback"]
 
@@ -48,10 +50,12 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
             (collators may draw random numbers, but not in workers). None: skip them only if they
             provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
-        options: options of ``Checkpointer``. The default of ``run=`` is the name of ``output_dir``; the
+        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for ``Checkpointer``.
+            The default of ``run=`` is the name of ``output_dir``; the
             name of a second training in the same process ends with its number.
     Raises:
-        ValueError: ``Checkpointer`` does not have an option; or, when the Trainer is created or
+        TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
+        ValueError: when the Trainer is created or
             starts training, a setting prevents an exact resumption.
     """
 
@@ -60,12 +64,13 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         *,
         refetch: bool | None = None,
         state: Mapping[str, Stateful] | None = None,
-        **options: Any,
+        **options: Unpack[OptionGroups],
     ) -> None:
-        check_checkpointer_options(options)
-        self._refetch, self._state, self._options = refetch, dict(state or {}), options
+        check_keywords("CkptdCallback()", options)
+        self._refetch, self._state = refetch, dict(state or {})
+        self._options = CheckpointerOptions.of(options)
+        self._named = self._options
         self._loop: TrainerLoop | None = None
-        self._named: dict[str, Any] = {}
         self._layers = ExitStack()
         self.checkpointer: Checkpointer | None = None
 
@@ -82,10 +87,10 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         trainer = _trainer_of(self)
         _check_trainer(trainer)
         self._leave()  # a previous training ended with an exception
-        run = self._options.get("run") or _run_name(args.output_dir)
-        job, run = name_of_this_training(self._options.get("job"), run)
-        who = {"rank": args.process_index, "world_size": args.world_size}
-        self._named = {**who, **self._options, "job": job, "run": run}
+        who = self._options.run.completed(
+            name=_run_name(args.output_dir), rank=args.process_index, world_size=args.world_size
+        )
+        self._named = replace(self._options, run=name_of_this_training(who))
         self._loop = TrainerLoop(trainer, self._make, refetch=self._refetch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -99,7 +104,8 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
                 f"state= contains {', '.join(twice)}, which CkptdCallback captures itself: choose "
                 "another name"
             )
-        self.checkpointer = Checkpointer(model, optimizer, {**state, **self._state}, **self._named)
+        whole = {**state, **self._state}
+        self.checkpointer = Checkpointer(model, optimizer, whole, **self._named.keywords())
         return self.checkpointer
 
     def _leave(self) -> None:

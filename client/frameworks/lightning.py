@@ -7,12 +7,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.frameworks.lightning_loop import LightningLoop
-from ckptd.client.frameworks.step_driver import check_checkpointer_options, name_of_this_training
+from ckptd.client.frameworks.step_driver import name_of_this_training
+from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
 __all__ = ["CkptdCallback"]
 
@@ -56,10 +58,12 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
             fetching them took. False: skip them; correct if a sample depends only on its index.
             None: skip them only if they provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
-        options: options of ``Checkpointer``. The run name of a second ``fit()`` in the same process
+        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for ``Checkpointer``.
+            The run name of a second ``fit()`` in the same process
             ends with its number.
     Raises:
-        ValueError: ``Checkpointer`` does not have an option; or, when training starts, a setting
+        TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
+        ValueError: when training starts, a setting
             prevents an exact resumption.
     """
 
@@ -68,10 +72,11 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
         *,
         refetch: bool | None = None,
         state: Mapping[str, Stateful] | None = None,
-        **options: Any,
+        **options: Unpack[OptionGroups],
     ) -> None:
-        check_checkpointer_options(options)
-        self._refetch, self._state, self._options = refetch, dict(state or {}), options
+        check_keywords("CkptdCallback()", options)
+        self._refetch, self._state = refetch, dict(state or {})
+        self._options = CheckpointerOptions.of(options)
         self._who: dict[str, int] = {}
         self._loop: LightningLoop | None = None
         self.checkpointer: Checkpointer | None = None
@@ -108,8 +113,8 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
                 f"state= contains {', '.join(twice)}, which CkptdCallback captures itself: choose "
                 "another name"
             )
-        job, run = name_of_this_training(self._options.get("job"), self._options.get("run"))
-        options = {**self._who, **self._options, "job": job, "run": run}
+        who = name_of_this_training(self._options.run.completed(**self._who))
+        options = replace(self._options, run=who).keywords()
         self.checkpointer = Checkpointer(model, optimizer, {**state, **self._state}, **options)
         return self.checkpointer
 

@@ -4,20 +4,17 @@ and the end of training.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.identity import identify
+from ckptd.client.options import RunOptions
 
-__all__ = ["StepDriver", "check_checkpointer_options", "name_of_this_training"]
+__all__ = ["StepDriver", "name_of_this_training"]
 
 # The number of trainings started in this process, by job and run.
 _begun: Counter[tuple[str, str]] = Counter()
-
-_SET_BY_THE_LOOP = frozenset({"self", "model", "optimizer", "state"})
 
 
 class StepDriver:
@@ -61,24 +58,14 @@ class StepDriver:
         self.checkpointer.close()
 
 
-def name_of_this_training(job: str | None, run: str | None) -> tuple[str, str]:
+def name_of_this_training(run: RunOptions) -> RunOptions:
     """The job and run of one training of this process.
 
     A script may train several models, or one model several times. A restarted script does the same in
     the same order, so a number distinguishes the second training under a name from the first.
     """
-    who = identify(job, run, 0, 1)
+    who = identify(run.job, run.name, 0, 1)
     _begun[who.job, who.run] += 1
     number = _begun[who.job, who.run]
-    return who.job, who.run if number == 1 else f"{who.run[:58]}.{number}"
-
-
-def check_checkpointer_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that ``Checkpointer`` does not have, or that the loop sets itself."""
-    known = inspect.signature(Checkpointer.__init__).parameters.keys() - _SET_BY_THE_LOOP
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise ValueError(
-            f"CkptdCallback: unknown {', '.join(unknown)}; it accepts {', '.join(sorted(known))} "
-            "(see Checkpointer), and state="
-        )
+    name = who.run if number == 1 else f"{who.run[:58]}.{number}"
+    return replace(run, job=who.job, name=name)

@@ -1,4 +1,4 @@
-"""A run that has nothing to resume from begins at a given model: ``Checkpointer(start_from=…)``.
+"""A run that has nothing to resume from begins at a given model: ``RecoveryOptions(start_from=…)``.
 
 The source is a set of safetensors files (``ckptd.storage.model_set``): a folder of Hugging Face, a
 single file, or what ``ckptctl import`` made, in a folder or a store. Tensors are matched by the

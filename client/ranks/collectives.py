@@ -260,7 +260,7 @@ def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             f"world_size={identity.world_size}, but torch.distributed is not initialised: call init_process_group() before Checkpointer, "
-            "or pass world_size=1 and a distinct rank= or job= for independent trainers"
+            "or, for independent trainers, pass each run=RunOptions(world_size=1, job=...) with a job of its own"
         )
     if dist.get_world_size() != identity.world_size:
         raise ValueError(

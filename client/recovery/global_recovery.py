@@ -51,7 +51,7 @@ _VERIFIED_PLANS = (
 )
 _NODES_TOLD = 8
 _FAILURES_TOLD = 3
-_BESIDE = "To go on from them, stop this trainer and pass their job= and run=; to free their memory, `ckptctl forget JOB RUN`"
+_BESIDE = "To go on from them, stop this trainer and pass run=RunOptions(name=RUN, job=JOB); to free their memory, `ckptctl forget JOB RUN`"
 
 
 class Recovered(NamedTuple):
@@ -227,7 +227,7 @@ def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunV
         ids={"job": job, "run": run},
         hint=f"Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine has changed since, start it as it was "
         f"after `ckptctl unquarantine {job} {run}` on every node. To train on from what was recorded all the same, do that and pass "
-        f'on_mismatch="warn". To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name',
+        f'recovery=RecoveryOptions(on_mismatch="warn"). To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name',
     )
 
 
@@ -249,7 +249,7 @@ def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view
         ids={"job": job, "run": run},
         hint="Most often the program keeps something that no snapshot holds: data that is not in state=, an optimizer that counts in an "
         f"attribute. Nothing was deleted: `ckptctl snapshots` shows it. When the program is as it should be, `ckptctl unquarantine {job} {run}` "
-        "on every node brings back what was quarantined. To go on from that iteration without a comparison, pass verify_iterations=0. "
+        "on every node brings back what was quarantined. To go on from that iteration without a comparison, pass recovery=RecoveryOptions(verify_iterations=0). "
         f"To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name",
     )
 

@@ -4,6 +4,7 @@ their replay.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.model.signature import signature, signature_difference
+from ckptd.client.options import RecoveryOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.localized_recovery import (
@@ -92,10 +94,6 @@ class Recovery:
     Args:
         subject: as it is built now. What several ranks have alike is given to all of them by a replay, whether or not they have
             the same values now. Its freezing falls back to ``drop`` where an earlier trainer left that hint.
-        on_mismatch: ``raise`` or ``warn``.
-        at: the iteration to go back to; None: the newest.
-        verify_iterations: how many iterations more than necessary may be replayed, to compare the
-            newest snapshot.
     """
 
     def __init__(
@@ -103,17 +101,14 @@ class Recovery:
         subject: TrainingState,
         engine: CopyEngine,
         tape: Tape,
-        *,
-        on_mismatch: str,
-        at: int | None = None,
-        verify_iterations: int = 0,
+        options: RecoveryOptions,
     ) -> None:
-        self._at = at
+        self._at = _wanted_iteration(options.resume_at)
         self._binding, self._engine, self._identity = subject.binding, engine, subject.identity
-        self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, on_mismatch
+        self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, options.on_mismatch
         self._operators, self._sharing = subject.operators, subject.sharing
         self._device = subject.device
-        self._verify_iterations = verify_iterations
+        self._verify_iterations = options.verify_iterations
         self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory, ranks: Collectives) -> Resumption | None:
@@ -261,3 +256,13 @@ class Recovery:
         for text in changed:
             logger.warning("%s; this can change bits (replay verifies itself)", text)
         return "; ".join(changed)
+
+
+def _wanted_iteration(resume_at: int | None) -> int | None:
+    """Where this start goes back to; None: the newest."""
+    if resume_at is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return resume_at
+    logger.warning(
+        "resume_at=%d was for the first start; this one goes on from the newest state", resume_at
+    )
+    return None

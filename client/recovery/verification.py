@@ -133,7 +133,7 @@ class Verification:
         self._hint(failure)
         text = (
             f"{describe_failure(failure)}. Either the step is not deterministic, or the restart differs, or memory was corrupted. "
-            f"{reason}; on_mismatch='warn' trains on regardless. {self._causes(ranks[0].what)}"
+            f"{reason}; RecoveryOptions(on_mismatch='warn') trains on regardless. {self._causes(ranks[0].what)}"
         )
         logger.error("%s", reason)
         raise ReplayMismatch(text)

@@ -5,8 +5,7 @@ the ranks agreed on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptd.client import values
@@ -16,40 +15,30 @@ from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.model.replicated_params import ReplicatedParams
+from ckptd.client.options import SnapshotOptions
 from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.planning import TrainingSpeed, make_plan, most_pieces, plan_together
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.planning import (
+    MAX_WINDOW,
+    TrainingSpeed,
+    make_plan,
+    most_pieces,
+    plan_together,
+)
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs
 from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.cuda.engine import measure_bandwidth
 
-__all__ = ["MIN_SCALARS", "Options", "Planner", "note_prepared"]
+__all__ = ["Planner", "needed_memory", "note_prepared", "own_share_bytes"]
 
 logger = get_logger(__name__)
 
-MIN_SCALARS = 64 << 10
+_MIN_SCALARS = 64 << 10
 # What one rank has sealed the others hear of a little later: slots for the meantime, where no peers
 # ask for some anyway.
 _RANKS_SLACK = 2
 _NUMBER_BYTES = 5  # msgpack's longest for an operator's number
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user may set about cadence and size."""
-
-    policy: str = "sliding"
-    window: int | None = None
-    every: int = 1
-    ordering: Ordering = Ordering.HARD
-    capacities: Mapping[str, float] | None = None
-    # On CPU, copies take the trainer's own cores: at most this share of an iteration may go into them.
-    max_overhead: float = 0.01
-    nan_check_every: int = 16
-    # Copy in the training thread (True), beside it (False), or whichever is measured to be faster
-    # (None); CPU only.
-    inline_copy: bool | None = None
 
 
 class Planner:
@@ -71,7 +60,7 @@ class Planner:
         memory: RankMemory,
         *,
         stats: Stats,
-        options: Options,
+        options: SnapshotOptions,
         counter: TokenCounter,
         precision: PrecisionProbe,
         pace: StepTiming,
@@ -82,7 +71,8 @@ class Planner:
         self._stats, self._options, self._counter = stats, options, counter
         self._precision, self._pace, self._scalars_sample = precision, pace, scalars_sample
         self._alone = memory.identity.world_size == 1
-        self.policy, self.sharing = options.policy, sharing
+        self.policy: str = options.policy
+        self.sharing = sharing
         self.limits: tuple[int, int] | None = None
 
     @property
@@ -131,7 +121,7 @@ class Planner:
             available_bytes=available,
             # Each rank counts its own tokens, and all must have one order.
             popularity=self._counter.popularity(self._operators) if self._alone else None,
-            ordering=options.ordering,
+            ordering=Ordering(options.ordering),
             compute_dtypes=self._precision.sufficient(),
             identity=self._memory.identity.metadata(),
             scalars_capacity=self._scalars_capacity(),
@@ -185,7 +175,7 @@ class Planner:
         """Room for step scalars. Each operator's number is in them, of what is shared that of each piece."""
         packed = len(values.pack(self._scalars_sample(), "step scalars"))
         pieces = most_pieces(self.sharing, self._operators)
-        return max(MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
+        return max(_MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
 
 
 def note_prepared(pace: StepTiming, stats: Stats, started_s: float) -> None:
@@ -195,3 +185,40 @@ def note_prepared(pace: StepTiming, stats: Stats, started_s: float) -> None:
     took = time.perf_counter() - started_s
     pace.prepared(took)
     stats.prepare_ms += took * 1e3
+
+
+def needed_memory(
+    binding: LiveState,
+    operators: Sequence[Operator],
+    options: SnapshotOptions,
+    sharing: ReplicatedParams,
+) -> tuple[int, str]:
+    """The least memory with which this rank can be protected, for the daemon to check at the
+    attach, and how it comes about.
+    """
+    costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}))
+    anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
+    windows = [1] if options.dense else [options.window or 0]
+    if windows == [0]:
+        windows = list(range(1, MAX_WINDOW + 1))
+    sizes = {w: (w + 2) * (compute + (anchor - compute) // w + _MIN_SCALARS) for w in windows}
+    best = min(sizes, key=lambda w: sizes[w])
+    return sizes[
+        best
+    ], f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
+
+
+def own_share_bytes(
+    sharing: ReplicatedParams,
+    operators: Sequence[Operator],
+    binding: LiveState,
+    options: SnapshotOptions,
+) -> int:
+    """What every snapshot of this rank takes beside what it has in common with others."""
+    shared = {i for indices in sharing.groups(operators).values() for i in indices}
+    costs = operator_costs(binding, operators, {})
+    return fixed_bytes(binding, 0) + sum(
+        cost.anchor_bytes if options.dense else cost.compute_bytes
+        for i, cost in enumerate(costs)
+        if i not in shared
+    )

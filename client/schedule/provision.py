@@ -19,9 +19,10 @@ from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.model.replicated_params import ReplicatedParams
+from ckptd.client.options import SnapshotOptions
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.first_plan import FirstPlan
-from ckptd.client.schedule.planner import Options, Planner
+from ckptd.client.schedule.planner import Planner
 from ckptd.client.schedule.planning import MAX_WINDOW
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.slot_reservation import RETRY_STEPS, NewSlots
@@ -65,7 +66,7 @@ class Provision:
         engine: CopyEngine,
         *,
         stats: Stats,
-        options: Options,
+        options: SnapshotOptions,
         counter: TokenCounter,
         precision: PrecisionProbe,
         pace: StepTiming,

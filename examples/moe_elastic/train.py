@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ckptd.client.elastic.job import ElasticJob, GlobalBatches
+from ckptd.client import RunOptions
+from ckptd.client.elastic.job import ElasticJob, GlobalBatches, PlacementOptions
 from examples.moe_elastic.model import CONTEXT, EXPERTS, LAYERS, Model
 from examples.moe_text.data import load_corpus
 
@@ -65,10 +66,9 @@ def train(args: argparse.Namespace, write: Write) -> None:
     job = ElasticJob(
         dict.fromkeys(LAYERS, EXPERTS),
         slots=args.slots,
-        threshold=args.threshold,
-        job="demo",
-        run=args.run,
+        run=RunOptions(job="demo", name=args.run),
         daemon=None if args.daemon == "none" else args.daemon,
+        placement=PlacementOptions(threshold=args.threshold),
     )
     held = {name: job.experts(name) for name in LAYERS}
     write("world", number=job.plan.number, start=job.start, reason=job.plan.reason, held=held)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, LayoutOptions, RecoveryOptions, RunOptions, SnapshotOptions
 from examples.moe_pipeline.model import CONFIG, build_stage
 from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.train import EventLog, final_state, warmup_cosine
@@ -117,12 +117,11 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         pipeline.model,
         pipeline.optimizer,
         state=state,
-        replicated={"*": pipeline.replicas},
-        job="pipeline",
-        run=args.run,
+        run=RunOptions(job="pipeline", name=args.run),
         daemon=None if args.daemon == "none" else args.daemon,
-        window=args.window,
-        park=False if args.no_park else None,
+        snapshots=SnapshotOptions(window=args.window),
+        recovery=RecoveryOptions(park=False if args.no_park else None),
+        layout=LayoutOptions(replicated={"*": pipeline.replicas}),
     )
     ckpt.log_boundaries(pipeline.schedule)
     log.write("attached", stage=pipeline.index, resumed_from=ckpt.resumed_from)

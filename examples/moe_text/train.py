@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, LayoutOptions, RunOptions, SnapshotOptions
 from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.model import MoEConfig, MoETransformer
 
@@ -135,11 +135,10 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         model,
         optimizer,
         state={"sched": sched, "loader": loader},
-        masters=masters,
-        job=args.job,
-        run=args.run,
+        run=RunOptions(job=args.job, name=args.run),
         daemon=None if args.daemon == "none" else args.daemon,
-        window=args.window,
+        snapshots=SnapshotOptions(window=args.window),
+        layout=LayoutOptions(masters=masters),
     )
     log.write("attached", init_seed=args.init_seed)
     for step in ckpt.steps(args.steps):

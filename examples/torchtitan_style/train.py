@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from examples.moe_text.data import ByteLoader, load_corpus
 from examples.torchtitan_style.config import JobConfig, parse_config
 from examples.torchtitan_style.model import Transformer
@@ -62,11 +62,13 @@ class Trainer:
             self.model,
             self.optimizer,
             {"lr_scheduler": self.lr_scheduler, "data": self.loader},
-            job=config.checkpoint.job,
-            run=config.checkpoint.run,
+            run=RunOptions(
+                job=config.checkpoint.job,
+                name=config.checkpoint.run,
+                topology=str(self.parallel_dims),
+            ),
             daemon=None if config.checkpoint.daemon == "none" else config.checkpoint.daemon,
-            window=config.checkpoint.window or None,
-            topology=str(self.parallel_dims),
+            snapshots=SnapshotOptions(window=config.checkpoint.window or None),
         )
 
     def build_model(self) -> Transformer:

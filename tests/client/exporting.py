@@ -20,6 +20,7 @@ from ckptd.export.memory_source import SlotSource, open_slot
 from ckptd.transport.control.messages import GetSnapshots, GetStatus, Snapshots, Status
 from ckptd.transport.control.wire import ControlClient
 from tests.ckptd.running import eventually
+from tests.option_groups import grouped
 
 State = dict[str, Tensor]
 
@@ -120,7 +121,7 @@ def train(
         folder = Path(client.ask(GetStatus(), Status).segment_dir)
         trained = Trained(run, folder, model, optimizer)
         with Checkpointer(
-            model, optimizer, job="export", run=run, daemon=endpoint, **options
+            model, optimizer, **grouped(job="export", run=run, daemon=endpoint, **options)
         ) as ckpt:
             for step in ckpt.steps(total):
                 trained.live[step] = {k: v.clone() for k, v in model.state_dict().items()}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, DaemonOptions, RecoveryOptions, SnapshotOptions
 from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
@@ -25,6 +25,7 @@ from ckptd.client.rng_state import capture_rng
 from ckptd.core.slots.ring import SlotState
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from tests.option_groups import grouped
 
 AdamW = torch.optim.AdamW
 
@@ -72,7 +73,7 @@ def make(endpoint: str) -> Iterator[Callable[..., Checkpointer]]:
 
     def create(model: nn.Module, optimizer: Any, state: Any = None, **options: Any) -> Checkpointer:
         options = {"job": "unit", "run": run, "daemon": endpoint, "window": 2, **options}
-        open_ones.append(Checkpointer(model, optimizer, state, **options))
+        open_ones.append(Checkpointer(model, optimizer, state, **grouped(**options)))
         return open_ones[-1]
 
     yield create
@@ -136,8 +137,9 @@ def test_bad_arguments_are_named(
     model: MoE, endpoint: str, options: dict[str, Any], message: str
 ) -> None:
     state = options.pop("state", None)
+    optimizer = AdamW(model.parameters())
     with pytest.raises(ValueError, match=message):
-        Checkpointer(model, AdamW(model.parameters()), state, daemon=endpoint, **options)
+        Checkpointer(model, optimizer, state, **grouped(daemon=endpoint, **options))
 
 
 def test_an_optimizer_that_is_none(model: MoE, endpoint: str) -> None:
@@ -148,7 +150,9 @@ def test_an_optimizer_that_is_none(model: MoE, endpoint: str) -> None:
 def test_a_dependent_optimizer_is_refused_with_reason_and_way_out(
     model: MoE, endpoint: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"Halves: the update .*depends on.* Pass policy='dense'"):
+    with pytest.raises(
+        ValueError, match=r"Halves: the update .*depends on.*SnapshotOptions\(policy='dense'\)"
+    ):
         Checkpointer(model, Halves(model.parameters(), lr=0.1), daemon=endpoint)
 
 
@@ -166,13 +170,20 @@ def test_freezing_by_inputs_where_it_cannot_be_exact(endpoint: str) -> None:
     with pytest.raises(
         ValueError, match="'inputs' would not be exact here: separate master weights"
     ):
-        Checkpointer(low, AdamW(masters), daemon=endpoint, freeze="inputs")
+        Checkpointer(
+            low, AdamW(masters), daemon=endpoint, recovery=RecoveryOptions(freeze="inputs")
+        )
 
 
 def test_parameters_on_a_device_without_an_engine(endpoint: str) -> None:
     meta = nn.Linear(2, 2, device="meta")
     with pytest.raises(ValueError, match=r"meta.*supported are cpu and cuda"):
-        Checkpointer(meta, AdamW(meta.parameters()), daemon=endpoint, policy="dense")
+        Checkpointer(
+            meta,
+            AdamW(meta.parameters()),
+            daemon=endpoint,
+            snapshots=SnapshotOptions(policy="dense"),
+        )
 
 
 # -- off -----------------------------------------------------------------------------------------
@@ -195,7 +206,7 @@ class TestOff:
     def test_nothing_is_looked_at_or_installed(self, model: MoE) -> None:
         """Not even arguments that would be refused: off means off."""
         threads = threading.active_count()
-        ckpt = Checkpointer(model, "no optimizer", {"x": NoState()}, daemon=None, policy="?")  # type: ignore[dict-item]
+        ckpt = Checkpointer(model, "no optimizer", {"x": NoState()}, run="a/b", daemon=None)  # type: ignore[dict-item]
         assert ckpt.off
         assert not model._forward_pre_hooks
         assert threading.active_count() == threads
@@ -417,7 +428,9 @@ class TestLeavesNoTrace:
         threads = {t for t in threading.enumerate() if t.name.startswith("ckptd")}
         with pytest.raises(DaemonUnavailable, match="ckptd run"):
             Checkpointer(
-                model, AdamW(model.parameters()), daemon=f"ipc://{tmp_path}/no.sock", timeout_s=0.1
+                model,
+                AdamW(model.parameters()),
+                daemon=DaemonOptions(endpoint=f"ipc://{tmp_path}/no.sock", timeout_s=0.1),
             )
         assert not model._forward_pre_hooks
         assert {t for t in threading.enumerate() if t.name.startswith("ckptd")} == threads
@@ -505,8 +518,8 @@ def test_one_that_nobody_holds_lives_as_long_as_its_model(model: MoE, endpoint: 
     dropped it for a death.
     """
     optimizer = AdamW(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"job": "unit", "run": uuid.uuid4().hex[:8], "daemon": endpoint}
-    ckpt = Checkpointer(model, optimizer, window=2, **options)
+    options = grouped(job="unit", run=uuid.uuid4().hex[:8], daemon=endpoint, window=2)
+    ckpt = Checkpointer(model, optimizer, **options)
     train(ckpt, model, optimizer, 4)
     dropped = weakref.ref(ckpt)
     del ckpt

@@ -24,8 +24,10 @@ from torch.distributed.tensor import Replicate, distribute_module
 
 from ckptd.client import Checkpointer
 from ckptd.client.model.live_state import local
+from ckptd.client.options import OptionGroups
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.cuda import engine
+from tests.option_groups import grouped
 
 LOST, TOTAL, DECAY = 8, 12, 0.97
 Write = Callable[[list[Tensor]], None]
@@ -159,8 +161,8 @@ def everything(model: Net, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [local(t).clone() for t in [*model.parameters(), *state]]
 
 
-def options(endpoint: str, run: str) -> dict[str, Any]:
-    return {"job": "torn", "run": run, "daemon": endpoint, "window": 2, "inline_copy": False, "park": False}  # fmt: skip
+def options(endpoint: str, run: str) -> OptionGroups:
+    return grouped(job="torn", run=run, daemon=endpoint, window=2, inline_copy=False, park=False)
 
 
 def wait_for_copies(ckpt: Checkpointer) -> None:

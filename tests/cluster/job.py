@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from tests.e2e.cases import Job, find_case
 from tests.e2e.job import final_state
 
@@ -72,10 +72,9 @@ def train(args: argparse.Namespace, rank: int, write: Write) -> None:
         job.model,
         job.optimizers,
         job.state,
-        job="cluster",
-        run="r",
-        window=args.window,
+        run=RunOptions(job="cluster", name="r"),
         daemon=None if args.daemon == "none" else args.daemon,
+        snapshots=SnapshotOptions(window=args.window),
     )
     write("attached", resumed_from=job.ckpt.resumed_from)
     run_steps(args, job, write)

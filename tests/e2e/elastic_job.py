@@ -200,19 +200,16 @@ def act(part: Part) -> None:
 
 def _live(part: Part, log: Log) -> bool:
     """One world; whether another is to follow in this process."""
-    from ckptd.client.elastic.job import ElasticJob, GlobalBatches
+    from ckptd.client import RunOptions, SnapshotOptions
+    from ckptd.client.elastic.job import ElasticJob, GlobalBatches, PlacementOptions
 
     layers = {f"blocks.{i}.moe": EXPERTS for i in range(LAYERS)}
     job = ElasticJob(
         layers,
         slots=part.slots,
-        threshold=part.threshold,
-        job="e2e",
-        run=part.run,
-        rank=part.rank,
-        world_size=part.world_size,
+        run=RunOptions(name=part.run, job="e2e", rank=part.rank, world_size=part.world_size),
         daemon=part.daemon,
-        **part.options,
+        placement=PlacementOptions(threshold=part.threshold, **part.options),
     )
     log.write("world", number=job.plan.number, start=job.start, reason=job.plan.reason,
               held={name: job.experts(name) for name in layers})  # fmt: skip
@@ -228,7 +225,12 @@ def _live(part: Part, log: Log) -> bool:
     # training, a snapshot is sealed only when its sources are looked at again before the
     # optimizer's step, and nobody comes there while the others wait for that rank.
     waits = part.patient_until > 0 or part.die_at >= 0
-    ckpt = job.checkpointer(model, optimizer, state, inline_copy=True if waits else None)
+    ckpt = job.checkpointer(
+        model,
+        optimizer,
+        state,
+        snapshots=SnapshotOptions(policy="dense", inline_copy=True if waits else None),
+    )
     job.check_replicas()
     if part.spoil and part.rank == 0 and shards is not None:
         next(iter(shards.optimizer.state.values()))["exp_avg"].zero_()

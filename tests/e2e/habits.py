@@ -18,7 +18,7 @@ SCRIPT = """\
 import os, signal, sys
 import torch
 from torch import nn
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, DaemonOptions, RecoveryOptions, RunOptions, SnapshotOptions
 
 if "RANK" in os.environ:
     torch.distributed.init_process_group("gloo")
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
 sched = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-ckpt = Checkpointer(model, optimizer, state={"sched": sched}, window=2)
+ckpt = Checkpointer(model, optimizer, state={"sched": sched}, snapshots=SnapshotOptions(window=2))
 for step in ckpt.steps(12):
     generator = torch.Generator().manual_seed(step)
     loss = model(torch.randn(4, 8, generator=generator)).square().mean()

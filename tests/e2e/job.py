@@ -295,12 +295,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         options["daemon"] = args.daemon
     from ckptd.client import Checkpointer
+    from tests.option_groups import grouped
 
     if args.tear_at >= 0:
         tear_snapshot(args.tear_at)
     if args.slow_copies:
         slow_down_copies(args.slow_copies)
-    ckpt = Checkpointer(job.model, job.optimizers, job.state, **options)
+    ckpt = Checkpointer(job.model, job.optimizers, job.state, **grouped(**options))
     job.ckpt = ckpt
     job.extra["received"] = args.received
     job.start(ckpt)

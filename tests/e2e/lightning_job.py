@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ckptd.client import RunOptions, SnapshotOptions
 from ckptd.client.data.position import DataPosition
 from ckptd.client.rng_state import capture_rng
 from tests.e2e.lives import join
@@ -186,7 +187,13 @@ def main(argv: Sequence[str]) -> None:
         callbacks.append(Killer(args.kill_at))
     if args.daemon:
         # One line more: it is all that a user adds.
-        callbacks.append(CkptdCallback(job="e2e", run=args.run, daemon=args.daemon, window=4))
+        callbacks.append(
+            CkptdCallback(
+                run=RunOptions(job="e2e", name=args.run),
+                daemon=args.daemon,
+                snapshots=SnapshotOptions(window=4),
+            )
+        )
     trainer = pl.Trainer(
         max_epochs=3,
         accelerator="cpu",

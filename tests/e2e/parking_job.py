@@ -157,19 +157,22 @@ def act(plot: Plot) -> None:
     if plot.handler:
         _the_users_signals(plot.folder)
     from ckptd.client import Checkpointer
+    from tests.option_groups import grouped
 
     job = Job(plot.rank)
     ckpt = Checkpointer(
         job.model,
         job.optimizer,
         job.state,
-        job="e2e",
-        run=plot.run,
-        rank=plot.rank,
-        world_size=plot.world_size,
-        daemon=plot.daemon,
-        window=2,
-        **plot.options,
+        **grouped(
+            job="e2e",
+            run=plot.run,
+            rank=plot.rank,
+            world_size=plot.world_size,
+            daemon=plot.daemon,
+            window=2,
+            **plot.options,
+        ),
     )
     _train(plot, job, ckpt)
     ckpt.close()

@@ -24,7 +24,7 @@ import torch
 import zmq
 from torch import nn
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, DaemonOptions, RunOptions, SnapshotOptions
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -36,6 +36,7 @@ from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import eventually, small_tmpfs
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+from tests.option_groups import grouped
 
 TOTAL = "15"
 
@@ -61,7 +62,7 @@ def train(model: nn.Module, daemon: DaemonProcess, steps: int = 8, **options: An
     """Some steps of training with snapshots; the checkpointer is closed, its snapshots stay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"job": "e2e", "window": 2, "daemon": daemon.endpoint, "timeout_s": 5.0, **options}
-    with contextlib.closing(Checkpointer(model, optimizer, **options)) as ckpt:
+    with contextlib.closing(Checkpointer(model, optimizer, **grouped(**options))) as ckpt:
         for _ in ckpt.steps(steps):
             torch.stack([p.float().square().sum() for p in model.parameters()]).sum().backward()
             optimizer.step()
@@ -105,7 +106,13 @@ def test_a_filesystem_that_fills_up_after_the_attach_does_not_stop_training(run:
     ):
         model = nn.Linear(128, 128)
         optimizer = torch.optim.AdamW(model.parameters())
-        ckpt = Checkpointer(model, optimizer, job="e2e", run=run, window=2, daemon=daemon.endpoint)
+        ckpt = Checkpointer(
+            model,
+            optimizer,
+            run=RunOptions(job="e2e", name=run),
+            daemon=daemon.endpoint,
+            snapshots=SnapshotOptions(window=2),
+        )
         (folder / "hog").write_bytes(bytes(8 << 20)[: os.statvfs(folder).f_bavail * 4096])
         steps = 0
         for _ in ckpt.steps(5):
@@ -241,10 +248,10 @@ def test_a_daemon_of_another_protocol_version_is_refused_by_name(tmp_path: Path,
             Checkpointer(
                 model,
                 torch.optim.AdamW(model.parameters()),
-                job="e2e",
-                run=run,
-                daemon=endpoint,
-                timeout_s=3600,  # it is told at once: waiting would not make it another version
+                run=RunOptions(job="e2e", name=run),
+                daemon=DaemonOptions(
+                    endpoint=endpoint, timeout_s=3600
+                ),  # it is told at once: waiting would not make it another version
             )
     finally:
         stop.set()

@@ -29,7 +29,7 @@ def wait_for(iteration):
 TOLD = WAIT + SCRIPT.replace(
     "ckpt.close()",
     "print('weights', [p.double().sum().item() for p in model.parameters()], ckpt.stats()['unprotected'])\nckpt.close()",
-).replace("window=2", 'window=2, job="back", run="r"').replace(
+).replace("window=2)", 'window=2), run=RunOptions(name="r", job="back")').replace(
     "    loss.backward()",
     "    loss.backward()\n    if step > 3 and not ckpt.stats()['unprotected']: wait_for(step - 1)",
 )
@@ -46,6 +46,11 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(TOLD)
     return path
+
+
+def resuming_at(iteration: int) -> str:
+    back = f"recovery=RecoveryOptions(resume_at={iteration})"
+    return TOLD.replace("window=2)", f"window=2), {back}")
 
 
 def weights(printed: str) -> str:
@@ -75,14 +80,14 @@ def test_a_run_goes_back_to_an_iteration_that_is_chosen(
         str(each.iteration) for each in found
     ]
     # What is not there changes nothing.
-    script.write_text(TOLD.replace("window=2", "window=2, resume_at=3"))
+    script.write_text(resuming_at(3))
     refused = start(script, daemon)
     assert refused.code == 1
     assert (
         f"resume_at=3: there is no iteration 3 of all ranks; what can be gone back to is 12, {older}"
         in refused.printed
     )
-    script.write_text(TOLD.replace("window=2", f"window=2, resume_at={older}"))
+    script.write_text(resuming_at(older))
     again = start(script, daemon, variables={"KILL_AT": "11"} if older < 11 else {})
     assert again.about(f"resuming at iteration {older}"), again.printed
     # What was newer is given up, also for who starts after that.
@@ -99,7 +104,7 @@ def test_a_restart_by_torchrun_does_not_go_back_again(daemon: DaemonProcess, scr
     found = saved_iterations("back", "r", daemon=daemon.endpoint)
     assert len(found) > 1, (found, first.printed)
     older = found[1].iteration
-    script.write_text(TOLD.replace("window=2", f"window=2, resume_at={older}"))
+    script.write_text(resuming_at(older))
     again = start(script, daemon, variables={"TORCHELASTIC_RESTART_COUNT": "1"})
     assert again.about("this one goes on from the newest state"), again.printed
     assert again.about("resuming at iteration 12")
@@ -110,12 +115,12 @@ def test_training_goes_on_unprotected_where_the_user_says_so(
 ) -> None:
     """A refused attach ended the training; now that is the user's choice, said loudly and in a counter."""
     assert start(script, daemon).code == 0
-    other = TOLD.replace("window=2", 'window=2, topology="other"')
+    other = TOLD.replace('job="back"', 'job="back", topology="other"')
     script.write_text(other)
     refused = start(script, daemon)
     assert refused.code == 1
     assert "attach refused (topology)" in refused.printed
-    script.write_text(other.replace("window=2", "window=2, required=False"))
+    script.write_text(other.replace("window=2)", "window=2), daemon=DaemonOptions(required=False)"))
     found = start(script, daemon)
     assert found.code == 0, found.printed
     assert found.steps == list(range(12))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, DaemonOptions, RunOptions
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.control.messages import (
     GetSnapshots,
@@ -183,7 +183,10 @@ def test_no_daemon_at_the_start_is_an_error_with_a_hint(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(DaemonUnavailable, match=r"ckptd run.*ckptctl doctor"):
         Checkpointer(
-            model, optimizer, job="e2e", run="alone", daemon=f"ipc://{tmp_path}/s", timeout_s=0.3
+            model,
+            optimizer,
+            run=RunOptions(job="e2e", name="alone"),
+            daemon=DaemonOptions(endpoint=f"ipc://{tmp_path}/s", timeout_s=0.3),
         )
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.client import Checkpointer
 from tests.ckptd.running import DaemonProcess, eventually, running_daemon
+from tests.option_groups import grouped
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install ckptd[test]"
@@ -67,7 +68,7 @@ def trained(
         found = Trained(daemon, job.model, folder / "config")
         found.model.config.save_pretrained(found.config)
         options = {"job": "hf", "run": "run", "daemon": daemon.endpoint, **options}
-        with Checkpointer(job.model, job.optimizers, job.state, **options) as ckpt:
+        with Checkpointer(job.model, job.optimizers, job.state, **grouped(**options)) as ckpt:
             job.ckpt = ckpt
             job.start(ckpt)
             for step in ckpt.steps(TOTAL):

@@ -104,7 +104,7 @@ def test_a_new_run_beside_snapshots_of_its_job_says_so(daemon: DaemonProcess, sc
     the trainer.
     """
     assert start(script, daemon, variables=KILLED).code == -signal.SIGKILL
-    script.write_text(SCRIPT.replace("window=2", 'window=2, run="other"'))
+    script.write_text(SCRIPT.replace("window=2)", 'window=2), run="other"'))
     found = start(script, daemon)
     assert found.steps == list(range(12)), found.printed
     (note,) = found.about("A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS")
@@ -131,7 +131,9 @@ def test_the_scripts_options_count_where_it_says_so(daemon: DaemonProcess, scrip
     it was. A later life goes by them.
     """
     assert start(script, daemon, variables=KILLED).code == -signal.SIGKILL
-    edited = SCRIPT.replace("lr=0.001", "lr=0.01").replace("window=2", 'window=2, options="script"')
+    edited = SCRIPT.replace("lr=0.001", "lr=0.01").replace(
+        "window=2)", 'window=2), recovery=RecoveryOptions(param_groups="script")'
+    )
     script.write_text(edited)
     found = start(script, daemon, variables={"KILL_AT": "11"})
     assert found.code == -signal.SIGKILL

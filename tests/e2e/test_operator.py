@@ -160,5 +160,5 @@ def test_a_daemon_without_the_store_that_the_trainer_was_told_is_an_error(
     assert f"CKPTD_STORE is 'file://{tmp_path}/store' for this trainer and 'empty'" in found.printed
     assert "CKPTD_MEMORY is '64MiB' for this trainer" in found.printed
     # Told otherwise: with its endpoint the daemon is taken as it is.
-    script.write_text(SCRIPT.replace("window=2", f"window=2, daemon={daemon.endpoint!r}"))
+    script.write_text(SCRIPT.replace("window=2)", f"window=2), daemon={daemon.endpoint!r}"))
     assert start(script, daemon, variables=told).code == 0

@@ -70,6 +70,7 @@ from ckptd.client.rng_state import capture_rng
 from tests.e2e.cases import FusedMoE, Job, ListExperts, Model, accumulate_body, loss_of, make
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.job import let_memory_come
+from tests.option_groups import grouped
 
 Certify = Callable[..., Certificate]
 
@@ -87,7 +88,7 @@ def certify(daemon: DaemonProcess) -> Certify:
             **options,
         }
         options["daemon"] = daemon.endpoint
-        with Checkpointer(job.model, job.optimizers, job.state, **options) as ckpt:
+        with Checkpointer(job.model, job.optimizers, job.state, **grouped(**options)) as ckpt:
             job.ckpt = ckpt
             for step in ckpt.steps(total):
                 let_memory_come(ckpt)

@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ckptd.client import RunOptions, SnapshotOptions
 from ckptd.client.data.position import DataPosition
 from ckptd.client.frameworks.huggingface import CkptdCallback
 from ckptd.client.rng_state import capture_rng
@@ -174,7 +175,10 @@ def main(argv: Sequence[str]) -> None:
         # One line more: it is all that a user adds.
         callbacks.append(
             CkptdCallback(
-                job="e2e", run=args.run, daemon=args.daemon, window=4, refetch=args.refetch
+                refetch=args.refetch,
+                run=RunOptions(job="e2e", name=args.run),
+                daemon=args.daemon,
+                snapshots=SnapshotOptions(window=4),
             )
         )
     length = {"max_steps": 18} if args.data == "stream" else {"num_train_epochs": 3}

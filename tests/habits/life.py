@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptd.client.options import OptionGroups
 from tests.e2e.lives import join
 from tests.habits.leaves import digest, leaves
+from tests.option_groups import grouped
 
 __all__ = ["Life"]
 
@@ -82,11 +84,11 @@ class Life:
         np.random.seed(told.seed)
         torch.set_num_threads(1)
 
-    def options(self, **others: Any) -> dict[str, Any]:
+    def options(self, **others: Any) -> OptionGroups:
         """Arguments for ``Checkpointer`` or a callback of ours; with ``daemon=None`` where ckptd
         takes no part.
         """
-        return {**self.names, "window": self.window, **others}
+        return grouped(**{**self.names, "window": self.window, **others})
 
     @property
     def folder(self) -> Path:

@@ -26,7 +26,7 @@ _NO_ROW = "–"  # noqa: RUF001 - a dash in a table: it exists on other numbers 
 # do: the page says that.
 _REASONS = [
     (r"keeps (\S.*?\)), which cannot be captured", "keeps `{}`"),
-    (r"updates each parameter independently: (.*?)\. Pass policy='dense'", "{}"),
+    (r"updates each parameter independently: (.*?)\. Pass snapshots=SnapshotOptions", "{}"),
     (r"\n\w*Error: (.*?)(?:: |\n|$)", "{}"),
 ]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from ckptd.client.elastic.incarnation.image_inventory import ImageKey, Inventory, settle
+from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnation_plan import Seat, nodes_of
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
-from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
 from ckptd.transport.control.messages import Hello, Welcome
@@ -38,17 +38,14 @@ class Wishes:
     """What must be the same on all ranks.
 
     Args:
-        domain: the label of a node's card that names its failure domain; empty: each node is one.
-        when: at which steps the ranks meet to look at the load; one that does not would leave the others waiting.
+        placement: how many replicas experts have, and at which steps the ranks meet to look at the load: one that does not would leave the
+            others waiting.
     """
 
     job: str
     run: str
     layers: ExpertLayers
-    threshold: int
-    max_straggler: float | None
-    domain: str = ""
-    when: TimesConfig | None = None
+    placement: PlacementOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,8 +135,8 @@ class _Procedure:
             wishes.layers,
             found.recorded.loads_LE,
             found.chosen,
-            threshold=wishes.threshold,
-            max_straggler=wishes.max_straggler,
+            threshold=wishes.placement.threshold,
+            max_straggler=wishes.placement.max_straggler,
             numels=numels_of(found.recorded.shapes, wishes.layers),
         )
         self.clock.lap("plan_s")

@@ -20,7 +20,7 @@ from ckptd.client.elastic.load_history import LoadHistory
 from ckptd.client.elastic.sharded.shard_shapes import SHAPES, ShardShapes
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
-from ckptd.client.option_checks import check_state
+from ckptd.client.training_state import check_state
 from ckptd.core.elastic.incarnations import ExpertLayers
 
 __all__ = ["WholeState", "whole_state_of"]

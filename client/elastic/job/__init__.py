@@ -2,5 +2,6 @@
 
 from ckptd.client.elastic.job.elastic_job import ElasticJob
 from ckptd.client.elastic.job.global_batch import GlobalBatches, share_of
+from ckptd.client.options import PlacementOptions
 
-__all__ = ["ElasticJob", "GlobalBatches", "share_of"]
+__all__ = ["ElasticJob", "GlobalBatches", "PlacementOptions", "share_of"]

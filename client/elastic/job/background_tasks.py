@@ -118,6 +118,6 @@ def _teller(tell: Callable[[Elastic], None], wishes: Wishes, world: Started) -> 
         wishes.layers,
         world.chosen,
         world.loads_LE,
-        threshold=wishes.threshold,
-        max_straggler=wishes.max_straggler,
+        threshold=wishes.placement.threshold,
+        max_straggler=wishes.placement.max_straggler,
     )

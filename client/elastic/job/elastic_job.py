@@ -28,7 +28,7 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ from ckptd.client.elastic.job.background_tasks import BackgroundTasks, make_room
 from ckptd.client.elastic.job.dense_gradients import DenseGradients
 from ckptd.client.elastic.job.garbage_collection import floor_of
 from ckptd.client.elastic.job.job_checks import (
+    DENSE,
+    check_groups,
     check_options,
     identify_anyway,
     layers_of,
@@ -56,11 +58,20 @@ from ckptd.client.elastic.job.job_checks import (
 )
 from ckptd.client.elastic.load_history import LoadHistory
 from ckptd.client.log_lines import get_logger
+from ckptd.client.options import (
+    DaemonOptions,
+    LayoutOptions,
+    PlacementOptions,
+    RecoveryOptions,
+    RunOptions,
+    SnapshotOptions,
+    check_keywords,
+    daemon_options,
+)
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnation_plan import placement_of, replicas_by_load
 from ckptd.core.elastic.incarnations import ExpertLayers
-from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.launch import ensure_daemon
 
@@ -80,13 +91,11 @@ class ElasticJob:
     Args:
         layers: the names of the model's mixture layers (modules of `layer`), each with its number of experts, which is the same for all.
         slots: how many experts of each layer this rank has room for.
-        threshold: on how many distinct nodes every expert shall be, as far as there are slots.
-        max_straggler: how much more than the mean the busiest rank may have to do; None: survival counts alone.
-        job, run, rank, world_size: who this is; from torchrun's environment where not given.
+        run: the name of the run, or ``RunOptions``; from torchrun's environment where not given.
         daemon: as for ``Checkpointer``; None: nothing is kept, and every start is the first one.
-        domain: the label of nodes that names what fails together, such as ``"rack"``; empty: each node by itself.
-        when: when experts are placed anew by load while the ranks stay; None: never.
+        placement: on how many nodes experts are, and when they are placed anew (``PlacementOptions``).
     Raises:
+        TypeError: a keyword that is none, or a group of options of another type; the message says how it is passed.
         ValueError: on all ranks: they were started with other arguments, or something passed is unusable.
         ElasticError: on all ranks: there are fewer slots than experts, or what is held of this run is no whole state.
         DaemonUnavailable: on all ranks: a node has no daemon; or the state is to come from storage, which does not answer, or is damaged.
@@ -97,34 +106,22 @@ class ElasticJob:
         layers: Mapping[str, int],
         *,
         slots: int,
-        threshold: int = 2,
-        max_straggler: float | None = 1.1,
-        job: str | None = None,
-        run: str | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-        daemon: str | None = "auto",
-        domain: str = "",
-        when: TimesConfig | None = None,
+        run: str | RunOptions | None = None,
+        daemon: str | DaemonOptions | None = "auto",
+        placement: PlacementOptions = PlacementOptions(),
+        **unknown: Never,
     ) -> None:
+        given = {**unknown, "run": run, "daemon": daemon, "placement": placement}
+        check_keywords("ElasticJob()", given, ("run", "daemon", "placement"))
         began = time.perf_counter()
         # What is wrong here is raised by `start_world` on all ranks: the others would wait for this one.
-        self._identity, nameless = identify_anyway(job, run, rank, world_size)
-        wrong = nameless or wrong_arguments(
-            layers, slots, threshold, max_straggler, self._identity.run
-        )
+        self._identity, nameless = identify_anyway(run)
+        wrong = nameless or wrong_arguments(layers, slots, placement, self._identity.run)
         counts = [1] if wrong else list(layers.values())
         self.layers = ExpertLayers(() if wrong else tuple(layers), counts[0])
-        wishes = Wishes(
-            self._identity.job,
-            self._identity.run,
-            self.layers,
-            threshold,
-            max_straggler,
-            domain,
-            when,
-        )
-        here = ValueError(wrong) if wrong else self._find_here(daemon, slots, domain)
+        wishes = Wishes(self._identity.job, self._identity.run, self.layers, placement)
+        self._daemon = daemon_options(daemon)
+        here = ValueError(wrong) if wrong else self._find_here(slots, placement.domain)
         # Under one name whatever job and run they were given: all come to the same barrier, where
         # they are compared.
         self._ranks = Collectives.of_job(
@@ -133,9 +130,9 @@ class ElasticJob:
         )
         self._world = start_world(here, wishes, self._ranks)
         assert not isinstance(here, Exception), "the world would not have begun"
-        self._daemon, self._here = daemon, here
+        self._here = here
         self.plan = self._world.plan
-        self._when, self._wishes = when, wishes
+        self._wishes = wishes
         self._history = LoadHistory(len(self.layers.names), self.layers.num_experts)
         self._made: dict[str, ElasticExperts] = {}
         self._layers: list[ElasticExperts] = []
@@ -149,10 +146,11 @@ class ElasticJob:
         compared = "" if self.plan.handover is None else _COMPARED
         logger.warning("world %d: %s%s", self.plan.number, self.plan.reason, compared)
 
-    def _find_here(self, daemon: str | None, slots: int, domain: str) -> Here | Exception:
-        if daemon is None:
+    def _find_here(self, slots: int, domain: str) -> Here | Exception:
+        daemon = self._daemon
+        if daemon.off:
             return find_here(None, self.rank, slots, domain)
-        endpoint = ensure_daemon if daemon == "auto" else lambda: str(daemon)
+        endpoint = ensure_daemon if daemon.endpoint == "auto" else lambda: str(daemon.endpoint)
         return find_here(endpoint, self.rank, slots, domain)
 
     # -- where this rank is ----------------------------------------------------------------------
@@ -203,8 +201,8 @@ class ElasticJob:
         found = replicas_by_load(
             self.plan,
             self._history.loads,
-            threshold=wishes.threshold,
-            max_straggler=wishes.max_straggler,
+            threshold=wishes.placement.threshold,
+            max_straggler=wishes.placement.max_straggler,
         )
         return dict(zip(self.layers.names, found, strict=True))
 
@@ -291,7 +289,11 @@ class ElasticJob:
         model: nn.Module,
         optimizer: Any,
         state: Mapping[str, Stateful] | None = None,
-        **options: Any,
+        *,
+        snapshots: SnapshotOptions = DENSE,
+        recovery: RecoveryOptions = RecoveryOptions(),
+        layout: LayoutOptions = LayoutOptions(),
+        **unknown: Never,
     ) -> Checkpointer:
         """Load what this rank needs of the state, from its node or from other ranks, and protect it
         from now on; a collective call.
@@ -302,14 +304,19 @@ class ElasticJob:
         Args:
             state: as for ``Checkpointer``. What it holds should be alike on all ranks: a rank gets what the rank of its number had, and a rank
                 beyond those that there were what the lowest had.
-            options: further options of ``Checkpointer``. With `shards` the names of the model's
-                parameters begin with ``model.`` in them.
+            snapshots: as for ``Checkpointer``, with ``policy="dense"`` and no ``window``.
+            recovery: as for ``Checkpointer``; the state is always parked, and ``start_from`` stays None.
+            layout: as for ``Checkpointer``, without ``replicated``. With `shards` the names of the model's parameters begin with
+                ``model.``.
         Raises:
+            TypeError: a keyword that is none, or a group of options of another type.
             ValueError: on all ranks: the model is not that of the state, or has its experts' optimizer elsewhere, or an option cannot be chosen.
         """
         same_call(self._ranks, "checkpointer()")
         with self._ranks.all_or_none():
-            check_options(options)
+            given = {**unknown, "snapshots": snapshots, "recovery": recovery, "layout": layout}
+            check_groups(given)
+            check_options(snapshots, recovery, layout)
             if self._checkpointer is not None:
                 raise ValueError("this world has a checkpointer: each world has one")
             layers = self._layers = layers_of(model, self.layers, self._made)
@@ -317,7 +324,7 @@ class ElasticJob:
                 model,
                 optimizer,
                 state,
-                options.get("masters"),
+                layout.masters,
                 self.layers,
                 self._history,
                 self._shards,
@@ -333,7 +340,7 @@ class ElasticJob:
         self._gradients = DenseGradients(whole.dense_params, layers, self._shards)
         began = time.perf_counter()
         make_room(self._here, self._wishes, self._world, self.rank)
-        self._checkpointer = self._protect(whole, options)
+        self._checkpointer = self._protect(whole, snapshots, recovery, layout)
         if not self._checkpointer.off:
             # Before the first snapshot: one that no world of other ranks could go on from is not taken.
             self._checkpointer._binding.kept.check_also(whole.kept.check)
@@ -345,26 +352,35 @@ class ElasticJob:
             self._world,
             self._ranks,
             tell=None if memory is None else memory.session.tell_elastic,
-            when=self._when,
+            when=self._wishes.placement.when,
             layers=layers,
         )
         return self._checkpointer
 
-    def _protect(self, whole: WholeState, options: Mapping[str, Any]) -> Checkpointer:
+    def _protect(
+        self,
+        whole: WholeState,
+        snapshots: SnapshotOptions,
+        recovery: RecoveryOptions,
+        layout: LayoutOptions,
+    ) -> Checkpointer:
+        run = RunOptions(
+            name=run_of_incarnation(self._identity.run, self.plan.number),
+            job=self._identity.job,
+            rank=self.rank,
+            world_size=self.world_size,
+            topology=WORLD_TOPOLOGY,
+        )
+        replicated = whole.replicated if self.world_size > 1 else None
         return Checkpointer(
             whole.model,
             whole.optimizers,
             whole.stateful,
-            job=self._identity.job,
-            run=run_of_incarnation(self._identity.run, self.plan.number),
-            rank=self.rank,
-            world_size=self.world_size,
+            run=run,
             daemon=self._daemon,
-            topology=WORLD_TOPOLOGY,
-            policy="dense",
-            park=True,
-            replicated=whole.replicated if self.world_size > 1 else None,
-            **options,
+            snapshots=snapshots,
+            recovery=replace(recovery, park=True),
+            layout=replace(layout, replicated=replicated),
         )
 
     # -- the loop --------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -10,47 +11,54 @@ from torch import nn
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.identity import Identity, identify
 from ckptd.client.model.parameter_names import named_modules
+from ckptd.client.options import (
+    LayoutOptions,
+    PlacementOptions,
+    RecoveryOptions,
+    RunOptions,
+    SnapshotOptions,
+    check_keywords,
+    run_options,
+)
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers
 
-__all__ = ["check_options", "identify_anyway", "layers_of", "same_total", "wrong_arguments"]
+__all__ = [
+    "DENSE",
+    "check_groups",
+    "check_options",
+    "identify_anyway",
+    "layers_of",
+    "same_total",
+    "wrong_arguments",
+]
 
 _MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
-_GIVEN = frozenset(
-    {
-        "job",
-        "run",
-        "rank",
-        "world_size",
-        "daemon",
-        "policy",
-        "window",
-        "park",
-        "replicated",
-        "start_from",
-        "topology",
-    }
-)
+DENSE = SnapshotOptions(policy="dense")
+_GROUPS = ("snapshots", "recovery", "layout")
+_OF_THE_JOB = ("run", "daemon", "placement")
 
 
-def identify_anyway(
-    job: str | None, run: str | None, rank: int | None, world_size: int | None
-) -> tuple[Identity, str]:
+def identify_anyway(run: str | RunOptions | None) -> tuple[Identity, str]:
     """Who this rank is, and why it cannot be called so; its place in the process group then, so
     that it can tell the others.
     """
     try:
-        return identify(job, run, rank, world_size), ""
+        who = run_options(run)
+        return identify(who.job, who.name, who.rank, who.world_size), _topology_given(who)
     except ValueError as error:
         there = dist.is_available() and dist.is_initialized()
         place = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
         return Identity("elastic", "nameless", *place), str(error)
 
 
-def wrong_arguments(
-    layers: object, slots: object, threshold: object, max_straggler: object, run: str
-) -> str:
+def _topology_given(run: RunOptions) -> str:
+    return "topology= is the ElasticJob's own: leave it out" if run.topology else ""
+
+
+def wrong_arguments(layers: object, slots: object, placement: PlacementOptions, run: str) -> str:
     """What cannot be used; empty if nothing."""
+    threshold, max_straggler = placement.threshold, placement.max_straggler
     if not isinstance(layers, Mapping):
         return f"layers={layers!r}: a dict from the name of each mixture layer to its number of experts"
     counts = set(layers.values())
@@ -72,13 +80,36 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def check_options(options: Iterable[str]) -> None:
-    """No option of the checkpointer is passed that the job sets.
+def check_groups(given: Mapping[str, Any]) -> None:
+    """The options of the job's checkpointer.
 
     Raises:
-        ValueError: names one that is.
+        TypeError: a keyword that is none, or a group of another type.
     """
-    if wrong := sorted(_GIVEN.intersection(options)):
+    if own := [name for name in given if name in _OF_THE_JOB]:
+        raise TypeError(f"{own[0]}= is the ElasticJob's own: pass it to ElasticJob()")
+    check_keywords("checkpointer()", given, _GROUPS)
+
+
+def check_options(
+    snapshots: SnapshotOptions, recovery: RecoveryOptions, layout: LayoutOptions
+) -> None:
+    """No option of the checkpointer has another value than the job gives it.
+
+    Raises:
+        ValueError: names one that has.
+    """
+    if not snapshots.dense:
+        raise ValueError(
+            "policy= is the ElasticJob's own, whose snapshots are dense: pass snapshots=SnapshotOptions(policy='dense', ...)"
+        )
+    set_here = {
+        "window": snapshots.window is not None,
+        "park": recovery.park is False,
+        "start_from": recovery.start_from is not None,
+        "replicated": layout.replicated is not None,
+    }
+    if wrong := [name for name, is_set in set_here.items() if is_set]:
         raise ValueError(f"{wrong[0]}= is the ElasticJob's own: leave it out")
 
 

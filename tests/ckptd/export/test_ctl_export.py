@@ -221,7 +221,8 @@ def test_an_import_to_a_store_tells_what_to_start_from(
     assert "holds an import already" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0
     assert (
-        f"Checkpointer(…, start_from='file://{store}/job/next/import')" in capsys.readouterr().out
+        f"Checkpointer(…, recovery=RecoveryOptions(start_from='file://{store}/job/next/import'))"
+        in capsys.readouterr().out
     )
 
 
@@ -237,5 +238,6 @@ def test_an_import_needs_a_place(
     assert "no store is configured" in capsys.readouterr().err
     assert main([*command, "--to", str(tmp_path / "set")]) == 0
     assert (
-        f"1 tensors, 48 B: Checkpointer(…, start_from='{tmp_path}/set')" in capsys.readouterr().out
+        f"1 tensors, 48 B: Checkpointer(…, recovery=RecoveryOptions(start_from='{tmp_path}/set'))"
+        in capsys.readouterr().out
     )

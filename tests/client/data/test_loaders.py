@@ -20,8 +20,8 @@ from ckptd.client import values
 from ckptd.client.data import Batches, BatchLedger
 from ckptd.client.data.loaders import check_loader, repeats_by_index
 from ckptd.client.data.reach import Reach
-from ckptd.client.option_checks import check_state
 from ckptd.client.rng_state import capture_rng, restore_rng
+from ckptd.client.training_state import check_state
 
 # torchdata calls what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")

@@ -81,7 +81,7 @@ def trainer(folder: Path, callback: Any, data: Any = None, **arguments: Any) -> 
 
 
 def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(ValueError, match="unknown windw"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windw'"):
         ckptd_callback(windw=3)
 
 

@@ -50,7 +50,7 @@ def test_a_callback_whose_state_cannot_be_held_is_left_out(
 
 
 def test_an_unknown_option_is_named(made: Any) -> None:
-    with pytest.raises(ValueError, match="unknown windw"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windw'"):
         made.CkptdCallback(windw=3)
 
 

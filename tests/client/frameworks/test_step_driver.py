@@ -5,17 +5,13 @@ process have names of their own.
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
-from ckptd.client import Checkpointer
-from ckptd.client.frameworks.step_driver import (
-    StepDriver,
-    check_checkpointer_options,
-    name_of_this_training,
-)
+from ckptd.client import Checkpointer, RunOptions
+from ckptd.client.frameworks.step_driver import StepDriver, name_of_this_training
 
 
 def off() -> Checkpointer:
@@ -54,18 +50,14 @@ def test_after_the_end_nothing_happens() -> None:
 
 def test_a_second_training_has_another_name() -> None:
     job = uuid.uuid4().hex
-    names = [name_of_this_training(job, "r") for _ in range(3)]
-    assert names == [(job, "r"), (job, "r.2"), (job, "r.3")]
-    assert name_of_this_training(job, "other") == (job, "other")
+    given = RunOptions(name="r", job=job, rank=1, world_size=2)
+    names = [name_of_this_training(given) for _ in range(3)]
+    assert names == [replace(given, name=name) for name in ("r", "r.2", "r.3")]
+    other = replace(given, name="other")
+    assert name_of_this_training(other) == other
 
 
 def test_a_long_name_stays_a_name() -> None:
-    job, run = uuid.uuid4().hex, "r" * 64
-    assert name_of_this_training(job, run)[1] == run
-    assert name_of_this_training(job, run)[1] == "r" * 58 + ".2"
-
-
-@pytest.mark.parametrize("name", ["windw", "model", "optimizer"])
-def test_an_option_that_checkpointer_does_not_take(name: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown {name}.*window"):
-        check_checkpointer_options({name: 1, "window": 4})
+    run = RunOptions(name="r" * 64, job=uuid.uuid4().hex)
+    assert name_of_this_training(run).name == run.name
+    assert name_of_this_training(run).name == "r" * 58 + ".2"

@@ -43,6 +43,7 @@ from tests.client.exporting import (
 )
 from tests.client.shared_images import SharedRun
 from tests.long import long
+from tests.option_groups import grouped
 
 # That there is no process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -244,8 +245,10 @@ def test_masters_that_are_kept_apart_are_there(endpoint: str, tmp_path: Path) ->
     masters = {n: p.detach().float().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(list(masters.values()), lr=0.1, momentum=0.9)
     trained = train(endpoint, 1, window=1)  # finds the folder
-    options: dict[str, Any] = {"job": "export", "run": trained.run + "m", "daemon": endpoint}
-    with Checkpointer(model, optimizer, masters=masters, window=1, **options) as ckpt:
+    options = grouped(
+        job="export", run=trained.run + "m", daemon=endpoint, masters=masters, window=1
+    )
+    with Checkpointer(model, optimizer, **options) as ckpt:
         for _ in ckpt.steps(3):
             for master in masters.values():
                 master.grad = torch.full_like(master, 1e-3)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RecoveryOptions
 from ckptd.client.interchange.starting_weights import StartMismatch, load_start
 from ckptd.client.model.live_state import LiveState
 from ckptd.export.dcp import export_dcp
@@ -24,6 +23,7 @@ from ckptd.export.exports import export_hf
 from ckptd.export.importing import import_to_folder, import_to_store, open_import
 from ckptd.storage.stores.open_store import open_store
 from tests.client.exporting import make_adamw, make_model, same, step_once, train
+from tests.option_groups import grouped
 
 TOTAL, AT = 9, 7
 MEMORY = "memory://start-from"
@@ -207,8 +207,7 @@ def test_a_start_resumes_nothing_and_a_resume_needs_no_start(
     file is gone.
     """
     file = saved(tmp_path / "model.safetensors")
-    options: dict[str, Any] = {"job": "start", "run": tmp_path.name, "daemon": endpoint}
-    options |= {"window": 1, "start_from": file}
+    options = grouped(job="start", run=tmp_path.name, daemon=endpoint, window=1, start_from=file)
     model = make_model(2)
     optimizer = make_adamw(model)
     with (
@@ -234,16 +233,16 @@ def test_a_start_resumes_nothing_and_a_resume_needs_no_start(
 def test_a_run_without_a_daemon_begins_there_too(tmp_path: Path) -> None:
     file = saved(tmp_path / "model.safetensors")
     model = make_model(2)
-    Checkpointer(model, [make_adamw(model)], daemon=None, start_from=file)
+    Checkpointer(model, [make_adamw(model)], daemon=None, recovery=RecoveryOptions(start_from=file))
     assert same(model.state_dict(), make_model(1).state_dict())
 
 
 def test_a_mismatch_ends_the_constructor(endpoint: str, tmp_path: Path) -> None:
     file = saved(tmp_path / "model.safetensors", **{"gate.bias": None})
     model = make_model(2)
-    options: dict[str, Any] = {"job": "start", "run": tmp_path.name, "daemon": endpoint}
+    options = grouped(job="start", run=tmp_path.name, daemon=endpoint, start_from=file)
     with pytest.raises(StartMismatch, match=r"missing: gate\.bias"):
-        Checkpointer(model, make_adamw(model), start_from=file, **options)
+        Checkpointer(model, make_adamw(model), **options)
 
 
 def test_an_exported_and_imported_run_goes_on_at_the_exact_bits(

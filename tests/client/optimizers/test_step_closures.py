@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RecoveryOptions, RunOptions, SnapshotOptions
 from ckptd.client.optimizers.step_closures import before_update
 
 
@@ -86,7 +86,7 @@ def test_a_replay_with_closures_freezes_what_is_frozen(endpoint: str) -> None:
         optimizer.step(closure)
 
     run = uuid.uuid4().hex[:8]
-    with Checkpointer(model, optimizer, job="unit", run=run, daemon=endpoint, window=3, freeze="drop") as ckpt:  # fmt: skip
+    with Checkpointer(model, optimizer, run=RunOptions(job="unit", name=run), daemon=endpoint, snapshots=SnapshotOptions(window=3), recovery=RecoveryOptions(freeze="drop")) as ckpt:  # fmt: skip
         for step in ckpt.steps(8):
             run_step(step)
 

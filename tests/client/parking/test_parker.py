@@ -31,6 +31,7 @@ from ckptd.errors import CorruptionError
 from tests.ckptd.running import eventually
 from tests.e2e.harness import own_daemon
 from tests.e2e.parking_job import Job, unlike
+from tests.option_groups import grouped
 
 Body = Callable[[int], None]
 
@@ -48,7 +49,7 @@ class Trained(Job):
             "park": True,
             **options,
         }
-        self.ckpt = Checkpointer(self.model, self.optimizer, self.state, **options)
+        self.ckpt = Checkpointer(self.model, self.optimizer, self.state, **grouped(**options))
         self.tops: dict[int, dict[str, Any]] = {}
 
     @property
@@ -615,5 +616,5 @@ def test_a_trainer_that_does_not_park_says_so_when_it_is_asked(
 ) -> None:
     make(park=False)
     code = ckptctl(["park", "park", run, "--endpoint", endpoint])
-    said = f"park/{run} rank 0: not parked: this trainer does not park: pass park=True, or log boundaries\n"
+    said = f"park/{run} rank 0: not parked: this trainer does not park: pass recovery=RecoveryOptions(park=True), or log boundaries\n"
     assert (code, capsys.readouterr().out) == (1, said)

@@ -28,6 +28,7 @@ from ckptd.cuda.select import make_engine
 from ckptd.errors import CorruptionError, SegmentError
 from tests.ckptd.running import eventually
 from tests.e2e.harness import own_daemon
+from tests.option_groups import grouped
 
 ACT, GRAD = SentKind.ACTIVATION, SentKind.GRADIENT
 Send = Callable[[BoundaryLog, int], None]
@@ -43,7 +44,7 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         of_log = {k: options.pop(k) for k in ("limit_bytes", "replicate") if k in options}
         options = {"job": "log", "run": run, "daemon": endpoint, "window": 2, **options}
-        self.ckpt = Checkpointer(self.model, self.optimizer, **options)
+        self.ckpt = Checkpointer(self.model, self.optimizer, **grouped(**options))
         try:
             log = self.ckpt.boundary_log(**of_log)
         except ValueError:

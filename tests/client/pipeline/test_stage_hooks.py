@@ -22,12 +22,13 @@ from torch.distributed.pipelining import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.capture.stage_shapes import StageShapes, without_rehearsal
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.stage_hooks import listen, stages_of
 from ckptd.core.slots.boundary import SentKind
 from ckptd.core.slots.ring import SlotState
+from tests.option_groups import grouped
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,7 +117,16 @@ def checkpointer(endpoint: str, **options: Any) -> Checkpointer:
     return Checkpointer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        **{"job": "stages", "run": run, "daemon": endpoint, "rank": 0, "world_size": 1, **options},
+        **grouped(
+            **{
+                "job": "stages",
+                "run": run,
+                "daemon": endpoint,
+                "rank": 0,
+                "world_size": 1,
+                **options,
+            }
+        ),
     )
 
 
@@ -178,12 +188,9 @@ def test_snapshots_keep_what_stages_have_found_out(endpoint: str) -> None:
     }
     ckpt = Checkpointer(
         *(model, optimizer),
-        job="stages",
-        run=uuid.uuid4().hex[:8],
+        run=RunOptions(job="stages", name=uuid.uuid4().hex[:8], rank=0, world_size=1),
         daemon=endpoint,
-        window=1,
-        rank=0,
-        world_size=1,
+        snapshots=SnapshotOptions(window=1),
     )
     with ckpt, without_rehearsal(found, shapes):
         ckpt.log_boundaries(found)

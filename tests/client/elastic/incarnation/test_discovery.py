@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from ckptd.client.elastic.incarnation.discovery import Discovery, Here, Wishes, look
+from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnation_plan import Seat
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
@@ -19,7 +20,9 @@ from tests.ckptd.running import MIB, DaemonProcess, attach, descriptor, running_
 from tests.client.rank_threads import outcomes
 
 HOUR_S = 3600
-WISHES = Wishes("job", "run", ExpertLayers(("a",), 2), 1, None)
+WISHES = Wishes(
+    "job", "run", ExpertLayers(("a",), 2), PlacementOptions(threshold=1, max_straggler=None)
+)
 
 
 @pytest.fixture

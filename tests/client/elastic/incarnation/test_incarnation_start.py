@@ -15,6 +15,7 @@ from ckptd.client.elastic.incarnation import discovery, incarnation_start
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes
 from ckptd.client.elastic.incarnation.incarnation_start import Started, start_world
 from ckptd.client.elastic.incarnation.unit_reading import Unreadable
+from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnation_plan import Seat, nodes_of, plan_world
 from ckptd.core.elastic.incarnations import ExpertLayers, HeldImage, NodeHeld, Unit
@@ -25,7 +26,7 @@ LAYERS = ExpertLayers(("a", "b"), 6)
 
 
 def wishes(threshold: int = 2) -> Wishes:
-    return Wishes("job", "run", LAYERS, threshold, 1.1)
+    return Wishes("job", "run", LAYERS, PlacementOptions(threshold=threshold))
 
 
 def here(node: str, slots: int = 4) -> Here:

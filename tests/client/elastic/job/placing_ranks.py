@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.elastic.job import ElasticJob
+from ckptd.client import RunOptions
+from ckptd.client.elastic.job import ElasticJob, PlacementOptions
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 from tests.client.elastic.job.wrong_ranks import make
 
@@ -35,13 +36,9 @@ def work(rank: int, folder: str) -> None:
     with ElasticJob(
         {"moe": 4},
         slots=2,
-        threshold=1,
-        job="j",
-        run="r",
-        rank=rank,
-        world_size=2,
+        run=RunOptions(job="j", name="r", rank=rank, world_size=2),
         daemon=None,
-        when=eager,
+        placement=PlacementOptions(threshold=1, when=eager),
     ) as job:
         busy: list[int] = job.replicas("moe")[0].nonzero()[0].tolist()
         model = Unbalanced(job.layer("moe", make), busy)

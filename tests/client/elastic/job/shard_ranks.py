@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ckptd.client import RunOptions
 from ckptd.client.elastic import ExpertShards, full_state_dict
-from ckptd.client.elastic.job import ElasticJob
+from ckptd.client.elastic.job import ElasticJob, PlacementOptions
 
 __all__ = ["RANKS", "WORK", "run_all"]
 
@@ -80,8 +81,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def begin(run: str, *, slots: int = 3, buffer: bool = False) -> tuple[ElasticJob, Model]:
-    job = ElasticJob({"moe": EXPERTS}, slots=slots, threshold=1, job="shards", run=run, daemon=None,
-                     rank=dist.get_rank(), world_size=dist.get_world_size())  # fmt: skip
+    job = ElasticJob({"moe": EXPERTS}, slots=slots, run=RunOptions(job="shards", name=run, rank=dist.get_rank(), world_size=dist.get_world_size()), daemon=None, placement=PlacementOptions(threshold=1))  # fmt: skip
     return job, Model(job, buffer=buffer)
 
 

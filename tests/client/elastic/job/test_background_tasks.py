@@ -13,6 +13,7 @@ import pytest
 from ckptd.client.elastic.incarnation.discovery import Here, Wishes
 from ckptd.client.elastic.incarnation.incarnation_start import Started
 from ckptd.client.elastic.job.background_tasks import make_room
+from ckptd.client.options import PlacementOptions
 from ckptd.core.elastic.incarnation_plan import Seat, plan_world
 from ckptd.core.elastic.incarnations import ExpertLayers
 from ckptd.errors import DaemonUnavailable
@@ -21,7 +22,7 @@ from tests.client.elastic.job.test_garbage_collection import Node
 from tests.client.gloo_ranks import run_in_ranks
 
 LAYERS = ExpertLayers(("moe",), 2)
-WISHES = Wishes("job", "run", LAYERS, 1, None)
+WISHES = Wishes("job", "run", LAYERS, PlacementOptions(threshold=1, max_straggler=None))
 
 
 def test_all_ranks_leave_a_world_at_the_same_step(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.elastic.job import ElasticJob
+from ckptd.client import RunOptions, SnapshotOptions
+from ckptd.client.elastic.job import ElasticJob, PlacementOptions
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
 
 __all__ = ["CASES", "work"]
@@ -34,8 +35,16 @@ def make(number: int) -> nn.Module:
     return nn.Linear(2, 2)
 
 
+def named(name: str, rank: int) -> RunOptions:
+    return RunOptions(name=name, job="j", rank=rank, world_size=2)
+
+
 def begun(rank: int, **options: Any) -> ElasticJob:
-    return ElasticJob(options.pop("layers", LAYERS), **{"slots": 2, "job": "j", "run": "r", "rank": rank, "world_size": 2, "daemon": None, **options})  # fmt: skip
+    layers, slots = options.pop("layers", LAYERS), options.pop("slots", 2)
+    run = options.pop("run", None) or named("r", rank)
+    return ElasticJob(
+        layers, slots=slots, run=run, daemon=None, placement=PlacementOptions(**options)
+    )
 
 
 def trained(rank: int) -> tuple[ElasticJob, nn.Module, torch.optim.Optimizer]:
@@ -46,7 +55,7 @@ def trained(rank: int) -> tuple[ElasticJob, nn.Module, torch.optim.Optimizer]:
 
 
 def other_runs(rank: int) -> None:
-    begun(rank, run=f"run-{rank}")
+    begun(rank, run=named(f"run-{rank}", rank))
 
 
 def other_experts(rank: int) -> None:
@@ -74,7 +83,7 @@ def text_straggler(rank: int) -> None:
 
 
 def bad_name(rank: int) -> None:
-    begun(rank, run="a/b" if rank else "r")
+    begun(rank, run="a/b" if rank else None)
 
 
 def too_few_slots(rank: int) -> None:
@@ -123,7 +132,7 @@ def other_totals(rank: int) -> None:
 
 def given_option(rank: int) -> None:
     job, model, optimizer = trained(rank)
-    options: dict[str, Any] = {"policy": "sliding"} if rank else {}
+    options: dict[str, Any] = {"snapshots": SnapshotOptions(window=4)} if rank else {}
     job.checkpointer(model, optimizer, **options)
 
 

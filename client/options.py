@@ -1,0 +1,464 @@
+"""The options of ``Checkpointer``, in groups: who trains, which daemon, what is captured when, how a
+run resumes, and how the model is laid out.
+
+Each group is frozen and checks itself when it is made. All of its fields are keywords.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+
+from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
+from ckptd.core.schedules.schedule import Ordering
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ckptd.client.model.operators import Grouping
+    from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+
+__all__ = [
+    "CHECKPOINTER_GROUPS",
+    "CheckpointerOptions",
+    "DaemonOptions",
+    "LayoutOptions",
+    "OptionGroups",
+    "PlacementOptions",
+    "RecoveryOptions",
+    "RunOptions",
+    "SnapshotOptions",
+    "check_keywords",
+    "daemon_options",
+    "run_options",
+]
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MOST_SNAPSHOTS = 64
+_SHOWN_CHARACTERS = 60
+_PAGE = "docs/integration.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Who this trainer is. What is None comes from torchrun's environment.
+
+    Raises:
+        ValueError: a name or a number that cannot be used.
+    """
+
+    name: str | None = None
+    """The run, 1 to 64 letters, digits, ``.``, ``_`` or ``-``. A start under the same job and run
+    resumes it. None: torchrun's ``--rdzv-id``, or ``default`` where nobody chose one."""
+
+    job: str | None = None
+    """What is trained, in the same characters. None: named after the script and the folder in which
+    it was started."""
+
+    rank: int | None = None
+    """This process among those of the run, from 0. None: ``RANK``, or 0."""
+
+    world_size: int | None = None
+    """How many processes train this run together. None: ``WORLD_SIZE``, or 1. With 1 the process
+    asks no other rank, whatever process group there is."""
+
+    topology: str = ""
+    """Any text that must be equal for a restart to be accepted, such as a parallel layout."""
+
+    def __post_init__(self) -> None:
+        for what, name in (("run", self.name), ("job", self.job)):
+            if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+                raise ValueError(f"{what}={name!r}: use 1 to 64 letters, digits, '.', '_' or '-'")
+        rank, world_size = self.rank, self.world_size
+        for what, number in (("rank", rank), ("world_size", world_size)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+                raise ValueError(f"{what}={number!r}: pass a whole number, or None")
+        if rank is not None and not 0 <= rank < (rank + 1 if world_size is None else world_size):
+            raise ValueError(f"rank={rank} is not in [0, world_size={world_size})")
+        if world_size is not None and world_size < 1:
+            raise ValueError(f"world_size={world_size}: pass a number from 1 on, or None")
+        if not isinstance(self.topology, str):
+            raise ValueError(  # noqa: TRY004 - one kind of error for all values
+                f"topology={self.topology!r}: pass a text, or leave it out"
+            )
+
+    def completed(self, **defaults: Any) -> Self:
+        """With these values where nothing was given."""
+        return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonOptions:
+    """Which daemon keeps the snapshots.
+
+    Raises:
+        ValueError: a value that cannot be used.
+    """
+
+    endpoint: str | None = "auto"
+    """``"auto"``: this user's daemon; one is started if none answers. ``"ipc:///path"``: the daemon
+    at that socket. None turns everything off: the loop runs as if ckptd were not there."""
+
+    required: bool = True
+    """Whether a refused attach, or a daemon that does not answer, is an error. Otherwise all ranks
+    train on unprotected, as with ``daemon=None``: one line of the log says why, and the counter
+    ``unprotected`` is 1."""
+
+    timeout_s: float = 30.0
+    """How many seconds the start waits for the daemon."""
+
+    replicas: int | None = None
+    """On how many other nodes each snapshot is kept. None leaves it to the daemons' configuration."""
+
+    def __post_init__(self) -> None:
+        endpoint = self.endpoint
+        if endpoint not in (None, "auto") and not str(endpoint).startswith("ipc:///"):
+            raise ValueError(
+                f"daemon={endpoint!r}: use 'auto', None, or an endpoint such as 'ipc:///run/ckptd/ckptd.sock'"
+            )
+        if not _is_number(self.timeout_s) or not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s!r}: pass seconds above 0")
+        if self.replicas is not None and not _is_count(self.replicas):
+            raise ValueError(f"replicas={self.replicas!r}: pass a number of nodes, or None")
+
+    @property
+    def off(self) -> bool:
+        return self.endpoint is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotOptions:
+    """What is captured in which snapshot, and at what cost.
+
+    Raises:
+        ValueError: a value that cannot be used, or two that exclude each other.
+    """
+
+    policy: Literal["sliding", "aligned", "dense"] = "sliding"
+    """``"sliding"``: sparse snapshots, of which any ``window`` consecutive ones recover.
+    ``"aligned"``: windows one after the other, as in MoEvement. ``"dense"``: everything in each."""
+
+    window: int | None = None
+    """W, 1 to 64: over how many snapshots the whole state is spread. None measures the first steps
+    and chooses the smallest window whose snapshots fit between the top of the loop and the
+    optimizer's step."""
+
+    every: int = 1
+    """Take a snapshot every so many iterations. Above 1 with ``policy="dense"`` only."""
+
+    ordering: Literal["hard", "soft", "decayed", "capacity"] = "hard"
+    """How the popularity of experts is measured; popular ones are anchored last. ``"hard"``: tokens
+    that were routed to an expert. ``"soft"``: the gate's probabilities. ``"decayed"``: tokens, of
+    which older ones count less. ``"capacity"``: by ``capacities``."""
+
+    capacities: Mapping[str, float] | None = None
+    """For ``ordering="capacity"``: a number for each expert's operator, by its name."""
+
+    max_overhead: float = 0.01
+    """On CPU, the share of an iteration that copies may take from the trainer's own cores. It
+    decides the window."""
+
+    inline_copy: bool | None = None
+    """On CPU, copy in the training thread (True) or beside it (False). None: whichever is measured
+    to be faster."""
+
+    nan_check_every: int = 16
+    """Look for NaN in the weights of every that many snapshots. 0: never."""
+
+    def __post_init__(self) -> None:
+        _check_choice("policy", self.policy, "sliding", "aligned", "dense")
+        _check_choice("ordering", self.ordering, *(str(each) for each in Ordering))
+        window, every = self.window, self.every
+        if window is not None and not (_is_count(window, 1) and window <= _MOST_SNAPSHOTS):
+            raise ValueError(f"window={window!r}: a window has 1 to {_MOST_SNAPSHOTS} snapshots")
+        if not _is_count(every, 1) or (every > 1 and self.policy != "dense"):
+            raise ValueError(
+                f"every={every!r}: only policy='dense' takes a snapshot every few iterations (1 or more)"
+            )
+        if not _is_number(self.max_overhead) or not self.max_overhead > 0:
+            raise ValueError(
+                f"max_overhead={self.max_overhead!r}: pass the share of an iteration, such as 0.01"
+            )
+        _check_switch("inline_copy", self.inline_copy, "whichever is measured to be faster")
+        if not _is_count(self.nan_check_every):
+            raise ValueError(
+                f"nan_check_every={self.nan_check_every!r}: pass a number of snapshots, or 0 for never"
+            )
+
+    @property
+    def dense(self) -> bool:
+        return self.policy == "dense"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryOptions:
+    """How a run resumes after a failure, and what is prepared for it.
+
+    Raises:
+        ValueError: a value that cannot be used.
+    """
+
+    resume_at: int | None = None
+    """Go back to this iteration, after a loss spike for example; ``saved_iterations`` lists those
+    that can be had. What is newer is given up. It counts for one start: where torchrun restarts the
+    workers by itself, it is ignored. None: the newest."""
+
+    on_mismatch: Literal["raise", "warn"] = "raise"
+    """What to do when a replayed step does not reproduce what was recorded."""
+
+    verify_iterations: int = VERIFY_ITERATIONS
+    """A resume replays up to so many iterations more than it needs, from the snapshot before, and
+    compares the result with the newest snapshot. 0: no more than it needs, which is none with a
+    window of 1."""
+
+    freeze: Literal["auto", "drop", "inputs"] = "auto"
+    """How operators are frozen in replay: ``"drop"`` discards their gradients, ``"inputs"`` does not
+    compute them. ``"auto"``: ``"inputs"`` where that is exact."""
+
+    param_groups: Literal["recorded", "script"] = "recorded"
+    """Whose options of parameter groups (learning rate, …) count where the script's differ from
+    those with which the run began: the ``"recorded"`` ones, or the ``"script"``'s, from the iteration
+    on at which the state is complete."""
+
+    start_from: str | os.PathLike[str] | None = None
+    """A model to begin with where there is nothing to resume from: a folder or file of safetensors
+    with the model's own names, or what ``ckptctl import`` prints. Optimizer state is loaded where it
+    has some."""
+
+    park: bool | None = None
+    """Keep memory into which this rank's whole state is copied when the job is torn down
+    (docs/parking.md). None: where this run logs boundaries and has several ranks."""
+
+    park_after_s: float | None = None
+    """A step that lasts longer than so many seconds is parked, too. None: much longer than steps
+    have lasted so far."""
+
+    def __post_init__(self) -> None:
+        if self.resume_at is not None and not _is_count(self.resume_at):
+            raise ValueError(
+                f"resume_at={self.resume_at!r}: pass the number of an iteration, or None"
+            )
+        _check_choice("on_mismatch", self.on_mismatch, "raise", "warn")
+        if not _is_count(self.verify_iterations):
+            raise ValueError(
+                f"verify_iterations={self.verify_iterations!r}: pass how many iterations a resume may replay to compare, or 0 for none"
+            )
+        _check_choice("freeze", self.freeze, "auto", "drop", "inputs")
+        _check_choice("param_groups", self.param_groups, "recorded", "script")
+        _check_switch("park", self.park, "where boundaries are logged")
+        if self.park_after_s is not None and not (
+            _is_number(self.park_after_s) and self.park_after_s > 0
+        ):
+            raise ValueError(f"park_after_s={self.park_after_s!r}: pass seconds above 0, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayoutOptions:
+    """What the structure of model and optimizer does not say by itself.
+
+    Whether names and patterns match the model is checked by ``Checkpointer``.
+    """
+
+    operators: Grouping | None = None
+    """How parameters are grouped into operators: a dict from the operator's name to patterns of
+    parameter names, or a function of name and tensor that returns the operator's name or None. None:
+    experts, gates and dense parts are found in the model."""
+
+    masters: Mapping[str, Tensor] | None = None
+    """``{parameter name: fp32 master}`` where the optimizer holds separate master weights. None finds
+    them by value."""
+
+    replicated: Mapping[str, Any] | None = None
+    """What several ranks have alike though no wrapper says so: patterns of parameter names, each with
+    the process group (or one-dimensional ``DeviceMesh``) over which what matches is replicated."""
+
+    capture_once: bool = True
+    """What several ranks have alike is captured by one of them, so that bytes are spread evenly.
+    False: by each."""
+
+    def __post_init__(self) -> None:
+        operators = self.operators
+        if not (operators is None or callable(operators) or isinstance(operators, Mapping)):
+            raise ValueError(
+                f"operators= is a {type(operators).__name__}; pass a dict from a name to patterns of parameter names, or a function"
+            )
+        for what, mapping in (("masters", self.masters), ("replicated", self.replicated)):
+            if not (mapping is None or isinstance(mapping, Mapping)):
+                raise ValueError(
+                    f"{what}= is a {type(mapping).__name__}; pass a dict by parameter names, or None"
+                )
+        if self.capture_once not in (True, False):
+            raise ValueError(f"capture_once={self.capture_once!r}: pass True or False")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementOptions:
+    """Where an ``ElasticJob`` places experts. The job checks it on all ranks at once, so that no rank
+    waits for another whose value cannot be used.
+    """
+
+    threshold: int = 2
+    """On how many distinct nodes every expert shall be, as far as there are slots."""
+
+    max_straggler: float | None = 1.1
+    """How many times the mean load the busiest rank may have. None: survival counts alone."""
+
+    domain: str = ""
+    """The label of nodes that names what fails together, such as ``"rack"``. Empty: each node by
+    itself."""
+
+    when: TimesConfig | None = None
+    """When experts are placed anew by load while the ranks stay. None: never."""
+
+
+class OptionGroups(TypedDict, total=False):
+    """The keywords of ``Checkpointer`` that are options, for what passes them on."""
+
+    run: str | RunOptions | None
+    daemon: str | DaemonOptions | None
+    snapshots: SnapshotOptions
+    recovery: RecoveryOptions
+    layout: LayoutOptions
+
+
+_GROUPS: Mapping[str, type] = {
+    "run": RunOptions,
+    "daemon": DaemonOptions,
+    "snapshots": SnapshotOptions,
+    "recovery": RecoveryOptions,
+    "layout": LayoutOptions,
+    "placement": PlacementOptions,
+}
+CHECKPOINTER_GROUPS = ("run", "daemon", "snapshots", "recovery", "layout")
+# Where a name of its own says more than the keyword that was.
+_RENAMED = {"options": "param_groups"}
+# What a text stands for, where one is passed instead of the group.
+_SHORT = {"run": "name", "daemon": "endpoint"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointerOptions:
+    """All groups of one ``Checkpointer``."""
+
+    run: RunOptions
+    daemon: DaemonOptions
+    snapshots: SnapshotOptions
+    recovery: RecoveryOptions
+    layout: LayoutOptions
+
+    @classmethod
+    def of(cls, given: OptionGroups) -> Self:
+        """From keywords that `check_keywords` has let pass; a missing group has its defaults.
+
+        Raises:
+            ValueError: a name or an endpoint cannot be used.
+        """
+        return cls(
+            run=run_options(given.get("run")),
+            daemon=daemon_options(given.get("daemon", "auto")),
+            snapshots=given.get("snapshots", SnapshotOptions()),
+            recovery=given.get("recovery", RecoveryOptions()),
+            layout=given.get("layout", LayoutOptions()),
+        )
+
+    def keywords(self) -> OptionGroups:
+        """As ``Checkpointer`` takes them."""
+        return OptionGroups(
+            run=self.run,
+            daemon=self.daemon,
+            snapshots=self.snapshots,
+            recovery=self.recovery,
+            layout=self.layout,
+        )
+
+
+def run_options(run: str | RunOptions | None) -> RunOptions:
+    """A name alone is the run's."""
+    return run if isinstance(run, RunOptions) else RunOptions(name=run)
+
+
+def daemon_options(daemon: str | DaemonOptions | None) -> DaemonOptions:
+    """An endpoint alone; None: off."""
+    return daemon if isinstance(daemon, DaemonOptions) else DaemonOptions(endpoint=daemon)
+
+
+def check_keywords(
+    caller: str, given: Mapping[str, Any], groups: Sequence[str] = CHECKPOINTER_GROUPS
+) -> None:
+    """Refuse keywords that are not ``groups``, and groups of another type.
+
+    Args:
+        caller: what they were passed to, for the message.
+    Raises:
+        TypeError: says how it is passed.
+    """
+    unknown = {name: value for name, value in given.items() if name not in groups}
+    if unknown:
+        raise TypeError(_not_a_keyword(caller, unknown, given, groups))
+    for name, value in given.items():
+        kind = _GROUPS[name]
+        texts = (str, type(None)) if name in _SHORT else ()
+        if not isinstance(value, (kind, *texts)):
+            fields_of = value.items() if isinstance(value, Mapping) else ()
+            example = _call(kind, {str(key): each for key, each in fields_of})
+            short = {"run": "a name, ", "daemon": "'auto', an endpoint, None, "}.get(name, "")
+            raise TypeError(
+                f"{caller}: {name}= is a {type(value).__name__}; pass {short}{'or ' if short else ''}{example}"
+            )
+
+
+def _not_a_keyword(
+    caller: str, unknown: Mapping[str, Any], given: Mapping[str, Any], groups: Sequence[str]
+) -> str:
+    """Which group has it, with what was passed; as Python would say it where none has."""
+    homes = {f.name: name for name in groups for f in fields(_GROUPS[name]) if f.name not in groups}
+    moved: dict[str, dict[str, Any]] = {}
+    for name, value in unknown.items():
+        home = homes.get(_RENAMED.get(name, name))
+        if home is None:
+            return f"{caller} got an unexpected keyword argument {name!r}"
+        moved.setdefault(home, {})[name] = value
+    texts = []
+    for home, values in moved.items():
+        shown = {_RENAMED.get(name, name): value for name, value in values.items()}
+        if isinstance(given.get(home), str):
+            shown = {_SHORT[home]: given[home], **shown}
+        names = " and ".join(f"{name}=" for name in values)
+        verb = "is" if len(values) == 1 else "are"
+        texts.append(f"{names} {verb} now {home}={_call(_GROUPS[home], shown)}")
+    return f"{caller}: {'; '.join(texts)} (see {_PAGE})"
+
+
+def _call(kind: type, values: Mapping[str, Any]) -> str:
+    return (
+        f"{kind.__name__}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
+    )
+
+
+def _shown(value: object) -> str:
+    """A tensor, or a dict of them, is not printed."""
+    simple = value is None or isinstance(value, str | int | float | bool)
+    text = repr(value) if simple else "..."
+    return text if len(text) <= _SHOWN_CHARACTERS else "..."
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_choice(name: str, value: object, *allowed: str) -> None:
+    if value not in allowed:
+        *first, last = (repr(each) for each in allowed)
+        raise ValueError(f"{name}={value!r}: choose {', '.join(first)} or {last}")
+
+
+def _check_switch(name: str, value: object, otherwise: str) -> None:
+    if value not in (None, True, False):
+        raise ValueError(f"{name}={value!r}: pass True, False, or None ({otherwise})")
