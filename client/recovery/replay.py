@@ -164,6 +164,11 @@ class Replay:
         return found
 
     @property
+    def begun(self) -> bool:
+        """Whether the loop has begun to run it."""
+        return self._progress.state in (ReplayState.REPLAYING, ReplayState.DENSE)
+
+    @property
     def dense(self) -> bool:
         """Whether every operator is active."""
         return self._progress.at_end
@@ -200,13 +205,13 @@ class Replay:
     @validated
     def begin_first_step(self) -> None:
         """The loop is about to run the first step: random state as it was at the top of it."""
-        self._progress.on(ReplayEvent.BEGIN)
         restore_rng(self._scalars(0)["rng"])
         self._first_forward_done = False
         if not self.dense:
             self._play()
             if self.freezing == "inputs" and self._activity.frozen_rows:
                 self._limiter.start()
+        self._progress.on(ReplayEvent.BEGIN)  # last: a loop that fails here begins it once more
 
     def first_forward(self) -> None:
         """The first forward of the resumed run: undo what creating a data iterator drew from the generators."""

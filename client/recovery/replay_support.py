@@ -28,7 +28,6 @@ class ReplayPart:
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
         self._found: Resumption | None = None
-        self._unbegun: Replay | None = None
         # Apart from `replay`: one of a single snapshot is over at the first top, and its first
         # forward comes then.
         self._unforwarded: Replay | None = None
@@ -50,8 +49,8 @@ class ReplayPart:
         """The step with which a loop begins that would begin with ``step``, and how far this run
         has come (-1: not known).
         """
-        unbegun = self._unbegun
-        return (step, -1) if unbegun is None else (unbegun.start, unbegun.end)
+        replay = self.replay
+        return (step, -1) if replay is None or replay.begun else (replay.start, replay.end)
 
     def check_whole(self) -> None:
         """The model is not in the middle of a replay that was given up.
@@ -70,7 +69,7 @@ class ReplayPart:
     def resume(self, found: Resumption) -> None:
         """What was found is loaded; its replay begins at the loop's first top."""
         self._found = found
-        self.replay = self._unbegun = self._unforwarded = found.replay
+        self.replay = self._unforwarded = found.replay
 
     def top(self, step: int, sent: Differences) -> bool:
         """The top of a step; whether it is one of a replay.
@@ -81,10 +80,9 @@ class ReplayPart:
             ReplayMismatch: what was recomputed is not what was recorded, on any rank.
         """
         replay = self.replay
-        if self._unbegun is not None:
+        if replay is not None and not replay.begun:
             # The first step after a restore: the loop, and the iterators it needs, exist now.
-            self._unbegun.begin_first_step()
-            self._unbegun = None
+            replay.begin_first_step()
             self._began_s = time.perf_counter()
         elif replay is not None and step == replay.next_iteration:
             self._stats.replayed_steps += step - replay.reached
@@ -139,5 +137,5 @@ class ReplayPart:
         """The patches of a replay must not outlive it, and what is still frozen is not the run's state."""
         if self.replay is not None:
             self.replay.abandon()
-            self.replay = self._unbegun = self._unforwarded = None
+            self.replay = self._unforwarded = None
             self.cut_off = True
