@@ -166,7 +166,7 @@ class Replay:
     @property
     def begun(self) -> bool:
         """Whether the loop has begun to run it."""
-        return self._progress.state in (ReplayState.REPLAYING, ReplayState.DENSE)
+        return self._progress.begun
 
     @property
     def dense(self) -> bool:

@@ -44,6 +44,8 @@ TRANSITIONS = Transitions(
         (ReplayState.LOADED, ReplayEvent.BEGIN): ReplayState.REPLAYING,
         (ReplayState.REPLAYING, ReplayEvent.ADVANCE): ReplayState.REPLAYING,
         (ReplayState.REPLAYING, ReplayEvent.REACH_END): ReplayState.DENSE,
+        # The user's program has caught the mismatch, and enters the loop again.
+        (ReplayState.ABANDONED, ReplayEvent.ADVANCE): ReplayState.REPLAYING,
         # A failure at any point, the end of the checkpointer, or a verification that is over.
         **{(state, ReplayEvent.ABANDON): ReplayState.ABANDONED for state in ReplayState},
     },
@@ -83,6 +85,12 @@ class ReplayProgress:
     def next_iteration(self) -> int:
         """The boundary that comes next; -1 at the newest snapshot."""
         return -1 if self.at_end else self._iterations[self.position + 1]
+
+    @property
+    def begun(self) -> bool:
+        """Whether the loop has begun to run it."""
+        before = (ReplayState.FOUND, ReplayState.PREPARED, ReplayState.LOADED)
+        return self.state not in before
 
     @property
     def at_end(self) -> bool:
