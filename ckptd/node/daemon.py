@@ -167,7 +167,7 @@ class Daemon(SlotListener):
         peering = self._peering
         tier = StorageTier(
             node,
-            ranks_of=lambda job, run: self._service.ranks_of(job, run),
+            ranks_of=lambda job, run: self._service.trainers.ranks_of(job, run),
             span_of=peering.span_of,
             replicas=peering.replicas,
         )

@@ -349,7 +349,7 @@ def test_what_a_trainer_parked_and_had_no_time_to_tell_is_told_once(setting: Set
     fill(parked, 1, 7)  # and the process ends
     session = setting.service.sessions.of_rank(RANK)
     assert session is not None
-    setting.service.trainer_gone(session, "its process ended")
+    setting.service.trainers.gone(session, "its process ended")
     eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
     setting.service.tick()
     ours = f"parked at iteration 7: process {os.getpid()} ended before it could tell"
@@ -437,7 +437,7 @@ def test_a_dead_trainers_half_filled_log_is_freed(setting: Setting) -> None:
     log = reserve_log(setting)
     fill(log, 0, 4, state=SlotState.FILLING)
     (session,) = setting.service.sessions
-    setting.service.trainer_gone(session, "a test says so")
+    setting.service.trainers.gone(session, "a test says so")
     assert state_of(log, 0) is SlotState.FREE
 
 

@@ -185,7 +185,7 @@ def test_a_copy_goes_with_its_reader(setting: Setting, how: str) -> None:
     (source,) = setting.store.everything()
     if how == "died":
         (session,) = setting.service.sessions
-        setting.service.trainer_gone(session, "a test says so")
+        setting.service.trainers.gone(session, "a test says so")
     else:
         assert isinstance(setting.ask(m.Detach(final=how == "over")), m.Done)
     assert setting.copies() == []
@@ -201,7 +201,7 @@ def test_a_copy_that_is_made_for_a_reader_that_has_left_is_removed(
     answers: list[m.Reply] = []
     setting.service.handle(READER, wanted(source), answers.append)
     (session,) = setting.service.sessions
-    setting.service.trainer_gone(session, "a test says so")
+    setting.service.trainers.gone(session, "a test says so")
     if back:
         setting.attach()
     eventually(lambda: setting.collected() and bool(answers), "an answer")
