@@ -6,7 +6,8 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -71,15 +72,15 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         self._options = CheckpointerOptions.of(options)
         self._named = self._options
         self._loop: TrainerLoop | None = None
-        self._layers = ExitStack()
         self.checkpointer: Checkpointer | None = None
+        # Of all Trainers: which one gets this callback, and when, is not told (`add_callback`).
+        layers = ExitStack()
+        layers.enter_context(layered(Trainer, "train", partial(_train, weakref.ref(self))))
+        weakref.finalize(self, layers.close)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the arguments early, and keep the Trainer from loading a half-written checkpoint."""
+        """Check the arguments early."""
         _check_arguments(args)
-        trainer = _trainer_of(self)
-        layer = partial(complete_checkpoints_only, trainer)
-        self._layers.enter_context(layered(trainer, "train", layer))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the training loop, which is about to start."""
@@ -112,6 +113,23 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+
+
+def _train(
+    reference: weakref.ref[CkptdCallback],
+    below: Callable[..., Any],
+    trainer: Trainer,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``Trainer.train``, which loads no half-written checkpoint where the trainer has this callback."""
+    mine = any(each is reference() for each in trainer.callback_handler.callbacks)
+    train = partial(below, trainer)
+    return (
+        complete_checkpoints_only(trainer, train, *args, **kwargs)
+        if mine
+        else train(*args, **kwargs)
+    )
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:

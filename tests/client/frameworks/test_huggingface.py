@@ -219,3 +219,29 @@ def test_callbacks_that_export_their_state_get_it_back(tmp_path: Path) -> None:
     assert made.state.global_step == 5
     assert made._total_loss_scalar == 1.5
     assert patience.early_stopping_patience_counter == 2
+
+
+@pytest.mark.parametrize("how", ["an object", "a class"])
+def test_a_callback_that_is_added_later_passes_over_half_written_checkpoints_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """A callback that came by ``add_callback`` was not asked when the Trainer was made: the Trainer
+    took the half-written ``checkpoint-2`` and ended with an error. One without the callback still does.
+    """
+    from ckptd.client.frameworks.huggingface import CkptdCallback
+
+    class Off(CkptdCallback):
+        def __init__(self) -> None:
+            super().__init__(daemon=None)
+
+    (tmp_path / "checkpoint-2").mkdir()
+    with_it, without = trainer(tmp_path, None), trainer(tmp_path, None)
+    with_it.add_callback(Off() if how == "an object" else Off)
+    with caplog.at_level(logging.WARNING, "ckptd"):
+        with_it.train(resume_from_checkpoint=True)
+    assert with_it.state.global_step == 4
+    assert "half-written" in caplog.text
+    with pytest.raises(ValueError, match="checkpoint-2' is half-written"):
+        with_it.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with pytest.raises(ValueError, match="find a valid checkpoint at"):
+        without.train(resume_from_checkpoint=True)
