@@ -18,9 +18,11 @@ from ckptd.client.train_loop import LoopSide
 from ckptd.client.training_state import TrainingState
 from ckptd.cuda.engine import CopyEngine
 
-__all__ = ["heed_program", "restore"]
+__all__ = ["RECORDED_COUNTS", "heed_program", "restore", "tell_differences"]
 
 logger = get_logger(__name__)
+
+RECORDED_COUNTS = 'What was recorded counts. To go on with the script\'s options, pass recovery=RecoveryOptions(param_groups="script"); to begin anew, run= a new name'
 
 
 def restore(
@@ -74,7 +76,6 @@ def heed_program(
     assert loop.recorder is not None
     if not recorded:
         return
-    text = "; ".join(differences(recorded, here))
     if options.param_groups == "script":
         binding, stateful = subject.binding, subject.stateful
 
@@ -90,10 +91,19 @@ def heed_program(
             loop.when_exact = apply
         what = f"The script's options count from iteration {replay.end} on"
     else:
-        what = 'What was recorded counts. To go on with the script\'s options, pass recovery=RecoveryOptions(param_groups="script"); to begin anew, run= a new name'
+        what = RECORDED_COUNTS
     loop.recorder.scalars.program = recorded
-    if text:
-        level = logging.INFO if subject.identity.rank else logging.WARNING
+    tell_differences(recorded, here, what, rank=subject.identity.rank)
+
+
+def tell_differences(recorded: Program, here: Program, what: str, *, rank: int) -> None:
+    """Say how two programs differ, with both values; one rank speaks for all.
+
+    Args:
+        what: follows from it.
+    """
+    if text := "; ".join(differences(recorded, here)):
+        level = logging.INFO if rank else logging.WARNING
         logger.log(
             level, "THIS PROGRAM DIFFERS from the one that began the run: %s. %s", text, what
         )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,7 @@ class Part:
             collective call at each top that is told.
         gate: a file, without which nothing is brought from storage.
         optimizer: which of `OPTIMIZERS`.
+        options_of: whose options count, of ``Checkpointer``.
         spoil: with ``sharded``: rank 0 forgets, of one shard, a moment of what it has loaded.
     """
 
@@ -94,6 +95,7 @@ class Part:
     gate: Path | None = None
     optimizer: str = ""
     spoil: bool = False
+    options_of: Literal["recorded", "script"] = "recorded"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -200,7 +202,7 @@ def act(part: Part) -> None:
 
 def _live(part: Part, log: Log) -> bool:
     """One world; whether another is to follow in this process."""
-    from ckptd.client import RunOptions, SnapshotOptions
+    from ckptd.client import RecoveryOptions, RunOptions, SnapshotOptions
     from ckptd.client.elastic.job import ElasticJob, GlobalBatches, PlacementOptions
 
     layers = {f"blocks.{i}.moe": EXPERTS for i in range(LAYERS)}
@@ -230,6 +232,7 @@ def _live(part: Part, log: Log) -> bool:
         optimizer,
         state,
         snapshots=SnapshotOptions(policy="dense", inline_copy=True if waits else None),
+        recovery=RecoveryOptions(param_groups=part.options_of),
     )
     job.check_replicas()
     if part.spoil and part.rank == 0 and shards is not None:

@@ -58,6 +58,7 @@ class OfItsRank(Counting):
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "": lambda params: torch.optim.AdamW(params, lr=0.02),
+    "another rate": lambda params: torch.optim.AdamW(params, lr=0.05),
     "counting": Counting,
     "by position": ByPosition,
     "of its rank": OfItsRank,

@@ -89,3 +89,36 @@ def test_a_list_by_position_is_told_at_the_first_snapshot(net: Net, tmp_path: Pa
         again = run.life(net.nodes[:2], total=TOTAL, optimizer="by position")
         again.ends()
         assert again.start() < GROW_AT, run.logs
+
+
+def test_a_new_world_says_what_the_program_has_otherwise(net: Net, tmp_path: Path) -> None:
+    """The learning rate was edited between two worlds: the recorded one counted, and nothing was said.
+
+    Both values are told by one rank, in this world and in the next, with what counts; with
+    ``options="script"`` the script's rate counts at once.
+    """
+    with contextlib.closing(ElasticRun(tmp_path)) as run:
+        two_ranks(run, net, "")
+        told = "initial_lr: recorded 0.02, here 0.05"
+        for number, of in enumerate(("recorded", "script", "script")):
+            total = GROW_AT + 6 * (number + 1)
+            life = run.life(
+                net.nodes[:2],
+                total=total,
+                patient_until=total,
+                optimizer="another rate",
+                options_of=of,
+            )
+            life.ends()
+            lines = [line for line in life.logs.splitlines() if "THIS PROGRAM DIFFERS" in line]
+            if number == 2:  # what was recorded since is the script's
+                assert not lines, life.logs
+                continue
+            (line,) = lines
+            assert told in line
+            what = (
+                "What was recorded counts"
+                if of == "recorded"
+                else f"The script's options count from iteration {life.start()} on"
+            )
+            assert what in line, line

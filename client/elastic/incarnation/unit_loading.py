@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client import values
+from ckptd.client.capture.program import Program
 from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart
 from ckptd.client.elastic.incarnation.unit_reading import UnitHead
@@ -67,6 +68,7 @@ class Loader:
         self._rules = kept
         self._kept: dict[str, Any] | None = None
         self.whose = -1  # the rank that recorded the step scalars
+        self.program: Program = {}  # by whose options, script and data it went
         self._buffers = binding.buffers()
         self._facts: dict[str, dict[str, Any]] = {}
         self._rng: dict[str, Any] | None = None
@@ -123,6 +125,7 @@ class Loader:
             _copy(name, local(self._buffers[name]), _tensor(memoryview(data), dtype, shape))
         self._kept, self.whose = told["kept"], told["rank"]
         self._rng = scalars["rng"]
+        self.program = scalars.get("program", {})
         self._seed = 0 if told["rank"] == rank else 1 + rank
 
     def digests(self) -> dict[str, str]:

@@ -118,7 +118,8 @@ class LocalState:
             "kept": None
             if kept is None
             else {k: kept[k] for k in ("attributes", "groups", "foreign")},
-            "scalars": {k: opened.facts.scalars[k] for k in ("groups", "state", "rng")},
+            "scalars": {k: opened.facts.scalars[k] for k in ("groups", "state", "rng")}
+            | {"program": opened.facts.scalars.get("program", {})},  # absent in what 0.4 recorded
             "buffers": {
                 name: [entry.dtype, list(entry.shape), bytes(opened.view.data(entry.name))]
                 for name, entry in opened.index.buffers.items()

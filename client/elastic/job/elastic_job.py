@@ -34,6 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ckptd.client.capture.program import Program, apply_options, this_program
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts, ExpertShards
@@ -69,6 +70,7 @@ from ckptd.client.options import (
     daemon_options,
 )
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.resume import RECORDED_COUNTS, tell_differences
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnation_plan import placement_of, replicas_by_load
 from ckptd.core.elastic.incarnations import ExpertLayers
@@ -329,6 +331,7 @@ class ElasticJob:
                 self._history,
                 self._shards,
             )
+        here = this_program(whole.binding, whole.stateful)  # before anything is loaded
         if self.plan.handover is not None:
             self._loader, seconds = take_over(
                 self._world, whole, self._shards, self.layers, self._ranks
@@ -340,7 +343,13 @@ class ElasticJob:
         self._gradients = DenseGradients(whole.dense_params, layers, self._shards)
         began = time.perf_counter()
         make_room(self._here, self._wishes, self._world, self.rank)
+        recorded: Program = {} if self._loader is None else self._loader.program
+        from_script = recovery.param_groups == "script"
+        if recorded and from_script:
+            apply_options(whole.binding, whole.stateful, recorded, here)
         self._checkpointer = self._protect(whole, snapshots, recovery, layout)
+        if recorded:
+            self._heed_program(recorded, here, from_script=from_script)
         if not self._checkpointer.off:
             # Before the first snapshot: one that no world of other ranks could go on from is not taken.
             self._checkpointer._binding.kept.check_also(whole.kept.check)
@@ -356,6 +365,15 @@ class ElasticJob:
             layers=layers,
         )
         return self._checkpointer
+
+    def _heed_program(self, recorded: Program, here: Program, *, from_script: bool) -> None:
+        """Say how this program differs from the one that recorded the state, and go by the right one's options."""
+        scripts = f"The script's options count from iteration {self.start} on"
+        what = scripts if from_script else RECORDED_COUNTS
+        tell_differences(recorded, here, what, rank=self.rank)
+        recorder = None if self._checkpointer is None else self._checkpointer._loop.recorder
+        if recorder is not None:
+            recorder.scalars.program = here if from_script else recorded
 
     def _protect(
         self,
