@@ -33,11 +33,14 @@ _REASONS = [
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One of a page; ``name``: also of the folder under ``out/habits``."""
+    """One of a page; ``name``: also of the folder under ``out/habits``; ``impossible``: rows that
+    cannot be played here, with the reason.
+    """
 
     name: str
     page: Path
     head: str
+    impossible: tuple[tuple[str, str], ...] = ()
 
     def note(self, row: Row, outcome: Outcome) -> None:
         """Keep what a row came to."""
@@ -83,11 +86,14 @@ class Table:
         columns = [f"W = {window}, {ranks} rank{'s' * (ranks > 1)}" for window, ranks in _COLUMNS]
         lines = [[self.head, *columns], ["---"] * (1 + len(_COLUMNS))]
         lines += [[name, *of_name] for name, of_name in cells.items()]
+        lines += [[name, *[why] * len(_COLUMNS)] for name, why in self.impossible]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 OPTIMIZERS = Table("optimizers", _ROOT / "docs" / "optimizers.md", "optimizer")
-DATA = Table("data", _ROOT / "docs" / "data.md", "data")
+# Accelerate looks at the setting only for devices; without one its plugin is left aside.
+_FSDP2_OF_TRAINER = "not possible on a CPU: Accelerate ignores `fsdp=` there, and trains with DDP"
+DATA = Table("data", _ROOT / "docs" / "data.md", "data", (("trainer, FSDP2", _FSDP2_OF_TRAINER),))
 
 
 def reason_of(log: str) -> str:

@@ -38,3 +38,11 @@ def test_the_reason_of_a_refusal_is_without_what_to_do() -> None:
     assert reason_of(log) == "keeps `state[0]['p'] (type x.Y, made in a step)`"
     with pytest.raises(ValueError, match="a refusal without a reason"):
         reason_of("Killed\n")
+
+
+def test_what_cannot_be_played_is_said_in_a_row_of_its_own() -> None:
+    """FSDP2 through Hugging Face was in no row, so a reader could take it for tried."""
+    table = Table("things", Path("unused"), "thing", (("c", "not possible: why"),))
+    text = table.text(ROWS, {}, BEFORE)
+    assert text.splitlines()[-1] == "| c |" + " not possible: why |" * 4
+    assert table.text(ROWS, {}, text) == text
