@@ -178,6 +178,7 @@ class Checkpointer:
                     self._binding, shared.replicas, own_bytes, self._ranks
                 )
             self._protect(self._memory)
+            self._loop.rehearse(self._memory, self._engine, wanted=recovery.rehearse)
             if recovery.park:
                 self._begin_parking()
             self._restore(self._memory)

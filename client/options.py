@@ -214,6 +214,10 @@ class RecoveryOptions:
     compares the result with the newest snapshot. 0: no more than it needs, which is none with a
     window of 1."""
 
+    rehearse: bool = True
+    """Load the first snapshots into a copy of the optimizer, and compare its step with the live one:
+    state that no snapshot holds is then found (docs/optimizers.md). Once, where memory allows it."""
+
     freeze: Literal["auto", "drop", "inputs"] = "auto"
     """How operators are frozen in replay: ``"drop"`` discards their gradients, ``"inputs"`` does not
     compute them. ``"auto"``: ``"inputs"`` where that is exact."""
@@ -248,6 +252,8 @@ class RecoveryOptions:
             )
         _check_choice("freeze", self.freeze, "auto", "drop", "inputs")
         _check_choice("param_groups", self.param_groups, "recorded", "script")
+        if self.rehearse not in (True, False):
+            raise ValueError(f"rehearse={self.rehearse!r}: pass True or False")
         _check_switch("park", self.park, "where boundaries are logged")
         if self.park_after_s is not None and not (
             _is_number(self.park_after_s) and self.park_after_s > 0

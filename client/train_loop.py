@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ckptd.client.parking.parker import Parking
 from ckptd.client.pipeline.stage_rehearsal import callables_of, rehearsal_tap, without_trace
 from ckptd.client.pipeline_support import PipelinePart
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.recovery.rehearsal import Rehearsal
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replay_support import ReplayPart
 from ckptd.client.recovery.start import Resumption
@@ -34,6 +36,7 @@ from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.stats import Stats
 from ckptd.client.step_guard import Guard
 from ckptd.client.training_state import TrainingState
+from ckptd.cuda.engine import CopyEngine
 
 __all__ = ["SEAL_WAIT_S", "LoopSide"]
 
@@ -51,6 +54,7 @@ class LoopSide:
         ledger: what batches the steps have.
         recorder: None where snapshots were given up, or nothing is protected (any more).
         parking: None where nothing is parked.
+        rehearsal: of what a resume makes of the optimizers; None where it is over, or not wanted.
         resumed: what a resume has replayed and compared, in words; "" before, and where none was.
         silent: whether what runs is no step: a rehearsal of a pipeline's schedule, or a verification.
     """
@@ -68,6 +72,7 @@ class LoopSide:
         self.replaying = ReplayPart(stats)
         self.recorder: Recorder | None = None
         self.parking: Parking | None = None
+        self.rehearsal: Rehearsal | None = None
         # Changes the state once it is exact, before its iteration is run: no suffix spans that.
         self.when_exact: Callable[[], None] | None = None
         self.step = 0
@@ -90,6 +95,11 @@ class LoopSide:
         self._memory, self.recorder = memory, recorder
         self._counter, self._precision, self._ranks = counter, precision, ranks
         self._guard = Guard(memory.session, self._stats)
+
+    def rehearse(self, memory: RankMemory, engine: CopyEngine, *, wanted: bool) -> None:
+        """See what a resume would make of the optimizers, if that is wanted; before anything is restored."""
+        if wanted and self.recorder is not None:
+            self.rehearsal = Rehearsal(self._binding, memory, self.recorder, engine)
 
     def resume(self, found: Resumption) -> None:
         """What was found is loaded: the loop begins with its replay, and the snapshots go on from there."""
@@ -156,6 +166,8 @@ class LoopSide:
 
     def _top(self, step: int) -> None:
         self.replaying.check_whole()
+        if self.rehearsal is not None:
+            self.rehearsal.top()
         sent = self.pipeline.end()
         if self._memory is not None:
             self.pipeline.end_localized(step, self._memory, self._wait_for_all)
@@ -237,9 +249,17 @@ class LoopSide:
     # -- in a step -------------------------------------------------------------------------------
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        return before_update(args, kwargs, self._weights_are_about_to_change)
+        rehearse = None
+        if self._rehearses_resume:
+            assert self.rehearsal is not None
+            number = self._number_of(optimizer)
+            if self.rehearsal.enter(number):
+                rehearse = partial(self.rehearsal.before_update, number, args, kwargs)
+        return before_update(args, kwargs, partial(self._weights_are_about_to_change, rehearse))
 
-    def _weights_are_about_to_change(self) -> None:
+    def _weights_are_about_to_change(
+        self, rehearse: Callable[[Any], None] | None, loss: Any
+    ) -> None:
         self.replaying.before_optimizer_step()
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.before_optimizer_step)
@@ -247,10 +267,26 @@ class LoopSide:
         # wait for it.
         if self.parking is not None and self.replaying.replay is None:
             self.parking.before_update()
+        if rehearse is not None:
+            rehearse(loss)
+
+    @property
+    def _rehearses_resume(self) -> bool:
+        """Whether this update is to be rehearsed, too."""
+        if self.rehearsal is None or self.recorder is None or self.replaying.replay is not None:
+            return False
+        if self.rehearsal.over:
+            self.rehearsal = None
+        return self.rehearsal is not None
+
+    def _number_of(self, optimizer: Any) -> int:
+        return next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updated = True
-        index = next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)
+        index = self._number_of(optimizer)
+        if self.rehearsal is not None:
+            self.rehearsal.after_update(index)
         self.replaying.after_optimizer_step(index)
         if self.recorder is not None:
             self.recorder.after_optimizer_step(index)
@@ -304,6 +340,7 @@ class LoopSide:
         if self.parking is not None:
             self.parking.close()
             self.parking = None
+        self.rehearsal = None
         self.pipeline.close()
         self.replaying.abandon()
         if self.recorder is not None:

@@ -125,6 +125,14 @@ class Recorder:
         """What is captured when; None before the first steps are measured."""
         return self._provision.plan
 
+    def newest_of(self, optimizer: int) -> int:
+        """The iteration of the snapshot of what optimizer number ``optimizer`` is about to update;
+        -1 if there is none.
+        """
+        newest = self._chain.last.step
+        fresh = newest == self._counted and not self._chain.refused
+        return newest if fresh and optimizer not in self._updates else -1
+
     def close(self) -> None:
         """Finish, and stop waiting for other ranks."""
         self.finish()
@@ -316,9 +324,10 @@ class Recorder:
             self._take(step)
         except NotCapturable as refused:
             # Before anything was begun. It does not go away by itself, so it is not tried again.
-            self._refuse(cannot_be_captured(self._binding.kept.whose, refused))
+            self.refuse(cannot_be_captured(self._binding.kept.whose, refused))
 
-    def _refuse(self, text: str) -> None:
+    def refuse(self, text: str) -> None:
+        """No snapshot is taken any more; ``text`` says why."""
         self._chain.refuse()
         logger.error("%s", text)
         self._memory.session.notice("error", "not_protected", text)
@@ -331,7 +340,7 @@ class Recorder:
             return
         assert self.plan is not None
         if self._draws.found >= 0 and self.plan.shares:
-            self._refuse(_came_apart(self._binding.kept.names[self._draws.found], step))
+            self.refuse(_came_apart(self._binding.kept.names[self._draws.found], step))
             return
         if self._changes is not None and not self._in_step(self._changes, step):
             self._tape.take()

@@ -323,10 +323,18 @@ class RankMemory:
 
     def forget_everything(self) -> None:
         """Drop every generation: nothing in them can be recovered."""
-        self._give_up(list(self._segments))
-        self.table = self._table([])
+        self.forget_snapshots()
         for segment in self._beside:
             self.drop_auxiliary(segment)
+
+    def forget_snapshots(self) -> list[MappedSegment]:
+        """Drop every generation of snapshots; returns them (still mapped) so that an engine can
+        release them.
+        """
+        forgotten = list(self._segments)
+        self._give_up(forgotten)
+        self.table = self._table([])
+        return forgotten
 
     # -- growing and shrinking -------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -101,6 +101,11 @@ class KeptState:
     def names(self) -> list[str]:
         """Of each optimizer that of its class."""
         return list(self._names)
+
+    @property
+    def given(self) -> list[Any]:
+        """The optimizers as the user has them, without wrappers that keep nothing of the run."""
+        return list(self._given)
 
     @property
     def whose(self) -> str:
@@ -448,18 +453,45 @@ class KeptState:
             live = self.tree()
         except NotCapturable as refused:
             return str(refused)
-        for i, who in enumerate(self._names):
-            for part, kind in (("attributes", "o"), ("foreign", "d")):
-                # An attribute may have come earlier in one life than in another.
-                a, b = (
-                    sorted(found[part][i], key=lambda pair: str(pair[0]))
-                    for found in (recorded, live)
-                )
-                path = unlike([kind, a], [kind, b])
-                if path:
-                    return f"{path.removeprefix('.')} of optimizer {who}"
+        for i in range(len(self._names)):
+            if found := self._unlike(recorded, live, i):
+                return found
         if entries and (path := unlike(_as_node(recorded["entries"]), _as_node(live["entries"]))):
             return f"state{path}"
+        return ""
+
+    def unlike(self, other: KeptState, optimizer: int, names: Collection[str] | None) -> str:
+        """The first thing that optimizer number ``optimizer`` keeps otherwise than that of ``other``;
+        empty if there is none. `look` has looked at both.
+
+        Args:
+            names: only what is in the state of these parameters is compared; None: everything.
+        Raises:
+            Refused: something that no snapshot can hold.
+        """
+        mine, theirs = self.tree(), other.tree()
+        if names is None:
+            if found := self._unlike(theirs, mine, optimizer):
+                return found
+            names = self._binding.owner
+        of = [n for n in names if self._binding.owner[n][0] == optimizer]
+        a, b = (
+            _as_node({n: e for n, e in tree["entries"].items() if n in of})
+            for tree in (theirs, mine)
+        )
+        path = unlike(a, b)
+        return f"state{path}" if path else ""
+
+    def _unlike(self, recorded: Mapping[str, Any], live: Mapping[str, Any], optimizer: int) -> str:
+        for part, kind in (("attributes", "o"), ("foreign", "d")):
+            # An attribute may have come earlier in one life than in another.
+            a, b = (
+                sorted(found[part][optimizer], key=lambda pair: str(pair[0]))
+                for found in (recorded, live)
+            )
+            path = unlike([kind, a], [kind, b])
+            if path:
+                return f"{path.removeprefix('.')} of optimizer {self._names[optimizer]}"
         return ""
 
 

@@ -11,17 +11,18 @@ optimizer state. The clone never touches the user's parameters, state, or random
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.log_lines import get_logger
-from ckptd.client.optimizers.value_trees import is_ignored, plain, plain_tensor, strides_of
+from ckptd.client.optimizers.hidden_state import HiddenState
+from ckptd.client.optimizers.optimizer_copies import CannotCopy, OptimizerCopier
+from ckptd.client.optimizers.value_trees import plain_tensor, strides_of
 from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
 logger = get_logger(__name__)
 
 _STEPS = 3
-_DEPTH = 12
 _ROWS = 4
 _SHAPE = (_ROWS, 6, 8, 3, 2)
 _BYSTANDER = (5, 7, 2, 2, 2)
@@ -142,12 +142,8 @@ def probe_optimizer(
         restore_rng(saved)
 
 
-class _CannotClone(Exception):
-    """An optimizer of which no clone can be made that leaves the original alone."""
-
-
 def _why(error: Exception) -> str:
-    if isinstance(error, _CannotClone):
+    if isinstance(error, CannotCopy):
         return str(error)
     if isinstance(error, TypeError) and "closure" in str(error):
         return "its step() needs a closure, which may evaluate all parameters together"
@@ -241,15 +237,16 @@ def _run(
     held = [subject] if bystanders == "absent" else [before, subject, after]
     clone = clone_optimizer(optimizer, group, held)
     torch.manual_seed(7)
-    for g_before, g_subject, g_after in gradients:
-        subject.grad = g_subject.clone()
-        if bystanders == "base":
-            before.grad, after.grad = g_before.clone(), g_after.clone()
-        elif bystanders == "other":
-            before.grad, after.grad = g_before * -3, g_after * 40
-        else:
-            before.grad = after.grad = None
-        type(clone).step(clone)
+    with HiddenState([optimizer]).aside():
+        for g_before, g_subject, g_after in gradients:
+            subject.grad = g_subject.clone()
+            if bystanders == "base":
+                before.grad, after.grad = g_before.clone(), g_after.clone()
+            elif bystanders == "other":
+                before.grad, after.grad = g_before * -3, g_after * 40
+            else:
+                before.grad = after.grad = None
+            type(clone).step(clone)
     return subject.detach(), dict(clone.state.get(subject, {}))
 
 
@@ -259,14 +256,8 @@ def clone_optimizer(
     """An optimizer of the same class and options over ``params``, without state, hooks, or ties to
     the original.
     """
-    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key in ("state", "param_groups", "step", "zero_grad") or key.startswith("_optimizer_"):
-            continue  # state and hooks are the user's; `step` in the instance is a scheduler's wrapper around the original
-        clone.__dict__[key] = _apart(key, value)
-    for hooks in [k for k in vars(optimizer) if k.startswith("_optimizer_")]:
-        clone.__dict__[hooks] = OrderedDict()
-    clone.state = defaultdict(dict)
+    # Its groups, which hold the original's parameters, are put in place below.
+    clone = OptimizerCopier({id(optimizer.param_groups): []}).optimizer(optimizer, state=False)
     options = {
         k: v.clone() if isinstance(v, Tensor) else copy.copy(v)
         for k, v in group.items()
@@ -276,40 +267,6 @@ def clone_optimizer(
         options["lr"] = 1e-3  # a warm-up that starts at zero would hide every dependence
     clone.param_groups = [{**options, "params": params}]
     return clone
-
-
-def _apart(name: str, value: Any, depth: int = 0) -> Any:
-    """A copy that a step of the clone may change."""
-    if depth > _DEPTH:
-        raise _CannotClone(f"what it keeps in `.{name}` is nested deeper than {_DEPTH}")
-    if isinstance(value, nn.Parameter):
-        raise _CannotClone(
-            f"it keeps parameters in `.{name.partition('.')[0]}`, which a step may update"
-        )
-    if isinstance(value, torch.optim.Optimizer):
-        raise _CannotClone(
-            f"it keeps another optimizer in `.{name}`, whose step updates your parameters"
-        )
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if isinstance(value, nn.Module) or is_ignored(value):
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().clone() if plain_tensor(value) else value
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_apart(name, v, depth + 1) for v in value)
-    if type(value) is dict:
-        return {k: _apart(name, v, depth + 1) for k, v in value.items()}
-    if plain(value) or isinstance(value, dict | list | set):
-        return copy.copy(value)
-    for part, inner in getattr(value, "__dict__", {}).items():
-        _apart(f"{name}.{part}", inner, depth + 1)
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise _CannotClone(
-            f"no copy can be made of `.{name}` ({type(value).__name__}): {type(error).__name__}: {error}"
-        ) from error
 
 
 def state_specs(param: Tensor, state: dict[str, Any]) -> tuple[StateSpec, ...]:
@@ -369,7 +326,8 @@ def observe_state(
         stand_in = torch.nn.Parameter(torch.zeros_like(param, requires_grad=False))
         clone = clone_optimizer(optimizer, group, [stand_in])
         stand_in.grad = torch.ones_like(param)
-        type(clone).step(clone)
+        with HiddenState([optimizer]).aside():
+            type(clone).step(clone)
         return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
     except Exception as error:  # noqa: BLE001 - the user's optimizer: the first update will tell
         logger.info(

@@ -288,6 +288,15 @@ class Replay:
             self._report(found.texts, image.iteration)
         return found
 
+    def active_rows(self) -> Rows:
+        """The rows of which everything is loaded, or was computed from what was."""
+        activity = self._activity
+        return {
+            name: rows
+            for name, rows in activity.rows_of(activity.active).items()
+            if activity.whole or name not in self._binding.elsewhere
+        } | activity.never_frozen()
+
     @validated
     def abandon(self) -> None:
         """Undo every patch."""
@@ -460,11 +469,7 @@ class Replay:
         found = Differences()
         batch_differences(self._stateful, scalars, found)
         activity, absent = self._activity, set(scalars["absent"])
-        active_rows = {
-            name: rows
-            for name, rows in activity.rows_of(activity.active).items()
-            if activity.whole or name not in self._binding.elsewhere
-        } | activity.never_frozen()
+        active_rows = self.active_rows()
         for source, entry in image.sources():
             if source.kind == "packed":
                 continue

@@ -29,7 +29,7 @@ class Watched:
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         return before_update(args, kwargs, self._work)
 
-    def _work(self) -> None:
+    def _work(self, loss: Any) -> None:
         assert self.weight.grad is not None
         self.events.append("work")
         self.seen.append(self.weight.detach()[0].item())
