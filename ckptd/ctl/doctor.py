@@ -23,7 +23,7 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.node.daemon import physical_memory, quota_bytes
+from ckptd.node.node_limits import physical_memory, quota_bytes
 from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes

@@ -15,25 +15,18 @@ import getpass
 import logging
 import os
 import queue
-import resource
-import select
 import signal
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import zmq
 
-from ckptd.config.config_values import parse_memory
 from ckptd.config.daemon_config import notify_settings
 from ckptd.config.runtime_dir import (
-    UnusableFolder,
     claim,
     forget_operator,
-    give_to_group,
     group_number,
     mark_operated,
     node_name,
@@ -42,53 +35,33 @@ from ckptd.config.runtime_dir import (
 from ckptd.config.settings import DaemonConfig
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
-from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.daemon_handover import take_over
+from ckptd.node.node_limits import (
+    check_descriptors,
+    check_filesystem,
+    default_digest_threads,
+    quota_bytes,
+    raise_descriptor_limit,
+)
 from ckptd.node.peering import Peering
+from ckptd.node.process_watch import PidfdWatcher
 from ckptd.node.sdnotify import Notifier
 from ckptd.node.service import Service
+from ckptd.node.trainer_socket import TrainerSocket
 from ckptd.node_context import DigestThreads, NodeContext, NodeWorkers
 from ckptd.persistence.tier import StorageTier
-from ckptd.transport.access.doorkeeper import fd_of_frame
-from ckptd.transport.access.local_door import ENOUGH_DESCRIPTORS, LocalDoor, local_limits
-from ckptd.transport.access.local_trust import check_way, own_users
-from ckptd.transport.access.refusals import RefusalLog
-from ckptd.transport.control.messages import Message, RefusalCode, Refused, Reply
-from ckptd.transport.control.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
-from ckptd.transport.verbs import FabricCounters
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["Daemon", "physical_memory", "quota_bytes"]
+__all__ = ["Daemon"]
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _SOONEST_S = 0.01  # a retry that is due again at once must not spin
-_BATCH = 256  # messages served before looking at anything else
-_QUEUE = 1024  # messages kept per client that does not read
-_BACKLOG = 1024  # connections that wait to be accepted: beyond, a client has to try again
 _JOBS = 65_536  # a bound on slots waiting for a worker: more than there can be slots in use
-_GARBAGE_LOG_S = 10.0
-
-
-def default_digest_threads(cpus: int) -> int:
-    """Half of a small machine's processors, four; on a large one, which has several GPUs to keep up
-    with, an eighth, up to 16.
-    """
-    return max(1, min(4, cpus // 2), min(16, cpus // 8))
-
-
-def raise_descriptor_limit() -> None:
-    """Use all the descriptors that the system lets this process have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError) as error:
-            logger.warning("the limit of open files stays at %d: %s", soft, error)
 
 
 class Daemon(SlotListener):
@@ -114,7 +87,7 @@ class Daemon(SlotListener):
             if marked:
                 forget_operator(runtime)
             raise
-        _check_filesystem(folder, config.allow_disk_segments)
+        check_filesystem(folder, config.allow_disk_segments)
         quota = quota_bytes(config.memory, folder)
         self._events = EventLog(config.max_events)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -134,7 +107,7 @@ class Daemon(SlotListener):
             config, store, self._events, self._sealers, self._slow, pool, self
         )
         self._poller = zmq.Poller()
-        self._watcher = _PidfdWatcher(self._poller)
+        self._watcher = PidfdWatcher(self._poller)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         node = NodeContext(config, store, self._events, self._post)
         digests = DigestThreads(None if pool is None else pool.map, digesters)
@@ -154,13 +127,9 @@ class Daemon(SlotListener):
         address, watchdog_s = notify_settings()
         self._notifier = Notifier(address)
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._door: LocalDoor | None = None
-        self._refusals = RefusalLog(FabricCounters(), self._turned_away)
+        self._trainers = TrainerSocket(node, group, self._service.handle)
         self._stop_reason = ""
         self._interrupted = False
-        self._garbage_logged_s = float("-inf")
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
 
     def _make_tier(self, node: NodeContext) -> StorageTier:
@@ -207,26 +176,15 @@ class Daemon(SlotListener):
             signal.signal(number, self._on_signal)
         self._housekeeper.start(time.monotonic())
         self._peering.adopt()
-        self._socket = self._bind()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._trainers.open(), zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._events.add("info", "started", f"process {os.getpid()} serves {self._config.listen}")
-        self._check_descriptors()
+        check_descriptors(self._events)
         self._notifier.send("READY=1", f"STATUS=serving {self._config.listen}")
         try:
             self._serve()
         finally:
             self._close()
-
-    def _check_descriptors(self) -> None:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit != resource.RLIM_INFINITY and limit < ENOUGH_DESCRIPTORS:
-            self._events.add(
-                "warning",
-                "few_descriptors",
-                f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS} somebody who opens connections faster "
-                "than they are closed can end it. Raise the hard limit of open files (LimitNOFILE=, ulimit -n)",
-            )
 
     def _remake_folder(self) -> None:
         """The segment folder was removed under us.
@@ -267,7 +225,7 @@ class Daemon(SlotListener):
     def _tick(self) -> None:
         try:
             self._service.tick()
-            for name, count in self._refusals.shown().items():
+            for name, count in self._trainers.refused.items():
                 self._events.counters[f"local.{name}"] = count
         # The loop must survive trouble with one segment: the others are still served.
         except Exception as error:
@@ -283,17 +241,13 @@ class Daemon(SlotListener):
         self._guarded(self._sealers.collect)
         self._guarded(self._slow.collect)
         self._watcher.run(ready, self._guarded)
-        if self._socket in ready:
-            self._receive()
+        if self._trainers.socket in ready:
+            self._trainers.receive()
 
     def _post(self, work: Callable[[], None]) -> None:
         """Have something done soon on this thread; safe from any other."""
         self._posted.put(work)
         self._wake()
-
-    def _turned_away(self, text: str) -> None:
-        """A line about local connections, from any thread."""
-        self._post(lambda: self._events.add("warning", "turned_away", f"local: {text}"))
 
     def _run_posted(self) -> None:
         for _ in range(self._posted.qsize()):
@@ -307,100 +261,12 @@ class Daemon(SlotListener):
             logger.exception("a callback failed")
             self._events.add("error", "internal", f"a callback failed: {error!r}")
 
-    def _receive(self) -> None:
-        assert self._socket is not None
-        assert self._door is not None
-        for _ in range(_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return
-            process = peer_process(frames[0])
-            identity, *message_frames = [frame.bytes for frame in frames]
-            try:
-                envelope, message = decode(message_frames)
-            except WireError as error:
-                self._garbage(identity, error)
-                continue
-            self._door.heard(fd_of_frame(frames[-1]), process)
-            self._handle(identity, envelope.id, message, process)
-
-    def _handle(self, identity: bytes, message_id: int, message: Message, process: int) -> None:
-        answer = partial(self._answer, identity, message_id)
-        try:
-            self._service.handle(identity, message, answer, process)
-        # The loop must survive a bug in one handler: snapshots of other ranks depend on it.
-        except Exception as error:
-            logger.exception("serving %s failed", type(message).__name__)
-            self._events.add("error", "internal", f"{type(message).__name__}: {error!r}")
-            answer(Refused(RefusalCode.INTERNAL, f"{error!r}", "see the daemon's log"))
-
-    def _answer(self, identity: bytes, message_id: int, reply: Reply) -> None:
-        if self._socket is None:
-            return  # stopping: the client has seen the connection end
-        try:
-            frames = encode(message_id, reply)
-        except WireError as error:
-            hint = "ask for less, for example for one rank or without operator names"
-            refused = Refused(RefusalCode.INTERNAL, f"the answer is too large: {error}", hint)
-            frames = encode(message_id, refused)
-        try:
-            self._socket.send_multipart([identity, *frames], zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            self._events.count("answers_dropped")
-            logger.info("an answer could not be delivered: %s", error)
-
-    def _garbage(self, identity: bytes, error: WireError) -> None:
-        """Count it, log it now and then, and answer if there is somebody to answer."""
-        self._events.count(f"garbage.{error.code}")
-        now_s = time.monotonic()
-        if now_s - self._garbage_logged_s > _GARBAGE_LOG_S:
-            self._garbage_logged_s = now_s
-            self._events.add("warning", "garbage", f"not a message of ours: {error}")
-        if error.envelope is not None and -(1 << 63) <= error.envelope.id < 1 << 63:
-            other_version = error.code == "protocol"
-            code = RefusalCode.PROTOCOL if other_version else RefusalCode.BAD_MESSAGE
-            hint = "run the same ckptd version on both sides" if other_version else ""
-            self._answer(identity, error.envelope.id, Refused(code, str(error), hint))
-
-    def _bind(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.SNDHWM, _QUEUE)
-        socket.setsockopt(zmq.RCVHWM, _QUEUE)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
-        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-        path = Path(self._config.listen.removeprefix("ipc://"))
-        limits = local_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._door = LocalDoor(socket, limits, self._refusals, path=str(path))
-        try:
-            check_way(str(path.parent), own_users())
-            before = os.umask(0o177)  # nobody else connects, not even before the mode is set
-            try:
-                socket.bind(self._config.listen)
-            finally:
-                os.umask(before)
-            if self._group is not None:
-                give_to_group(path, self._group, 0o660)
-            self._door.start(0)
-        except (OSError, zmq.ZMQError) as error:
-            self._door.stop()
-            socket.close(linger=0)
-            raise UnusableFolder(f"cannot listen on {self._config.listen}: {error}") from error
-        return socket
-
     def _close(self) -> None:
         """Stop listening, seal what is filled, give everything back; bounded."""
-        assert self._socket is not None
         self._notifier.send("STOPPING=1")
         self._events.add("info", "stopping", self._stop_reason or "an error")
-        self._poller.unregister(self._socket)
-        assert self._door is not None
-        self._door.stop()
-        self._socket.close(linger=0)
-        self._socket = None
+        self._poller.unregister(self._trainers.socket)
+        self._trainers.close()
         deadline = time.monotonic() + self._config.drain_timeout_s
         self._housekeeper.seal_all()
         while self._busy() and time.monotonic() < deadline:
@@ -416,8 +282,7 @@ class Daemon(SlotListener):
         self._peering.close()
         self._sealers.close(timeout_s=1.0)
         self._slow.close(timeout_s=1.0)
-        self._context.term()
-        _remove_socket(self._config.listen)
+        self._trainers.end()
         if self._interrupted:
             forget_operator(self._runtime)
         logger.info("stopped: %s", self._stop_reason)
@@ -433,89 +298,3 @@ class Daemon(SlotListener):
         # Who stops it at a terminal does not run it any more; SIGTERM comes before an upgrade, too.
         self._interrupted = number == signal.SIGINT
         self.stop(signal.Signals(number).name)
-
-
-class _PidfdWatcher:
-    """Learns of the end of any process of this user, child or not, through its pidfd."""
-
-    def __init__(self, poller: zmq.Poller) -> None:
-        self._poller = poller
-        self._by_fd: dict[int, tuple[int, list[Callable[[], None]]]] = {}
-        self._by_pid: dict[int, int] = {}
-
-    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
-        """Call `ended` once when the process ends; false if it cannot be watched."""
-        if pid not in self._by_pid:
-            try:
-                fd = os.pidfd_open(pid)
-            except OSError as error:  # gone already, another namespace, or an old kernel
-                logger.info("process %d cannot be watched: %s", pid, error)
-                return False
-            self._by_pid[pid] = fd
-            self._by_fd[fd] = (pid, [])
-            self._poller.register(fd, zmq.POLLIN)
-        self._by_fd[self._by_pid[pid]][1].append(ended)
-        return True
-
-    def has_ended(self, pid: int) -> bool:
-        """Has a watched process ended?"""
-        fd = self._by_pid.get(pid)
-        if fd is None:
-            return False
-        now = select.poll()  # not select(): the descriptor may be beyond its 1024
-        now.register(fd, select.POLLIN)
-        return bool(now.poll(0))
-
-    def forget(self, pid: int) -> None:
-        """No longer watch; nothing happens if it was not watched."""
-        fd = self._by_pid.pop(pid, None)
-        if fd is not None:
-            del self._by_fd[fd]
-            self._poller.unregister(fd)
-            os.close(fd)
-
-    def run(self, ready: Container[object], call: Callable[[Callable[[], None]], None]) -> None:
-        """Have everybody called back who waits for a process that has ended."""
-        for fd in [fd for fd in self._by_fd if fd in ready]:
-            pid, callbacks = self._by_fd[fd]
-            self.forget(pid)
-            for ended in callbacks:
-                call(ended)
-
-
-def physical_memory() -> int:
-    """Bytes this process may use: what is built in, or less if a memory cgroup says so."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue  # no such cgroup version here
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
-
-
-def quota_bytes(memory: str, folder: Path) -> int:
-    """The quota that a `memory` setting means for segments in this folder."""
-    value = parse_memory(memory)
-    if isinstance(value, int):
-        return value
-    info = os.statvfs(folder)
-    return int(value * min(physical_memory(), info.f_blocks * info.f_frsize))
-
-
-def _check_filesystem(folder: Path, allow_disk: bool) -> None:
-    kind = filesystem_kind(folder)
-    if is_in_memory(kind) or allow_disk:
-        return
-    raise UnusableFolder(
-        f"the segment folder {folder} is on a filesystem of {kind}, not in memory; choose a "
-        "folder under /dev/shm (CKPTD_SEGMENT_DIR), or set CKPTD_ALLOW_DISK_SEGMENTS=true"
-    )
-
-
-def _remove_socket(endpoint: str) -> None:
-    path = endpoint.removeprefix("ipc://")
-    if path.startswith("/"):
-        Path(path).unlink(missing_ok=True)

@@ -22,8 +22,9 @@ from ckptd.memory.housekeeping import Housekeeper
 from ckptd.node.admin import Admin
 from ckptd.node.elastic_placements import ElasticFacts
 from ckptd.node.peering import Peering
+from ckptd.node.process_watch import PidWatcher
 from ckptd.node.segment_maker import Answer, Reserving
-from ckptd.node.trainers import PidWatcher, Trainers
+from ckptd.node.trainers import Trainers
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.restore.remote_copies import ForReading

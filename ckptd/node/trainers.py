@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import ckptd
 from ckptd.config.settings import given_settings
@@ -27,29 +25,17 @@ from ckptd.memory.housekeeping import Housekeeper
 from ckptd.node.admin import openers
 from ckptd.node.park_events import ParkEvents
 from ckptd.node.peering import Peering
+from ckptd.node.process_watch import PidWatcher
 from ckptd.node.rank_owners import OwnerTokens
 from ckptd.node.segment_maker import segment_info
 from ckptd.node_context import NodeContext
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import RefusalCode
 
-__all__ = ["PidWatcher", "Trainers"]
+__all__ = ["Trainers"]
 
 _MAX_STRANGERS = 4096  # connections that said Hello; the least recent one is forgotten first
 _SILENT_S = 120.0  # a trainer that cannot be watched and owns nothing is gone after so long
-
-
-class PidWatcher(Protocol):
-    """Tells the service when a process ends."""
-
-    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
-        """Call `ended` once when the process ends; false if it cannot be watched."""
-
-    def has_ended(self, pid: int) -> bool:
-        """Has a watched process ended, even if `ended` was not called yet?"""
-
-    def forget(self, pid: int) -> None:
-        """No longer call."""
 
 
 class Trainers:

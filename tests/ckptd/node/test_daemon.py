@@ -19,7 +19,7 @@ import zmq
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import open_segment
-from ckptd.node.daemon import default_digest_threads
+from ckptd.node.node_limits import default_digest_threads
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, encode
 from tests.ckptd.running import (

@@ -1,0 +1,171 @@
+"""The socket on which trainers and `ckptctl` reach the daemon: framing, answers, and what is no message."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from ckptd.config.runtime_dir import UnusableFolder, give_to_group
+from ckptd.node_context import NodeContext
+from ckptd.transport.access.doorkeeper import fd_of_frame
+from ckptd.transport.access.local_door import LocalDoor, local_limits
+from ckptd.transport.access.local_trust import check_way, own_users
+from ckptd.transport.access.refusals import RefusalLog
+from ckptd.transport.control.messages import Message, RefusalCode, Refused, Reply
+from ckptd.transport.control.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
+from ckptd.transport.verbs import FabricCounters
+
+__all__ = ["TrainerSocket"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 256  # messages served before looking at anything else
+_QUEUE = 1024  # messages kept per client that does not read
+_BACKLOG = 1024  # connections that wait to be accepted: beyond, a client has to try again
+_GARBAGE_LOG_S = 10.0
+
+_Serve = Callable[[bytes, Message, Callable[[Reply], None], int], None]
+
+
+class TrainerSocket:
+    """Listens where the configuration says; on the daemon's loop thread.
+
+    Args:
+        group: whose members may connect beside ourselves; None: nobody.
+        serve: called with each message: who sent it, how it is answered, and the process that sent it.
+    """
+
+    def __init__(self, node: NodeContext, group: int | None, serve: _Serve) -> None:
+        self._node, self._group, self._serve = node, group, serve
+        self._listen = node.config.listen
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket: zmq.Socket[bytes] | None = None
+        self._door: LocalDoor | None = None
+        self._refusals = RefusalLog(FabricCounters(), self._turned_away)
+        self._garbage_logged_s = float("-inf")
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Connections and messages that were turned away, by reason."""
+        return self._refusals.shown()
+
+    def open(self) -> zmq.Socket[bytes]:
+        """Listen.
+
+        Raises:
+            UnusableFolder: nobody can listen there, or others can change the way to it.
+        """
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.SNDHWM, _QUEUE)
+        socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        path = Path(self._listen.removeprefix("ipc://"))
+        limits = local_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._door = LocalDoor(socket, limits, self._refusals, path=str(path))
+        try:
+            check_way(str(path.parent), own_users())
+            before = os.umask(0o177)  # nobody else connects, not even before the mode is set
+            try:
+                socket.bind(self._listen)
+            finally:
+                os.umask(before)
+            if self._group is not None:
+                give_to_group(path, self._group, 0o660)
+            self._door.start(0)
+        except (OSError, zmq.ZMQError) as error:
+            self._door.stop()
+            socket.close(linger=0)
+            raise UnusableFolder(f"cannot listen on {self._listen}: {error}") from error
+        self.socket = socket
+        return socket
+
+    def close(self) -> None:
+        """Stop listening; clients see it at once."""
+        if self._door is not None:
+            self._door.stop()
+        if self.socket is not None:
+            self.socket.close(linger=0)
+            self.socket = None
+
+    def end(self) -> None:
+        """Give everything back, after `close`."""
+        self._context.term()
+        _remove_socket(self._listen)
+
+    def _turned_away(self, text: str) -> None:
+        """A line about local connections, from any thread."""
+        self._node.post(lambda: self._node.events.add("warning", "turned_away", f"local: {text}"))
+
+    def receive(self) -> None:
+        """Serve what has come, up to a batch of it."""
+        assert self.socket is not None
+        assert self._door is not None
+        for _ in range(_BATCH):
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            process = peer_process(frames[0])
+            identity, *message_frames = [frame.bytes for frame in frames]
+            try:
+                envelope, message = decode(message_frames)
+            except WireError as error:
+                self._garbage(identity, error)
+                continue
+            self._door.heard(fd_of_frame(frames[-1]), process)
+            self._handle(identity, envelope.id, message, process)
+
+    def _handle(self, identity: bytes, message_id: int, message: Message, process: int) -> None:
+        answer = partial(self._answer, identity, message_id)
+        try:
+            self._serve(identity, message, answer, process)
+        # The loop must survive a bug in one handler: snapshots of other ranks depend on it.
+        except Exception as error:
+            logger.exception("serving %s failed", type(message).__name__)
+            self._node.events.add("error", "internal", f"{type(message).__name__}: {error!r}")
+            answer(Refused(RefusalCode.INTERNAL, f"{error!r}", "see the daemon's log"))
+
+    def _answer(self, identity: bytes, message_id: int, reply: Reply) -> None:
+        if self.socket is None:
+            return  # stopping: the client has seen the connection end
+        try:
+            frames = encode(message_id, reply)
+        except WireError as error:
+            hint = "ask for less, for example for one rank or without operator names"
+            refused = Refused(RefusalCode.INTERNAL, f"the answer is too large: {error}", hint)
+            frames = encode(message_id, refused)
+        try:
+            self.socket.send_multipart([identity, *frames], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            self._node.events.count("answers_dropped")
+            logger.info("an answer could not be delivered: %s", error)
+
+    def _garbage(self, identity: bytes, error: WireError) -> None:
+        """Count it, log it now and then, and answer if there is somebody to answer."""
+        self._node.events.count(f"garbage.{error.code}")
+        now_s = time.monotonic()
+        if now_s - self._garbage_logged_s > _GARBAGE_LOG_S:
+            self._garbage_logged_s = now_s
+            self._node.events.add("warning", "garbage", f"not a message of ours: {error}")
+        if error.envelope is not None and -(1 << 63) <= error.envelope.id < 1 << 63:
+            other_version = error.code == "protocol"
+            code = RefusalCode.PROTOCOL if other_version else RefusalCode.BAD_MESSAGE
+            hint = "run the same ckptd version on both sides" if other_version else ""
+            self._answer(identity, error.envelope.id, Refused(code, str(error), hint))
+
+
+def _remove_socket(endpoint: str) -> None:
+    path = endpoint.removeprefix("ipc://")
+    if path.startswith("/"):
+        Path(path).unlink(missing_ok=True)
