@@ -37,19 +37,19 @@ class Identity:
     """``(job, run, rank)`` names one trainer's memory; ``world_size`` fences it.
 
     Attributes:
-        told: where names come from that nobody passed; "" if all were passed.
+        origin: where names come from that nobody passed; "" if all were passed.
     """
 
     job: str
     run: str
     rank: int
     world_size: int
-    told: str = field(default="", compare=False)
+    origin: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """As a line of the log begins."""
-        told = f" ({self.told})" if self.told else ""
-        return f"job {self.job}, run {self.run}, rank {self.rank} of {self.world_size}{told}"
+        origins = f" ({self.origin})" if self.origin else ""
+        return f"job {self.job}, run {self.run}, rank {self.rank} of {self.world_size}{origins}"
 
     def metadata(self) -> dict[str, str]:
         """As written into every image."""
@@ -75,20 +75,20 @@ def identify(
     Raises:
         ValueError: a name has other characters than letters, digits, ``.``, ``_`` and ``-``, or a number is out of range.
     """
-    told = []
+    origins = []
     if job is None:
         job, script = _job_of_script()
-        told.append(f"named after {script} in {_begun_in}")
+        origins.append(f"named after {script} in {_begun_in}")
     if run is None:
         run, made_up = _run_of_launcher()
         if made_up:
-            told.append("torchrun made up a run id, which is not used")
+            origins.append("torchrun made up a run id, which is not used")
     rank = rank if rank is not None else _number("RANK", 0)
     world_size = world_size if world_size is not None else _number("WORLD_SIZE", 1)
     RunOptions(
         name=run, job=job, rank=rank, world_size=world_size
     )  # what cannot be used is refused
-    return Identity(job, run, rank, world_size, "; ".join(told))
+    return Identity(job, run, rank, world_size, "; ".join(origins))
 
 
 def _job_of_script() -> tuple[str, str]:

@@ -110,7 +110,7 @@ def agreed_identity(mine: Identity) -> Identity:
         return mine
     # Under one name whatever the ranks are called, so that all come to the same barrier.
     ranks = Collectives.of_job(replace(mine, job="ckptd", run="names"), node=platform.node())
-    found = ranks.gather((mine.job, mine.run, mine.told), tuple[str, str, str])
+    found = ranks.gather((mine.job, mine.run, mine.origin), tuple[str, str, str])
     job, run, how = found[0]
     for rank, (other_job, other_run, other_how) in enumerate(found):
         if (other_job, other_run) != (job, run) and not other_how:
@@ -118,7 +118,7 @@ def agreed_identity(mine: Identity) -> Identity:
                 f"rank 0 is of job {job}, run {run}, and rank {rank} of job {other_job}, run {other_run}: pass all ranks the same "
                 "run=RunOptions(name=..., job=...), or world_size=1 in it for independent trainers"
             )
-    return replace(mine, job=job, run=run, told=how)
+    return replace(mine, job=job, run=run, origin=how)
 
 
 def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:

@@ -274,8 +274,8 @@ class RankMemory:
     ) -> list[MappedSegment]:
         """Own generations that are newer than the plan's and of another operator table."""
         at = piece.sources[0]
-        told = next(h for h in held if (h.node, h.segment) == (at.node, at.segment))
-        return self._segments.newer_than_table((told.num_operators, told.operators_id))
+        newest = next(h for h in held if (h.node, h.segment) == (at.node, at.segment))
+        return self._segments.newer_than_table((newest.num_operators, newest.operators_id))
 
     def _map(self, info: SegmentInfo) -> MappedSegment:
         try:
@@ -356,8 +356,8 @@ class RankMemory:
             DaemonUnavailable: the daemon is away.
             TimeoutError: it is on its way; ask for the same again later.
         """
-        told = encode_descriptor(self._descriptor_of(window, num_operators, payload))
-        info = self.session.reserve(slot_bytes, num_slots, told, patient=patient)
+        descriptor = encode_descriptor(self._descriptor_of(window, num_operators, payload))
+        info = self.session.reserve(slot_bytes, num_slots, descriptor, patient=patient)
         segment = self._map(info)
         if ahead:
             self._ahead = (*self._ahead, segment)
@@ -413,8 +413,8 @@ class RankMemory:
         """A further generation of the boundary log or of parked state, for `add_auxiliary`; see
         `Session.reserve_auxiliary`.
         """
-        told = self._descriptor_of(window, num_operators, payload)
-        descriptor = msgspec.structs.replace(told, kind=kind, replicated=replicated)
+        base = self._descriptor_of(window, num_operators, payload)
+        descriptor = msgspec.structs.replace(base, kind=kind, replicated=replicated)
         return self.session.reserve_auxiliary(slot_bytes, num_slots, encode_descriptor(descriptor))
 
     def add_auxiliary(self, info: SegmentInfo) -> MappedSegment:

@@ -99,7 +99,7 @@ class Retrieval:
         if retrieved.fetched is None:
             raise DaemonUnavailable("nothing is brought here", operation="fetch")
         try:
-            return SlotFile(Path(retrieved.fetched.path), "snapshots").told
+            return SlotFile(Path(retrieved.fetched.path), "snapshots").descriptor
         except (OSError, SegmentError) as error:
             raise DaemonUnavailable(
                 f"what is brought here cannot be read: {error}", operation="fetch"

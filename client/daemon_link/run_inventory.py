@@ -113,11 +113,11 @@ class RunView:
             complete: ranks of which a suffix is held now.
         """
         newest = max((record.epoch for record in self.records), default=-1)
-        told = [record for record in self.records if record.epoch == newest >= 0]
-        if any(record.recoverable for record in told):
+        newest_records = [record for record in self.records if record.epoch == newest >= 0]
+        if any(record.recoverable for record in newest_records):
             return True
         # A rank of which no suffix was ever complete is enough: there was nothing for all.
-        return False if any({*record.ranks} - {*complete} for record in told) else None
+        return False if any({*record.ranks} - {*complete} for record in newest_records) else None
 
     @property
     def is_known(self) -> bool:
@@ -292,10 +292,10 @@ def _view(here: Sequence[_Here], everybody: Sequence[_NodeInventory]) -> RunView
     )
 
 
-def _once(told: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
+def _once(by_rank: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
     """What all nodes tell, each segment once."""
     held: dict[tuple[str, str], HeldRecords] = {}
-    for theirs in told:
+    for theirs in by_rank:
         for records in theirs:
             held.update({(h.node, h.segment): h for h in from_wire(records)})
     return tuple(held.values())

@@ -34,7 +34,7 @@ __all__ = ["SlotFile"]
 
 
 class SlotFile:
-    """One generation; ``told`` is its descriptor.
+    """One generation; ``descriptor`` says what it is of.
 
     Args:
         kind: what it must hold.
@@ -52,10 +52,12 @@ class SlotFile:
             os.close(fd)
         self._buffer = memoryview(self._map)
         self._geometry: SegmentGeometry
-        self.told: SegmentDescriptor
-        self._geometry, self.told = read_prologue(self._buffer)
-        if self.told.kind != kind:
-            raise SegmentError(f"{path.name} holds {self.told.kind}", operation=f"read {kind}")
+        self.descriptor: SegmentDescriptor
+        self._geometry, self.descriptor = read_prologue(self._buffer)
+        if self.descriptor.kind != kind:
+            raise SegmentError(
+                f"{path.name} holds {self.descriptor.kind}", operation=f"read {kind}"
+            )
 
     def keep_from_children(self) -> None:
         """A forked child does not have it mapped: a data loader's worker would keep its memory for

@@ -168,11 +168,11 @@ class ReplicatedParams:
         phase_of = {i: number for number, phase in enumerate(phases) for i in phase}
         found = {}
         for group, indices in self.groups(operators).items():
-            told = [
+            planned = [
                 [identity_of(operators[i]), phase_of.get(i, 0), owners[i], len(phases)]
                 for i in indices
             ]
-            packed = msgspec.msgpack.encode([told, values.get(group, "")])
+            packed = msgspec.msgpack.encode([planned, values.get(group, "")])
             found[group] = xxhash.xxh3_64_intdigest(packed) >> 1
         return found
 
@@ -186,12 +186,12 @@ def identity_of(operator: Operator) -> list[Any]:
 
 
 def find_replicas(
-    binding: LiveState, told: Mapping[str, Any] | None, rank: int | None = None
+    binding: LiveState, patterns: Mapping[str, Any] | None, rank: int | None = None
 ) -> dict[str, Replicas]:
     """The parameters that several ranks have alike.
 
     Args:
-        told: patterns of parameter names (``fnmatch``), each with the process group or one-dimensional ``DeviceMesh`` over which
+        patterns: of parameter names (``fnmatch``), each with the process group or one-dimensional ``DeviceMesh`` over which
             what matches is replicated; None leaves the patterns out, not the wrappers.
         rank: this rank's number in the job. Groups go by that of the process group; where it is
             another, nothing is shared.
@@ -206,7 +206,7 @@ def find_replicas(
         )
         return {}
     found = {n: r for n, r in _found_by_wrappers(binding) if len(r.ranks) > 1}
-    for name, replicas in _given_by_user(binding, told or {}):
+    for name, replicas in _given_by_user(binding, patterns or {}):
         if len(replicas.ranks) > 1:
             found[name] = replicas
         else:
@@ -239,9 +239,11 @@ def _replicated_axes(param: Any) -> list[int]:
     return [axis for axis, placement in enumerate(param.placements) if placement.is_replicate()]
 
 
-def _given_by_user(binding: LiveState, told: Mapping[str, Any]) -> Iterator[tuple[str, Replicas]]:
+def _given_by_user(
+    binding: LiveState, patterns: Mapping[str, Any]
+) -> Iterator[tuple[str, Replicas]]:
     plain = names_with_wrappers(binding.model)
-    for pattern, over in told.items():
+    for pattern, over in patterns.items():
         group = over.get_group() if hasattr(over, "get_group") else over
         try:
             replicas = _replicas(group)
@@ -316,7 +318,7 @@ def checksum(binding: LiveState, names: Sequence[str]) -> str:
     """Of names, shapes and values, of optimizer state too where there is some. They are summed on
     their device.
     """
-    told: list[Any] = []
+    shapes: list[Any] = []
     sums: list[Tensor] = []
     for name in names:
         tensors = {"param": binding.params[name]}
@@ -327,9 +329,9 @@ def checksum(binding: LiveState, names: Sequence[str]) -> str:
         for kind, tensor in tensors.items():
             # A shard, too, may be made of others.
             for data in (d for part in plain_parts(tensor) for d in plain_parts(local(part))):
-                told.append([name, kind, str(data.dtype), list(data.shape)])
+                shapes.append([name, kind, str(data.dtype), list(data.shape)])
                 sums += _sums(data)
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode([told, _numbers(sums)]))
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode([shapes, _numbers(sums)]))
 
 
 def _sums(data: Tensor) -> list[Tensor]:

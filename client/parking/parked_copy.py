@@ -94,7 +94,7 @@ class ParkedCopy(SnapshotImage):
             return None
         try:
             file = SlotFile(Path(session.segment_dir, name), "parked")
-            if (file.told.job, file.told.run) != session.run:
+            if (file.descriptor.job, file.descriptor.run) != session.run:
                 return None
             with file.held(replace(record, index=source.index)) as image:
                 return None if image is None else cls(image, record)

@@ -52,7 +52,7 @@ class LogReader:
     ) -> None:
         self._files = [LogFile(Path(path)) for path in paths]
         self._epochs = epochs
-        whose = {(f.told.job, f.told.run, f.told.rank) for f in self._files}
+        whose = {(f.descriptor.job, f.descriptor.run, f.descriptor.rank) for f in self._files}
         if len(whose) > 1:
             raise SegmentError(
                 f"these are logs of several ranks: {sorted(whose)}", operation="read log"
@@ -73,7 +73,7 @@ class LogReader:
         if found is None:
             known = ", ".join(map(str, self.iterations())) or "none"
             raise KeyError(f"iteration {iteration} is not logged; there are: {known}")
-        file = next(f for f in self._files if f.told.generation == found.generation)
+        file = next(f for f in self._files if f.descriptor.generation == found.generation)
         with file.held(found) as image:
             if image is None:
                 raise KeyError(f"the log of iteration {iteration} has just been overwritten")
@@ -101,7 +101,7 @@ class LogFile(SlotFile):
         for index in range(self.num_slots):
             header = self.header(index)
             if header is not None:
-                yield header_record(header, self.told.generation, index, b"")
+                yield header_record(header, self.descriptor.generation, index, b"")
 
     def tensors(self, record: SlotRecord, image: memoryview) -> dict[RecordKey, Tensor]:
         """What was sent, out of the image of a slot that is `held`.

@@ -276,8 +276,12 @@ class _Feed:
         except (OSError, SegmentError) as error:
             logger.info("%s is not read directly: %s", name, error)
             return None
-        told = file.told
-        return file if (told.job, told.run, told.rank) == (job, run, self._neighbour) else None
+        descriptor = file.descriptor
+        return (
+            file
+            if (descriptor.job, descriptor.run, descriptor.rank) == (job, run, self._neighbour)
+            else None
+        )
 
     def _damaged_here(self, iteration: int, error: CorruptionError) -> None:
         """Have it brought like the others: what is wrong in it is taken from other copies."""

@@ -49,8 +49,8 @@ _ATTEMPTS = 8
 _VERIFIED_PLANS = (
     2  # of these the first: what is only for comparing must not keep the run from coming back
 )
-_NODES_TOLD = 8
-_FAILURES_TOLD = 3
+_NODES_SHOWN = 8
+_FAILURES_SHOWN = 3
 _BESIDE = "To go on from them, stop this trainer and pass run=RunOptions(name=RUN, job=JOB); to free their memory, `ckptctl forget JOB RUN`"
 
 
@@ -218,10 +218,10 @@ def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunV
         return
     job, run = memory.identity.job, memory.identity.run
     away = f"; {_nodes(view.silent)} did not answer" if view.silent else ""
-    told = "; ".join(describe_failure(failure) for failure in quarantined[-_FAILURES_TOLD:])
+    shown = "; ".join(describe_failure(failure) for failure in quarantined[-_FAILURES_SHOWN:])
     raise CorruptionError(
         f"there is no state left that a replay reproduces. Quarantined are {reported_spans(quarantined)}, because two replays of each "
-        f"came to the same result and not to what was recorded ({told}). Memory, peers and storage hold nothing else: "
+        f"came to the same result and not to what was recorded ({shown}). Memory, peers and storage hold nothing else: "
         f"{plan.reason}{away}",
         operation="recover",
         ids={"job": job, "run": run},
@@ -241,10 +241,10 @@ def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view
     if not failures or plan.start < plan.end:
         return
     job, run = memory.identity.job, memory.identity.run
-    told = "; ".join(describe_failure(failure) for failure in failures[-_FAILURES_TOLD:])
+    shown = "; ".join(describe_failure(failure) for failure in failures[-_FAILURES_SHOWN:])
     raise CorruptionError(
         f"the only state left is that of iteration {plan.end}, and no replay can show whether a job that goes on from there is exact: "
-        f"{plan.unverified}. Replays of this run did not reproduce what was recorded ({told})",
+        f"{plan.unverified}. Replays of this run did not reproduce what was recorded ({shown})",
         operation="recover",
         ids={"job": job, "run": run},
         hint="Most often the program keeps something that no snapshot holds: data that is not in state=, an optimizer that counts in an "
@@ -299,7 +299,7 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
     if was is False:
         return ""
     there = [f"of rank {rank} there are {text}" for rank, text in complete.items()]
-    told = "; ".join(there[:_NODES_TOLD]) + ("; …" if len(there) > _NODES_TOLD else "")
+    shown = "; ".join(there[:_NODES_SHOWN]) + ("; …" if len(there) > _NODES_SHOWN else "")
     missing = ""
     # A configured peer that does not answer means nothing to a run of which nobody has heard.
     if view.silent and (was or there or view.is_known):
@@ -307,9 +307,9 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
     elif not view.is_known and any(record.lost for record in view.records):
         lost = [record.node for record in view.records if record.lost]
         missing = f"the record of who took part is damaged on {_nodes(lost)}, and nobody else knows"
-    elif told:
+    elif shown:
         missing = "no node is missing, and neither memory nor storage has a state from which all ranks can resume"
-    return "; ".join(text for text in (told, missing) if text)
+    return "; ".join(text for text in (shown, missing) if text)
 
 
 def _how_to_go_on(job: str, run: str, view: RunView) -> str:
@@ -347,5 +347,5 @@ def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
 
 
 def _nodes(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NODES_TOLD]) + (", …" if len(names) > _NODES_TOLD else "")
+    shown = ", ".join(names[:_NODES_SHOWN]) + (", …" if len(names) > _NODES_SHOWN else "")
     return f"node {shown}" if len(names) == 1 else f"nodes {shown}"

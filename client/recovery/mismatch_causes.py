@@ -53,8 +53,8 @@ def likely_causes(
         "the step computes something from all gradients by hand: pass it through ckpt.record(name, value)",
         "memory was corrupted: `ckptctl snapshots` shows what was quarantined, and the machine's log has its memory errors",
     ]
-    told = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
-    return f"Likely causes, the likeliest first: {told}. {_FIND_OUT}"
+    listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
+    return f"Likely causes, the likeliest first: {listed}. {_FIND_OUT}"
 
 
 def _is_loader(item: Stateful) -> bool:

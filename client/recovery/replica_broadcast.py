@@ -105,8 +105,8 @@ class ReplicaBroadcast:
         for group in self._groups:
             operators = frozenset[int]().union(*group.senders.values())
             mine = int(checksum(operators), 16) >> 1
-            told = _Wire(group.replicas).tell(mine)
-            if len(set(told)) > 1:
+            sums = _Wire(group.replicas).tell(mine)
+            if len(set(sums)) > 1:
                 found.append(
                     f"what ranks {list(group.replicas.ranks)} have alike, which is not now"
                 )
@@ -137,9 +137,9 @@ class ReplicaBroadcast:
                 if sender == self._rank:
                     self.bytes_sent += wire.send(sender, *mine(operators))
                 else:
-                    nbytes, told = wire.receive(sender, take)
+                    nbytes, lacking = wire.receive(sender, take)
                     self.bytes_received += nbytes
-                    absent |= told
+                    absent |= lacking
         return absent
 
 
@@ -230,18 +230,18 @@ class _Wire:
     def tell(self, number: int) -> list[int]:
         """What each member says."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._device)
-        told = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(told, mine, group=self._group)
-        return [int(t.item()) for t in told]
+        by_rank = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(by_rank, mine, group=self._group)
+        return [int(t.item()) for t in by_rank]
 
     def send(self, sender: int, pieces: Iterable[Piece], absent: Iterable[str]) -> int:
         total = 0
-        told = tuple(sorted(absent))
+        names = tuple(sorted(absent))
         for parts, buffer in _packed(pieces):
-            self._send_header(sender, _Chunk(parts, buffer.numel(), told))
+            self._send_header(sender, _Chunk(parts, buffer.numel(), names))
             dist.broadcast(buffer.to(self._device), src=sender, group=self._group)
-            total, told = total + buffer.numel(), ()
-        self._send_header(sender, _Chunk(absent=told))
+            total, names = total + buffer.numel(), ()
+        self._send_header(sender, _Chunk(absent=names))
         return total
 
     def receive(self, sender: int, take: Take) -> tuple[int, set[str]]:
@@ -319,8 +319,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def _names_digest(operators: Sequence[Operator]) -> str:
-    told = [identity_of(op) for op in operators]
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(told))
+    identities = [identity_of(op) for op in operators]
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(identities))
 
 
 def _bitmap(flags: Sequence[bool]) -> bytes:

@@ -232,9 +232,9 @@ class Recovery:
         )
 
     def _check_signature(self, payload: bytes) -> None:
-        told = values.unpack(payload)
+        recorded = values.unpack(payload)
         job, run = self._identity.job, self._identity.run
-        difference = signature_difference(told["signature"], signature(self._binding))
+        difference = signature_difference(recorded["signature"], signature(self._binding))
         if difference:
             raise AttachRefused(
                 "model_changed",
@@ -244,12 +244,12 @@ class Recovery:
 
     def _changed_since(self, memory: RankMemory) -> str:
         """How this machine differs from the one that took the newest snapshots, in what can change bits."""
-        told = values.unpack(memory.table.segments[-1].descriptor.client)
+        recorded = values.unpack(memory.table.segments[-1].descriptor.client)
         changed = [
             f"{what}: {before} when the snapshots were taken, {now} now"
             for what, before, now in (
-                ("torch", told["torch"], str(torch.__version__)),
-                ("intra-op threads", told["threads"], torch.get_num_threads()),
+                ("torch", recorded["torch"], str(torch.__version__)),
+                ("intra-op threads", recorded["threads"], torch.get_num_threads()),
             )
             if before != now
         ]

@@ -34,7 +34,7 @@ __all__ = ["Replayed", "Verification"]
 logger = get_logger(__name__)
 
 _TEXT_LIMIT = 1000
-_RANKS_TOLD = 16
+_RANKS_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,12 @@ class Verification:
             msgspec.msgpack.encode([(r.rank, r.count, r.got) for r in ranks])
         )
         failure = ReplayFailure(
-            boundary, snapshots, tuple(ranks[:_RANKS_TOLD]), result, freezing, ReplayVerdict.WIDENED
+            boundary,
+            snapshots,
+            tuple(ranks[:_RANKS_SHOWN]),
+            result,
+            freezing,
+            ReplayVerdict.WIDENED,
         )
         known = self._memory.failures
         if not self._replayed.localized:

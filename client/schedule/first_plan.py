@@ -166,10 +166,10 @@ class FirstPlan:
         return plan
 
     def _common_plan(self, plan: SnapshotPlan) -> bool | None:
-        told = self._planner.sharing.fingerprints(
+        prints = self._planner.sharing.fingerprints(
             plan.operators, plan.schedule.phases, plan.owners, self._values or {}
         )
-        return self._windows.shares_agree(plan.schedule.window, told)
+        return self._windows.shares_agree(plan.schedule.window, prints)
 
     def _capture_all(self, plan: SnapshotPlan) -> None:
         text = "not all ranks have, or plan, alike what they should have in common: each captures all of it"

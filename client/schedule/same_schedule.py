@@ -54,16 +54,16 @@ def of_parked(iteration: int, phase: int, scalars: dict[str, Any], payload: byte
     )
 
 
-def differing(told: Sequence[ScheduleStart]) -> str:
-    """Which ranks go by different schedules, in words; empty if all agree. ``told`` is by rank; one
+def differing(starts: Sequence[ScheduleStart]) -> str:
+    """Which ranks go by different schedules, in words; empty if all agree. ``starts`` is by rank; one
     that tells nothing differs from all.
     """
-    known = next((each for each in told if each.span), None)
-    for rank, each in enumerate(told):
-        alike = known is not None and bool(each.phases)
-        if alike and known is not None:
-            alike = all(known.agrees(*pair) for pair in each.phases)
-            alike &= not each.span or (each.span, each.stride) == (known.span, known.stride)
-        if not alike:
+    known = next((each for each in starts if each.span), None)
+    for rank, each in enumerate(starts):
+        agrees = known is not None and bool(each.phases)
+        if agrees and known is not None:
+            agrees = all(known.agrees(*pair) for pair in each.phases)
+            agrees &= not each.span or (each.span, each.stride) == (known.span, known.stride)
+        if not agrees:
             return f"rank {rank} would go on by another schedule of snapshots than those before it"
     return ""

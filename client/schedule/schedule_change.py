@@ -370,13 +370,13 @@ class ScheduleChanges:
 
 def table_digest(plan: SnapshotPlan) -> str:
     """What the steps towards another order follow from: equal on ranks that take the same ones."""
-    told = [
+    facts = [
         [(c.name, c.anchor_bytes, c.compute_bytes) for c in plan.costs],
         plan.schedule.phases,
         plan.order_capacity,
         plan.owners,
     ]
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(told))
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(facts))
 
 
 def _orders(plan: SnapshotPlan, order: Sequence[int]) -> tuple[Phases, ...]:

@@ -49,12 +49,12 @@ def incarnation_of_run(run: str, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalImage:
-    """A sealed image on this node, and what is told of it."""
+    """A sealed image on this node, and what the other nodes need to know of it."""
 
     file: SlotFile
     index: int
     header: SlotHeader
-    told: HeldImage
+    held: HeldImage
 
     @property
     def key(self) -> ImageKey:
@@ -64,7 +64,7 @@ class LocalImage:
     @property
     def record(self) -> SlotRecord:
         """The slot as it was when it was looked at."""
-        return header_record(self.header, self.file.told.generation, self.index, b"")
+        return header_record(self.header, self.file.descriptor.generation, self.index, b"")
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Inventory:
         return NodeHeld(
             tuple(table.units),
             tuple(table.layouts),
-            tuple(image.told for image in self.images),
+            tuple(image.held for image in self.images),
             {world: tuple(sorted(units)) for world, units in sorted(table.expected.items())},
             self._worlds,
             dict(sorted(table.ranks.items())),
@@ -122,13 +122,13 @@ class Inventory:
     def _look(self, world: int, file: SlotFile) -> None:
         name = file.path.name
         try:
-            units = operator_units(file.told.client)
+            units = operator_units(file.descriptor.client)
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("%s is not used: its descriptor tells no operators (%r)", name, error)
             return
         # Where a rank's shard lies among those of all, its image tells.
         units = tuple(unit for unit in units if self._layers.shard_of(unit.param) is None)
-        self._table.ranks[world] = file.told.world_size
+        self._table.ranks[world] = file.descriptor.world_size
         self._table.expected.setdefault(world, set()).update(units)
         for index in range(file.num_slots):
             header = file.header(index)
@@ -138,9 +138,9 @@ class Inventory:
                 continue
             layout = self._layout_of(file, index, header, units)
             if layout is not None:
-                parked = file.told.kind == "parked"
-                told = HeldImage(world, file.told.rank, header.iteration, parked, layout)
-                self.images.append(LocalImage(file, index, header, told))
+                parked = file.descriptor.kind == "parked"
+                held = HeldImage(world, file.descriptor.rank, header.iteration, parked, layout)
+                self.images.append(LocalImage(file, index, header, held))
 
     def _layout_of(
         self, file: SlotFile, index: int, header: SlotHeader, units: Sequence[Unit]
@@ -148,13 +148,13 @@ class Inventory:
         """The number of the units that the image covers; None if it is not dense, or cannot be read."""
         key = file.path.name, header.layout_id
         if key not in self._layouts:
-            record = header_record(header, file.told.generation, index, b"")
+            record = header_record(header, file.descriptor.generation, index, b"")
             try:
                 # A replica's slot may be filled anew at this moment.
                 with file.held(record) as image:
                     if image is None:
                         return None
-                    self._layouts[key] = self._layout(ImageView(image), units, file.told.rank)
+                    self._layouts[key] = self._layout(ImageView(image), units, file.descriptor.rank)
             except (ImageError, FileNotFoundError) as error:
                 logger.warning("slot %d of %s is not used: %s", index, file.path.name, error)
                 return None
@@ -200,6 +200,6 @@ def world_files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFil
             logger.warning("%s is not used: %s", path.name, error)
             continue
         if (
-            file.told.topology == WORLD_TOPOLOGY
+            file.descriptor.topology == WORLD_TOPOLOGY
         ):  # a user's own run may be named as if it were a world
             yield world, file

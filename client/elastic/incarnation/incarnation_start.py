@@ -165,7 +165,7 @@ class _Procedure:
 
 def _images_of(chosen: Chosen, images: Sequence[LocalImage]) -> list[LocalImage]:
     wanted = chosen.world, chosen.iteration
-    return [image for image in images if (image.told.world, image.told.iteration) == wanted]
+    return [image for image in images if (image.held.world, image.held.iteration) == wanted]
 
 
 class _Clock:

@@ -24,10 +24,10 @@ def operator_units(payload: bytes) -> tuple[Unit, ...]:
     Raises:
         KeyError, TypeError, ValueError: it tells of no operators.
     """
-    told: dict[str, Any] = values.unpack(payload)
+    descriptor: dict[str, Any] = values.unpack(payload)
     return tuple(
         Unit(param, start or 0, stop or 0)
-        for *_, members in told["operators"]
+        for *_, members in descriptor["operators"]
         for param, start, stop in members
     )
 
@@ -98,10 +98,10 @@ def _of_whole(source: EntrySource, entry: ImageTensor, rank: int) -> EntrySource
 
 def _part(unit: Unit, source: EntrySource, entry: ImageTensor) -> EntryRows | None:
     """The rows of the unit, if the entry has all of them."""
-    told = source.kind, source.key, entry.dtype
+    entry_key = source.kind, source.key, entry.dtype
     if not unit.stop:  # all of it: its entries have no rows in their names
         whole = source.start is None
-        return EntryRows(*told, entry.shape, entry.offset, entry.nbytes) if whole else None
+        return EntryRows(*entry_key, entry.shape, entry.offset, entry.nbytes) if whole else None
     rows = entry.shape[0] if entry.shape else 1
     first = source.start or 0
     if not first <= unit.start <= unit.stop <= first + rows:
@@ -109,7 +109,7 @@ def _part(unit: Unit, source: EntrySource, entry: ImageTensor) -> EntryRows | No
     row_bytes = entry.nbytes // rows
     count = unit.stop - unit.start
     offset = entry.offset + (unit.start - first) * row_bytes
-    return EntryRows(*told, (count, *entry.shape[1:]), offset, count * row_bytes)
+    return EntryRows(*entry_key, (count, *entry.shape[1:]), offset, count * row_bytes)
 
 
 class ParamFacts:

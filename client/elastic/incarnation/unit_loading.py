@@ -109,8 +109,8 @@ class Loader:
         Args:
             rank: this one. Where they are of another, random generators must not be like that one's.
         """
-        told = values.unpack(bytes(packed))
-        scalars = told["scalars"]
+        received = values.unpack(bytes(packed))
+        scalars = received["scalars"]
         apply_groups(self._binding, scalars["groups"])
         for name, item in self._stateful.items():
             if name not in scalars["state"]:
@@ -119,14 +119,14 @@ class Loader:
                 )
             item.load_state_dict(values.unpack(scalars["state"][name]))
         apply_groups(self._binding, scalars["groups"])  # a scheduler's load may touch them
-        for name, (dtype, shape, data) in told["buffers"].items():
+        for name, (dtype, shape, data) in received["buffers"].items():
             if name not in self._buffers:
                 raise ValueError(f"the state of this run has a buffer {name}, and the model none")
             _copy(name, local(self._buffers[name]), _tensor(memoryview(data), dtype, shape))
-        self._kept, self.whose = told["kept"], told["rank"]
+        self._kept, self.whose = received["kept"], received["rank"]
         self._rng = scalars["rng"]
         self.program = scalars.get("program", {})
-        self._seed = 0 if told["rank"] == rank else 1 + rank
+        self._seed = 0 if received["rank"] == rank else 1 + rank
 
     def digests(self) -> dict[str, str]:
         """Of what the optimizers kept of no parameter, by path."""

@@ -56,7 +56,7 @@ class _Opened:
         except ImageError as error:
             raise Unreadable(image, str(error)) from error
         self.data = data
-        self.index = UnitIndex(self.view, layers, image.told.rank)
+        self.index = UnitIndex(self.view, layers, image.held.rank)
         self.facts = ParamFacts(self.view)
 
 
@@ -72,7 +72,7 @@ class LocalState:
 
     def __init__(self, images: Sequence[LocalImage], layers: ExpertLayers) -> None:
         # Parked states first: they have everything that their rank had.
-        self._images = sorted(images, key=lambda i: (not i.told.parked, i.told.rank, i.key))
+        self._images = sorted(images, key=lambda i: (not i.held.parked, i.held.rank, i.key))
         self._layers = layers
         self._held = ExitStack()
         self._opened: dict[ImageKey, _Opened] = {}
@@ -101,9 +101,9 @@ class LocalState:
         """The unit as it travels: the length of its head, the head, and the bytes of its parts."""
         opened = self._of(unit)
         parts = opened.index.parts(unit)
-        told = tuple((p.kind, p.key, p.dtype, p.shape, p.nbytes) for p in parts)
+        entries = tuple((p.kind, p.key, p.dtype, p.shape, p.nbytes) for p in parts)
         facts = values.pack(opened.facts.of(unit.param), unit.param)
-        head = msgspec.msgpack.encode(UnitHead(unit, told, facts))
+        head = msgspec.msgpack.encode(UnitHead(unit, entries, facts))
         yield len(head).to_bytes(4, "little")
         yield head
         for part in parts:
@@ -150,7 +150,7 @@ class LocalState:
                 # Held: a slot may be filled anew at this moment.
                 with image.file.held(image.record) as data:
                     if data is not None:
-                        index = UnitIndex(ImageView(data), self._layers, image.told.rank)
+                        index = UnitIndex(ImageView(data), self._layers, image.held.rank)
             except (ImageError, FileNotFoundError) as error:
                 raise Unreadable(image, str(error)) from error
             self._indices[image.key] = index
@@ -158,7 +158,7 @@ class LocalState:
 
     def _of_rank(self, rank: int) -> _Opened:
         for image in self._images:
-            if image.told.rank == rank:
+            if image.held.rank == rank:
                 return self._open(image)
         raise TryAgain(f"no image of rank {rank} is here any more")
 

@@ -148,7 +148,7 @@ _GRAD_WORDS = ("without", "with")
 def _same(rows: NDArray[np.int64], column: int, trouble: str, word: Callable[[int], str]) -> None:
     values: Sequence[int] = rows[:, column].tolist()
     if len(set(values)) > 1:
-        told = ", ".join(f"rank {rank}: {word(value)}" for rank, value in enumerate(values))
+        shown = ", ".join(f"rank {rank}: {word(value)}" for rank, value in enumerate(values))
         raise ValueError(
-            f"the layer of experts was not computed: the ranks disagree, {trouble} ({told})"
+            f"the layer of experts was not computed: the ranks disagree, {trouble} ({shown})"
         )

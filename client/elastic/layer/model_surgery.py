@@ -166,9 +166,9 @@ def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Blo
                     f"{name!r} ({type(module).__name__}) has no attribute {how.experts!r}: tell where its experts are in HandWritten(experts=)"
                 )
             found.append(_Block(name, module, how.experts, how))
-    told = [one.path for one in found]
+    paths = [one.path for one in found]
     for name, module in model.named_modules():
-        if not any(name == path or name.startswith(path + ".") for path in told):
+        if not any(name == path or name.startswith(path + ".") for path in paths):
             found += _fused_block(model, name, module)
     if not found:
         raise ValueError(

@@ -86,7 +86,7 @@ def test_the_log_says_who_is_waited_for(
     assert told == ["ckptd: ranks 0, 2 of 4 did not come yet; waited for since 0 s"]
 
 
-def test_a_meeting_that_a_lost_rank_ends_is_ended_for_all(store: Any) -> None:
+def test_a_barrier_that_a_lost_rank_ends_is_ended_for_all(store: Any) -> None:
     """Also for those that come later, when it is there again."""
     store.set("gone", "rank 1 of 2 is gone")
     with pytest.raises(DaemonUnavailable, match="rank 1 of 2 is gone"):

@@ -127,7 +127,7 @@ class Held:
         self.of_node = NodeHeld(
             tuple((u, 8) for u in units), (numbers,), (image,), {5: units}, (5,)
         )
-        self.images = [SimpleNamespace(told=image, key=("file", 0, 1))]
+        self.images = [SimpleNamespace(held=image, key=("file", 0, 1))]
 
 
 class Torn:

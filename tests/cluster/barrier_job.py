@@ -1,4 +1,4 @@
-"""A worker for ``test_meeting_loss``: it comes to a meeting, and to a second one; in the first life
+"""A worker for ``test_barrier_loss``: it comes to a barrier, and to a second one; in the first life
 one host's does not, and waits to be lost.
 
 What happened stands in ``<folder>/<host>.jsonl``.

@@ -46,19 +46,19 @@ def test_ranks_that_wait_for_a_lost_host_start_without_it(
         pytest.skip("a host without a network namespace cannot vanish without a word")
     out = tmp_path / "out"
     out.mkdir()
-    command = ["-m", "tests.cluster.meeting_job", str(out), str(rank), str(HOSTS)]
+    command = ["-m", "tests.cluster.barrier_job", str(out), str(rank), str(HOSTS)]
     # Two are enough: torchrun need not wait long for a third.
     settings = {**SETTINGS, "--rdzv-conf": SETTINGS["--rdzv-conf"] + ",last_call_timeout=3"}
     job = TorchrunJob(cluster, command, nnodes=f"2:{HOSTS}", folder=tmp_path, settings=settings)
     try:
         job.start()
-        job.until(lambda: len(told(out, "begun")) == HOSTS, "the first meeting", timeout_s=90)
+        job.until(lambda: len(told(out, "begun")) == HOSTS, "the first barrier", timeout_s=90)
         # Hosts get their ranks in the order of their addresses.
         lost = sorted(cluster.hosts, key=lambda host: host.address)[rank]
         time.sleep(1.0)
         lost.destroy(silent=silent)
         job.lost(lost)
-        took_s = job.until(lambda: len(told(out, "met")) == 2, "a meeting without", timeout_s=150)
+        took_s = job.until(lambda: len(told(out, "met")) == 2, "a barrier without", timeout_s=150)
         print(f"rank {rank} lost ({silent=}): met again after {took_s:.1f} s")  # noqa: T201
         job.wait(timeout_s=60)
     finally:
