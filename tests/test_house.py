@@ -59,9 +59,7 @@ PARAMETERS_MAX = 8
 MANY_PARAMETERS = {
     "client/capture/recorder.py:Recorder.__init__",
     "client/capture/slot_writer.py:Capture.__init__",
-    "client/checkpointer.py:Checkpointer.__init__",
     "client/daemon_link/rank_memory.py:RankMemory.__init__",
-    "client/elastic/job/elastic_job.py:ElasticJob.__init__",
     "client/model/snapshot_layout.py:build_phase",
     "client/pipeline/boundary_log.py:BoundaryLog.__init__",
     "client/recovery/replay.py:Replay.__init__",
@@ -69,18 +67,13 @@ MANY_PARAMETERS = {
     "client/schedule/planning.py:_plan_once",
     "client/schedule/planning.py:make_plan",
     "client/schedule/provision.py:Provision.__init__",
-    "client/training_state.py:examine",
     "cuda/dispatch_kernels.py:match_kernel",
     "cuda/dispatch_kernels.py:quotas_kernel",
     "cuda/dispatch_kernels.py:share_kernel",
 }
 # Only ever shorter: callables that are set from outside after the object was made.
 SET_AFTERWARDS = {
-    "ckptd/node/daemon.py:store.remake_folder",
-    "ckptd/node/peering.py:self.replicas.promised",
-    "ckptd/node/peering.py:store.other_bytes",
-    "ckptd/peers/replicas/replica_store.py:store.other_bytes",
-    "ckptd/restore/remote_copy_files.py:store.other_facts",
+    "ckptd/node/service.py:store.promised",
     "client/parking/parker.py:memory.session.on_park",
     "client/resume.py:loop.when_exact",
 }

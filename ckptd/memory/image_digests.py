@@ -1,5 +1,5 @@
 """Cryptographic digests of sealed images: made on workers, once per snapshot, and kept beside it
-(`ckptd.memory.kept_digests`).
+(`Segment.keep_digest`).
 
 A digest is made when it is first needed: sealing makes xxh3 digests alone, five times as fast. What
 does not match those any more is not vouched for. They are compared after the digest was made, so

@@ -7,6 +7,8 @@ Slot states are changed here only under the slot's lock, or where no trainer can
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
+    SLOT_HEADER_LEN,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
@@ -39,10 +42,26 @@ from ckptd.core.slots.segment_names import (
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.file_mapping import FileMapping
-from ckptd.memory.kept_digests import keep_digest, kept_digest
+from ckptd.storage.images.strong_digest import is_strong_digest
 from ckptd.transport.access.local_trust import open_file
 
-__all__ = ["Segment", "SettleReport", "open_segment", "settle"]
+__all__ = ["KEPT_DIGEST_AT", "Segment", "SettleReport", "open_segment", "settle"]
+
+# The cryptographic digest of an image is kept in the header page of its slot behind the header
+# (docs/architecture.md section 2). It has a checksum of its own and names the snapshot that it is of: what
+# is of another snapshot (the slot was filled again), was damaged, or was never written counts as unknown.
+# It does not follow from the image: somebody who changes an image in memory, together with the xxh3
+# digests that stand in it, does not change what was kept of it.
+KEPT_DIGEST_AT = 128  # in the slot's header page
+_MAGIC = b"IMGD"
+_NUMBERS = {"blake3": 1, "sha256": 2}
+_NAMES = {number: name for name, number in _NUMBERS.items()}
+_FRONT = struct.Struct("<4sI")
+_SNAPSHOT = struct.Struct("<qQQQI")  # iteration, sequence, image_len, filled_at_ns, epoch
+_DIGEST_BYTES = 32
+_CRC = struct.Struct("<I")
+_LENGTH = _FRONT.size + _SNAPSHOT.size + _DIGEST_BYTES
+assert KEPT_DIGEST_AT >= SLOT_HEADER_LEN
 
 
 @dataclass(slots=True, eq=False)
@@ -161,11 +180,11 @@ class Segment:
 
     def kept_digest(self, index: int, header: SlotHeader) -> str:
         """The cryptographic digest that was kept of a slot's image; "" if none is known."""
-        return kept_digest(self.buffer, self.geometry, index, header)
+        return _kept_digest(self.buffer, self.geometry, index, header)
 
     def keep_digest(self, index: int, header: SlotHeader, digest: str) -> None:
         """Keep it; "" forgets what was kept. The caller has the slot's lock."""
-        keep_digest(self.buffer, self.geometry, index, header, digest)
+        _keep_digest(self.buffer, self.geometry, index, header, digest)
 
     def close(self) -> None:
         """Give up the file and the mapping (that goes when the last view of a slot does).
@@ -268,3 +287,46 @@ def _free_under_lock(segment: Segment, index: int) -> bool:
         else:
             return False
         return True
+
+
+def _kept_digest(buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader) -> str:
+    """What was kept of the image that slot ``index`` holds under ``header``, as `strong_digest`
+    spells it; "" if nothing is known.
+    """
+    start = geometry.header_offset(index) + KEPT_DIGEST_AT
+    data = bytes(buf[start : start + _LENGTH + _CRC.size])
+    magic, number = _FRONT.unpack_from(data)
+    if magic != _MAGIC or number not in _NAMES:
+        return ""
+    if _CRC.unpack_from(data, _LENGTH)[0] != zlib.crc32(data[:_LENGTH]):
+        return ""
+    if data[_FRONT.size : _LENGTH - _DIGEST_BYTES] != _snapshot(header):
+        return ""
+    return f"{_NAMES[number]}:{data[_LENGTH - _DIGEST_BYTES : _LENGTH].hex()}"
+
+
+def _keep_digest(
+    buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader, digest: str
+) -> None:
+    """Keep the digest of the image that slot ``index`` holds under ``header``; "" forgets what was kept.
+
+    Whoever writes has the slot's lock, for reading at least.
+
+    Raises:
+        ValueError: it is no digest.
+    """
+    start = geometry.header_offset(index) + KEPT_DIGEST_AT
+    if not digest:
+        buf[start : start + _LENGTH + _CRC.size] = bytes(_LENGTH + _CRC.size)
+        return
+    if not is_strong_digest(digest):
+        raise ValueError(f"{digest[:80]!r} is no digest")
+    name, _, text = digest.partition(":")
+    data = _FRONT.pack(_MAGIC, _NUMBERS[name]) + _snapshot(header) + bytes.fromhex(text)
+    buf[start : start + _LENGTH + _CRC.size] = data + _CRC.pack(zlib.crc32(data))
+
+
+def _snapshot(header: SlotHeader) -> bytes:
+    return _SNAPSHOT.pack(
+        header.iteration, header.sequence, header.image_len, header.filled_at_ns, header.epoch
+    )

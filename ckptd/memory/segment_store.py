@@ -5,12 +5,19 @@ its name when it is complete, so a crash leaves a temporary (removed at the next
 half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted; one that cannot
 be had now waits (`ckptd.memory.adoption`).
 
-Boundary logs and parked state live beside the snapshots and count and age alike. But whoever looks
-for snapshots must not come upon one: iterating, `of_rank` and `of_run` leave them out; `everything`
-and its like are for those who look after memory, whatever is in it. Generations of a rank are
-counted over all kinds.
+Every segment has a purpose (`Purpose`). All purposes share the folder, the quota and one life:
+`SegmentPlan`, `promise` (its bytes count from now on), `build`, then `enter`, or `cancel`; at last
+`remove`. `ckptd.memory.segment_maker` goes through these. Most methods are about what ranks of this
+node fill; replicas of other nodes' segments and copies that are read have catalogs of their own
+(`ckptd.peers.replicas.replica_store`, `ckptd.restore.remote_copy_files`), which know names and
+nothing of memory.
 
-`reserve` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
+Boundary logs and parked state of a rank live beside its snapshots and count and age alike. But
+whoever looks for snapshots must not come upon one: iterating, `of_rank` and `of_run` leave them out;
+`everything` and its like are for those who look after memory, whatever is in it. Generations of a
+rank are counted over all kinds.
+
+`promise` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
 (it touches every page) and belongs to a worker.
 """
 
@@ -18,13 +25,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
-from ckptd.core.sessions import MemoryFacts, RankKey, SegmentFacts
+from ckptd.core.sessions import AttachWish, MemoryFacts, RankKey, SegmentFacts
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
@@ -32,7 +40,7 @@ from ckptd.core.slots.segment_format import (
     plan_geometry,
     write_prologue,
 )
-from ckptd.core.slots.segment_names import FILE_ENDS, REPLICA_ENDS, segment_file_name
+from ckptd.core.slots.segment_names import FILE_ENDS, segment_file_name
 from ckptd.memory.adoption import ASIDE, Adopted, Adoption
 from ckptd.memory.file_mapping import FileMapping
 from ckptd.memory.pages import allocate, populate, try_mlock
@@ -40,7 +48,7 @@ from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.transport.control.messages import RefusalCode
 from ckptd.units import format_bytes
 
-__all__ = ["CannotReserve", "SegmentPlan", "SegmentStore"]
+__all__ = ["CannotReserve", "Purpose", "SegmentPlan", "SegmentStore"]
 
 
 class CannotReserve(RuntimeError):
@@ -51,23 +59,61 @@ class CannotReserve(RuntimeError):
         self.code, self.message, self.hint = code, message, hint
 
 
+class Purpose(StrEnum):
+    """What a segment is on this node for."""
+
+    RANK = "rank"
+    """A rank of this node fills it: with snapshots, a boundary log or parked state."""
+    REPLICA = "replica"
+    """A peer fills it."""
+    COPY = "copy"
+    """A rank of this node reads in it what another rank holds."""
+    DRILL = "drill"
+    """A rehearsal: nobody sees it, and nobody keeps it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """A segment that was promised and is not there yet."""
+    """A segment that can be made."""
 
     descriptor: SegmentDescriptor
     geometry: SegmentGeometry
     path: Path
+    purpose: Purpose = Purpose.RANK
+    reader: AttachWish | None = None
+    """Of a copy: how the rank attached that reads it."""
+    number: int = -1
+    """Of a copy: stands where a generation would."""
 
     @property
     def key(self) -> RankKey:
-        """Whose it will be."""
+        """Whose content it will have."""
         return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
+
+    @property
+    def charged_to(self) -> RankKey | None:
+        """The rank of this node whose memory it is; None: what is left over is for it."""
+        if self.reader is not None:
+            return self.reader.key
+        return self.key if self.purpose is Purpose.RANK else None
 
     @property
     def temporary(self) -> Path:
         """Its file until it is complete."""
         return self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+
+
+@dataclass(slots=True)
+class _Held:
+    """What was promised; the segment, once it was made."""
+
+    plan: SegmentPlan
+    segment: Segment | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        made = self.segment
+        return self.plan.geometry.total_bytes if made is None else made.file_bytes
 
 
 class SegmentStore:
@@ -77,6 +123,7 @@ class SegmentStore:
         folder: an existing folder on which this store has the only claim.
         mlock: auto, on or off, as in the configuration.
         group: may write to segments, and read replicas.
+        remake_folder: makes the folder and claims it again, when somebody has removed it.
     """
 
     def __init__(
@@ -88,34 +135,148 @@ class SegmentStore:
         mlock: str,
         hugepages: str,
         group: int | None = None,
+        remake_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.quota_bytes = quota_bytes
         self.node_id = node_id
         self._mlock, self._group = mlock, group
         self._hugepages = hugepages
-        self._segments: dict[tuple[RankKey, int], Segment] = {}
-        # The same by run, rank and generation: this is asked for at every beat, of every rank,
+        self._remake_folder = remake_folder
+        # By file name.
+        self._held: dict[Purpose, dict[str, _Held]] = {purpose: {} for purpose in Purpose}
+        # Those of ranks by run, rank and generation: this is asked for at every beat, of every rank,
         # however many runs are held.
         self._runs: dict[tuple[str, str], dict[RankKey, dict[int, Segment]]] = {}
-        self._plans: dict[tuple[RankKey, int], SegmentPlan] = {}
         self._adoption = Adoption(folder, FILE_ENDS.values(), superseded=self._superseded)
-        # What else lives in this folder and counts: the replicas of other nodes' segments.
-        self.other_bytes: Callable[[], int] = int
-        # Makes the folder and claims it again, when somebody has removed it.
-        self.remake_folder: Callable[[], None] = lambda: None
-        # And what ranks of this node have of that: copies that they read.
-        self.other_facts: Callable[[], list[SegmentFacts]] = list
+        # What live sessions said that they need in all, by rank.
+        self.promised: Callable[[], Mapping[RankKey, int]] = dict
+
+    # -- of any purpose --------------------------------------------------------------------------
+
+    def all_for(self, purpose: Purpose) -> list[Segment]:
+        """What was made for this, by name."""
+        held = self._held[purpose]
+        return [s for name in sorted(held) if (s := held[name].segment) is not None]
+
+    def named(self, name: str, *purposes: Purpose) -> Segment | None:
+        """The segment in this file, if it was made for one of these (of none: for whatever)."""
+        found = (self._held[purpose].get(name) for purpose in purposes or Purpose)
+        return next((held.segment for held in found if held is not None), None)
+
+    def plans_for(self, purpose: Purpose) -> Iterator[tuple[SegmentPlan, Segment | None]]:
+        """What was promised for this, and what was made of it."""
+        return ((held.plan, held.segment) for held in list(self._held[purpose].values()))
+
+    def bytes_for(self, *purposes: Purpose) -> int:
+        """What these take, what is still being made included."""
+        return sum(held.size_bytes for p in purposes for held in self._held[p].values())
+
+    @property
+    def used_bytes(self) -> int:
+        """What all segments take of the quota, those still being made included."""
+        return self.bytes_for(*Purpose)
+
+    def facts(self) -> list[SegmentFacts]:
+        """What counts as memory of ranks of this node, for their admission; what is still being made
+        counts with its bytes, and a copy is not offered to anybody.
+        """
+        ranks = self._held[Purpose.RANK].values()
+        copies = [_copy_facts(held) for held in self._held[Purpose.COPY].values()]
+        planned = [_facts(held.plan.descriptor, held) for held in ranks if held.segment is None]
+        made = [_facts(s.descriptor, self._of(s), s.owned()) for s in self.everything()]
+        return made + planned + copies
+
+    @property
+    def memory(self) -> MemoryFacts:
+        """The numbers of the memory under all segments, now."""
+        info = os.statvfs(self.folder)
+        # What plans have yet to allocate is not gone from the filesystem.
+        missing = sum(
+            _missing_bytes(held.plan)
+            for of_purpose in self._held.values()
+            for held in of_purpose.values()
+            if held.segment is None
+        )
+        return MemoryFacts(
+            quota_bytes=self.quota_bytes,
+            fs_total_bytes=info.f_blocks * info.f_frsize,
+            fs_available_bytes=max(0, info.f_bavail * info.f_frsize - missing),
+            segment_dir=str(self.folder),
+            promised=dict(self.promised()),
+            replica_bytes=self.bytes_for(Purpose.REPLICA, Purpose.DRILL),
+        )
+
+    def promise(self, plan: SegmentPlan) -> None:
+        """Count the plan's bytes as used from now on."""
+        self._held[plan.purpose][plan.path.name] = _Held(plan)
+
+    def cancel(self, plan: SegmentPlan) -> None:
+        """The plan came to nothing."""
+        self._held[plan.purpose].pop(plan.path.name, None)
+
+    def build(self, plan: SegmentPlan) -> Segment:
+        """Make the file: every page allocated, touched and perhaps locked. May take seconds.
+
+        Raises:
+            CannotReserve: the filesystem is full, or locking was demanded and is not allowed.
+        """
+        temporary = plan.temporary
+        try:
+            return self._build(plan, temporary)
+        except OSError as error:
+            raise _no_room(plan, self.folder, error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
+        """The plan has become this segment."""
+        self._held[plan.purpose][plan.path.name] = _Held(plan, segment)
+        if plan.purpose is Purpose.RANK:
+            of_run = self._runs.setdefault((segment.key.job, segment.key.run), {})
+            of_run.setdefault(segment.key, {})[segment.generation] = segment
+
+    def enter_found(self, segment: Segment, purpose: Purpose) -> None:
+        """A file that was there already."""
+        plan = SegmentPlan(segment.descriptor, segment.geometry, segment.path, purpose)
+        self.enter(plan, segment)
+
+    def remove(self, segment: Segment) -> None:
+        """Unlink and forget a segment. Its memory is free once nobody maps it any more."""
+        self.discard(segment)
+        segment.path.unlink(missing_ok=True)
+
+    def discard(self, segment: Segment) -> None:
+        """Forget a segment and leave its file alone."""
+        for of_purpose in self._held.values():
+            held = of_purpose.get(segment.path.name)
+            if held is not None and held.segment is segment:
+                del of_purpose[segment.path.name]
+        key = segment.key
+        of_rank = self._of_rank(key)
+        if of_rank.get(segment.generation) is not segment:
+            return
+        ranks = self._runs[key.job, key.run]
+        del of_rank[segment.generation]
+        if not of_rank:
+            del ranks[key]
+        if not ranks:
+            del self._runs[key.job, key.run]
+
+    def _of(self, segment: Segment) -> _Held:
+        return self._held[Purpose.RANK][segment.path.name]
+
+    # -- of ranks of this node -------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Segment]:
         return iter([s for s in self.everything() if s.holds_snapshots])
 
     def __len__(self) -> int:
-        return sum(s.holds_snapshots for s in self._segments.values())
+        return sum(1 for _ in self)
 
     def get(self, key: RankKey, generation: int) -> Segment | None:
         """One segment of a rank, whatever it holds."""
-        return self._segments.get((key, generation))
+        return self._of_rank(key).get(generation)
 
     def of_rank(self, key: RankKey) -> list[Segment]:
         """The segments with a rank's snapshots, the one that was filled last at the end.
@@ -132,8 +293,8 @@ class SegmentStore:
         return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
 
     def everything(self) -> list[Segment]:
-        """Every segment, boundary logs and parked state included."""
-        return [self._segments[key] for key in sorted(self._segments)]
+        """Every segment of a rank, boundary logs and parked state included."""
+        return [segment for run in sorted(self._runs) for segment in self.all_of_run(*run)]
 
     def all_of_rank(self, key: RankKey) -> list[Segment]:
         """Whatever there is of a rank, oldest generation first."""
@@ -157,34 +318,6 @@ class SegmentStore:
         """The parked states of a run."""
         return [s for s in self.all_of_run(job, run) if s.descriptor.kind == "parked"]
 
-    @property
-    def used_bytes(self) -> int:
-        """What all segments take, those still being made included."""
-        made = sum(s.file_bytes for s in self._segments.values())
-        planned = sum(p.geometry.total_bytes for p in self._plans.values())
-        return made + planned + self.other_bytes()
-
-    def facts(self) -> list[SegmentFacts]:
-        """Every segment, for the admission decision; planned ones count with their bytes."""
-        every = self.everything()
-        made = [_facts(s.descriptor, s.file_bytes, s.owned(), True) for s in every]
-        plans = self._plans.values()
-        made += [_facts(p.descriptor, p.geometry.total_bytes, False, False) for p in plans]
-        return made + self.other_facts()
-
-    def memory(self, promised: dict[RankKey, int]) -> MemoryFacts:
-        """The numbers of the memory under the segments, now."""
-        info = os.statvfs(self.folder)
-        # What plans have yet to allocate is not gone from the filesystem.
-        planned = sum(p.geometry.total_bytes - _allocated(p) for p in self._plans.values())
-        return MemoryFacts(
-            quota_bytes=self.quota_bytes,
-            fs_total_bytes=info.f_blocks * info.f_frsize,
-            fs_available_bytes=max(0, info.f_bavail * info.f_frsize - planned),
-            segment_dir=str(self.folder),
-            promised=promised,
-        )
-
     def look_at_folder(self) -> list[Segment]:
         """Have it made again if somebody has removed it, as logind does at the end of a user's last
         login (RemoveIPC).
@@ -194,7 +327,7 @@ class SegmentStore:
         """
         if self.folder.is_dir():
             return []
-        self.remake_folder()
+        self._remake_folder()
         return self.everything()
 
     def rescue(self, segment: Segment) -> Segment:
@@ -223,7 +356,7 @@ class SegmentStore:
             temporary.unlink(missing_ok=True)
         self.discard(segment)
         segment.close()
-        self._enter(found)
+        self.enter_found(found, Purpose.RANK)
         return found
 
     def adopt(self, now_s: float) -> Adopted:
@@ -244,7 +377,7 @@ class SegmentStore:
     def _take_over(self, found: Adopted, now_s: float) -> Adopted:
         for segment in found.segments:
             segment.detached_at_s = None if segment.owned() else now_s
-            self._enter(segment)
+            self.enter_found(segment, Purpose.RANK)
         return found
 
     def _superseded(self, told: SegmentDescriptor) -> bool:
@@ -273,7 +406,8 @@ class SegmentStore:
             ValueError: numbers or names that no segment can have.
         """
         key = RankKey(descriptor.job, descriptor.run, descriptor.rank)
-        known = [generation for k, generation in [*self._segments, *self._plans] if k == key]
+        held = self._held[Purpose.RANK].values()
+        known = [h.plan.descriptor.generation for h in held if h.plan.key == key]
         # What waits, or was put aside, has its number still: it may come back.
         known += self._generations(key, aside=True)
         final = msgspec.structs.replace(
@@ -285,33 +419,6 @@ class SegmentStore:
         geometry = plan_geometry(num_slots, slot_bytes, len(encode_descriptor(final)))
         name = segment_file_name(final.job, final.run, final.rank, final.generation, final.kind)
         return SegmentPlan(final, geometry, self.folder / name)
-
-    def promise(self, plan: SegmentPlan) -> None:
-        """Count the plan's bytes as used from now on."""
-        self._plans[plan.key, plan.descriptor.generation] = plan
-
-    def cancel(self, plan: SegmentPlan) -> None:
-        """The plan came to nothing."""
-        self._plans.pop((plan.key, plan.descriptor.generation), None)
-
-    def build(self, plan: SegmentPlan) -> Segment:
-        """Make the file: every page allocated, touched and perhaps locked. May take seconds.
-
-        Raises:
-            CannotReserve: the filesystem is full, or locking was demanded and is not allowed.
-        """
-        temporary = plan.temporary
-        try:
-            return self._build(plan, temporary)
-        except OSError as error:
-            raise _no_room(plan, self.folder, error) from error
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
-        """The plan has become this segment."""
-        self.cancel(plan)
-        self._enter(segment)
 
     def create(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> Segment:
         """Plan, build and enter in one go."""
@@ -325,23 +432,6 @@ class SegmentStore:
         self.enter(plan, segment)
         return segment
 
-    def remove(self, segment: Segment) -> None:
-        """Unlink and forget a segment. Its memory is free once nobody maps it any more."""
-        self.discard(segment)
-        segment.path.unlink(missing_ok=True)
-
-    def discard(self, segment: Segment) -> None:
-        """Forget a segment and leave its file alone."""
-        key = segment.key
-        if self._segments.pop((key, segment.generation), None) is None:
-            return
-        ranks = self._runs[key.job, key.run]
-        del ranks[key][segment.generation]
-        if not ranks[key]:
-            del ranks[key]
-        if not ranks:
-            del self._runs[key.job, key.run]
-
     def remove_bad(self, job: str, run: str) -> int:
         """Delete what was put aside of a run, or waits to be taken over; returns how many files."""
         found = list(self.folder.glob(f"{job}~{run}~*{ASIDE}"))
@@ -353,12 +443,6 @@ class SegmentStore:
         """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""
         if self._mlock != "off" and not segment.mlocked:
             segment.mlocked = try_mlock(segment.buffer) is None
-
-    def _enter(self, segment: Segment) -> None:
-        key = segment.key
-        self._segments[key, segment.generation] = segment
-        of_run = self._runs.setdefault((key.job, key.run), {})
-        of_run.setdefault(key, {})[segment.generation] = segment
 
     def _of_rank(self, key: RankKey) -> dict[int, Segment]:
         return self._runs.get((key.job, key.run), {}).get(key, {})
@@ -382,8 +466,7 @@ class SegmentStore:
             write_prologue(buffer, plan.geometry, plan.descriptor)
             if self._group is not None:
                 os.fchown(fd, -1, self._group)
-                replica = plan.path.name.endswith(tuple(REPLICA_ENDS.values()))
-                os.fchmod(fd, 0o640 if replica else 0o660)
+                os.fchmod(fd, 0o640 if plan.purpose is Purpose.REPLICA else 0o660)
             temporary.rename(plan.path)
         except BaseException:
             os.close(fd)
@@ -394,26 +477,46 @@ class SegmentStore:
         )
 
 
-def _facts(
-    descriptor: SegmentDescriptor, total_bytes: int, owned: bool, ready: bool
-) -> SegmentFacts:
+def _facts(told: SegmentDescriptor, held: _Held, owned: bool = False) -> SegmentFacts:
     return SegmentFacts(
-        key=RankKey(descriptor.job, descriptor.run, descriptor.rank),
-        generation=descriptor.generation,
-        world_size=descriptor.world_size,
-        topology=descriptor.topology,
-        layout_version=descriptor.layout_version,
-        total_bytes=total_bytes,
+        key=RankKey(told.job, told.run, told.rank),
+        generation=told.generation,
+        world_size=told.world_size,
+        topology=told.topology,
+        layout_version=told.layout_version,
+        total_bytes=held.size_bytes,
         owned=owned,
-        ready=ready,
+        ready=held.segment is not None,
     )
 
 
-def _allocated(plan: SegmentPlan) -> int:
+def _copy_facts(held: _Held) -> SegmentFacts:
+    """Memory of the reader's that is not offered to it."""
+    reader = held.plan.reader
+    assert reader is not None, "somebody reads it"
+    return SegmentFacts(
+        key=reader.key,
+        generation=held.plan.number,
+        world_size=reader.world_size,
+        topology=reader.topology,
+        layout_version=reader.layout_version,
+        total_bytes=held.size_bytes,
+        owned=False,
+        ready=False,
+    )
+
+
+def _missing_bytes(plan: SegmentPlan) -> int:
+    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made,
+    until it is entered.
+    """
+    if plan.path.exists():
+        return 0
     try:
-        return min(plan.temporary.stat().st_blocks * 512, plan.geometry.total_bytes)
+        taken = plan.temporary.stat().st_blocks * 512
     except FileNotFoundError:
-        return 0  # not begun, or complete and about to be entered
+        taken = 0
+    return max(0, plan.geometry.total_bytes - taken)
 
 
 def _no_room(plan: SegmentPlan, folder: Path, error: OSError) -> CannotReserve:

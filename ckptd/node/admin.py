@@ -40,7 +40,7 @@ class Admin:
         """Everything `ckptctl status` shows."""
         now_s = self._clock()
         promised = self._sessions.promised()
-        memory = self._store.memory(promised)
+        memory = self._store.memory
         anon, file, shmem = inventory.own_memory()
         return m.Status(
             version=ckptd.__version__,

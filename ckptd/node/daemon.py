@@ -102,6 +102,7 @@ class Daemon(SlotListener):
             mlock=config.mlock,
             hugepages=config.hugepages,
             group=group,
+            remake_folder=self._remake_folder,
         )
         self._housekeeper = Housekeeper(
             config, store, self._events, self._sealers, self._slow, pool, self
@@ -117,13 +118,11 @@ class Daemon(SlotListener):
         self._service = Service(
             node,
             self._housekeeper,
-            self._slow,
             self._watcher,
             self._peering,
             self._tier,
             stop=self.stop,
         )
-        store.remake_folder = self._remake_folder
         address, watchdog_s = notify_settings()
         self._notifier = Notifier(address)
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S

@@ -8,7 +8,7 @@ fetching still works for what lies here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -16,12 +16,13 @@ import msgspec
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.replication.access import RunAccess
 from ckptd.core.replication.replicas import Promise
-from ckptd.core.sessions import MemoryFacts, RankKey
+from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
 from ckptd.memory.adoption import Adopted, tell_adopted
 from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.memory.slot_doubts import Doubt
 from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.peers.fabric import FabricWatch, make_fabric, static_peers
@@ -78,6 +79,7 @@ class Peering:
         store, events = node.store, node.events
         self._node, self._config, self._store, self._events = node, node.config, store, events
         self._clock, self.doubt = node.clock, doubt
+        self.maker = SegmentMaker(store, events, workers.slow, node.clock)
         self.replicas = ReplicaStore(store)
         self.quarantine = Quarantine(
             store.folder,
@@ -117,7 +119,9 @@ class Peering:
             clock=node.clock,
         )
         self._stored: StoreLink | None = None
-        self.fetches = Fetches(node, self.replicas, workers, link=self._holder, doubt=doubt)
+        self.fetches = Fetches(
+            node, self.maker, self.replicas, workers, link=self._holder, doubt=doubt
+        )
         self._digesters = self._own_workers("image-digest")
         self._digests = ImageDigests(
             self._digesters,
@@ -128,7 +132,6 @@ class Peering:
         )
         self.find_descriptor = self.fetches.find_descriptor
         self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
-        store.other_bytes = lambda: self.replicas.used_bytes + self.fetches.copies.used_bytes
         self._settlers = self._own_workers("settle")
         self.host: Host | None = None
         if self.fabric is not None:
@@ -136,7 +139,7 @@ class Peering:
                 node,
                 self.fabric,
                 self.replicas,
-                HostWorkers(self._digesters, workers.slow, self._settlers, workers.digests),
+                HostWorkers(self._digesters, self.maker, self._settlers, workers.digests),
                 owner=self,
                 vouch=self._digests.want,
                 records=self.records,
@@ -156,17 +159,6 @@ class Peering:
     def slack(self) -> int:
         """Slots that a trainer's ring should have for snapshots that wait for peers."""
         return 0 if self.fabric is None else self._config.replication_slack
-
-    @property
-    def memory(self) -> MemoryFacts:
-        """The numbers of the memory under all segments, replicas included."""
-        return self.replicas.memory
-
-    # -- from the service ------------------------------------------------------------------------
-
-    def keep_room_for(self, promised: Callable[[], Mapping[RankKey, int]]) -> None:
-        """What was promised to ranks of this node is not for replicas."""
-        self.replicas.promised = promised
 
     def join(self, key: RankKey, message: Join) -> str:
         """A local rank tells who takes part in its run. Returns why it is refused, or "".

@@ -23,7 +23,7 @@ from ckptd.node.admin import Admin
 from ckptd.node.elastic_placements import ElasticFacts
 from ckptd.node.peering import Peering
 from ckptd.node.process_watch import PidWatcher
-from ckptd.node.segment_maker import Answer, Reserving
+from ckptd.node.reservations import Answer, Reservations
 from ckptd.node.trainers import Trainers
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
@@ -32,7 +32,6 @@ from ckptd.restore.store_restore import Bringing
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import RefusalCode
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 
 __all__ = ["Service"]
 
@@ -48,7 +47,6 @@ class Service:
 
     Args:
         node: its folder is claimed and its segments are adopted by `start`.
-        slow: workers for making and removing segments.
         housekeeper: seals, settles, scrubs and expires.
         tier: what becomes durable, where there is a store.
         stop: ends this daemon, told why; called when it makes way for another.
@@ -58,7 +56,6 @@ class Service:
         self,
         node: NodeContext,
         housekeeper: Housekeeper,
-        slow: Workers,
         watcher: PidWatcher,
         peering: Peering,
         tier: StorageTier | None = None,
@@ -71,27 +68,17 @@ class Service:
         self._housekeeper, self._peering = housekeeper, peering
         self.trainers = Trainers(node, housekeeper, watcher, peering)
         self.sessions = self.trainers.sessions
-        self._reserving = Reserving(store, events, slow, peering, clock)
+        self._reserving = Reservations(store, peering.maker, events, peering)
         self._for_reading = ForReading(
-            store,
+            peering.maker,
             peering.fetches,
             events,
-            slow,
             meet=peering.meet,
-            memory=lambda: peering.memory,
             attached=lambda session: self.sessions.of_identity(session.identity) is session,
         )
-        self._bringing = Bringing(
-            None if tier is None else tier.link,
-            store,
-            peering.fetches,
-            housekeeper,
-            events,
-            slow,
-            memory=lambda: peering.memory,
-            clock=clock,
-        )
-        peering.keep_room_for(self.sessions.promised)
+        link = None if tier is None else tier.link
+        self._bringing = Bringing(link, store, peering.maker, peering.fetches, housekeeper)
+        store.promised = self.sessions.promised
         self._admin = admin = Admin(node, self.sessions, housekeeper, peering, tier)
         self._unanswered: Counter[bytes] = Counter()
         self._elastic = ElasticFacts()

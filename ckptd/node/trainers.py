@@ -27,7 +27,7 @@ from ckptd.node.park_events import ParkEvents
 from ckptd.node.peering import Peering
 from ckptd.node.process_watch import PidWatcher
 from ckptd.node.rank_owners import OwnerTokens
-from ckptd.node.segment_maker import segment_info
+from ckptd.node.reservations import segment_info
 from ckptd.node_context import NodeContext
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import RefusalCode
@@ -123,7 +123,7 @@ class Trainers:
         decision = decide_attach(
             wish,
             self._store.facts(),
-            self._peering.memory,
+            self._store.memory,
             owner_pid=taken_by,
             open_in=self._openers(key),
         )

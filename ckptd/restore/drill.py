@@ -7,7 +7,6 @@ dropped.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -21,18 +20,16 @@ from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import fetch_piece, newest_history
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentPlan, SegmentStore
-from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.memory.segment_maker import SegmentMaker
+from ckptd.memory.segment_store import Purpose, SegmentStore
 from ckptd.restore.descriptor_search import FoundDescriptor
 from ckptd.restore.fetch_job import FetchJob
-from ckptd.transport.control.messages import DrillReport, FetchPiece, FetchSource, RunSeen
+from ckptd.transport.control.messages import DrillReport, FetchPiece, FetchSource, Refused, RunSeen
 from ckptd.workers import Workers
 
 __all__ = ["DrillRun"]
 
 _PIECE_BYTES = 1 << 20
-
-logger = logging.getLogger(__name__)
 
 # Begins to fill a segment with pieces; calls back with the reason of a failure, or "".
 StartFetch = Callable[[Segment, list[FetchPiece], Callable[[str], None]], FetchJob]
@@ -48,15 +45,15 @@ class DrillRun:
         self,
         key: RankKey,
         store: SegmentStore,
-        replicas: ReplicaStore,
-        slow: Workers,
+        maker: SegmentMaker,
+        comparers: Workers,
         *,
         find_descriptor: FindDescriptor,
         start_fetch: StartFetch,
         answer: Callable[[DrillReport], None],
         clock: Callable[[], float],
     ) -> None:
-        self._key, self._store, self._replicas, self._slow = key, store, replicas, slow
+        self._key, self._store, self._maker, self._comparers = key, store, maker, comparers
         self._find_descriptor, self._start_fetch = find_descriptor, start_fetch
         self._answer, self._clock = answer, clock
         self._plan: RecoveryPlan | None = None
@@ -95,55 +92,42 @@ class DrillRun:
             return
         plan = self._store.plan(found.descriptor, len(self._pieces), found.slot_bytes)
         # A name that the next start of the daemon takes for a leftover.
-        plan = replace(plan, path=self._store.folder / f".drill-{secrets.token_hex(4)}.tmp")
-        refused = self._replicas.refusal(plan)
-        if refused:
-            self._fail(refused)
-            return
-        self._replicas.promise(plan)
-        if not self._slow.submit(
-            partial(self._store.build, plan),
-            partial(self._built, plan),
-            partial(self._not_built, plan),
-        ):
-            self._replicas.cancel(plan)
-            self._fail("too many segments are being made")
+        path = self._store.folder / f".drill-{secrets.token_hex(4)}.tmp"
+        plan = replace(plan, path=path, purpose=Purpose.DRILL)
+        refusal = self._maker.make(plan, made=self._made, refused=self._refused)
+        if refusal is not None:
+            self._refused(refusal)
 
-    def _not_built(self, plan: SegmentPlan, error: BaseException) -> None:
-        self._replicas.cancel(plan)
-        self._fail(str(error))
+    def _refused(self, refusal: Refused) -> None:
+        self._fail(refusal.message)
 
-    def _built(self, plan: SegmentPlan, segment: Segment) -> None:
+    def _made(self, segment: Segment) -> None:
         self._began_s = self._clock()
         self._job = self._start_fetch(
             segment,
             [fetch_piece(piece, sealed_at_ns=time.time_ns()) for piece in self._pieces],
-            lambda reason: self._fetched(plan, segment, reason),
+            partial(self._fetched, segment),
         )
 
-    def _fetched(self, plan: SegmentPlan, segment: Segment, reason: str) -> None:
+    def _fetched(self, segment: Segment, reason: str) -> None:
         took_s = self._clock() - self._began_s
         assert self._plan is not None
-        done = partial(self._finish, plan, segment, took_s)
+        done = partial(self._finish, segment, took_s)
         if reason:
             done((reason, 0))
             return
         primaries = self._store.of_rank(self._key)
         pieces = self._pieces
-        if not self._slow.submit(
+        if not self._comparers.submit(
             lambda: _compare(segment, pieces, primaries),
             done,
             lambda error: done((f"comparing failed: {error!r}", 0)),
         ):
             done(("", 0))
 
-    def _finish(
-        self, plan: SegmentPlan, segment: Segment, took_s: float, outcome: tuple[str, int]
-    ) -> None:
+    def _finish(self, segment: Segment, took_s: float, outcome: tuple[str, int]) -> None:
         reason, compared = outcome
-        segment.path.unlink(missing_ok=True)
-        self._replicas.cancel(plan)
-        self._slow.submit(segment.close, _nothing, _log_failure)
+        self._maker.give_back(segment)
         assert self._plan is not None
         state = self._job.state if self._job is not None else None
         self._answer(
@@ -194,11 +178,3 @@ def _same(a: memoryview, b: memoryview) -> bool:
         bytes(a[at : at + _PIECE_BYTES]) == bytes(b[at : at + _PIECE_BYTES])
         for at in range(0, len(a), _PIECE_BYTES)
     )
-
-
-def _nothing(_: object) -> None:
-    """The result is not needed."""
-
-
-def _log_failure(error: BaseException) -> None:
-    logger.error("closing the segment of a drill failed", exc_info=error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from ckptd.core.sessions import RankKey
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_maker import SegmentMaker
+from ckptd.memory.segment_store import Purpose
 from ckptd.memory.slot_doubts import Doubt
 from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.peers.holder import Holder
@@ -22,8 +23,6 @@ from ckptd.units import format_bytes
 
 __all__ = ["Fetches"]
 
-logger = logging.getLogger(__name__)
-
 
 class Fetches:
     """Jobs by rank and generation, and drills.
@@ -36,13 +35,15 @@ class Fetches:
     def __init__(
         self,
         node: NodeContext,
+        maker: SegmentMaker,
         replicas: ReplicaStore,
         workers: NodeWorkers,
         *,
         link: Callable[[str], Holder | None],
         doubt: Doubt,
     ) -> None:
-        self._node, self._store, self._replicas = node, node.store, replicas
+        self._node, self._store = node, node.store
+        self._maker, self._replicas = maker, replicas
         self.copies = ReadingCopies(node.store)
         self._workers, self._link = workers, link
         self._doubts = CopyDoubts(doubt, link, node.events)
@@ -83,7 +84,7 @@ class Fetches:
         rehearsal = DrillRun(
             key,
             self._store,
-            self._replicas,
+            self._maker,
             self._workers.slow,
             find_descriptor=self.find_descriptor,
             start_fetch=self._start_drill,
@@ -102,19 +103,20 @@ class Fetches:
         for owner, generation in list(self._jobs):
             if owner == key:
                 self._jobs.pop((owner, generation)).close("its trainer ended")
-        for number in self.copies.of(key):
-            self._remove_copy(key, number, "its trainer ended")
+        for copy in self.copies.of(key).values():
+            self._remove_copy(key, copy, "its trainer ended")
 
     def drop_copy(self, reader: RankKey, number: int) -> int | None:
         """A trainer has read what was brought for it; returns the bytes that are free, None if this
         is no copy of it.
         """
-        if number not in self.copies.of(reader):
+        copy = self.copies.get(reader, number)
+        if copy is None:
             return None
         job = self._jobs.pop((reader, number), None)
         if job is not None:
             job.close("it is no longer needed", wanted=False)
-        return self._remove_copy(reader, number, "its trainer no longer needs it")
+        return self._remove_copy(reader, copy, "its trainer no longer needs it")
 
     def tick(self) -> None:
         """Take over from slow holders; forget what is over and gone."""
@@ -145,13 +147,11 @@ class Fetches:
         job.start()
         return job
 
-    def _remove_copy(self, reader: RankKey, number: int, why: str) -> int:
-        segment = self.copies.remove(reader, number)
-        size = segment.file_bytes
-        text = f"{reader}: a copy of {segment.key} ({format_bytes(size)}): {why}"
+    def _remove_copy(self, reader: RankKey, copy: Segment, why: str) -> int:
+        text = f"{reader}: a copy of {copy.key} ({format_bytes(copy.file_bytes)}): {why}"
         self._node.events.add("info", "removed", text, reader)
-        self._workers.slow.submit(segment.close, _nothing, _log_failure)
-        return size
+        self._maker.give_back(copy)
+        return copy.file_bytes
 
     def _start_drill(
         self, segment: Segment, pieces: Sequence[FetchPiece], finished: Callable[[str], None]
@@ -186,15 +186,4 @@ class Fetches:
         return FetchJob(tools, pieces, finished)
 
     def _local_segment(self, name: str) -> Segment | None:
-        other = self._replicas.get(name) or self.copies.named(name)
-        if other is not None:
-            return other
-        return next((s for s in self._store.everything() if s.path.name == name), None)
-
-
-def _nothing(_: object) -> None:
-    """The result is not needed."""
-
-
-def _log_failure(error: BaseException) -> None:
-    logger.error("closing a copy that was read failed", exc_info=error)
+        return self._store.named(name, Purpose.RANK, Purpose.REPLICA, Purpose.COPY)

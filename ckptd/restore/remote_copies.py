@@ -3,32 +3,28 @@
 
 The same pieces, jobs and messages as for a rank's own snapshots; what is different is where they
 go: into a copy that is nobody's memory but its reader's (`ckptd.restore.remote_copy_files`).
-Nothing in here depends on the kind of the segments. On the daemon's loop thread; making the memory
-goes to workers, and the answer follows when it is there.
+Nothing in here depends on the kind of the segments. On the daemon's loop thread; the answer follows
+when the memory is there (`SegmentMaker`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from ckptd.core.sessions import MemoryFacts, RankKey, TrainerSession, reject_if_too_large
+from ckptd.core.sessions import RankKey, TrainerSession
 from ckptd.core.slots.segment_format import SegmentDescriptor, unpack_slot_header
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
+from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.restore.descriptor_search import FoundDescriptor
 from ckptd.restore.fetches import Fetches
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import RefusalCode
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 
 __all__ = ["ForReading"]
-
-logger = logging.getLogger(__name__)
 
 _GONE = "the nodes that held it are gone: start again, the ranks then plan anew"
 _PLAN_ANEW = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
@@ -53,29 +49,24 @@ class _Request:
 
 
 class ForReading:
-    """Admits, makes and begins to fill copies.
+    """Has copies made, and begins to fill them.
 
     Args:
-        slow: workers for making memory.
         meet: connects to nodes.
-        memory: its numbers, now.
         attached: whether a session has not ended meanwhile.
     """
 
     def __init__(
         self,
-        store: SegmentStore,
+        maker: SegmentMaker,
         fetches: Fetches,
         events: EventLog,
-        slow: Workers,
         *,
         meet: Callable[[Iterable[m.NodeCard]], None],
-        memory: Callable[[], MemoryFacts],
         attached: Callable[[TrainerSession], bool],
     ) -> None:
-        self._store, self._fetches, self._copies = store, fetches, fetches.copies
-        self._events, self._slow = events, slow
-        self._meet, self._memory, self._attached = meet, memory, attached
+        self._maker, self._fetches, self._copies = maker, fetches, fetches.copies
+        self._events, self._meet, self._attached = events, meet, attached
 
     def begin(
         self, session: TrainerSession, message: m.Fetch, answer: Callable[[m.Reply], None]
@@ -109,39 +100,23 @@ class ForReading:
     def _make(
         self, request: _Request, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int
     ) -> None:
-        reader = request.session.key
         try:
-            number, plan = self._copies.plan(reader, descriptor, num_slots, slot_bytes)
+            plan = self._copies.plan(request.session.wish, descriptor, num_slots, slot_bytes)
         except ValueError as error:
             request.refuse(RefusalCode.BAD_MESSAGE, str(error))
             return
-        facts = self._store.facts()
-        own = sum(fact.total_bytes for fact in facts if fact.key == reader)
         what = f"{num_slots} slots of {format_bytes(slot_bytes)} to read what {request.whose} has"
-        beside = f" beside {format_bytes(own)} that it has" if own else ""
-        needed = own + plan.geometry.total_bytes
-        rejected = reject_if_too_large(reader, needed, what + beside, facts, self._memory())
-        if rejected is not None:
-            self._events.add("warning", f"refused.{rejected.code}", rejected.message, reader)
-            request.refuse(rejected.code, rejected.message, rejected.hint)
-            return
-        self._copies.promise(request.session.wish, number, plan)
-        started = self._slow.submit(
-            partial(self._store.build, plan),
-            partial(self._built, request, number),
-            partial(self._not_built, request, number, plan),
-        )
-        if not started:
-            self._copies.cancel(reader, number)
-            request.refuse(RefusalCode.IN_USE, "too many segments are being made", "try again")
+        made = partial(self._made, request, plan.number)
+        refusal = self._maker.make(plan, what=what, made=made, refused=request.answer)
+        if refusal is not None:
+            request.answer(refusal)
 
-    def _built(self, request: _Request, number: int, segment: Segment) -> None:
+    def _made(self, request: _Request, number: int, segment: Segment) -> None:
         reader = request.session.key
-        if not self._attached(request.session):
-            self._discard(reader, number, segment)
+        if not self._attached(request.session):  # nobody would ever drop it
+            self._maker.give_back(segment)
             request.refuse(RefusalCode.NO_SESSION, f"{reader} has left meanwhile")
             return
-        self._copies.enter(reader, number, segment)
         size = format_bytes(segment.file_bytes)
         text = f"{reader}: a copy of {request.whose} ({request.message.kind}, {size})"
         self._events.add("info", "reserved", text, reader)
@@ -149,25 +124,6 @@ class ForReading:
         geometry = segment.geometry
         info = m.SegmentInfo(str(segment.path), number, geometry.slot_bytes, geometry.num_slots)
         request.answer(m.Reserved(info, segment.mlocked))
-
-    def _discard(self, reader: RankKey, number: int, segment: Segment) -> None:
-        """It was made for nobody, and nobody would ever drop it."""
-        self._copies.cancel(reader, number)
-        segment.path.unlink(missing_ok=True)
-        self._slow.submit(segment.close, _nothing, _log_failure)
-
-    def _not_built(
-        self, request: _Request, number: int, plan: SegmentPlan, error: BaseException
-    ) -> None:
-        reader = request.session.key
-        self._copies.cancel(reader, number)
-        if isinstance(error, CannotReserve):
-            self._events.add("warning", f"refused.{error.code}", error.message, reader)
-            request.refuse(error.code, error.message, error.hint)
-            return
-        logger.error("making %s failed", plan.path.name, exc_info=error)
-        self._events.add("error", "reserve_failed", f"{reader}: {error!r}", reader)
-        request.refuse(RefusalCode.INTERNAL, f"making a copy to read failed: {error!r}")
 
 
 def _out_of_place(request: _Request) -> str | None:
@@ -208,11 +164,3 @@ def _unlike(told: SegmentDescriptor, request: _Request) -> str | None:
 def _image_lens(message: m.Fetch) -> list[int]:
     """Of the pieces whose header can be read."""
     return [h.image_len for p in message.pieces if (h := unpack_slot_header(p.header)) is not None]
-
-
-def _nothing(_: object) -> None:
-    """The result is not needed."""
-
-
-def _log_failure(error: BaseException) -> None:
-    logger.error("closing a copy that nobody waited for failed", exc_info=error)

@@ -11,18 +11,16 @@ On the daemon's loop thread; whoever waits asks again and again.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from functools import partial
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.sessions import MemoryFacts, RankKey, reject_if_too_large
+from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
-from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
+from ckptd.memory.segment_maker import SegmentMaker
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence.keeper_wire import CommittedCheckpoint, FoundWorlds
 from ckptd.persistence.store_link import StoreLink
 from ckptd.restore.fetch_job import FetchJob
@@ -30,11 +28,8 @@ from ckptd.restore.fetches import Fetches
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import FetchPiece, FetchSource, RefusalCode
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 
 __all__ = ["Bringing"]
-
-logger = logging.getLogger(__name__)
 
 
 class Bringing:
@@ -42,25 +37,18 @@ class Bringing:
 
     Args:
         link: to the store; None where none is configured.
-        slow: workers for making memory.
-        memory: of this node, by which a segment may be refused.
     """
 
     def __init__(
         self,
         link: StoreLink | None,
         store: SegmentStore,
+        maker: SegmentMaker,
         fetches: Fetches,
         housekeeper: Housekeeper,
-        events: EventLog,
-        slow: Workers,
-        *,
-        memory: Callable[[], MemoryFacts],
-        clock: Callable[[], float],
     ) -> None:
-        self._link, self._store, self._fetches = link, store, fetches
-        self._housekeeper, self._events, self._slow = housekeeper, events, slow
-        self._memory, self._clock = memory, clock
+        self._link, self._store, self._maker = link, store, maker
+        self._fetches, self._housekeeper = fetches, housekeeper
         self._looks: dict[tuple[str, str], _Look] = {}
         self._under_way: dict[tuple[str, str], _Checkpoint] = {}
 
@@ -132,52 +120,27 @@ class Bringing:
         except (SegmentError, ValueError) as error:
             found.fail(f"{stored.name} is of no segment that can be made here: {error}")
             return
-        facts = self._store.facts()
-        own = sum(fact.total_bytes for fact in facts if fact.key == plan.key)
-        rejected = reject_if_too_large(
-            plan.key,
-            own + plan.geometry.total_bytes,
-            f"a snapshot of {format_bytes(stored.lengths[-1])} from storage",
-            facts,
-            self._memory(),
-        )
-        if rejected is not None:
-            self._events.add("warning", f"refused.{rejected.code}", rejected.message, plan.key)
-            found.fail(f"{rejected.message} ({rejected.hint})", fatal=True)
-            return
-        self._store.promise(plan)
-        started = self._slow.submit(
-            partial(self._store.build, plan),
-            partial(self._built, found, stored, plan),
-            partial(self._not_built, found, plan),
-        )
-        if not started:
-            self._store.cancel(plan)
-            found.fail("too many segments are being made")
+        what = f"a snapshot of {format_bytes(stored.lengths[-1])} from storage"
+        made, refused = partial(self._made, found, stored), partial(self._refused, found)
+        refusal = self._maker.make(plan, what=what, made=made, refused=refused)
+        if refusal is not None:
+            self._refused(found, refusal)
 
-    def _built(
-        self, found: _Checkpoint, stored: CommittedCheckpoint, plan: SegmentPlan, segment: Segment
-    ) -> None:
-        segment.detached_at_s = self._clock()
-        self._store.enter(plan, segment)
+    def _made(self, found: _Checkpoint, stored: CommittedCheckpoint, segment: Segment) -> None:
         if found.over:
             self._housekeeper.remove(segment, "it is no longer needed")
             return
         last = len(stored.headers) - 1
         source = FetchSource(STORE_NODE, stored.name, last)
         piece = FetchPiece(stored.headers[last], (source,))
-        found.jobs[plan.key] = self._fetches.fetch(segment, [piece])
+        found.jobs[segment.key] = self._fetches.fetch(segment, [piece])
         self._make_next(found)
 
-    def _not_built(self, found: _Checkpoint, plan: SegmentPlan, error: BaseException) -> None:
-        self._store.cancel(plan)
-        if isinstance(error, CannotReserve):
-            self._events.add("warning", f"refused.{error.code}", error.message, plan.key)
-            found.fail(f"{error.message} ({error.hint})", fatal=True)
-            return
-        logger.error("making a segment for %s failed", plan.key, exc_info=error)
-        self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.key)
-        found.fail(f"making the segment failed: {error!r}", fatal=True)
+    def _refused(self, found: _Checkpoint, refusal: m.Refused) -> None:
+        """Unless this node was only busy, there is no room for an older one either."""
+        busy = refusal.code == RefusalCode.IN_USE
+        hint = f" ({refusal.hint})" if refusal.hint else ""
+        found.fail(f"{refusal.message}{hint}", fatal=not busy)
 
     def _give_up(self, found: _Checkpoint, why: str) -> None:
         """What came of it is no use: the checkpoint is damaged, or another one is wanted."""

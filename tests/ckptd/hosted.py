@@ -15,6 +15,7 @@ from ckptd.core.replication.replicas import Promise
 from ckptd.event_log import EventLog
 from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node_context import NodeContext
 from ckptd.peers.replicas.host_parts import HostWorkers
@@ -75,11 +76,12 @@ class Setting:
         self.replicas = ReplicaStore(self.store)
         self.workers = Workers("test", 2, 100, lambda: None)
         config = DaemonConfig(peer_deadline_s=5.0, retain_detached_s=self.retain_s)
+        maker = SegmentMaker(self.store, self.events, self.workers, lambda: self.now_s)
         self.host = Host(
             NodeContext(config, self.store, self.events, Mock(), "here", clock=lambda: self.now_s),
             self.fabric,
             self.replicas,
-            HostWorkers(self.workers, self.workers, self.workers),
+            HostWorkers(self.workers, maker, self.workers),
             owner=self,
             vouch=ImageDigests(
                 self.workers,
@@ -99,6 +101,15 @@ class Setting:
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
         self.doubted.append((segment, index, sequence))
+
+    def next_replicas(self) -> ReplicaStore:
+        """As the next daemon finds them, in a store of its own."""
+        store = self.store
+        return ReplicaStore(
+            SegmentStore(
+                store.folder, store.quota_bytes, store.node_id, mlock="off", hugepages="off"
+            )
+        )
 
     def say(self, message: p.PeerMessage, peer: str = "p") -> queue.SimpleQueue[p.PeerReply]:
         """Hand it over; the answer comes now or later. The host does not wait for anything."""

@@ -13,6 +13,7 @@ from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.replicas import Promise
 from ckptd.memory.image_digests import Vouch
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.node_context import DigestThreads, NodeContext
 from ckptd.peers.replicas.region_loans import Lending
 from ckptd.peers.replicas.replica_store import ReplicaStore
@@ -58,13 +59,13 @@ class LeaseOwner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostWorkers:
-    """The threads of a host."""
+    """Who works for a host in threads."""
 
     verifiers: Workers
     """Verify what arrived. Not those that seal: no seal of a trainer here waits for a replica."""
 
-    slow: Workers
-    """Make and remove memory."""
+    maker: SegmentMaker
+    """Makes replicas, and gives their memory back."""
 
     settlers: Workers
     """Break off what peers do."""

@@ -20,11 +20,12 @@ from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.memory.inventory import held_slots
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import CannotReserve, SegmentPlan
+from ckptd.memory.segment_store import SegmentPlan
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replicas.host_parts import HostParts, LeaseOwner
 from ckptd.peers.replicas.replica_store import same_primary
 from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
 
 __all__ = ["Leasing"]
@@ -35,6 +36,9 @@ _SILENT_S = 60.0
 _SNAPSHOTS_FIRST_S = (
     120.0  # longer than a sender of snapshots that was refused waits before it asks again
 )
+
+
+_PEER_CODES: dict[str, str] = {RefusalCode.IN_USE: "busy", RefusalCode.INTERNAL: "internal"}
 
 
 @dataclass(slots=True)
@@ -171,32 +175,29 @@ class Leasing:
     # -- making one ------------------------------------------------------------------------------
 
     def _build(self, plan: SegmentPlan) -> None:
-        refused = self._replicas.refusal(plan)
+        maker = self._host.workers.maker
+        refusal = maker.refusal(plan)
         if plan.descriptor.is_log:
-            refused = refused or self._kept_for_snapshots()
-        elif refused:
+            refusal = refusal or self._kept_for_snapshots()
+        elif refusal is not None:
             self._short_until_s = self._node.clock() + _SNAPSHOTS_FIRST_S
             if self._made_room(plan):
                 self._refuse(plan, p.PeerRefused("busy", "room is being made: try again"))
                 return
-        if refused:
-            self._node.events.add("warning", "replica_refused", refused, plan.key)
-            self._refuse(plan, p.PeerRefused("quota", refused, "raise its CKPTD_MEMORY"))
-            return
-        self._replicas.promise(plan)
-        started = self._host.workers.slow.submit(
-            partial(self._node.store.build, plan),
-            partial(self._built, plan),
-            partial(self._not_built, plan),
-        )
-        if not started:
-            self._replicas.cancel(plan)
-            self._refuse(plan, p.PeerRefused("busy", "too many segments are being made"))
+        if refusal is not None:
+            self._node.events.add("warning", "replica_refused", refusal.message, plan.key)
+        else:
+            made, refused = partial(self._made, plan), partial(self._refused, plan)
+            refusal = maker.make(plan, made=made, refused=refused)
+        if refusal is not None:
+            self._refused(plan, refusal)
 
-    def _kept_for_snapshots(self) -> str:
-        """Why a log is not taken in although there is memory for it, or ""."""
-        waiting = self._node.clock() < self._short_until_s
-        return "memory is wanted for replicas of snapshots, which come first" if waiting else ""
+    def _kept_for_snapshots(self) -> Refused | None:
+        """Why a log is not taken in although there is memory for it."""
+        if self._node.clock() >= self._short_until_s:
+            return None
+        text = "memory is wanted for replicas of snapshots, which come first"
+        return Refused(RefusalCode.QUOTA, text, "raise its CKPTD_MEMORY")
 
     def _made_room(self, plan: SegmentPlan) -> bool:
         """Whether replicas of logs went so that this one of snapshots can be made, as soon as their
@@ -214,18 +215,15 @@ class Leasing:
                 )
         return True
 
-    def _built(self, plan: SegmentPlan, segment: Segment) -> None:
-        self._replicas.enter(plan, segment)
+    def _made(self, plan: SegmentPlan, segment: Segment) -> None:
         size = format_bytes(segment.file_bytes)
         self._node.events.add("info", "replica_opened", f"{segment.path.name} ({size})", plan.key)
         for peer, message, answer in self._building.pop(plan.path.name, []):
             self.open(peer, message, answer)  # anew: meanwhile it may want a wider one
 
-    def _not_built(self, plan: SegmentPlan, error: BaseException) -> None:
-        self._replicas.cancel(plan)
-        code = "quota" if isinstance(error, CannotReserve) else "internal"
-        self._node.events.add("warning", "replica_refused", f"{plan.path.name}: {error}", plan.key)
-        self._refuse(plan, p.PeerRefused(code, str(error)[:4000]))
+    def _refused(self, plan: SegmentPlan, refusal: Refused) -> None:
+        code = _PEER_CODES.get(refusal.code, "quota")
+        self._refuse(plan, p.PeerRefused(code, refusal.message[:4000], refusal.hint))
 
     def _refuse(self, plan: SegmentPlan, reply: p.PeerReply) -> None:
         for _, _, answer in self._building.pop(plan.path.name, []):

@@ -11,8 +11,6 @@ boot of the peer, or when nothing happens for long; none of them is a promise th
 
 from __future__ import annotations
 
-from functools import partial
-
 from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.log_replicas import outdated_slots, why_log_removable
 from ckptd.core.replication.replicas import removable, stale_slots
@@ -168,15 +166,14 @@ class Host:
 
     def remove(self, segment: Segment, why: str) -> None:
         """Free a replica's memory."""
-        self._replicas.remove(segment)
+        self._store.remove(segment)
+        self._replicas.forget(segment)
         for part in (self._tickets, self._reads, self._leases):
             part.removed(segment)
         self._used_s.pop(segment.path.name, None)
         size = format_bytes(segment.file_bytes)
         self._node.events.add("info", "replica_removed", f"{segment.path.name} ({size}): {why}")
-        self._parts.workers.slow.submit(
-            segment.close, _nothing, partial(self._failed, "closing a replica")
-        )
+        self._parts.workers.maker.close(segment)
 
     def close(self) -> None:
         """Give up every lease, ticket and read; does not wait for peers."""
@@ -313,7 +310,3 @@ def local_holdings(
         record,
         failures,
     )
-
-
-def _nothing(_: object) -> None:
-    """The result is not needed."""

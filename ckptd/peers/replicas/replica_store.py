@@ -4,9 +4,9 @@ of its own ranks.
 As in `SegmentStore`, whoever looks for snapshots must not come upon a log: iterating, `of_run` and
 `groups` leave them out.
 
-They share folder and quota with `SegmentStore` and are found again after a restart in the same way.
-What a rank of this node is promised goes first: a replica gets memory only if that leaves room. All
-methods belong to the daemon's loop thread.
+Their memory is that of the `SegmentStore`, as all segments' is; here are their names, and which of
+them belong together. What a rank of this node is promised goes first: a replica gets memory only if
+that leaves room. All methods belong to the daemon's loop thread.
 
 One primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span
 has grown) a wider one is made beside the first, which goes as soon as no promise needs it. The
@@ -16,12 +16,12 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from ckptd.core.sessions import MemoryFacts, RankKey, room_for_replicas
+from ckptd.core.sessions import room_for_replicas
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
@@ -38,8 +38,7 @@ from ckptd.holdings import operators_id
 from ckptd.memory.adoption import Adopted, Adoption
 from ckptd.memory.inventory import slot_record
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentPlan, SegmentStore
-from ckptd.units import format_bytes
+from ckptd.memory.segment_store import Purpose, SegmentPlan, SegmentStore
 
 __all__ = ["ReplicaStore", "same_primary"]
 
@@ -57,27 +56,22 @@ class GroupKey:
 
 
 class ReplicaStore:
-    """Replicas by file name."""
+    """The replicas in a store."""
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
-        self._segments: dict[str, Segment] = {}
-        self._plans: dict[str, SegmentPlan] = {}
         self._operators: dict[str, str] = {}
         self._adoption = Adoption(store.folder, REPLICA_ENDS.values())
-        store.other_bytes = lambda: self.used_bytes
-        # What live sessions said that they need in all, by rank.
-        self.promised: Callable[[], Mapping[RankKey, int]] = dict
 
     def __iter__(self) -> Iterator[Segment]:
         return iter([s for s in self.everything() if s.holds_snapshots])
 
     def __len__(self) -> int:
-        return sum(s.holds_snapshots for s in self._segments.values())
+        return sum(1 for _ in self)
 
     def everything(self) -> list[Segment]:
         """Every replica, of boundary logs, too."""
-        return [self._segments[name] for name in sorted(self._segments)]
+        return self._store.all_for(Purpose.REPLICA)
 
     def logs(self) -> list[Segment]:
         """The replicas of boundary logs."""
@@ -85,11 +79,12 @@ class ReplicaStore:
 
     @property
     def used_bytes(self) -> int:
-        made = sum(s.file_bytes for s in self._segments.values())
-        return made + sum(p.geometry.total_bytes for p in self._plans.values())
+        """What they take, those still being made included."""
+        return self._store.bytes_for(Purpose.REPLICA)
 
     def get(self, name: str) -> Segment | None:
-        return self._segments.get(name)
+        """The replica in this file."""
+        return self._store.named(name, Purpose.REPLICA)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
         """The replicas of a run's snapshots."""
@@ -118,7 +113,8 @@ class ReplicaStore:
 
     def _take_over(self, found: Adopted) -> Adopted:
         found.damaged = [(s, index) for s in found.segments for index in _free_unsealed(s)]
-        self._segments.update((segment.path.name, segment) for segment in found.segments)
+        for segment in found.segments:
+            self._store.enter_found(segment, Purpose.REPLICA)
         return found
 
     def plan(
@@ -145,7 +141,7 @@ class ReplicaStore:
             origin_of(descriptor),
             descriptor.kind,
         )
-        return SegmentPlan(descriptor, geometry, self._store.folder / name)
+        return SegmentPlan(descriptor, geometry, self._store.folder / name, Purpose.REPLICA)
 
     def rings_of(self, descriptor: SegmentDescriptor) -> list[Segment]:
         """The rings of one primary here, narrowest and oldest first."""
@@ -154,51 +150,13 @@ class ReplicaStore:
         return sorted(found, key=lambda s: s.descriptor.created_at_ns)
 
     @property
-    def memory(self) -> MemoryFacts:
-        """The numbers of the memory under all segments, now."""
-        facts = self._store.memory(dict(self.promised()))
-        missing = sum(_missing_bytes(plan) for plan in self._plans.values())
-        return replace(
-            facts,
-            fs_available_bytes=max(0, facts.fs_available_bytes - missing),
-            replica_bytes=self.used_bytes,
-        )
-
-    @property
     def free_bytes(self) -> int:
         """What a replica may still take: neither in use nor promised to a rank of this node."""
-        return room_for_replicas(self._store.facts(), self.memory)
+        return room_for_replicas(self._store.facts(), self._store.memory)
 
-    def refusal(self, plan: SegmentPlan) -> str:
-        """Why there is no memory for it; empty if there is."""
-        needed, free = plan.geometry.total_bytes, self.free_bytes
-        if needed <= free:
-            return ""
-        return (
-            f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
-            f"{format_bytes(self._store.quota_bytes)} here {format_bytes(free)} is free"
-            f"{_promised(self.promised())}"
-        )
-
-    def promise(self, plan: SegmentPlan) -> None:
-        self._plans[plan.path.name] = plan
-
-    def cancel(self, plan: SegmentPlan) -> None:
-        self._plans.pop(plan.path.name, None)
-
-    def enter(self, plan: SegmentPlan, segment: Segment) -> None:
-        self.cancel(plan)
-        self._segments[plan.path.name] = segment
-
-    def discard(self, segment: Segment) -> None:
-        """Forget a replica and leave its file alone."""
-        self._segments.pop(segment.path.name, None)
+    def forget(self, segment: Segment) -> None:
+        """It is removed."""
         self._operators.pop(segment.path.name, None)
-
-    def remove(self, segment: Segment) -> None:
-        """Unlink and forget a replica."""
-        self.discard(segment)
-        segment.path.unlink(missing_ok=True)
 
     # -- records ---------------------------------------------------------------------------------
 
@@ -251,24 +209,6 @@ def same_primary(a: SegmentDescriptor, b: SegmentDescriptor) -> bool:
     if abs(a.created_at_ns - b.created_at_ns) >= _MAX_RINGS:
         return False
     return msgspec.structs.replace(a, created_at_ns=b.created_at_ns) == b
-
-
-def _missing_bytes(plan: SegmentPlan) -> int:
-    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made,
-    until it is entered.
-    """
-    if plan.path.exists():
-        return 0
-    try:
-        taken = plan.temporary.stat().st_blocks * 512
-    except FileNotFoundError:
-        taken = 0
-    return max(0, plan.geometry.total_bytes - taken)
-
-
-def _promised(promised: Mapping[RankKey, int]) -> str:
-    total = sum(promised.values())
-    return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""
 
 
 def _free_unsealed(segment: Segment) -> list[int]:

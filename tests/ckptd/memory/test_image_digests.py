@@ -14,8 +14,7 @@ from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.image_digests import ImageDigests
-from ckptd.memory.kept_digests import KEPT_DIGEST_AT
-from ckptd.memory.segment_file import Segment, open_segment
+from ckptd.memory.segment_file import KEPT_DIGEST_AT, Segment, open_segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.workers import Workers

@@ -238,7 +238,7 @@ def test_create_that_fails_is_not_counted() -> None:
         with pytest.raises(CannotReserve):
             store.create(descriptor(), 10, MIB)
         assert store.used_bytes == 0
-        memory = store.memory({})
+        memory = store.memory
         assert memory.fs_total_bytes == 8 * MIB
         assert memory.fs_available_bytes == 8 * MIB
 

@@ -26,7 +26,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.segment_store import Purpose, SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.node.service import Service
 from ckptd.node_context import NodeContext, NodeWorkers
@@ -139,7 +139,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     node = NodeContext(config, store, events, lambda work: work())
     peering = Watched(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
     peering.store, peering.told = store, []
-    service = Service(node, housekeeper, workers, NoWatcher(), peering, stop=Mock())
+    service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
     yield Setting(service, peering, store, workers, heard)
     peering.close()
     workers.close(5.0)
@@ -177,7 +177,8 @@ def test_what_is_promised_at_attach_is_kept_from_replicas(setting: Setting) -> N
 
 def test_a_rank_that_does_not_fit_beside_replicas_is_told_so(setting: Setting) -> None:
     replicas = setting.peering.replicas
-    replicas.promise(setting.store.plan(descriptor_of("job", "other"), 30, MIB))
+    plan = setting.store.plan(descriptor_of("job", "other"), 30, MIB)
+    setting.store.promise(replace(plan, purpose=Purpose.REPLICA))
     refused = setting.attach(40 * MIB)
     assert isinstance(refused, m.Refused)
     assert refused.code is m.RefusalCode.QUOTA

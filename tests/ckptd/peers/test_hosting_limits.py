@@ -11,7 +11,6 @@ import pytest
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import decode_descriptor, encode_descriptor, origin_of
-from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.transport.control import peer_messages as p
 from tests.ckptd.hosted import Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
@@ -77,7 +76,7 @@ def test_no_ring_is_made_that_a_restart_could_not_read(setting: Setting) -> None
         refused = setting.ask(msgspec.structs.replace(message, span=span))
         assert isinstance(refused, p.PeerRefused)
         assert refused.code == "bad_message"
-    adopted = ReplicaStore(setting.store).adopt()
+    adopted = setting.next_replicas().adopt()
     found, bad = adopted.segments, adopted.bad
     assert len(found) == 1
     assert bad == []

@@ -22,7 +22,6 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.core.slots.segment_names import Kind
 from ckptd.memory.sealer import SealVerdict, seal_slot
-from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.storage.images.image import verify
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings
@@ -177,7 +176,7 @@ def test_a_replica_of_a_log_goes_when_the_floor_has_left_it_behind(setting: Sett
 
 def test_a_replica_of_a_log_is_found_again_by_the_next_daemon(setting: Setting) -> None:
     send(setting, opened(setting), 4, 5, oldest=4)
-    next_store = ReplicaStore(setting.store)
+    next_store = setting.next_replicas()
     adopted = next_store.adopt()
     found = adopted.segments
     assert (adopted.bad, adopted.damaged) == ([], [])
@@ -191,7 +190,7 @@ def test_a_log_under_the_name_of_a_replica_of_snapshots_is_put_aside(setting: Se
     opened(setting)
     (replica,) = setting.replicas.logs()
     replica.path.rename(replica.path.with_suffix(".rep"))
-    found = ReplicaStore(setting.store).adopt()
+    found = setting.next_replicas().adopt()
     assert found.segments == []
     assert [path.name.endswith(".rep.bad") for path, _ in found.bad] == [True]
 

@@ -117,7 +117,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     housekeeper = Housekeeper(config, store, events, workers, workers, None)
     node = NodeContext(config, store, events, lambda work: work())
     peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
-    service = Service(node, housekeeper, workers, NoWatcher(), peering, stop=Mock())
+    service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
     found = Setting(service, peering, store, workers, events)
     found.attach()
     yield found

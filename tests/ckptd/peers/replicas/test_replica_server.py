@@ -18,7 +18,6 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_files import region_of
 from ckptd.peers.replicas.region_loans import Lending, Loan
-from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings
@@ -272,7 +271,7 @@ def test_a_ring_that_became_too_narrow_gets_a_wider_one_beside_it(setting: Setti
     assert iterations(setting.open(num_slots=3, span=4)) == [1, 2, 3, 4]
     setting.host.tick(setting.now_s)
     assert first in list(setting.replicas), "the floor is in it"
-    assert {s.path for s in ReplicaStore(setting.store).adopt().segments} == {
+    assert {s.path for s in setting.next_replicas().adopt().segments} == {
         first.path,
         second.path,
     }
@@ -330,25 +329,25 @@ def test_a_replica_that_nothing_needs_goes_though_its_sender_lives(setting: Sett
 def test_a_replica_takes_nothing_that_was_promised_to_a_rank_of_this_node(setting: Setting) -> None:
     """The rank is attached and has reserved a part; the rest of its promise is no room for replicas."""
     setting.store.create(own_descriptor(), 4, MIB)
-    setting.replicas.promised = lambda: {RANK: 30 * MIB}
+    setting.store.promised = lambda: {RANK: 30 * MIB}
     assert 9 * MIB < setting.replicas.free_bytes <= 10 * MIB
     refused = setting.ask(open_replica("away", num_slots=12))
     assert isinstance(refused, p.PeerRefused)
     assert refused.code == "quota"
     assert "30 MiB is promised to its own ranks" in refused.message
     setting.open(num_slots=8)
-    setting.replicas.promised = dict
+    setting.store.promised = dict
     setting.open(generation=1, num_slots=12)
 
 
 def test_replicas_are_in_the_numbers_that_ranks_are_admitted_by(setting: Setting) -> None:
     setting.open(num_slots=8)
-    memory = setting.replicas.memory
+    memory = setting.store.memory
     assert memory.replica_bytes == setting.only.file_bytes
     before = os.statvfs(setting.store.folder)
     plan = setting.replicas.plan(setting.only.descriptor, 4, MIB, origin_in(setting.only))
-    setting.replicas.promise(plan)  # not made yet
-    planned = setting.replicas.memory
+    setting.store.promise(plan)  # not made yet
+    planned = setting.store.memory
     assert planned.replica_bytes == memory.replica_bytes + plan.geometry.total_bytes
     missing = before.f_bavail * before.f_frsize - planned.fs_available_bytes
     assert missing >= plan.geometry.total_bytes - MIB

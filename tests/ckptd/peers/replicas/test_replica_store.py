@@ -41,10 +41,9 @@ def store(tmp_path: Path) -> SegmentStore:
 
 def make(store: SegmentStore, num_slots: int = 3) -> Segment:
     """A replica as a daemon leaves it."""
-    replicas = ReplicaStore(store)
-    plan = replicas.plan(DESCRIPTOR, num_slots, 4096, origin_of(DESCRIPTOR))
+    plan = ReplicaStore(store).plan(DESCRIPTOR, num_slots, 4096, origin_of(DESCRIPTOR))
     segment = store.build(plan)
-    replicas.enter(plan, segment)
+    store.enter(plan, segment)
     return segment
 
 

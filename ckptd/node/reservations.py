@@ -1,52 +1,39 @@
-"""Making segments for trainers: empty ones, and ones that are filled from other nodes
+"""Segments that trainers ask for: empty ones, and ones that are filled from other nodes
 (docs/replication.md §7).
 
-On the daemon's loop thread; what takes long goes to workers, and the answer follows when it is done.
+On the daemon's loop thread; the answer follows when the memory is there (`SegmentMaker`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
-from ckptd.core.sessions import AttachWish, TrainerSession, reject_if_too_large
+from ckptd.core.sessions import AttachWish, TrainerSession
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import CannotReserve, SegmentPlan, SegmentStore
+from ckptd.memory.segment_maker import SegmentMaker
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.restore.descriptor_search import FoundDescriptor
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import RefusalCode
 from ckptd.units import format_bytes
-from ckptd.workers import Workers
 
-__all__ = ["Answer", "Reserving", "segment_info"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Answer", "Reservations", "segment_info"]
 
 Answer = Callable[[m.Reply], None]
 
 
-class Reserving:
-    """Admits, makes and enters segments of attached ranks.
-
-    Args:
-        slow: workers for making memory.
-    """
+class Reservations:
+    """Lays out segments for attached ranks, has them made and filled, and answers."""
 
     def __init__(
-        self,
-        store: SegmentStore,
-        events: EventLog,
-        slow: Workers,
-        peering: Peering,
-        clock: Callable[[], float],
+        self, store: SegmentStore, maker: SegmentMaker, events: EventLog, peering: Peering
     ) -> None:
-        self._store, self._events, self._slow = store, events, slow
-        self._peering, self._clock = peering, clock
+        self._store, self._maker, self._events, self._peering = store, maker, events, peering
 
     def reserve(
         self, session: TrainerSession, message: m.Reserve | m.ReserveBeside, answer: Answer
@@ -93,54 +80,21 @@ class Reserving:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
         if (wrong := _contradiction(descriptor, session.wish)) is not None:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, wrong)
-        facts = self._store.facts()
-        own = sum(fact.total_bytes for fact in facts if fact.key == session.key)
-        rejected = reject_if_too_large(
-            session.key,
-            own + plan.geometry.total_bytes,
-            f"{num_slots} slots of {format_bytes(slot_bytes)}"
-            + (f" beside {format_bytes(own)} that it has" if own else ""),
-            facts,
-            self._peering.memory,
+        what = f"{num_slots} slots of {format_bytes(slot_bytes)}"
+        return self._maker.make(
+            plan, what=what, made=partial(self._made, made), refused=answer, final=final
         )
-        if rejected is not None:
-            if not final:
-                return m.Refused(rejected.code, rejected.message, rejected.hint)
-            self._events.add("warning", f"refused.{rejected.code}", rejected.message, session.key)
-            return m.Refused(rejected.code, rejected.message, rejected.hint)
-        self._store.promise(plan)
-        started = self._slow.submit(
-            partial(self._store.build, plan),
-            partial(self._built, plan, made),
-            partial(self._not_built, plan, answer),
-        )
-        if not started:
-            self._store.cancel(plan)
-            return m.Refused(RefusalCode.IN_USE, "too many segments are being made", "try again")
-        return None
 
-    def _built(self, plan: SegmentPlan, made: Callable[[Segment], None], segment: Segment) -> None:
-        segment.detached_at_s = self._clock()  # until its trainer takes the owner lock
-        self._store.enter(plan, segment)
+    def _made(self, made: Callable[[Segment], None], segment: Segment) -> None:
         self._events.add(
             "info",
             "reserved",
-            f"{plan.key} generation {segment.generation}: {segment.geometry.num_slots} slots of "
+            f"{segment.key} generation {segment.generation}: {segment.geometry.num_slots} slots of "
             f"{format_bytes(segment.geometry.slot_bytes)}"
             f"{', locked in memory' if segment.mlocked else ''}",
-            plan.key,
+            segment.key,
         )
         made(segment)
-
-    def _not_built(self, plan: SegmentPlan, answer: Answer, error: BaseException) -> None:
-        self._store.cancel(plan)
-        if isinstance(error, CannotReserve):
-            self._events.add("warning", f"refused.{error.code}", error.message, plan.key)
-            answer(m.Refused(error.code, error.message, error.hint))
-            return
-        logger.error("making a segment for %s failed", plan.key, exc_info=error)
-        self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.key)
-        answer(m.Refused(RefusalCode.INTERNAL, f"making the segment failed: {error!r}"))
 
     def fetch(self, session: TrainerSession, message: m.Fetch, answer: Answer) -> m.Reply | None:
         """Make a segment like the one that the holders have, and begin to fill it; answers as `reserve` does."""
