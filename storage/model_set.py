@@ -12,10 +12,9 @@ can then only be checked for what its headers say.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -24,7 +23,8 @@ import xxhash
 from msgspec import Meta
 
 from ckptd.storage.checkpoints.sealed_json import ManifestError, decode_sealed, seal_json
-from ckptd.storage.images.image_format import DTYPE_SIZE, MAX_HEADER_BYTES, TensorEntry
+from ckptd.storage.images.image_format import MAX_HEADER_BYTES, TensorEntry
+from ckptd.storage.images.safetensors_header import HeaderError, parse_safetensors_header
 from ckptd.storage.stores.objects import ObjectStore, Range
 
 __all__ = [
@@ -366,46 +366,22 @@ def _file_tensors(files: SetFiles, name: str, told: _WireFile | None) -> list[Se
     text = bytearray(header_len)
     files.read(name, _LENGTH_BYTES, memoryview(text))
     try:
-        tensors = _parse(name, bytes(text), size)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SetError(f"{where} is no whole safetensors file: {error!r}") from error
+        header = parse_safetensors_header(text)
+    except HeaderError as error:
+        raise SetError(f"{where} is no whole safetensors file: {error}") from error
+    if header.end != size:
+        raise SetError(f"{where} has {size} bytes, its tensors end at {header.end}")
+    tensors = [
+        SetTensor(t.name, t.dtype, t.shape, name, t.offset, t.nbytes) for t in header.tensors
+    ]
     if told is None:
         return tensors
     if len(told.digests) != len(tensors):
         raise SetError(f"{where} has {len(tensors)} tensors, {len(told.digests)} were imported")
     return [
-        SetTensor(t.name, t.dtype, t.shape, t.file, t.offset, t.nbytes, bytes.fromhex(digest))
-        for t, digest in zip(tensors, told.digests, strict=True)
+        replace(tensor, digest=bytes.fromhex(digest))
+        for tensor, digest in zip(tensors, told.digests, strict=True)
     ]
-
-
-def _parse(file: str, text: bytes, size: int) -> list[SetTensor]:
-    """The tensors in data order; one of several errors if the header is not one."""
-    header = json.loads(text)
-    header.pop("__metadata__", None)
-    data_offset = _LENGTH_BYTES + len(text)
-    tensors = []
-    for name, told in header.items():
-        shape, (begin, end) = _naturals(told["shape"]), _naturals(told["data_offsets"])
-        if math.prod(shape) * DTYPE_SIZE[told["dtype"]] != end - begin:
-            raise ValueError(f"{name} is not as long as its shape says")
-        offset = data_offset + begin
-        tensors.append(SetTensor(name, told["dtype"], shape, file, offset, end - begin))
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    at = data_offset
-    for tensor in tensors:
-        if tensor.offset != at:
-            raise ValueError(f"{tensor.name} overlaps its neighbour or leaves a gap")
-        at += tensor.nbytes
-    if at != size:
-        raise ValueError(f"the file has {size} bytes, its tensors end at {at}")
-    return tensors
-
-
-def _naturals(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"{value!r} are not natural numbers")
-    return tuple(value)
 
 
 def _without(name: str, wrappers: frozenset[str]) -> str:

@@ -11,8 +11,9 @@ from ckptd.core.export.export_errors import ExportError
 from ckptd.core.export.export_plan import ExportPlan, Whole, plan_export
 from ckptd.export.convert import convert
 from ckptd.export.files import check_target, new_file, new_folder, write_all
-from ckptd.export.safetensors_files import Moved, header_of, write_part, write_synced
+from ckptd.export.safetensors_files import Moved, write_part, write_synced
 from ckptd.export.source import Origin, TensorSource
+from ckptd.storage.images.safetensors_header import render_header
 from ckptd.storage.model_set import MODEL
 
 __all__ = [
@@ -86,7 +87,7 @@ def export_file(
     """
     check_target(target, force=force, folder=False)
     plan = plan_export(source.tensors, source.facts, keep_prefix=keep_prefix)
-    header = header_of([whole.entry for whole in plan.model], _metadata(source.origin))
+    header = render_header(_metadata(source.origin), [whole.entry for whole in plan.model])
     total = sum(whole.entry.nbytes for whole in plan.model)
     source.prepare(plan.pieces)
     with (

@@ -10,8 +10,8 @@ from pathlib import Path
 import xxhash
 
 from ckptd.export.files import created, reserve_space, write_all
-from ckptd.storage.images.image_format import ImageTensor, TensorEntry
-from ckptd.storage.images.stored_headers import render_header
+from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.images.safetensors_header import render_header
 from ckptd.storage.model_set import (
     SetFile,
     file_name,
@@ -20,7 +20,7 @@ from ckptd.storage.model_set import (
     render_index,
 )
 
-__all__ = ["DataOf", "Moved", "Written", "header_of", "write_part", "write_synced"]
+__all__ = ["DataOf", "Moved", "Written", "write_part", "write_synced"]
 
 # The bytes of the tensor with this name, in pieces.
 DataOf = Callable[[str], Iterable[memoryview]]
@@ -34,13 +34,6 @@ class Written:
 
     files: tuple[SetFile, ...]
     size_bytes: int
-
-
-def header_of(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file with these tensors, one behind the other."""
-    return render_header(
-        metadata, [ImageTensor(e.name, e.dtype, e.shape, 0, e.nbytes) for e in entries]
-    )
 
 
 def write_part(
@@ -92,7 +85,7 @@ def _write_file(
     metadata: Mapping[str, str],
     moved: Moved,
 ) -> SetFile:
-    header = header_of(entries, metadata)
+    header = render_header(metadata, entries)
     size = len(header) + sum(entry.nbytes for entry in entries)
     digests = []
     with created(path) as fd:

@@ -38,7 +38,8 @@ from ckptd.storage.images.object_check import (
     check_tensors,
     read_object_header,
 )
-from ckptd.storage.images.stored_headers import HeaderError, ObjectHeader, parse_header
+from ckptd.storage.images.safetensors_header import HeaderError
+from ckptd.storage.images.stored_headers import ObjectHeader, parse_header
 from ckptd.storage.stores.objects import Damaged, ObjectInfo, ObjectMissing, ObjectStore, TooLarge
 
 __all__ = ["Checker"]

@@ -26,7 +26,8 @@ from ckptd.storage.checkpoints.run_identity import MAX_RUN_BYTES, RunIdentity
 from ckptd.storage.images.image import ImageView, verify
 from ckptd.storage.images.image_format import LENGTH_BYTES, ImageError
 from ckptd.storage.images.read_plan import ObjectReads, plan_reads
-from ckptd.storage.images.stored_headers import HeaderError, data_offset_of, parse_header
+from ckptd.storage.images.safetensors_header import HeaderError
+from ckptd.storage.images.stored_headers import data_offset_of, parse_header
 from ckptd.storage.images.strong_digest import matches
 from ckptd.storage.images.upload_plan import StoredIndex
 from ckptd.storage.stores.objects import ObjectMissing, ObjectStore, Range

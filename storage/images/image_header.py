@@ -7,14 +7,11 @@ its own length.
 from __future__ import annotations
 
 import base64
-import json
-import math
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import xxhash
 
@@ -25,11 +22,9 @@ from ckptd.storage.images.image_format import (
     AT_SCALARS,
     DATA_ALIGNMENT,
     DIGEST_HEX,
-    DTYPE_SIZE,
     FORMAT,
     ITERATION_WIDTH,
     LENGTH_BYTES,
-    MAX_DIMS,
     MAX_HEADER_BYTES,
     OWN_KEYS,
     PREFIX,
@@ -37,6 +32,7 @@ from ckptd.storage.images.image_format import (
     ImageError,
     ImageTensor,
 )
+from ckptd.storage.images.safetensors_header import HeaderError, parse_safetensors_header
 
 __all__ = ["Batch", "ParsedHeader", "find_data_offset", "parse_image_header", "read_number"]
 
@@ -168,20 +164,14 @@ def _blanked(buf: memoryview, data_offset: int) -> tuple[bytearray, int]:
 
 def _parse_blanked(blanked: bytearray, num_tensors: int) -> ParsedHeader:
     try:
-        text = blanked[LENGTH_BYTES:].decode("utf-8")
-        header = json.loads(text, object_pairs_hook=_unique)
-    except ImageError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ImageError(f"the image header is not JSON ({error})") from error
-    metadata = header.pop("__metadata__", None)  # the prefix was checked, so it is an object
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ImageError("the metadata of the image header are not strings")
-    tensors = _tensors(cast("dict[str, object]", header), len(blanked))
+        header = parse_safetensors_header(blanked[LENGTH_BYTES:])
+    except HeaderError as error:
+        raise ImageError(f"the image header: {error}") from error
+    tensors, metadata = header.tensors, header.metadata
+    assert metadata is not None, "the prefix was checked"
     if len(tensors) != num_tensors:
         raise ImageError(f"the image has {len(tensors)} tensors and {num_tensors} digests")
     num_operators, anchors = _operators(metadata)
-    last = tensors[-1] if tensors else None
     return ParsedHeader(
         tensors=tensors,
         by_name={tensor.name: tensor for tensor in tensors},
@@ -190,15 +180,8 @@ def _parse_blanked(blanked: bytearray, num_tensors: int) -> ParsedHeader:
         num_operators=num_operators,
         anchors=anchors,
         data_offset=len(blanked),
-        image_len=last.offset + last.nbytes if last else len(blanked),
+        image_len=header.end,
     )
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ImageError("the image header has a key twice")
-    return found
 
 
 def _operators(metadata: Mapping[str, str]) -> tuple[int, int]:
@@ -213,40 +196,6 @@ def _operators(metadata: Mapping[str, str]) -> tuple[int, int]:
     if anchors >> int(count):
         raise ImageError(f"the image anchors operators beyond the model's {count}")
     return int(count), anchors
-
-
-def _tensors(header: Mapping[str, object], data_offset: int) -> tuple[ImageTensor, ...]:
-    found = sorted(
-        (_tensor(name, value, data_offset) for name, value in header.items()),
-        key=lambda tensor: (tensor.offset, tensor.nbytes),
-    )
-    end = data_offset
-    for tensor in found:
-        if tensor.offset != end:
-            raise ImageError(f"tensor {tensor.name!r} overlaps the previous tensor or leaves a gap")
-        end += tensor.nbytes
-    return tuple(found)
-
-
-def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ImageError(f"tensor {name!r} must be described by dtype, shape and data_offsets")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_SIZE:
-        raise ImageError(f"tensor {name!r} has unknown dtype {str(dtype)[:20]!r}")
-    if not _naturals(shape) or len(shape) > MAX_DIMS:
-        raise ImageError(f"tensor {name!r} has a bad shape")
-    if not _naturals(offsets) or len(offsets) != 2:
-        raise ImageError(f"tensor {name!r} has bad offsets")
-    begin, end = offsets
-    if math.prod(shape) * DTYPE_SIZE[dtype] != end - begin:
-        raise ImageError(f"tensor {name!r} has {end - begin} bytes, which do not match its shape")
-    return ImageTensor(name, dtype, tuple(shape), data_offset + begin, end - begin)
-
-
-def _naturals(value: object) -> bool:
-    """Whether ``value`` is a list of integers from 0 to 2^63."""
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
 
 
 def _batches(tensors: Sequence[ImageTensor]) -> tuple[Batch, ...]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -26,11 +25,11 @@ from ckptd.storage.images.image_format import (
     ITERATION_WIDTH,
     LENGTH_BYTES,
     MAX_DIMS,
-    MAX_HEADER_BYTES,
     OWN_KEYS,
     SCALARS_WIDTH,
     TensorEntry,
 )
+from ckptd.storage.images.safetensors_header import render_header
 
 __all__ = ["ImageLayout"]
 
@@ -77,7 +76,7 @@ class ImageLayout:
         ordered = tuple(checked)
         metadata = _metadata(identity, len(ordered), num_operators, anchors)
         ends = list(itertools.accumulate((entry.nbytes for entry in ordered), initial=0))
-        template = _padded(_render(metadata, ordered, ends), data_offset)
+        template = _padded(render_header(metadata, ordered), data_offset)
         data_offset = len(template)
         return cls(
             entries=ordered,
@@ -148,24 +147,6 @@ def _metadata(
         "num_operators": str(num_operators),
         "anchors": base64.b64encode(bitmap).decode("ascii"),
     }
-
-
-def _render(
-    metadata: Mapping[str, str], ordered: Sequence[TensorEntry], ends: Sequence[int]
-) -> bytes:
-    """The header with its length in front and blank mutable fields, padded to the start of the data."""
-    header: dict[str, object] = {"__metadata__": metadata}
-    for entry, begin, end in zip(ordered, ends, ends[1:], strict=False):
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"the header has {len(text)} bytes, the limit is {MAX_HEADER_BYTES}")
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _padded(header: bytes, data_offset: int | None) -> bytes:

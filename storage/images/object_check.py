@@ -13,13 +13,8 @@ from dataclasses import dataclass
 import xxhash
 
 from ckptd.storage.images.image_format import LENGTH_BYTES, ImageTensor
-from ckptd.storage.images.stored_headers import (
-    HeaderError,
-    ObjectHeader,
-    data_offset_of,
-    parse_header,
-    tag_of,
-)
+from ckptd.storage.images.safetensors_header import HeaderError
+from ckptd.storage.images.stored_headers import ObjectHeader, data_offset_of, parse_header, tag_of
 from ckptd.storage.stores.objects import Damaged, ObjectStore, Range
 
 __all__ = ["ObjectDamaged", "StreamBuffers", "check_tensors", "read_object_header"]

@@ -112,6 +112,13 @@ def header(fields: dict[str, Any], data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+def twice(name: str) -> bytes:
+    """Which of the two is meant, every reader decides for itself."""
+    told = json.dumps(entry())
+    text = f'{{"{name}": {told}, "{name}": {told}}}'.encode()
+    return struct.pack("<Q", len(text)) + text + bytes(4)
+
+
 def entry(dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
@@ -134,6 +141,8 @@ def entry(dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
         header({"w": entry(), "v": entry()}, bytes(4)),
         header({"w": {"dtype": "F32"}}, bytes(4)),
         header({"w": 7}, bytes(4)),
+        header({"w": entry(), "__metadata__": {"format": 3}}, bytes(4)),
+        twice("w"),
     ],
 )
 def test_what_is_no_whole_safetensors_file_is_refused(tmp_path: Path, data: bytes) -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from ckptd.storage.checkpoints.manifest import StoredSnapshot
 from ckptd.storage.checkpoints.names import ObjectName, parse
 from ckptd.storage.images.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
-from ckptd.storage.images.stored_headers import HeaderError, parse_header, render_header, tag_of
+from ckptd.storage.images.safetensors_header import HeaderError, render_header
+from ckptd.storage.images.stored_headers import parse_header, tag_of
 from ckptd.storage.images.upload_plan import (
     IMAGE_HEADER,
     PartLimits,
