@@ -130,8 +130,6 @@ class Peering:
             map_fn=workers.digests.map_fn,
             doubt=doubt,
         )
-        self.find_descriptor = self.fetches.find_descriptor
-        self.fetch, self.fetch_of = self.fetches.fetch, self.fetches.of
         self._settlers = self._own_workers("settle")
         self.host: Host | None = None
         if self.fabric is not None:
@@ -151,11 +149,6 @@ class Peering:
         return made
 
     @property
-    def card(self) -> NodeCard:
-        """How others reach this node."""
-        return self.neighbours.card
-
-    @property
     def slack(self) -> int:
         """Slots that a trainer's ring should have for snapshots that wait for peers."""
         return 0 if self.fabric is None else self._config.replication_slack
@@ -171,7 +164,7 @@ class Peering:
         if record is not None and message.epoch < record.epoch:
             return f"epoch {message.epoch} of {key} is over: epoch {record.epoch} has begun here"
         self.records.joined(key.job, key.run, message)  # before anything of this epoch can be lost
-        self.meet(member.card for member in message.members)
+        self.neighbours.meet(member.card for member in message.members)
         run = self.runs.get((key.job, key.run))
         if run is None:
             run = self.runs[key.job, key.run] = Run(
@@ -190,13 +183,9 @@ class Peering:
             run.peer_lost(node, "it has not answered for long")
         return ""
 
-    def meet(self, cards: Iterable[NodeCard]) -> None:
-        """Connect to these nodes."""
-        self.neighbours.meet(cards)
-
     def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
         """What is held of a run: here, and on nodes that took part before and have no rank now."""
-        self.meet(self._static)
+        self.neighbours.meet(self._static)
         self.admit(message.job, message.run, message.known)
         RunSurvey(
             GetHoldings(message.job, message.run, nodes=message.known),
@@ -216,7 +205,7 @@ class Peering:
         self._events.add("warning", "peer_refused", f"{node} does not tell what it holds: {reason}")
 
     def _reach(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
-        self.meet(cards)
+        self.neighbours.meet(cards)
         return self.neighbours.to_ask(cards)
 
     def _with_stored(
@@ -329,7 +318,7 @@ class Peering:
     def status(self) -> Peers:
         """Everything `ckptctl peers` shows."""
         now_s = self._clock()
-        card = self.card
+        card = self.neighbours.card
         return Peers(
             node=card.node,
             endpoint=card.endpoint,

@@ -136,17 +136,17 @@ class Reservations:
             if refused is not None:
                 answer(refused)
 
-        self._peering.meet(message.cards)
-        self._peering.find_descriptor(session.key, message.pieces[0].sources, described)
+        self._peering.neighbours.meet(message.cards)
+        self._peering.fetches.find_descriptor(session.key, message.pieces[0].sources, described)
         return None
 
     def _begin_fetch(self, segment: Segment, message: m.Fetch, answer: Answer) -> None:
-        self._peering.fetch(segment, message.pieces)
+        self._peering.fetches.fetch(segment, message.pieces)
         answer(m.Reserved(segment_info(segment), segment.mlocked))
 
     def fetch_state(self, session: TrainerSession, message: m.GetFetch) -> m.Reply:
         """How far a fetch is."""
-        job = self._peering.fetch_of(session.key, message.generation)
+        job = self._peering.fetches.of(session.key, message.generation)
         if job is None:
             text = f"nothing is fetched into generation {message.generation} of {session.key}"
             return m.Refused(RefusalCode.NOT_FOUND, text, "the daemon was restarted: start again")

@@ -73,7 +73,7 @@ class Service:
             peering.maker,
             peering.fetches,
             events,
-            meet=peering.meet,
+            meet=peering.neighbours.meet,
             attached=lambda session: self.sessions.of_identity(session.identity) is session,
         )
         link = None if tier is None else tier.link

@@ -81,7 +81,7 @@ class Trainers:
             pid=os.getpid(),
             segment_dir=str(self._store.folder),
             boot_id=self._node.boot_id,
-            card=self._peering.card,
+            card=self._peering.neighbours.card,
             started_by_trainer=self._node.config.started_by_trainer,
             settings=given_settings(self._node.config),
         )

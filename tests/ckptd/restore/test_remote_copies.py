@@ -332,4 +332,4 @@ def test_a_copy_in_the_middle_of_a_fetch_is_dropped(setting: Setting) -> None:
     page = setting.events.page(0, 1000).events
     assert "fetch_ended" in {event.kind for event in page}
     assert [event for event in page if event.level != "info"] == [], "it is no failure"
-    assert setting.peering.fetch_of(RankKey("job", "run", 0), reply.segment.generation) is None
+    assert setting.peering.fetches.of(RankKey("job", "run", 0), reply.segment.generation) is None
