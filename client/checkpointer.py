@@ -371,7 +371,7 @@ class Checkpointer:
             silent=lambda: self._loop.silent,
             limit_bytes=limit_bytes,
             replicate=replicate,
-            alike=self._sharing.alike(self._operators, self._identity.rank),
+            alike=self._sharing.ranks_with_same_operators(self._operators, self._identity.rank),
         )
         if self._options.recovery.park is None and self._identity.world_size > 1:
             self._begin_parking()

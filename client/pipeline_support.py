@@ -58,7 +58,7 @@ class PipelinePart:
             communication=_watch_communication(memory.identity),
             **options,
         )
-        self.log.apart = self._apart
+        self.log.isolated = self._apart
         return self.log
 
     def listen_to(self, stages: list[Any], log: BoundaryLog) -> contextlib.ExitStack:
@@ -89,13 +89,15 @@ class PipelinePart:
         Returns:
             What of that is known.
         Raises:
-            DaemonUnavailable: something is not, and this rank runs without its neighbours: its schedule would ask them.
+            DaemonUnavailable: something is not, and this rank runs without its neighbours: its
+                schedule would ask them.
         """
         shapes = {int(index): found for index, found in stages.items() if found is not None}
         if start.mine.feeds and len(shapes) < len(stages):
             raise DaemonUnavailable(
-                "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
-                operation="run apart",
+                "what a stage sends is not known (DTensors?): it would ask its neighbours, which "
+                "are not there",
+                operation="run isolated",
                 hint="the third start in a row recovers all ranks together",
             )
         self.start = start
@@ -140,8 +142,10 @@ class PipelinePart:
         if step < start.plan.resume:
             if start.mine.feeds and self.log is None:
                 raise ValueError(
-                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} without its neighbours, but their logs have "
-                    "nowhere to go: call ckpt.log_boundaries(schedule) or ckpt.boundary_log() before the loop, as in the run before"
+                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} "
+                    "without its neighbours, but their logs have "
+                    "nowhere to go: call ckpt.log_boundaries(schedule) or ckpt.boundary_log() "
+                    "before the loop, as in the run before"
                 )
             return
         self.start = None

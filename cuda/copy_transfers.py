@@ -34,7 +34,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Adjacent pieces of the image that cross the link together.
+    """Adjacent blocks of the image that cross the link together.
 
     Args:
         places: views of the pack, one for each of ``tensors``, with its shape and the image's dtype.
@@ -111,7 +111,7 @@ def _place(item: CopyItem, view: Tensor, image: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Block:
     view: Tensor
     offset: int
     nbytes: int
@@ -130,7 +130,7 @@ def plan_transfers(
         RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones overlap.
     """
     found = CopyTransfers(pack)
-    run: list[tuple[_Piece, torch.dtype]] = []
+    run: list[tuple[_Block, torch.dtype]] = []
     limit = pack.numel() - _ALIGNMENT
 
     def flush() -> None:
@@ -157,10 +157,10 @@ def plan_transfers(
                 gap = 0
             end = item.offset + item.nbytes
         else:
-            for piece in _pieces(view, item.dtype, item.offset, limit):
-                if run and not _joins(run, piece, limit):
+            for block in _blocks(view, item.dtype, item.offset, limit):
+                if run and not _joins(run, block, limit):
                     flush()
-                run.append((piece, item.dtype))
+                run.append((block, item.dtype))
     flush()
     found.stretches = _stretches([t.numel() for t in found.direct], pack.numel())
     return found
@@ -180,14 +180,14 @@ def _stretches(sizes: Sequence[int], limit: int) -> list[slice]:
     return found
 
 
-def _joins(run: list[tuple[_Piece, torch.dtype]], piece: _Piece, limit: int) -> bool:
-    """Whether the run may go on with this piece: it follows immediately, and there is room."""
+def _joins(run: list[tuple[_Block, torch.dtype]], block: _Block, limit: int) -> bool:
+    """Whether the run may go on with this block: it follows immediately, and there is room."""
     first, last = run[0][0], run[-1][0]
-    adjacent = last.offset + last.nbytes == piece.offset
-    return adjacent and piece.offset + piece.nbytes - first.offset <= limit
+    adjacent = last.offset + last.nbytes == block.offset
+    return adjacent and block.offset + block.nbytes - first.offset <= limit
 
 
-def _packed(run: list[tuple[_Piece, torch.dtype]], pack: Tensor) -> Pack:
+def _packed(run: list[tuple[_Block, torch.dtype]], pack: Tensor) -> Pack:
     first, last = run[0][0], run[-1][0]
     lead = first.offset % _ALIGNMENT
     shift = lead - first.offset
@@ -199,21 +199,21 @@ def _packed(run: list[tuple[_Piece, torch.dtype]], pack: Tensor) -> Pack:
     return Pack(places, [p.view for p, _ in run], first.offset, nbytes, lead)
 
 
-def _pieces(view: Tensor, dtype: torch.dtype, offset: int, limit: int) -> Iterator[_Piece]:
+def _blocks(view: Tensor, dtype: torch.dtype, offset: int, limit: int) -> Iterator[_Block]:
     """Parts of at most ``limit`` bytes, each dense in the image."""
     nbytes = view.numel() * dtype.itemsize
     if nbytes <= limit:
-        yield _Piece(view, offset, nbytes)
+        yield _Block(view, offset, nbytes)
     elif view.is_contiguous():
         flat = view.view(-1)
         step = limit // dtype.itemsize
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
-            yield _Piece(part, offset + start * dtype.itemsize, part.numel() * dtype.itemsize)
+            yield _Block(part, offset + start * dtype.itemsize, part.numel() * dtype.itemsize)
     elif view.shape[0] == 1:
-        yield from _pieces(view[0], dtype, offset, limit)
+        yield from _blocks(view[0], dtype, offset, limit)
     else:
         row = nbytes // view.shape[0]
         rows = max(1, limit // row)
         for start in range(0, view.shape[0], rows):
-            yield from _pieces(view[start : start + rows], dtype, offset + start * row, limit)
+            yield from _blocks(view[start : start + rows], dtype, offset + start * row, limit)

@@ -104,7 +104,8 @@ class CudaEngine:
                     cudart.cudaHostUnregister(address)
                 self._forget_error()
                 raise RuntimeError(
-                    f"cudaHostRegister of {nbytes} bytes failed with code {code}: check `ulimit -l` and free memory (`ckptctl doctor`)"
+                    f"cudaHostRegister of {nbytes} bytes failed with code {code}: check `ulimit "
+                    "-l` and free memory (`ckptctl doctor`)"
                 )
             done.append(memory.address + offset)
         self._registered[memory.address] = done
@@ -176,12 +177,12 @@ class CudaEngine:
         last = torch.cuda.Event(blocking=True)
         last.record(self._stream)
 
-        def told(error: BaseException | None) -> None:
+        def finished(error: BaseException | None) -> None:
             if error is None:
                 samples.found.append(host.numpy().view(np.uint64))
             done(error)
 
-        self._jobs.put(_Job(None, last, told, (samples,)))
+        self._jobs.put(_Job(None, last, finished, (samples,)))
 
     def wait(self) -> float:
         """Order the current stream after the copies; the host does not block.
@@ -238,13 +239,13 @@ class CudaEngine:
     def _watch(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._told(job)
+                self._report(job)
             except Exception:
                 # It must live: a slot whose copy nobody reports would stay claimed for good.
                 logger.exception("in the copy thread")
             del job  # nothing that was read is kept until the next copy
 
-    def _told(self, job: _Job) -> None:
+    def _report(self, job: _Job) -> None:
         error: BaseException | None = None
         try:
             job.last.synchronize()

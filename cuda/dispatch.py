@@ -50,7 +50,8 @@ class DeviceSends:
 
     Args:
         tokens: ``[R, E]``, tokens for each expert on each rank.
-        first: ``[R, E]``, which of this rank's tokens of that expert is the first of them; 0 where there are none.
+        first: ``[R, E]``, which of this rank's tokens of that expert is the first of them; 0 where
+            there are none.
     """
 
     tokens: Tensor
@@ -103,13 +104,15 @@ class DeviceDispatcher:
         """Decide where every token goes; the host does not wait for the device.
 
         Args:
-            tokens: int64 ``[R, E]`` on the device, tokens of each rank for each expert, none negative; rows may lie apart.
+            tokens: int64 ``[R, E]`` on the device, tokens of each rank for each expert, none
+                negative; rows may lie apart.
         Raises:
             ValueError: another shape, dtype or device.
         """
         if tokens.shape != self.shape or tokens.dtype != torch.int64:
             raise ValueError(
-                f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; this placement needs int64 of {self.shape}"
+                f"tokens are {tokens.dtype} of shape {tuple(tokens.shape)}; this placement needs "
+                f"int64 of {self.shape}"
             )
         if tokens.device.type != self.device.type:
             raise ValueError(f"tokens are on {tokens.device}, the placement is on {self.device}")

@@ -172,7 +172,8 @@ def share_kernel(
 
     Args:
         groups: ``[LEGS, R]``, the group of each rank; on a leg tokens stay within it.
-        shared: three planes are written: tokens sent to each rank, the first of them, tokens received from each rank.
+        shared: three planes are written: tokens sent to each rank, the first of them, tokens
+            received from each rank.
     """
     other = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -189,14 +190,14 @@ def share_kernel(
         state_l = state + 2 * leg * plane
         lines_l = lines + 2 * leg * plane
         group = tl.load(groups + leg * ranks + other, mask=other < ranks, other=-1)
-        together = (group == tl.load(groups + leg * ranks + rank))[:, None]
+        same_group = (group == tl.load(groups + leg * ranks + rank))[:, None]
         into, length = _overlap(state_l, lines_l, 0, mine, known, at, mask, plane)
         before = tl.load(state_l + mine, mask=known, other=0)[None, :]
-        some = together & (length > 0)
+        some = same_group & (length > 0)
         sent += tl.where(some, length, 0)
         first += tl.where(some, before + into, 0)
         into, length = _overlap(state_l, lines_l, 1, mine, known, at, mask, plane)
-        got += tl.where(together & (length > 0), length, 0)
+        got += tl.where(same_group & (length > 0), length, 0)
     tl.store(shared + at, sent, mask=mask)
     tl.store(shared + plane + at, first, mask=mask)
     tl.store(shared + 2 * plane + at, got, mask=mask)

@@ -116,8 +116,8 @@ class CopyEngine(Protocol):
 
         Args:
             late: further items, asked for when their turn comes, on any thread.
-            at_once: further items whose sources may change as soon as this returns: they are copied by then, or later device work is
-                ordered after them.
+            at_once: further items whose sources may change as soon as this returns: they are copied
+                by then, or later device work is ordered after them.
         """
 
     def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:

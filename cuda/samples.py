@@ -38,7 +38,7 @@ _FEWEST = 8
 _MOST = 64
 _PER_SAMPLE_BYTES = 1 << 20
 # Of all tensors together, as far as each has two.
-_MOST_TOGETHER = 1 << 15
+_MOST_PER_KERNEL = 1 << 15
 
 _GOLDEN = 2_654_435_769  # 2**32 divided by the golden ratio
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -177,7 +177,7 @@ class SamplePlan:
 
     def _lay_out(self) -> None:
         places = self._places
-        fewest = max(2, min(_FEWEST, _MOST_TOGETHER // len(places)))
+        fewest = max(2, min(_FEWEST, _MOST_PER_KERNEL // len(places)))
         counts = np.array([p.samples(fewest) for p in places], np.int64)
         total = int(counts.sum())
 

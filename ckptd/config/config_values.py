@@ -1,4 +1,4 @@
-"""The texts that settings may have: each function here takes one and returns its value, or raises ValueError."""
+"""Parsers of settings: each function takes a text and returns its value, or raises ValueError."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def absolute_path(text: str) -> str:
 
 def endpoint_value(text: str) -> str:
     if text.startswith("tcp://"):
-        raise ValueError("trainers connect over ipc; peers have peer_listen")
+        raise ValueError("trainers connect over ipc; use peer_listen for peers")
     if not text.startswith("ipc://") or len(text) == len("ipc://"):
         raise ValueError("not an ipc endpoint")
     if not text.startswith("ipc:///"):
         raise ValueError(
-            "not an absolute path: an abstract or relative socket belongs to whoever is first"
+            "not an absolute path: any process could create an abstract or relative socket first"
         )
     if len(os.fsencode(text.removeprefix("ipc://"))) > IPC_PATH_LIMIT:
         raise ValueError(f"a socket path has at most {IPC_PATH_LIMIT} bytes; shorten runtime_dir")
@@ -189,12 +189,12 @@ def names_value(text: str) -> str:
 
 def name_value(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", text):
-        raise ValueError("not a name, or one that begins with a dot: those are ours")
+        raise ValueError("not a name, or one that begins with a dot, which ckptd reserves")
     return text
 
 
 def store_value(text: str) -> str:
-    """A URL that a store can be opened with, or nothing."""
+    """The URL of a store, or nothing."""
     if text and not re.fullmatch(r"[a-z][a-z0-9+.-]*://\S*", text):
         raise ValueError("not a URL")
     if text.startswith("file://") and not text.startswith("file:///"):

@@ -46,7 +46,7 @@ __all__ = [
     "trusted_users",
 ]
 
-_SECRETIVE = ("store", "store_options")  # may hold credentials: their values are not told
+_SECRETIVE = ("store", "store_options")  # may contain credentials: their values are not shown
 DEFAULT_FILE = "/etc/ckptd/ckptd.toml"
 
 if os.environ.get("CKPTD_VALIDATE"):  # set by the tests, for all processes of a job
@@ -54,12 +54,14 @@ if os.environ.get("CKPTD_VALIDATE"):  # set by the tests, for all processes of a
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; says which key, which value, from where, what is allowed."""
+    """A setting that cannot be used; the message names the key, the value, its source and the
+    allowed values.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration, where each value came from, and what looked like a slip."""
+    """A configuration, the source of each value, and warnings about probable mistakes."""
 
     config: DaemonConfig
     sources: Mapping[str, str]
@@ -84,7 +86,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     names = _fields()
-    texts, told = _read_toml(file or environ.get("CKPTD_CONFIG"), environ)
+    texts, facts = _read_toml(file or environ.get("CKPTD_CONFIG"), environ)
     from_file = dict(texts)
     for key in names:
         variable = "CKPTD_" + key.upper()
@@ -96,12 +98,12 @@ def load_config(
         texts[key] = (text, "flag --" + key.replace("_", "-"))
     values = {key: _parse(key, text, source) for key, (text, source) in texts.items()}
     sources = {key: texts[key][1] if key in texts else "default" for key in names}
-    warnings = (*_slips(environ), *_exposed(from_file, values.get("trainer_group", ""), told))
+    warnings = (*_slips(environ), *_exposed(from_file, values.get("trainer_group", ""), facts))
     return LoadedConfig(_complete(values, environ), sources, warnings)
 
 
 def default_runtime_dir(environ: Mapping[str, str] | None = None) -> str:
-    """Where a daemon of this user keeps its socket unless told otherwise."""
+    """The default folder for the socket of a daemon of this user."""
     environ = os.environ if environ is None else environ
     if text := environ.get("CKPTD_RUNTIME_DIR"):
         return os.path.normpath(text)
@@ -114,17 +116,19 @@ def endpoint_for(runtime_dir: str) -> str:
 
 
 def default_endpoint(environ: Mapping[str, str] | None = None) -> str:
-    """Where clients look for the daemon: `CKPTD_LISTEN`, else the socket in the runtime folder."""
+    """The endpoint at which clients expect the daemon: `CKPTD_LISTEN`, else the socket in the
+    runtime folder.
+    """
     environ = os.environ if environ is None else environ
     return environ.get("CKPTD_LISTEN") or endpoint_for(default_runtime_dir(environ))
 
 
 def trusted_users(environ: Mapping[str, str] | None = None) -> frozenset[int]:
-    """Whose daemon a client talks to: root's, that of its own user, and of the user that
-    CKPTD_DAEMON_USER names.
+    """The users whose daemon a client trusts: root, its own user, and the user that CKPTD_DAEMON_USER
+    names.
 
     Raises:
-        ConfigError: there is no such user.
+        ConfigError: the named user does not exist.
     """
     name = (os.environ if environ is None else environ).get("CKPTD_DAEMON_USER", "")
     if not name:
@@ -133,7 +137,7 @@ def trusted_users(environ: Mapping[str, str] | None = None) -> frozenset[int]:
         uid = int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid
     except KeyError as error:
         raise ConfigError(
-            f"CKPTD_DAEMON_USER = {name!r}: there is no such user on this machine; give its name or number"
+            f"CKPTD_DAEMON_USER = {name!r}: this user does not exist on this machine; set a name or number"
         ) from error
     return own_users() | {uid}
 
@@ -172,7 +176,7 @@ def render_table() -> str:
 
 
 def render_toml(loaded: LoadedConfig) -> str:
-    """The configuration as TOML, each value with where it came from; credentials in it are hidden."""
+    """The configuration as TOML, each value with its source; credentials are hidden."""
     lines = []
     for key in _fields():
         value = getattr(loaded.config, key)
@@ -205,7 +209,7 @@ def _builtin_runtime_dir(environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _FileFacts:
-    """The configuration file that was read: who may read it."""
+    """The owner and mode of the configuration file that was read."""
 
     path: Path
     owner: int
@@ -216,10 +220,10 @@ class _FileFacts:
 def _read_toml(
     file: str | None, environ: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], _FileFacts | None]:
-    """Texts of the settings with where they came from, and what is known of the file; None if there is none.
+    """The texts of the settings with their sources, and the facts of the file; None if there is no file.
 
     Raises:
-        ConfigError: it cannot be read, others may change it, or it holds what is no setting.
+        ConfigError: the file cannot be read, other users can change it, or it contains an unknown setting.
     """
     path = Path(file or DEFAULT_FILE)
     if file is None and not path.exists():
@@ -231,7 +235,7 @@ def _read_toml(
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     facts = _FileFacts(path, info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode))
-    if not stat.S_ISCHR(info.st_mode):  # /dev/null is no settings
+    if not stat.S_ISCHR(info.st_mode):  # /dev/null contains no settings
         _check_writers(facts, trusted_users(environ))
     found: dict[str, tuple[str, str]] = {}
     for key, value in table.items():
@@ -245,7 +249,7 @@ def _read_toml(
 
 
 def _check_writers(file: _FileFacts, users: Collection[int]) -> None:
-    """Whoever can write the file decides whom the daemon trusts, and where snapshots go."""
+    """Refuse a file that other users can write: it decides whom the daemon trusts, and where snapshots go."""
     if file.owner not in users:
         raise ConfigError(
             f"the configuration file {file.path} belongs to user {user_name(file.owner)}, expected "
@@ -254,14 +258,14 @@ def _check_writers(file: _FileFacts, users: Collection[int]) -> None:
         )
     if file.mode & 0o002 or (file.mode & 0o020 and not _is_private_group(file.group, file.owner)):
         raise ConfigError(
-            f"others may write to the configuration file {file.path} (mode {file.mode:04o}): run "
+            f"other users can write to the configuration file {file.path} (mode {file.mode:04o}): run "
             f"`chmod go-w {file.path}`"
         )
 
 
 def _is_private_group(group: int, owner: int) -> bool:
-    """Whether only the owner is in that group: many systems make such a group for each user, and
-    files that it may write to.
+    """Whether only the owner is in the group: many systems create such a group for each user, and make
+    files writable for it.
     """
     try:
         user, members = pwd.getpwuid(owner), grp.getgrgid(group)
@@ -274,12 +278,12 @@ def _is_private_group(group: int, owner: int) -> bool:
 def _exposed(
     texts: Mapping[str, tuple[str, str]], trainer_group: str, file: _FileFacts | None
 ) -> tuple[str, ...]:
-    """A warning if the file holds credentials, and more than the daemon may read it."""
+    """A warning if the file contains credentials and other users can read it."""
     secretive = [k for k in _SECRETIVE if k in texts and HIDDEN in _without_secrets(k, texts[k][0])]
     if file is None or not secretive:
         return ()
-    # root:ckptd 0640 is how root gives a file to a daemon of another user: then the group is the
-    # daemon's own.
+    # root gives a file to a daemon of another user as root:ckptd 0640: then the group is the daemon's
+    # own.
     owner_needs_no_group = file.owner == os.geteuid()
     of_trainers = file.group in _group_ids(trainer_group)
     theirs = owner_needs_no_group and not _is_private_group(file.group, file.owner)
@@ -287,15 +291,18 @@ def _exposed(
     if not (file.mode & 0o004 or group_reads):
         return ()
     remedy = f"chmod {'go' if group_reads or owner_needs_no_group else 'o'}-r {file.path}"
-    told = f"others may read the configuration file {file.path} (mode {file.mode:04o}), which holds"
-    return (f"{told} credentials in {' and '.join(secretive)}: run `{remedy}`",)
+    problem = (
+        f"other users can read the configuration file {file.path} (mode {file.mode:04o}), "
+        "which contains"
+    )
+    return (f"{problem} credentials in {' and '.join(secretive)}: run `{remedy}`",)
 
 
 def _group_ids(name: str) -> tuple[int, ...]:
     try:
         return (int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid,) if name else ()
     except KeyError:
-        return ()  # the daemon's start says so
+        return ()  # the start of the daemon reports it
 
 
 def _without_secrets(key: str, value: str) -> str:
@@ -332,9 +339,9 @@ def _did_you_mean(key: str) -> str:
 
 
 def _slips(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Environment variables that are almost, but not, a setting.
+    """Warnings about environment variables with almost the name of a setting.
 
-    Unknown `CKPTD_` variables are no error: the client has some of its own.
+    Unknown `CKPTD_` variables are not errors, because the client has its own.
     """
     known = {"CKPTD_" + key.upper() for key in _fields()}
     known |= {"CKPTD_CONFIG", "CKPTD_DAEMON_USER", "CKPTD_ENDPOINT"}

@@ -1,4 +1,4 @@
-"""The daemon's own folder: whose it is, who may run in it, and the node's name kept there."""
+"""The daemon's runtime folder: its owner and mode, its lock, and the node name stored in it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 
 
 class UnusableFolder(RuntimeError):
-    """A folder that we must not use; says why and what to do."""
+    """A folder that ckptd must not use; the message gives the reason and the remedy."""
 
 
 class AlreadyRunning(RuntimeError):
-    """Another daemon holds the lock; ``endpoint`` is where it serves, if it has told."""
+    """Another daemon holds the lock; ``endpoint`` is its endpoint, if it has written it."""
 
     def __init__(self, message: str, endpoint: str = "") -> None:
         super().__init__(message)
@@ -43,21 +43,21 @@ _OPERATED = "operated"
 
 
 def private_folder(path: str, purpose: str, group: int | None = None) -> Path:
-    """Make the folder with mode 0700, or accept one that is ours and that only we may write to.
+    """Create the folder with mode 0700, or accept one that this user owns and only this user can write.
 
-    With a ``group`` it becomes the group's, with mode 0750: its members may look and enter.
+    With a ``group``, the folder gets that group and mode 0750: its members can list and enter it.
 
     Raises:
-        UnusableFolder: it is somebody else's, a link, no folder, or cannot be made.
+        UnusableFolder: it belongs to another user, is a link or not a folder, or cannot be created.
     """
     folder = Path(path)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.lstat()
     except OSError as error:
-        raise UnusableFolder(f"cannot make the {purpose} {folder}: {error}") from error
+        raise UnusableFolder(f"cannot create the {purpose} {folder}: {error}") from error
     if not stat.S_ISDIR(info.st_mode):
-        raise UnusableFolder(f"the {purpose} {folder} is not a folder (a link is not followed)")
+        raise UnusableFolder(f"the {purpose} {folder} is not a folder (links are not followed)")
     if info.st_uid != os.getuid():
         raise UnusableFolder(
             f"the {purpose} {folder} belongs to user {info.st_uid}, this process runs as user "
@@ -65,7 +65,7 @@ def private_folder(path: str, purpose: str, group: int | None = None) -> Path:
         )
     if info.st_mode & 0o022:
         raise UnusableFolder(
-            f"the {purpose} {folder} may be written to by others (mode "
+            f"other users can write to the {purpose} {folder} (mode "
             f"{stat.S_IMODE(info.st_mode):04o}); run `chmod 700 {folder}`"
         )
     if group is not None:
@@ -74,10 +74,10 @@ def private_folder(path: str, purpose: str, group: int | None = None) -> Path:
 
 
 def give_to_group(path: Path, group: int, mode: int) -> None:
-    """Let the members of a group have what the mode says.
+    """Give a path to a group, with this mode.
 
     Raises:
-        UnusableFolder: we are neither in the group nor root.
+        UnusableFolder: this user is neither in the group nor root.
     """
     try:
         os.chown(path, -1, group)
@@ -89,34 +89,34 @@ def give_to_group(path: Path, group: int, mode: int) -> None:
 
 
 def group_number(name: str) -> int | None:
-    """The group that a `trainer_group` setting means; None if it is empty.
+    """The number of the group in a `trainer_group` setting; None if it is empty.
 
     Raises:
-        UnusableFolder: there is no such group.
+        UnusableFolder: the group does not exist.
     """
     if not name:
         return None
     try:
         return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
     except KeyError as error:
-        raise UnusableFolder(f"trainer_group = {name!r}: there is no such group") from error
+        raise UnusableFolder(f"trainer_group = {name!r}: this group does not exist") from error
 
 
 def claim(folder: Path, what: str, endpoint: str = "") -> int:
     """Take the folder's lock for the life of this process; returns its descriptor.
 
     Args:
-        endpoint: where this process serves, for others that want the folder.
+        endpoint: the endpoint of this process, written for others that want the folder.
     Raises:
-        AlreadyRunning: another process has it; its id is in the message.
+        AlreadyRunning: another process holds the lock; the message contains its id.
     """
     path = folder / ".ckptd.lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        told = os.pread(fd, 4096, 0).decode(errors="replace").splitlines()
-        holder, serves = (*told, "", "")[:2]
+        lines = os.pread(fd, 4096, 0).decode(errors="replace").splitlines()
+        holder, serves = (*lines, "", "")[:2]
         os.close(fd)
         raise AlreadyRunning(
             f"another ckptd (process {holder or 'unknown'}) already uses the {what} {folder}; stop it, or "
@@ -129,8 +129,8 @@ def claim(folder: Path, what: str, endpoint: str = "") -> int:
 
 
 def mark_operated(folder: Path) -> bool:
-    """Leave word that an operator runs the daemon of this folder: no trainer starts one, also while
-    it is away. False: it was there.
+    """Mark the folder as operated: no trainer starts a daemon in it, even while the daemon is away.
+    Returns False if the mark existed.
     """
     try:
         fd = os.open(folder / _OPERATED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -141,18 +141,18 @@ def mark_operated(folder: Path) -> bool:
 
 
 def forget_operator(folder: Path) -> None:
-    """Trainers may start daemons here again."""
+    """Remove the mark: trainers may start daemons in this folder again."""
     (folder / _OPERATED).unlink(missing_ok=True)
 
 
 def is_operated(folder: Path) -> Path | None:
-    """The file that says so, if an operator runs the daemon of this folder."""
+    """The mark, if an operator runs the daemon of this folder."""
     path = folder / _OPERATED
     return path if path.exists() else None
 
 
 def node_name(folder: Path) -> str:
-    """This node's name: the one kept in the folder, else a new one that is then kept."""
+    """This node's name: the stored one, else a new one that is then stored."""
     path = folder / "node-id"
     try:
         kept = path.read_text(encoding="ascii").strip()

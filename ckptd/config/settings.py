@@ -31,10 +31,10 @@ from ckptd.config.config_values import (
 )
 from ckptd.storage.stores.store_base import public_url
 
-__all__ = ["TOLD", "DaemonConfig", "given_settings"]
+__all__ = ["SHOWN", "DaemonConfig", "given_settings"]
 
-# What a trainer's snapshots depend on most: where they go, and what room they have.
-TOLD = ("memory", "store", "peers", "peer_listen")
+# The settings that matter most to a trainer: the places of its snapshots and their room.
+SHOWN = ("memory", "store", "peers", "peer_listen")
 
 
 def _key(default: Any, parse: Callable[[str], Any], allowed: str, shown: str = "") -> Any:
@@ -44,156 +44,163 @@ def _key(default: Any, parse: Callable[[str], Any], allowed: str, shown: str = "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonConfig:
-    """What `ckptd run` needs to know. Empty strings were replaced by `load_config`."""
+    """The settings of `ckptd run`. `load_config` replaces empty strings."""
 
     runtime_dir: str = _key(
         "", absolute_path, "an absolute path", "$XDG_RUNTIME_DIR/ckptd, or /tmp/ckptd-<uid>"
     )
     """Folder of the control socket, the lock file, the node id and the log of an auto-started
-    daemon. Made with mode 0700; refused if it belongs to another user or others may write to it.
+    daemon. Created with mode 0700; refused if it belongs to another user or other users can write to it.
     """
 
     segment_dir: str = _key("", absolute_path, "an absolute path", "/dev/shm/ckptd-<uid>")
-    """Folder of the segment files, on tmpfs or hugetlbfs, so that they live in memory. When
-    runtime_dir is not the default, the default gets a suffix made from it, so that two daemons
-    of one user do not meet."""
+    """Folder of the segment files, on tmpfs or hugetlbfs, so that they live in memory. If
+    runtime_dir is not the default, this default gets a suffix derived from it, so that two daemons
+    of one user use different folders."""
 
     allow_disk_segments: bool = _key(False, boolean_value, "true or false")
     """Accept a segment_dir on a disk filesystem (snapshots then go through the page cache)."""
 
     memory: str = _key("50%", memory_value, "at least 1 MiB (units KiB…TiB, KB…TB) or 1% to 100%")
-    """Quota for all segments together. A share is taken of the smallest of physical memory, the
+    """Quota for all segments together. A percentage refers to the smallest of physical memory, the
     memory cgroup's limit and the size of the filesystem under segment_dir."""
 
     listen: str = _key("", endpoint_value, "an ipc:// endpoint", "ipc://<runtime_dir>/ckptd.sock")
-    """Where trainers and ckptctl connect."""
+    """Endpoint to which trainers and ckptctl connect."""
 
     trainer_group: str = _key("", str, "a group's name or number, or empty", "off")
-    """Group whose members may attach although they are other users than the daemon: they can enter the two
-    folders, connect, and map their segments. Empty: only the daemon's own user (and root)."""
+    """Group whose members may attach as users other than the daemon's: they can enter the two folders,
+    connect, and map their segments. Empty: only the daemon's own user (and root)."""
 
     node_id: str = _key(
         "", name_value, "1 to 64 of A-Z a-z 0-9 . _ -", "<hostname>-<random>, kept in runtime_dir"
     )
-    """Name of this node in descriptors, events and towards peers."""
+    """Name of this node in descriptors, in events and for peers."""
 
     peer_listen: str = _key("", peer_endpoint, "tcp://address:port, or empty", "off")
-    """Where other nodes' daemons connect; empty means that snapshots stay on this node. Name the
-    address of the interface that replication shall use: the wrong network costs a factor of forty.
-    Port 0 takes a free one."""
+    """Endpoint to which other nodes' daemons connect; empty: snapshots stay on this node. Use the
+    address of the interface for replication: the wrong network can be forty times slower. Port 0
+    chooses a free port."""
 
     peer_advertise: str = _key("", host_value, "an address or host name, or empty", "peer_listen's")
-    """The address that peers are told, where it is not the one that is listened on (a wildcard in
-    peer_listen needs it)."""
+    """The address under which peers reach this node, if it differs from the address in peer_listen
+    (required for a wildcard there)."""
 
     peers: str = _key("", static_peers, "name=tcp://address:port pairs, separated by commas")
-    """Nodes that hold replicas beside those that the ranks of a job tell of each other: for a job of
-    one rank, or nodes that only lend their memory. Under curve, their keys are the trusted ones."""
+    """Nodes that hold replicas in addition to the nodes of a job's ranks: for a job of one rank, or nodes
+    that only provide memory. With peer_security = curve, their keys must be trusted."""
 
     peer_security: str = _key("curve", choice_value("curve", "plain"), "curve or plain")
     """curve: peers authenticate each other by keys (`ckptctl keys`). plain: anybody who can reach the
-    port can read and write snapshots; the only way to listen without keys, on loopback, too."""
+    port can read and write snapshots; without keys this is the only mode, even on loopback."""
 
     peer_access: str = _key("members", choice_value("members", "trusted"), "members or trusted")
-    """Which nodes may act on a run: members (nodes of its ranks, and `peers`), or every trusted node, which can
-    then read and replace the snapshots of every job."""
+    """Nodes that may act on a run: members (nodes of its ranks, and `peers`), or trusted (every trusted node
+    can read and replace the snapshots of every job)."""
 
     peer_data: str = _key(
         "stream",
         choice_value("stream", "zmq", "stream-plaintext"),
         "stream, zmq or stream-plaintext",
     )
-    """How bytes travel. stream: over connections of their own, encrypted with keys that are agreed on
+    """Transport of snapshot bytes. stream: separate connections, encrypted with keys that are exchanged
     under curve. zmq: with the messages, encrypted by curve, three times slower. stream-plaintext: not
-    encrypted where both nodes say so; whoever reads the network reads the snapshots, and whoever
-    changes its packets changes them. Under peer_security = plain nothing is encrypted."""
+    encrypted if both nodes have this setting; anybody on the network can then read and change the
+    snapshots. With peer_security = plain nothing is encrypted."""
 
     peer_data_port: int = _key(0, integer_value(0, 65_535), "0 to 65535")
-    """Port for streams, on the address of peer_listen; 0 takes a free one."""
+    """Port for streams, on the address of peer_listen; 0 chooses a free port."""
 
     peer_short_cut: bool = _key(True, boolean_value, "true or false")
-    """Daemons of one user on one host copy snapshots through their segment files, instead of sending
-    them, where they see each other's segment_dir under the same path."""
+    """Daemons of one user on one host copy snapshots through their segment files instead of sending
+    them, if they see each other's segment_dir under the same path."""
 
     peer_connections: int = _key(1, integer_value(1, 16), "1 to 16")
-    """Data connections per peer, for links that one does not fill."""
+    """Data connections per peer, for links that one connection does not fill."""
 
     peer_bandwidth: str = _key("0", rate_value, "bytes per second with units, or 0")
-    """At most so many bytes per second are sent to all peers together; 0 is no limit."""
+    """Limit of the bytes per second that are sent to all peers together; 0: no limit."""
 
     peer_deadline_s: float = _key(15.0, number_value(0.1, 3600), "0.1 to 3600")
-    """A peer that does not answer for so long is dead: its replicas are made elsewhere."""
+    """A peer that does not answer for this time counts as dead, and its replicas move to other nodes."""
 
     replicas: int = _key(2, integer_value(0, 16), "0 to 16")
-    """On how many other nodes each snapshot is kept (as many as there are, if fewer)."""
+    """Number of other nodes that keep each snapshot (all other nodes, if there are fewer)."""
 
     replication_slack: int = _key(2, integer_value(0, 64), "0 to 64")
-    """Slots that a ring has beyond what one node needs, for snapshots that wait for peers."""
+    """Additional slots of a ring, for snapshots that wait for their transfer to peers."""
 
     labels: str = _key("", labels_value, "key=value pairs, separated by commas")
-    """Where this node stands, such as "zone=a,rack=17": replicas avoid sharing what fails together."""
+    """Labels of this node, such as "zone=a,rack=17": replicas avoid nodes in the same failure domain."""
 
     domains: str = _key("zone,rack,host", names_value, "label names, separated by commas")
-    """Failure domains, the largest first. A node without such a label is a domain of its own."""
+    """Labels that define failure domains, the largest first. A node without such a label is a
+    domain of its own.
+    """
 
     keys_dir: str = _key("", absolute_path, "an absolute path", "<runtime_dir>/keys")
-    """Folder of this node's key pair and of the public keys it trusts."""
+    """Folder of this node's key pair and of the trusted public keys."""
 
     store: str = _key("", store_value, "a URL such as s3://bucket/prefix or file:///folder", "off")
-    """Where snapshots become durable: object storage, or a folder that all nodes share. Empty: they live
-    in memory only, here and on peers."""
+    """Store for durable checkpoints: object storage, or a folder that all nodes share. Empty: snapshots
+    are only in memory, on this node and on peers."""
 
     store_options: str = _key("", object_value, "a JSON object")
-    """Options for the store, such as {"endpoint_url": "http://10.0.0.9:9000", "region": "eu-1"}. Credentials
-    are better given by the environment (AWS_ACCESS_KEY_ID, …) or by the node's role."""
+    """Options for the store, such as {"endpoint_url": "http://10.0.0.9:9000", "region": "eu-1"}. Prefer
+    credentials from the environment (AWS_ACCESS_KEY_ID, …) or from the node's role."""
 
     store_backend: str = _key(
         "auto", choice_value("auto", "obstore", "fsspec"), "auto, obstore or fsspec"
     )
-    """What speaks to the store. auto: obstore, which needs the least CPU, where it is installed and knows
-    the URL; otherwise fsspec, which knows most."""
+    """Library that accesses the store. auto: obstore, which needs the least CPU, if it is installed and
+    supports the URL; otherwise fsspec, which supports most URLs."""
 
     store_sign: bool = _key(False, boolean_value, "true or false")
     """Sign the manifests of checkpoints with this node's key (`ckptctl keys new-signer`)."""
 
     store_signed_only: bool = _key(False, boolean_value, "true or false")
-    """Believe only manifests that a trusted signer signed (`ckptctl keys trust-signer`), and so only images
-    that have the cryptographic digests in them."""
+    """Accept only manifests that a trusted signer signed (`ckptctl keys trust-signer`), and so only images
+    with the cryptographic digests in them."""
 
     store_deadline_s: float = _key(600.0, number_value(1, 86_400), "1 to 86400")
-    """An object that is not stored within this time, with all retries, gives up its checkpoint."""
+    """If an object is not stored within this time, including all retries, its checkpoint is abandoned."""
 
     persist_every: int = _key(1, integer_value(1, 1 << 40), "at least 1")
-    """Iterations between durable checkpoints, at least. Doubled as often as the store, or persist_every_s,
-    needs it: all ranks take the multiples of one number, so that they meet without asking each other."""
+    """Minimum number of iterations between durable checkpoints. Doubled as often as the store or
+    persist_every_s requires: all ranks use multiples of one number, so that they choose the same
+    iterations without communication.
+    """
 
     persist_every_s: float = _key(300.0, number_value(0, 1e9), "0 to 1e9")
-    """Seconds between durable checkpoints, at least (0: as often as the store can sustain)."""
+    """Minimum number of seconds between durable checkpoints (0: as often as the store can sustain)."""
 
     persist_keep_last: int = _key(3, integer_value(1, 1_000_000), "at least 1")
-    """How many of the newest durable checkpoints stay."""
+    """Number of newest durable checkpoints to keep."""
 
     persist_keep_every: int = _key(0, integer_value(0, 1 << 40), "0 or more")
-    """Durable checkpoints of iterations that are multiples of this stay, too (0: none)."""
+    """Also keep durable checkpoints of iterations that are multiples of this (0: none)."""
 
     persist_keep_for_s: float = _key(0.0, number_value(0, 1e9), "0 to 1e9")
-    """Durable checkpoints younger than this stay, too."""
+    """Also keep durable checkpoints younger than this."""
 
     persist_check: str = _key("size", choice_value("size", "full"), "size or full")
-    """What is asked of the store before a checkpoint counts. size: that every object is there in full.
-    full: every object is read back and compared with its digests."""
+    """Check of the store before a checkpoint counts. size: every object exists with its full size.
+    full: every object is read back and compared with its digests.
+    """
 
     persist_threads: int = _key(4, integer_value(1, 64), "1 to 64")
-    """Transfers between this node and the store at a time."""
+    """Number of simultaneous transfers between this node and the store."""
 
     persist_bandwidth: str = _key("0", rate_value, "bytes per second with units, or 0")
-    """Limit for what this node uploads, such as 500MB; 0: none."""
+    """Limit of this node's upload rate, such as 500MB; 0: no limit."""
 
     digest_threads: int = _key(0, integer_value(0, 64), "0 to 64")
-    """Threads that digest and seal filled slots; 0 means half of the CPUs, 1 to 4, or an eighth of them where that is more, up to 16."""
+    """Threads that digest and seal filled slots; 0: half of the CPUs (1 to 4), or an eighth of them
+    if that is more (up to 16).
+    """
 
     nice: int = _key(10, integer_value(0, 19), "0 to 19")
-    """Scheduling niceness of the daemon, so that training comes first."""
+    """Niceness of the daemon, so that the scheduler prefers training."""
 
     mlock: str = _key("auto", choice_value("auto", "on", "off"), "auto, on or off")
     """Lock segments in memory, so that they are never swapped: auto tries and reports, on refuses
@@ -204,43 +211,42 @@ class DaemonConfig:
     huge=advise); off leaves it."""
 
     retain_detached_s: float = _key(3600.0, number_value(0, 1e9), "0 to 1e9")
-    """How long the segments of a run without a live trainer are kept; 0 keeps them for good. The
-    clock starts when the last owner goes, or when a restarted daemon finds them."""
+    """How long the segments of a run without a live trainer are kept; 0: for ever. The time starts when
+    the last owner detaches, or when a restarted daemon finds them."""
 
     idle_exit_s: float = _key(0.0, number_value(0, 1e9), "0 to 1e9")
-    """Exit when no trainer was attached for so long; the segments stay. 0 means never. Used by
-    daemons that a trainer started by itself."""
+    """Exit when no trainer has been attached for this time; the segments stay. 0: never. Used by daemons
+    that a trainer started."""
 
     started_by_trainer: bool = _key(False, boolean_value, "true or false")
-    """Make way for a daemon that is started by `ckptd run`, which takes over the memory. Set for
-    daemons that a trainer started by itself."""
+    """Exit when an operator starts a daemon with `ckptd run`, which takes over the memory. Set for daemons
+    that a trainer started."""
 
     scrub_interval_s: float = _key(300.0, number_value(0, 1e9), "0 to 1e9")
-    """How often every sealed slot is verified against its digests in the background; 0 is off."""
+    """Interval in which every sealed slot is verified against its digests in the background; 0: off."""
 
     drain_timeout_s: float = _key(30.0, number_value(0, 3600), "0 to 3600")
-    """How long a stop waits for filled slots to be sealed. What is left is sealed at the next
-    start."""
+    """How long a stop waits until filled slots are sealed. The next start seals the rest."""
 
     max_events: int = _key(10_000, integer_value(16, 1_000_000), "16 to 1000000")
-    """How many events are kept in memory for `ckptctl events`."""
+    """Number of events that are kept in memory for `ckptctl events`."""
 
     max_sessions: int = _key(1024, integer_value(1, 65_536), "1 to 65536")
-    """How many trainers may be attached at a time."""
+    """Largest number of attached trainers."""
 
     log_level: str = _key(
         "info", choice_value("debug", "info", "warning", "error"), "debug, info, warning or error"
     )
-    """Least severe log record that is written to stderr."""
+    """Lowest severity of log records that are written to stderr."""
 
     log_format: str = _key("text", choice_value("text", "json"), "text or json")
     """One line of text, or one JSON object, per log record."""
 
 
 def given_settings(config: DaemonConfig) -> dict[str, str]:
-    """What a trainer compares with its own environment, without credentials."""
+    """The settings that a trainer compares with its own environment, without credentials."""
     return {
         key: public_url(text) if key == "store" else text
-        for key in TOLD
+        for key in SHOWN
         if isinstance(text := getattr(config, key), str)
     }

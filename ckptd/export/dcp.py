@@ -1,4 +1,6 @@
-"""One snapshot as a checkpoint of `torch.distributed.checkpoint`, by way of a process that has torch."""
+"""Export of a snapshot as a checkpoint of `torch.distributed.checkpoint`, through a child process
+with torch.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,10 @@ def _write(
     folder: Path,
     moved: Moved,
 ) -> Wrote:
-    """Give the child what it asks for until it has written everything."""
+    """Send the child the tensors that it asks for, until it has written all."""
     job = WriteJob(
         str(folder),
-        [_told(whole) for whole in wholes]
+        [_dcp_tensor(whole) for whole in wholes]
         + [DcpTensor("entry", e.name, e.dtype, e.shape) for e in entries],
         dict(plan.names),
         dict(plan.aliases),
@@ -99,6 +101,6 @@ def _bytes_of(
     return source.chunks(entries[index - len(wholes)])
 
 
-def _told(whole: Whole) -> DcpTensor:
+def _dcp_tensor(whole: Whole) -> DcpTensor:
     kind = "master" if whole.key == "master" else "optim" if whole.key else "model"
     return DcpTensor(kind, whole.name, whole.dtype, whole.shape, whole.param, whole.key)

@@ -1,8 +1,8 @@
-"""What `ckptctl` and the process that speaks `torch.distributed.checkpoint` for it say to each other.
+"""Messages between `ckptctl` and its child process that uses `torch.distributed.checkpoint`.
 
-Export: one `WriteJob`; then the child says `Ask(index=i)` and gets the bytes of tensor ``i``, until
-it says an `Ask` with ``done``. Import: one `ReadJob`; the child says `Contents`; then it is told
-`Ask(index=i)` and gives the bytes, until the pipe is closed.
+Export: the parent sends one `WriteJob`; then the child sends `Ask(index=i)` and receives the bytes of
+tensor ``i``, until it sends an `Ask` with ``done``. Import: the parent sends one `ReadJob`; the child
+sends `Contents`; then the parent sends `Ask(index=i)` and receives the bytes, until the pipe is closed.
 """
 
 from __future__ import annotations

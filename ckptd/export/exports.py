@@ -1,4 +1,4 @@
-"""One snapshot as a safetensors file, or as a model's folder of Hugging Face."""
+"""Export of a snapshot as a safetensors file, or as a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ __all__ = [
 ]
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-# What a model's folder holds beside weights: its configuration, its tokenizer, code of its own.
+# Files of a model folder besides weights: configuration, tokenizer, code.
 _CONFIG_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 _NOT_CONFIG = (".safetensors.index.json", ".bin.index.json", "import.json", "trainer_state.json")
 _MAX_CONFIG_BYTES = 256 << 20
 
-# What is done, and how many bytes there are in all: gives what is told of each further byte.
+# Called with the name and the total bytes of an operation; yields a function that reports progress.
 Watch = Callable[[str, int], AbstractContextManager[Moved]]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        place: where the snapshot was: ``memory``, or the store's URL.
-        joined_ranks: other ranks that captured a share of it.
-        tensors: how many the model has; ``optimizer_tensors`` those of the optimizer's state.
-        converted: tensors that were brought to compute precision.
-        notes: what whoever uses it should know.
+        place: the source of the snapshot: ``memory``, or the store's URL.
+        joined_ranks: other ranks that captured a part of it.
+        tensors: number of the model's tensors; ``optimizer_tensors``: of the optimizer's state.
+        converted: number of tensors that were converted to compute precision.
+        notes: notes for the user.
     """
 
     path: str
@@ -67,7 +67,7 @@ class ExportReport:
 
 @contextmanager
 def unwatched(what: str, total_bytes: int) -> Iterator[Moved]:
-    """Nobody looks on."""
+    """A watch that reports nothing."""
     yield lambda nbytes: None
 
 
@@ -82,8 +82,8 @@ def export_file(
     """Write the model as one safetensors file.
 
     Raises:
-        ExportError: the target exists, there is no room, or the snapshot makes no whole model.
-        DamagedSnapshot: the snapshot is not what was sealed; nothing is left.
+        ExportError: the target exists, the disk is full, or the snapshot does not contain a whole model.
+        DamagedSnapshot: the snapshot differs from the sealed one; no file is left behind.
     """
     check_target(target, force=force, folder=False)
     plan = plan_export(source.tensors, source.facts, keep_prefix=keep_prefix)
@@ -137,14 +137,14 @@ def export_hf(
         )
         for name, data in beside.items():
             write_synced(folder / name, data)
-    lacking = () if "config.json" in beside else ("there is no config.json: pass --config",)
+    lacking = () if "config.json" in beside else ("the folder has no config.json: pass --config",)
     return report_of(
         source, plan, target, "hf", files=len(written.files), size=written.size_bytes, notes=lacking
     )
 
 
 def converted_chunks(source: TensorSource, whole: Whole) -> Iterator[memoryview]:
-    """The bytes of a tensor to write: its pieces, each in its dtype."""
+    """The bytes of a tensor to write, converted to its dtype."""
     for piece in whole.pieces:
         for data in source.chunks(piece):
             yield convert(data, piece.dtype, whole.dtype)
@@ -161,7 +161,7 @@ def report_of(
     optimizer_tensors: int = 0,
     notes: tuple[str, ...] = (),
 ) -> ExportReport:
-    """What was written, in the words of the report."""
+    """The report of an export."""
     origin = source.origin
     return ExportReport(
         path=str(target),
@@ -192,7 +192,7 @@ def _metadata(origin: Origin) -> Mapping[str, str]:
 
 
 def _config_files(path: Path | None) -> dict[str, bytes]:
-    """What is copied beside the weights, by name."""
+    """The files that are copied with the weights, by name."""
     if path is None:
         return {}
     try:

@@ -1,5 +1,5 @@
-"""Sealed slots of this node's segments and replicas, as an export reads them: held against reuse,
-and verified.
+"""Sealed slots of this node's segments and replicas as the source of an export: locked against reuse, and
+verified.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["SealedSlot", "held", "open_segments", "rank_image", "sealed_slots", 
 
 @dataclass(frozen=True, slots=True)
 class SealedSlot:
-    """A snapshot in a slot, as its header was when it was looked at."""
+    """A snapshot in a slot, with its header at the time of reading."""
 
     segment: Segment
     index: int
     header: SlotHeader
 
     def __str__(self) -> str:
-        """As it is called in messages."""
+        """The name of the snapshot in messages."""
         return f"rank {self.segment.key.rank}'s snapshot of iteration {self.header.iteration}"
 
 
 def open_segments(paths: Iterable[Path]) -> tuple[list[Segment], list[str]]:
-    """Those that can be read, and why others cannot."""
+    """The segments that can be read, and the errors of the others."""
     found: list[Segment] = []
     problems: list[str] = []
     for path in paths:
@@ -59,11 +59,11 @@ def sealed_slots(segments: Iterable[Segment]) -> list[SealedSlot]:
 
 @contextmanager
 def held(slot: SealedSlot) -> Iterator[ImageView]:
-    """Its image, which nobody overwrites until the end of the block; nothing is verified yet.
+    """Lock the slot until the end of the block, and return its image, which is not verified yet.
 
     Raises:
-        ExportError: it was overwritten since its header was read.
-        DamagedSnapshot: it is no image.
+        ExportError: the slot was overwritten since its header was read.
+        DamagedSnapshot: the slot contains no valid image.
     """
     lock = slot_lock_byte(slot.index)
     with locks.lock_file(slot.segment.path, lock, exclusive=False) as taken:
@@ -77,10 +77,10 @@ def held(slot: SealedSlot) -> Iterator[ImageView]:
 
 
 def verify_slot(slot: SealedSlot) -> None:
-    """Return if a held slot is, bit for bit, what was sealed.
+    """Check that a held slot is, bit for bit, the sealed image.
 
     Raises:
-        DamagedSnapshot: it is not.
+        DamagedSnapshot: it differs.
     """
     try:
         verify(slot.segment.image(slot.index, slot.header), slot.header.header_digest)
@@ -89,7 +89,7 @@ def verify_slot(slot: SealedSlot) -> None:
 
 
 def rank_image(view: ImageView, segments: Iterable[Segment]) -> RankImage:
-    """What a held image says, beside the other snapshots of its rank in these segments."""
+    """The facts of a held image, together with the other snapshots of its rank in these segments."""
     dense = view.anchors == (1 << view.num_operators) - 1
     return RankImage(view.entries, dense, [found.entries for found in _images(segments)])
 
@@ -99,6 +99,6 @@ def _images(segments: Iterable[Segment]) -> Iterator[ImageView]:
         try:
             view = ImageView(slot.segment.image(slot.index, slot.header))
         except ImageError:
-            continue  # damaged or being overwritten: it only could have told us a dtype
+            continue  # damaged or being overwritten: it would only have shown a dtype
         if slot.segment.header(slot.index) == slot.header:
             yield view

@@ -95,7 +95,8 @@ def open_import(
     """A model at a path, of a kind that whoever asks has named: what lies there decides nothing.
 
     Args:
-        kind: ``safetensors``, a folder or a file; or ``dcp``, a checkpoint of torch.distributed, which holds pickles.
+        kind: ``safetensors``, a folder or a file; or ``dcp``, a checkpoint of torch.distributed,
+            which holds pickles.
         model_key, optimizer_key: under which keys of such a checkpoint they are.
     Raises:
         ExportError: it is not of that kind.
@@ -150,7 +151,8 @@ def import_to_store(
 
     Raises:
         ExportError: there is one already.
-        StoreError: the store failed; what it has got is no starting point, and is replaced by the next import.
+        StoreError: the store failed; what it has got is no starting point, and is replaced by the
+            next import.
     """
     prefix = import_prefix(job, run)
     if store.info(prefix + MANIFEST) is not None:

@@ -1,5 +1,5 @@
-"""Snapshots in this node's memory: which one is meant, held and verified, with what other ranks
-captured for it.
+"""Snapshots in this node's memory as the source of an export: selected, held and verified, with the
+parameters that other ranks captured.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["SlotSource", "nobody_knows", "open_slot"]
 
 
 class SlotSource:
-    """A verified snapshot in slots that nobody reuses meanwhile (a `TensorSource`).
+    """A verified snapshot in slots that are locked against reuse (a `TensorSource`).
 
     Args:
-        views: the images in which its tensors lie, by rank.
+        views: the images that contain its tensors, by rank.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SlotSource:
         self._ranks, self._views = joined.ranks, views
 
     def prepare(self, order: Sequence[ImageTensor]) -> None:
-        """Nothing: it is in memory."""
+        """Do nothing: the snapshot is in memory."""
 
     def chunks(self, tensor: ImageTensor) -> Iterator[memoryview]:
         """See `TensorSource.chunks`; they were verified before."""
@@ -60,7 +60,7 @@ class SlotSource:
 
 
 def nobody_knows(job: str, run: str, iteration: int) -> Mapping[int, Sequence[str]]:
-    """No daemon is asked where other ranks' snapshots are."""
+    """A `Whereabouts` without a daemon: the nodes of other ranks' snapshots are not known."""
     return {}
 
 
@@ -74,15 +74,15 @@ def open_slot(
     rank: int | None = None,
     whereabouts: Whereabouts = nobody_knows,
 ) -> Iterator[SlotSource]:
-    """The snapshot of ``iteration``, locked until the end of the block (None: the newest one all of
-    which is here).
+    """Lock the snapshot of ``iteration`` until the end of the block (None: the newest one that this node
+    holds completely).
 
     Args:
-        segment_dir: where the segments are; no daemon is needed.
-        job, run, rank: needed where more than one has such a snapshot.
-        whereabouts: asked where other ranks' shares may be that are not here.
+        segment_dir: the folder of the segments; no daemon is needed.
+        job, run, rank: needed if several of them have such a snapshot.
+        whereabouts: returns the nodes that may hold missing parts.
     Raises:
-        ExportError: there is no such snapshot, or more than one, or other ranks' shares of it are in other nodes' memory.
+        ExportError: no snapshot matches, or several do, or parts of it are only in other nodes' memory.
         DamagedSnapshot: its digests do not match.
     """
     with ExitStack() as opened:
@@ -90,7 +90,7 @@ def open_slot(
         for segment in segments:
             opened.callback(segment.close)
         if not segments:
-            why = "; ".join(problems) if problems else "no segment is there"
+            why = "; ".join(problems) if problems else "the folder contains no segment"
             raise ExportError(f"nothing to export in {segment_dir}: {why}")
         slots = _choose(segments, iteration, job, run, rank)
         here = RanksHere(segment_dir, segments, opened)
@@ -100,10 +100,10 @@ def open_slot(
 def _first_whole(
     slots: Sequence[SealedSlot], here: RanksHere, opened: ExitStack, whereabouts: Whereabouts
 ) -> SlotSource:
-    """Of the first of these snapshots all of which is here; ``opened`` ends it.
+    """The first of these snapshots that this node holds completely; ``opened`` releases it.
 
     Raises:
-        ExportError: there is none; why not the first one.
+        ExportError: none is complete; the reason is that of the first one.
     """
     first: SharesMissing | None = None
     for slot in slots:
@@ -117,29 +117,29 @@ def _first_whole(
 
 @contextmanager
 def _whole(slot: SealedSlot, here: RanksHere) -> Iterator[SlotSource]:
-    """A snapshot with all that other ranks captured for it, held and verified.
+    """A snapshot with the parameters that other ranks captured for it, held and verified.
 
     Raises:
-        SharesMissing: something is not here; nothing was read yet.
+        SharesMissing: this node lacks some of them; nothing was read yet.
     """
-    told = slot.segment.descriptor
+    descriptor = slot.segment.descriptor
     with held(slot) as view, ExitStack() as others:
-        facts = facts_of(told.client, told.rank)
+        facts = facts_of(descriptor.client, descriptor.rank)
         lacks = lacking(view.entries, facts.shares)
         copies = here.copies(slot, lacks)
         verify_slot(slot)
-        views: dict[int, ImageView] = {told.rank: view}
+        views: dict[int, ImageView] = {descriptor.rank: view}
         images: dict[int, RankImage] = {}
         for rank, found in copies.items():
             copy, views[rank] = others.enter_context(first_whole(found))
             images[rank] = rank_image(views[rank], here.of(copy.segment.key))
         own = rank_image(view, here.own(slot.segment.key))
-        joined = join(told.rank, own, facts, lacks, images)
+        joined = join(descriptor.rank, own, facts, lacks, images)
         origin = Origin(
-            told.job,
-            told.run,
-            told.rank,
-            told.world_size,
+            descriptor.job,
+            descriptor.run,
+            descriptor.rank,
+            descriptor.world_size,
             slot.header.iteration,
             "memory",
             tuple(images),
@@ -154,7 +154,7 @@ def _choose(
     run: str | None,
     rank: int | None,
 ) -> list[SealedSlot]:
-    """The one sealed slot that is meant; without an iteration all of the rank, newest first."""
+    """The sealed slot that the arguments select; without an iteration all of the rank, newest first."""
     asked = [
         s
         for s in segments
@@ -166,7 +166,7 @@ def _choose(
         known = {slot.header.iteration for slot in slots}
         text = f"in memory are {ranges(known)}" if known else "there is none at all"
         which = "" if iteration is None else f" of iteration {iteration}"
-        raise ExportError(f"no sealed snapshot{which} as asked for; {text}")
+        raise ExportError(f"no sealed snapshot{which} matches; {text}")
     keys = sorted({slot.segment.key for slot in found})
     if len(keys) > 1:
         names = "; ".join(map(str, keys))

@@ -1,4 +1,4 @@
-"""Other ranks' snapshots in this node's memory: in their own segments, where they train here, or in replicas."""
+"""Other ranks' snapshots in this node's memory: in the segments of ranks that train here, or in replicas."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ckptd.storage.images.image import ImageView
 
 __all__ = ["RanksHere", "SharesMissing", "Whereabouts", "first_whole", "why_missing"]
 
-_TOLD = 3
+_MOST_NAMED = 3
 
-# Of a run's iteration: nodes that may have each rank's snapshots, as far as anybody knows.
+# For an iteration of a run: the nodes that may hold each rank's snapshot, as far as known.
 Whereabouts = Callable[[str, str, int], Mapping[int, Sequence[str]]]
 
 
 class SharesMissing(Exception):
-    """This node does not hold what other ranks captured for a rank.
+    """This node does not hold the parameters that other ranks captured for a rank.
 
-    ``shares`` are given by rank, ``here`` the iterations of these ranks that this node does hold.
+    ``shares`` are the missing rows by rank, ``here`` the iterations of these ranks that this node holds.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class SharesMissing(Exception):
 
 
 class RanksHere:
-    """The segments and replicas of a folder, by rank; replicas are opened when somebody asks for their rank.
+    """The segments and replicas of a folder, by rank; replicas are opened on first use.
 
     Args:
-        segments: those of the folder that are open already; whoever opened them closes them.
-        opened: closes what is opened here.
+        segments: the segments of the folder that are open already; the caller closes them.
+        opened: closes the replicas opened here.
     """
 
     def __init__(self, folder: Path, segments: Iterable[Segment], opened: ExitStack) -> None:
@@ -74,14 +74,14 @@ class RanksHere:
     def copies(
         self, slot: SealedSlot, lacks: Mapping[int, Sequence[SharedRows]]
     ) -> dict[int, list[SealedSlot]]:
-        """The copies here of what other ranks captured at the iteration (and in the epoch) of
-        ``slot``, by rank.
+        """The copies on this node of other ranks' snapshots of the iteration (and epoch) of ``slot``, by
+        rank.
 
         Raises:
-            SharesMissing: of some rank there is none.
+            SharesMissing: this node has no copy of some rank.
         """
-        told = slot.segment.key
-        sealed = {rank: sealed_slots(self.of(RankKey(told.job, told.run, rank))) for rank in lacks}
+        own = slot.segment.key
+        sealed = {rank: sealed_slots(self.of(RankKey(own.job, own.run, rank))) for rank in lacks}
         found = {r: [s for s in all_of if _same(s, slot)] for r, all_of in sealed.items()}
         missing = {rank: lacks[rank] for rank in lacks if not found[rank]}
         if missing:
@@ -95,10 +95,10 @@ class RanksHere:
 
 @contextmanager
 def first_whole(copies: Sequence[SealedSlot]) -> Iterator[tuple[SealedSlot, ImageView]]:
-    """The first copy that can be held and is what was sealed, until the end of the block.
+    """Hold the first copy that verifies, until the end of the block.
 
     Raises:
-        ExportError, DamagedSnapshot: there is none; why not the last one.
+        ExportError, DamagedSnapshot: no copy verifies; the reason is that of the last one.
     """
     for number, slot in enumerate(copies):
         with ExitStack() as stack:
@@ -115,25 +115,30 @@ def first_whole(copies: Sequence[SealedSlot]) -> Iterator[tuple[SealedSlot, Imag
 
 
 def why_missing(missing: SharesMissing, whereabouts: Whereabouts) -> ExportError:
-    """In words: what is missing, where it may be, and what to do."""
+    """For a message: the missing parameters, the nodes that may hold them, and the remedy."""
     slot, ranks = missing.slot, sorted(missing.shares)
     key, iteration = slot.segment.key, slot.header.iteration
     known = whereabouts(key.job, key.run, iteration)
     params = list(dict.fromkeys(s.param for shares in missing.shares.values() for s in shares))
     nodes = [
-        f"rank {rank}'s may be on {' or '.join(known[rank])}" for rank in ranks if known.get(rank)
+        f"those of rank {rank} may be on {' or '.join(known[rank])}"
+        for rank in ranks
+        if known.get(rank)
     ]
     unknown = [rank for rank in ranks if not known.get(rank)]
     if unknown:
-        nodes.append(f"on which nodes {named_ranks(unknown)} have theirs is not known here")
+        nodes.append(f"this node does not know the nodes that hold those of {named_ranks(unknown)}")
     held_here = [
         f"of rank {r} it holds {ranges(found)}" for r, found in missing.here.items() if found
     ]
     return ExportError(
-        f"{slot} is not whole: {first_of(params, _TOLD)} are captured by {named_ranks(ranks)} for all ranks that "
-        f"have them, and this node's memory does not hold that share of iteration {iteration}"
-        f"{''.join(f'; {text}' for text in held_here)} ({'; '.join(nodes)}). Choose an iteration of which everything "
-        "is here, export on a node that holds them all, or out of storage (--durable, or --store URL)"
+        f"{slot} is not whole: {named_ranks(ranks)} captured {first_of(params, _MOST_NAMED)} for "
+        "all ranks that "
+        f"have them, and this node's memory lacks their snapshots of iteration {iteration}"
+        f"{''.join(f'; {text}' for text in held_here)} ({'; '.join(nodes)}). Choose an iteration "
+        "that this node holds "
+        "completely, export on a node that holds all of it, or export from storage (--durable, or "
+        "--store URL)"
     )
 
 
@@ -147,7 +152,7 @@ def _history(header: SlotHeader) -> tuple[int, int, int]:
 
 def _is_of(name: str, key: RankKey) -> bool:
     try:
-        told = parse_replica_file_name(name)
+        named = parse_replica_file_name(name)
     except ValueError:
         return False  # not a name that a daemon gives
-    return (told.job, told.run, told.rank) == (key.job, key.run, key.rank)
+    return (named.job, named.run, named.rank) == (key.job, key.run, key.rank)

@@ -1,4 +1,4 @@
-"""Stored images read in the order in which their tensors are asked for, one piece ahead."""
+"""Reads stored images in the order in which their tensors are needed, one span ahead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GAP_BYTES = 256 << 10  # reading on is quicker than a further request
 
 
 class _Span(NamedTuple):
-    """Bytes of one rank's image that are read together."""
+    """A range of one rank's image that is read at once."""
 
     rank: int
     begin: int
@@ -24,10 +24,10 @@ class _Span(NamedTuple):
 
 
 class ReadAhead:
-    """Of all images together no more than two pieces are in memory: the one that is used and the next one.
+    """Keeps at most two spans of all images in memory: the present one and the next one.
 
     Args:
-        read: gives bytes ``begin`` to ``end`` of a rank's image; called in a thread of its own, too.
+        read: returns bytes ``begin`` to ``end`` of a rank's image; also called in a background thread.
     """
 
     def __init__(self, read: Callable[[int, int, int], memoryview]) -> None:
@@ -43,7 +43,7 @@ class ReadAhead:
         self._thread.shutdown(cancel_futures=True)
 
     def prepare(self, order: Iterable[tuple[int, ImageTensor]]) -> None:
-        """The tensors that will be asked for, each with the rank in whose image it lies."""
+        """Announce the tensors that will be read, each with the rank whose image contains it."""
         self._spans = [
             _Span(rank, begin, end)
             for rank, run in groupby(order, key=lambda item: item[0])
@@ -54,8 +54,8 @@ class ReadAhead:
         self._next = 0
 
     def around(self, rank: int, at: int) -> tuple[int, memoryview]:
-        """The piece of the rank's image that holds this byte, and where it begins; the next one is
-        asked for meanwhile.
+        """The span of the rank's image that contains this byte, and its offset; requests the next one in the
+        background.
         """
         span, data = self._current
         if not _holds(span, rank, at):
@@ -78,10 +78,10 @@ class ReadAhead:
 
 
 def plan_spans(order: Iterable[ImageTensor], max_bytes: int) -> list[tuple[int, int]]:
-    """Which ranges of the image to read, one after the other: neighbours together, large tensors in parts.
+    """Plan the spans to read, in order: adjacent tensors at once, large tensors in parts.
 
-    Every byte of the tensors is in one of them, and each part of a large tensor has whole items: it
-    begins at a multiple of ``max_bytes`` within it.
+    Every byte of the tensors is in one span, and each part of a large tensor has whole items: it begins
+    at a multiple of ``max_bytes`` within the tensor.
     """
     spans: list[tuple[int, int]] = []
     for tensor in order:

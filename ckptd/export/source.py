@@ -1,4 +1,4 @@
-"""The seam between where a snapshot lies and what is made of it."""
+"""The interface between sources of snapshots (memory, stores) and exports."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which snapshot it is, and where it was found: ``memory``, or a store's URL without secrets.
+    """The identity of a snapshot and its place: ``memory``, or a store's URL without secrets.
 
-    ``joined``: the other ranks in whose images shares of it lie.
+    ``joined``: other ranks whose images contain parts of it.
     """
 
     job: str
@@ -35,43 +35,43 @@ class Origin:
 
 
 class TensorSource(Protocol):
-    """One rank's snapshot, completed by what other ranks captured for it; it stays as it is for as
-    long as it is open.
+    """One rank's snapshot, completed with the parameters that other ranks captured for it. It does not
+    change while it is open.
 
-    No two of its tensors have one name.
+    Names of its tensors are unique.
     """
 
     @property
     def origin(self) -> Origin:
-        """Whose it is."""
+        """The identity of the snapshot."""
 
     @property
     def facts(self) -> SnapshotFacts:
-        """What is known of its tensors beside themselves."""
+        """Facts about its tensors."""
 
     @property
     def tensors(self) -> Sequence[ImageTensor]:
-        """All that the snapshot holds, in the order of its bytes; then what other ranks hold of it,
-        rank by rank.
+        """All tensors of the snapshot, in the order of its bytes; then those from other ranks, rank by
+        rank.
         """
 
     @property
     def scalars_len(self) -> int:
-        """How many bytes of ``ckptd.scalars`` mean something."""
+        """The number of used bytes of ``ckptd.scalars``."""
 
     def prepare(self, order: Sequence[ImageTensor]) -> None:
-        """The tensors that will be asked for, in this order: they are read ahead."""
+        """Announce the tensors that will be read, in this order, so that they are read ahead."""
 
     def chunks(self, tensor: ImageTensor) -> Iterator[memoryview]:
-        """The tensor's bytes in pieces of whole items, each valid until the next one.
+        """The tensor's bytes in chunks of whole items, each valid until the next one.
 
         Raises:
-            DamagedSnapshot: they are not what was sealed (at the latest behind the last piece).
+            DamagedSnapshot: they differ from the sealed bytes (raised at the latest after the last chunk).
         """
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """The trainer's part of a segment's descriptor, as far as an export needs it; all of it may be missing."""
+class _TrainerFacts(msgspec.Struct, frozen=True):
+    """The fields of the trainer's part of a segment's descriptor that an export needs; all are optional."""
 
     operators: list[Any] = []
     # Beside `operators`: the rank whose images hold each of them, or -1: this rank's own. Absent:
@@ -83,41 +83,41 @@ class _Told(msgspec.Struct, frozen=True):
     groups: dict[str, tuple[int, int]] = {}
 
 
-_decoder = msgspec.msgpack.Decoder(_Told)
+_decoder = msgspec.msgpack.Decoder(_TrainerFacts)
 
 
 def facts_of(client: bytes, rank: int) -> SnapshotFacts:
-    """What a trainer told of its snapshots; what can only be seen in them is left open.
+    """The facts that a trainer recorded about its snapshots; facts of a single snapshot are added later.
 
     Args:
-        client: the trainer's part of the segment's descriptor; what it does not tell is not known.
-        rank: whose descriptor it is.
+        client: the trainer's part of the segment's descriptor; missing fields are not known.
+        rank: the rank of the descriptor.
     Raises:
-        ExportError: it contradicts itself.
+        ExportError: the descriptor contradicts itself.
     """
     try:
-        told = unpack(_decoder, client)
+        recorded = unpack(_decoder, client)
     except ValueError as error:
         if (
             b"owners" in client
-        ):  # then a part of the model may be elsewhere, and nobody would notice
+        ):  # otherwise a part of the model could be in other images without notice
             raise ExportError(
-                f"what rank {rank} tells of who captures its operators is not understood ({error}); "
-                "export with the version that trained"
+                f"the descriptor of rank {rank} has malformed owners of operators ({error}); "
+                "export with the version of ckptd that trained"
             ) from error
-        told = _Told()
+        recorded = _TrainerFacts()
     return SnapshotFacts(
-        rows=_rows(told.operators),
-        transient=frozenset(told.transient_buffers),
-        aliases=told.aliases,
-        groups=told.groups,
-        shares=_shares(told, rank),
-        aligned=told.policy == "aligned",
+        rows=_rows(recorded.operators),
+        transient=frozenset(recorded.transient_buffers),
+        aliases=recorded.aliases,
+        groups=recorded.groups,
+        shares=_shares(recorded, rank),
+        aligned=recorded.policy == "aligned",
     )
 
 
 def _rows(operators: Iterable[Any]) -> dict[str, int]:
-    """Each parameter that some operator has, and how many rows at least (0: it is whole)."""
+    """Each parameter of the operators, with its minimum number of rows (0: whole)."""
     rows: dict[str, int] = {}
     for operator in operators:
         for name, _, stop in _members(operator):
@@ -125,18 +125,19 @@ def _rows(operators: Iterable[Any]) -> dict[str, int]:
     return rows
 
 
-def _shares(told: _Told, rank: int) -> tuple[SharedRows, ...]:
-    """What other ranks capture, member by member."""
-    if not told.owners:
+def _shares(recorded: _TrainerFacts, rank: int) -> tuple[SharedRows, ...]:
+    """The rows that other ranks capture, member by member."""
+    if not recorded.owners:
         return ()
-    if len(told.owners) != len(told.operators):
+    if len(recorded.owners) != len(recorded.operators):
         raise ExportError(
-            f"rank {rank} tells who captures {len(told.owners)} operators, and has {len(told.operators)}: "
-            "its descriptor was written by another version; export with the version that trained"
+            f"the descriptor of rank {rank} lists owners of {len(recorded.owners)} operators, but "
+            f"has {len(recorded.operators)} operators: "
+            "another version of ckptd wrote it; export with the version that trained"
         )
     return tuple(
         SharedRows(name, None if start is None else (start, stop), owner)
-        for operator, owner in zip(told.operators, told.owners, strict=True)
+        for operator, owner in zip(recorded.operators, recorded.owners, strict=True)
         if owner >= 0 and owner != rank
         for name, start, stop in _members(operator)
     )
@@ -144,5 +145,5 @@ def _shares(told: _Told, rank: int) -> tuple[SharedRows, ...]:
 
 def _members(operator: Any) -> list[Any]:
     """(parameter, first row, row after the last) of each member of an operator; no rows: all of it."""
-    told = isinstance(operator, list) and operator and isinstance(operator[-1], list)
-    return operator[-1] if told else []
+    valid = isinstance(operator, list) and operator and isinstance(operator[-1], list)
+    return operator[-1] if valid else []

@@ -1,4 +1,6 @@
-"""Snapshots in storage: which one is meant, with what other ranks captured for it; verified as it passes."""
+"""Snapshots in storage as the source of an export: selected, completed with the parameters that other ranks
+captured, and verified while they are read.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from ckptd.storage.stores.objects import ObjectStore
 
 __all__ = ["StoredSource", "open_stored"]
 
-_TOLD = 12
+_MOST_LISTED = 12
 
 
 class StoredSource:
@@ -88,15 +90,15 @@ def open_stored(
     *,
     rank: int | None = None,
 ) -> Iterator[StoredSource]:
-    """A snapshot of a committed checkpoint: of its end (the newest if None), or of an iteration on
-    the way to one.
+    """Open a snapshot of a committed checkpoint: the last one (of the newest checkpoint if ``iteration``
+    is None), or an earlier one of its chain.
 
     Args:
-        shown_url: of the store, without secrets.
-        rank: needed where there are several.
+        shown_url: the URL of the store, without secrets.
+        rank: needed if the checkpoint has several ranks.
     Raises:
-        ExportError: there is no such snapshot.
-        DamagedSnapshot: a manifest or header is not as it was written.
+        ExportError: no snapshot matches.
+        DamagedSnapshot: a manifest or header is damaged.
     """
     catalog = read_catalog(store, job, run)
     where = f"{shown_url}/{job}/{run}"
@@ -131,8 +133,12 @@ def _find(
         if iteration is not None and manifest.start > iteration:
             break
     ends = [str(c.id.end) for c in catalog.committed]
-    more = f" and {len(ends) - _TOLD} older ones" if len(ends) > _TOLD else ""
-    known = f"committed are {', '.join(ends[:_TOLD])}{more}" if ends else "nothing is committed"
+    more = f" and {len(ends) - _MOST_LISTED} older ones" if len(ends) > _MOST_LISTED else ""
+    known = (
+        f"committed checkpoints: {', '.join(ends[:_MOST_LISTED])}{more}"
+        if ends
+        else "no checkpoint is committed"
+    )
     which = "checkpoint" if iteration is None else f"snapshot of iteration {iteration}"
     raise ExportError(f"no {which} in {where}; {known}")
 
@@ -140,7 +146,8 @@ def _find(
 def _manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: int | None) -> RankManifest:
     if rank is None and checkpoint.world_size > 1:
         raise ExportError(
-            f"{checkpoint.id} has {checkpoint.world_size} ranks: choose --rank (under data parallelism any of them)"
+            f"{checkpoint.id} has {checkpoint.world_size} ranks: pass --rank (with pure data "
+            "parallelism, any of them)"
         )
     if rank is not None and rank not in checkpoint.manifests:
         raise ExportError(f"{checkpoint.id} has ranks 0 to {checkpoint.world_size - 1}, not {rank}")

@@ -27,16 +27,16 @@ from ckptd.storage.stores.objects import Damaged, ObjectMissing, ObjectStore
 __all__ = ["StoredImage", "open_image", "open_images", "rank_manifest"]
 
 _THREADS = 8  # manifests and headers are small: it is the requests that take time
-_ADVICE = "`ckptctl checkpoints verify` tells which object, and what is whole"
+_ADVICE = "`ckptctl checkpoints verify` names the damaged objects and the whole checkpoints"
 
 
 @dataclass(frozen=True)
 class StoredImage:
-    """One rank's image, its header verified; ``image`` is what the header says beside those of the
-    rank's chain.
+    """One rank's image with a verified header; ``image`` contains its facts and those of the rank's
+    chain.
 
-    ``vouched``: BLAKE3 digests of its tensors, of bytes that all together had the cryptographic
-    digest in the manifest; empty if that was not compared.
+    ``vouched``: BLAKE3 digests of its tensors, computed while the whole image was verified against the
+    cryptographic digest in the manifest; empty if it was not.
     """
 
     rank: int
@@ -52,20 +52,20 @@ class StoredImage:
             DamagedSnapshot: an object is missing, or too short.
         """
         into = memoryview(bytearray(end - begin))
-        with _told(self.rank, self.snapshot.iteration):
+        with _damage_of(self.rank, self.snapshot.iteration):
             read_image_bytes(store, self.snapshot, begin, into)
         return into
 
     def damaged(self, tensor: ImageTensor) -> DamagedSnapshot:
-        """This tensor is not what was sealed."""
+        """An error: this tensor differs from the sealed one."""
         return DamagedSnapshot(_text(self.rank, self.snapshot.iteration, repr(tensor.name)))
 
 
 def rank_manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: int) -> RankManifest:
-    """What a rank stored for the checkpoint.
+    """Read the manifest of a rank.
 
     Raises:
-        DamagedSnapshot: that cannot be read.
+        DamagedSnapshot: the manifest cannot be read.
     """
     try:
         return read_manifest(store, checkpoint.manifests[rank].key)
@@ -86,7 +86,7 @@ def open_image(
     headers: dict[int, ObjectHeader] = {}
     vouched: Mapping[str, bytes] = {}
     for each in manifest.snapshots:
-        with _told(manifest.rank, each.iteration):
+        with _damage_of(manifest.rank, each.iteration):
             head = read_image_header(store, each)
             headers[each.iteration] = parse_header(head)
             if whole and each is snapshot:
@@ -116,7 +116,7 @@ def open_images(
     unknown = [rank for rank in ranks if rank not in checkpoint.manifests]
     if unknown:
         raise ExportError(
-            f"a share of the model was captured by {named_ranks(unknown)}, and {checkpoint.id} has ranks "
+            f"{named_ranks(unknown)} captured a part of the model, but {checkpoint.id} has ranks "
             f"0 to {checkpoint.world_size - 1}; choose another checkpoint"
         )
 
@@ -134,15 +134,16 @@ def _same(manifest: RankManifest, snapshot: StoredSnapshot) -> StoredSnapshot:
     found = next(s for s in manifest.snapshots if s.iteration == snapshot.iteration)
     if (found.epoch, found.epoch_start) != (snapshot.epoch, snapshot.epoch_start):
         raise ExportError(
-            f"iteration {snapshot.iteration} of rank {manifest.rank} belongs to another history (epoch {found.epoch}, "
+            f"iteration {snapshot.iteration} of rank {manifest.rank} belongs to another history "
+            f"(epoch {found.epoch}, "
             f"not {snapshot.epoch}); choose another iteration"
         )
     return found
 
 
 @contextmanager
-def _told(rank: int, iteration: int) -> Iterator[None]:
-    """What reading finds damaged is told of this snapshot."""
+def _damage_of(rank: int, iteration: int) -> Iterator[None]:
+    """Convert read errors in the block to `DamagedSnapshot` of this snapshot."""
     try:
         yield
     except (SnapshotDamaged, HeaderError, ObjectMissing, Damaged) as error:

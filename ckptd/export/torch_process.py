@@ -1,7 +1,7 @@
-"""The half that needs torch: a process of its own, asked and answered over pipes, ended with the block.
+"""A child process with torch, which communicates over pipes and ends with the block.
 
-Lines are JSON; the bytes of tensors go beside them, as long as was agreed on before. What the child
-says on its stderr is told only if it fails.
+Messages are lines of JSON; the bytes of tensors follow them, with a length that both sides know. The
+child's stderr is shown only if it fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Child:
         self.send(memoryview(msgspec.json.encode(message) + b"\n"))
 
     def send(self, data: memoryview) -> None:
-        """Bytes that it waits for."""
+        """Send bytes that the child waits for."""
         try:
             while data:
                 data = data[self._input.write(data) :]
@@ -52,7 +52,7 @@ class Child:
         """The next line.
 
         Raises:
-            ExportError: it has ended, or says something else.
+            ExportError: the child has ended, or sent another message.
         """
         line = self._output.readline(_MAX_LINE)
         if not line.endswith(b"\n"):
@@ -60,10 +60,10 @@ class Child:
         try:
             return msgspec.json.decode(line, type=kind)
         except msgspec.MsgspecError as error:
-            raise ExportError(f"{self._module} said what is not understood ({error})") from error
+            raise ExportError(f"{self._module} sent a malformed message ({error})") from error
 
     def receive(self, into: memoryview) -> None:
-        """Fill the buffer with bytes that it was asked for."""
+        """Fill the buffer with bytes that were requested from the child."""
         while into:
             done = self._output.readinto(into)
             if not done:
@@ -71,7 +71,7 @@ class Child:
             into = into[done:]
 
     def _ended(self) -> ExportError:
-        """Why it is gone, in its last words."""
+        """The error of a child that has ended, with the end of its stderr."""
         code = self._process.wait(_END_S)
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
@@ -81,10 +81,12 @@ class Child:
 
 @contextmanager
 def running(module: str) -> Iterator[Child]:
-    """``python -m <module>`` until the end of the block; an end by itself is waited for, any other forced."""
+    """Run ``python -m <module>`` until the end of the block; waits for its normal end, and kills it
+    after an error.
+    """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            # -P: what lies in the current folder, such as a downloaded torch.py, is not imported.
+            # -P: do not import files of the current folder, such as a downloaded torch.py.
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,6 +103,6 @@ def running(module: str) -> Iterator[Child]:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    # What was not sent to a process that is gone is of no use any more.
+                    # Data for a process that has ended are not needed any more.
                     with suppress(BrokenPipeError):
                         pipe.close()

@@ -35,7 +35,8 @@ __all__ = ["main", "own_pipes", "write_checkpoint"]
 
 _PACKED = "ckptd.optim_scalars/"
 _OPTIONS_OMITTED = (
-    "the options of parameter groups (lr, …) are left out: the snapshot does not tell which parameter is in which group; "
+    "the options of parameter groups (lr, …) are left out: the snapshot does not tell which "
+    "parameter is in which group; "
     "load with allow_partial_load, or set them yourself"
 )
 
@@ -80,7 +81,7 @@ class _Lazy(DefaultSavePlanner):
 
 
 def _state_dict(job: WriteJob, fetch: Fetch) -> tuple[dict[str, Any], dict[str, int], Wrote]:
-    """What is saved, with stand-ins for large tensors; their indices by key; what is told of it."""
+    """What is saved, with stand-ins for large tensors; their indices by key; and the notes about it."""
     entries = {t.name: (i, t) for i, t in enumerate(job.tensors) if t.kind == "entry"}
     recorded = _Recorded(job, entries, fetch) if entries else None
     state: dict[str, Any] = {"model": {}}
@@ -192,12 +193,12 @@ def own_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 def main() -> int:
     """Serve one job on the standard pipes."""
-    given, told = own_pipes()
+    given, output = own_pipes()
     job = msgspec.json.decode(given.readline(), type=WriteJob)
 
     def say(message: Ask) -> None:
-        told.write(msgspec.json.encode(message) + b"\n")
-        told.flush()
+        output.write(msgspec.json.encode(message) + b"\n")
+        output.flush()
 
     def fetch(index: int) -> Tensor:
         wanted = job.tensors[index]

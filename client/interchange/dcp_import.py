@@ -36,7 +36,7 @@ from ckptd.export.dcp_wire import Ask, Contents, DcpTensor, ReadJob
 __all__ = ["StoredState", "main"]
 
 _STATE, _GROUPS, _MASTER = "state.", "param_groups.", "master."
-_TOLD = 5
+_MOST_NAMED = 5
 
 
 class StoredState:
@@ -57,12 +57,16 @@ class StoredState:
         """
         tensors, passed_over = self._tensors()
         if not any(t.kind == "model" for t in tensors):
-            some = ", ".join(sorted(self._stored)[:_TOLD])
+            some = ", ".join(sorted(self._stored)[:_MOST_NAMED])
             raise ValueError(f"no tensor under the key {self._model!r}; keys are like {some}")
         notes = []
         if passed_over:
-            more = f" and {len(passed_over) - _TOLD} more" if len(passed_over) > _TOLD else ""
-            notes.append(f"passed over: {', '.join(passed_over[:_TOLD])}{more}")
+            more = (
+                f" and {len(passed_over) - _MOST_NAMED} more"
+                if len(passed_over) > _MOST_NAMED
+                else ""
+            )
+            notes.append(f"passed over: {', '.join(passed_over[:_MOST_NAMED])}{more}")
         return Contents(tensors, self._options(), notes)
 
     def tensor(self, index: int) -> Tensor:
@@ -72,14 +76,14 @@ class StoredState:
     def _tensors(self) -> tuple[list[DcpTensor], list[str]]:
         tensors: list[DcpTensor] = []
         passed_over: list[str] = []
-        for key, told in self._stored.items():
+        for key, stored in self._stored.items():
             kind, name = self._what(key)
-            if kind and isinstance(told, TensorStorageMetadata):
-                dtype = told.properties.dtype
+            if kind and isinstance(stored, TensorStorageMetadata):
+                dtype = stored.properties.dtype
                 if dtype not in SAFETENSORS_DTYPES:
                     raise ValueError(f"{key} is {dtype}, which safetensors cannot hold")
                 self._keys.append(key)
-                tensors.append(DcpTensor(kind, name, SAFETENSORS_DTYPES[dtype], tuple(told.size)))
+                tensors.append(DcpTensor(kind, name, SAFETENSORS_DTYPES[dtype], tuple(stored.size)))
             elif kind != "groups":
                 passed_over.append(key)
         return tensors, passed_over
@@ -117,15 +121,15 @@ class StoredState:
     def _load_values(self, keys: list[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key in keys:
-            told = self._stored[key]
-            found[key] = _blank(told) if isinstance(told, TensorStorageMetadata) else None
+            stored = self._stored[key]
+            found[key] = _blank(stored) if isinstance(stored, TensorStorageMetadata) else None
         self._fill(found)
         return found
 
     def _load(self, key: str) -> Tensor:
-        told = self._stored[key]
-        assert isinstance(told, TensorStorageMetadata)
-        found = {key: _blank(told)}
+        stored = self._stored[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        found = {key: _blank(stored)}
         self._fill(found)
         return found[key]
 
@@ -168,8 +172,8 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-def _blank(told: TensorStorageMetadata) -> Tensor:
-    return torch.empty(told.size, dtype=told.properties.dtype)
+def _blank(stored: TensorStorageMetadata) -> Tensor:
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 
 def _prefix(key: str) -> str:
@@ -187,14 +191,14 @@ def _plain(value: Any) -> Any:
 
 def main() -> int:
     """Serve one checkpoint on the standard pipes."""
-    given, told = own_pipes()
+    given, output = own_pipes()
     stored = StoredState(msgspec.json.decode(given.readline(), type=ReadJob))
-    told.write(msgspec.json.encode(stored.contents()) + b"\n")
-    told.flush()
+    output.write(msgspec.json.encode(stored.contents()) + b"\n")
+    output.flush()
     for line in given:
         tensor = stored.tensor(msgspec.json.decode(line, type=Ask).index).contiguous()
-        told.write(buffer_of(tensor))
-        told.flush()
+        output.write(buffer_of(tensor))
+        output.flush()
     return 0
 
 

@@ -50,15 +50,15 @@ class _Sealed(type):
 class _Record(metaclass=_Sealed):
     """What the file says of one object: its arguments, or its state."""
 
-    __slots__ = ("told",)
+    __slots__ = ("state",)
 
     def __new__(cls, *args: Any) -> Self:
         found = super().__new__(cls)
-        found.told = args
+        found.state = args
         return found
 
     def __setstate__(self, state: Any) -> None:
-        self.told = state
+        self.state = state
 
 
 class _Meta(_Record):
@@ -148,9 +148,9 @@ def read_dcp_metadata(folder: Path) -> Metadata:
 
 
 def _built(found: Any, folder: Path) -> Metadata:
-    told = _state(found, _Meta)
-    entries = _expect(told["state_dict_metadata"], dict)
-    storage = _expect(told["storage_data"], dict)
+    fields = _state(found, _Meta)
+    entries = _expect(fields["state_dict_metadata"], dict)
+    storage = _expect(fields["storage_data"], dict)
     return Metadata(
         state_dict_metadata={_expect(k, str): _entry(v) for k, v in entries.items()},
         storage_data={_index(k): _place(v, folder) for k, v in storage.items()},
@@ -161,13 +161,13 @@ def _built(found: Any, folder: Path) -> Metadata:
 def _entry(found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if isinstance(found, _Bytes):
         return BytesStorageMetadata()
-    told = _state(found, _Tensor)
-    properties = _expect(told["properties"], _Properties).told
+    fields = _state(found, _Tensor)
+    properties = _expect(fields["properties"], _Properties).state
     dtype = properties.get("dtype") if isinstance(properties, dict) else properties[0]
-    chunks = [_state(chunk, _Chunk) for chunk in _expect(told["chunks"], list)]
+    chunks = [_state(chunk, _Chunk) for chunk in _expect(fields["chunks"], list)]
     return TensorStorageMetadata(
         TensorProperties(dtype=_expect(dtype, torch.dtype)),
-        _expect(told["size"], torch.Size),
+        _expect(fields["size"], torch.Size),
         [
             ChunkStorageMetadata(
                 _expect(chunk["offsets"], torch.Size), _expect(chunk["sizes"], torch.Size)
@@ -178,30 +178,30 @@ def _entry(found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _index(found: Any) -> MetadataIndex:
-    told = _state(found, _Index)
-    offset, index = told.get("offset"), told.get("index")
+    fields = _state(found, _Index)
+    offset, index = fields.get("offset"), fields.get("index")
     return MetadataIndex(
-        _expect(told["fqn"], str),
+        _expect(fields["fqn"], str),
         None if offset is None else _expect(offset, torch.Size),
         None if index is None else _expect(index, int),
     )
 
 
 def _place(found: Any, folder: Path) -> _StorageInfo:
-    told = _state(found, _Stored)
-    name = _expect(told["relative_path"], str)
+    fields = _state(found, _Stored)
+    name = _expect(fields["relative_path"], str)
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name:
         raise MetadataRefused(f"it names {name!r}, which is not in {folder}")
-    place = _StorageInfo(name, _expect(told["offset"], int), _expect(told["length"], int))
-    if told.get("transform_descriptors") is not None:  # older versions of torch have none
-        place.transform_descriptors = [_expect(t, str) for t in told["transform_descriptors"]]
+    place = _StorageInfo(name, _expect(fields["offset"], int), _expect(fields["length"], int))
+    if fields.get("transform_descriptors") is not None:  # older versions of torch have none
+        place.transform_descriptors = [_expect(t, str) for t in fields["transform_descriptors"]]
     return place
 
 
 def _state(found: Any, kind: type[_Record]) -> dict[str, Any]:
     """The fields of a record."""
-    return _expect(_expect(found, kind).told, dict)
+    return _expect(_expect(found, kind).state, dict)
 
 
 def _expect(found: Any, kind: type[_T]) -> _T:

@@ -36,7 +36,7 @@ from ckptd.storage.stores.store_base import public_url
 
 __all__ = ["StartMismatch", "load_start", "start_unprotected"]
 
-_TOLD = 8
+_MOST_NAMED = 8
 _STATE, _MASTER = "state.", "master."
 
 
@@ -130,9 +130,12 @@ class _Start:
                 problems += _differences(name, stored, self._live[name])
         problems += self._optimizer_problems()
         if problems:
-            more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
+            more = (
+                f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+            )
             raise StartMismatch(
-                f"start_from={self._shown!r} does not fit this model: {'; '.join(problems[:_TOLD])}{more}"
+                f"start_from={self._shown!r} does not fit this model: "
+                f"{'; '.join(problems[:_MOST_NAMED])}{more}"
             )
 
     def load(self) -> None:
@@ -178,7 +181,8 @@ class _Start:
                 problems.append(f"unexpected: optimizer state {stored.name}")
             elif known[key].kind == "like" and stored.shape != tuple(binding.held(name).shape):
                 problems.append(
-                    f"shape of {stored.name}: {list(stored.shape)} there, {list(binding.held(name).shape)} here"
+                    f"shape of {stored.name}: {list(stored.shape)} there, "
+                    f"{list(binding.held(name).shape)} here"
                 )
             elif known[key].dtype not in (None, DTYPES.get(stored.dtype)):
                 problems.append(

@@ -52,7 +52,7 @@ class Communication:
         self._counts: dict[Any, int] = {}
         self._single: Counter[Any] = Counter()
         # Operations by direction and peer: that were told beforehand, and that were seen.
-        self._told: Counter[tuple[str, int]] = Counter()
+        self._reported: Counter[tuple[str, int]] = Counter()
         self._seen: Counter[tuple[str, int]] = Counter()
         self._stack = ExitStack()
         if dist.is_available() and dist.is_initialized():
@@ -67,7 +67,7 @@ class Communication:
     def begin(self) -> None:
         """The top of a step."""
         self._running = True
-        for counter in (self._single, self._told, self._seen):
+        for counter in (self._single, self._reported, self._seen):
             counter.clear()
         self._counts = _counts()
 
@@ -81,7 +81,7 @@ class Communication:
             if _UNKNOWN in (count, before) or count - before > self._single[group]:
                 self._join_group(group, certain=count != _UNKNOWN)
         for (direction, peer), times in self._seen.items():
-            if times > self._told[direction, peer]:
+            if times > self._reported[direction, peer]:
                 why = f"{direction} by itself, not with the boundary log"
                 self._join(peer, why)
 
@@ -110,22 +110,22 @@ class Communication:
 
     def sends(self, peers: Iterable[int]) -> None:
         """One send to each of these ranks is to come that is logged."""
-        self._tell("sent", peers)
+        self._report("sent", peers)
 
     def receives(self, peers: Iterable[int]) -> None:
         """One receive from each of these ranks is to come that could be fed."""
-        self._tell("received", peers)
+        self._report("received", peers)
 
     def all_of(self, group: Any, why: str) -> None:
         """Join with all of a process group (None: the default one)."""
         for rank in dist.get_process_group_ranks(group):
             self._join(rank, why)
 
-    def _tell(self, direction: str, peers: Iterable[int]) -> None:
+    def _report(self, direction: str, peers: Iterable[int]) -> None:
         with self._lock:
             for peer in peers:
                 self.neighbours.add(peer)
-                self._told[direction, peer] += 1
+                self._reported[direction, peer] += 1
 
     # -- what is seen ----------------------------------------------------------------------------
 

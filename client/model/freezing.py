@@ -53,7 +53,9 @@ class Tape:
         return self._playing is not None
 
     def record(self, kind: str, value: Any) -> Any:
-        """While training: keep ``value``. While replaying: the value that was kept at this point of the step."""
+        """While training: keep ``value``. While replaying: the value that was kept at this point of
+        the step.
+        """
         if self._playing is None:
             self._recording.append((kind, _copy(value)))
             return value
@@ -160,8 +162,16 @@ class BackwardLimiter:
     def stop(self) -> None:
         self._patches.close()
 
-    def _backward(self, below: Callable[..., None], tensors: Any, grad_tensors: Any = None, retain_graph: Any = None,
-                  create_graph: bool = False, grad_variables: Any = None, inputs: Any = None) -> None:  # fmt: skip
+    def _backward(
+        self,
+        below: Callable[..., None],
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
         _, frozen = self._params()
         without = {id(p) for p in frozen}
         given = inputs is not None
@@ -213,7 +223,8 @@ def choose_freezing(
 
     Args:
         masters: there are separate master weights.
-        spread: other ranks keep part of the optimizer's state; then operators are frozen at other times on other ranks.
+        spread: other ranks keep part of the optimizer's state; then operators are frozen at other
+            times on other ranks.
     Raises:
         ValueError: ``wanted`` is not one of auto, drop, inputs, or ``inputs`` cannot be exact for this model.
     """

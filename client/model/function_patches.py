@@ -31,7 +31,8 @@ def layered(holder: Any, name: str, layer: Layer) -> Iterator[None]:
     to come is outermost.
 
     Args:
-        holder: a module, a class (the attribute may be a static method), or an object whose bound method is meant.
+        holder: a module, a class (the attribute may be a static method), or an object whose bound
+            method is meant.
     """
     token = functools.partial(layer)  # one user's, should the same function be given twice
     with _lock:

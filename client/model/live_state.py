@@ -52,7 +52,8 @@ class LiveState:
         masters: ``{parameter name: fp32 master tensor}``; None finds them by value.
         given: the optimizers as the user has them, wrappers included; None if there are no wrappers.
     Raises:
-        ValueError: a master's name or shape is wrong, a parameter is updated by two optimizers, or one keeps what cannot be captured.
+        ValueError: a master's name or shape is wrong, a parameter is updated by two optimizers, or
+            one keeps what cannot be captured.
 
     Attributes:
         kept: what the optimizers keep beside the tensors per parameter.
@@ -125,15 +126,18 @@ class LiveState:
         for name, master in self.masters.items():
             if name not in self.params:
                 raise ValueError(
-                    f"masters[{name!r}]: the model has no such parameter; names look like {next(iter(self.params))!r}"
+                    f"masters[{name!r}]: the model has no such parameter; names look like "
+                    f"{next(iter(self.params))!r}"
                 )
             if master.shape != self.params[name].shape:
                 raise ValueError(
-                    f"masters[{name!r}] has shape {tuple(master.shape)}, the parameter {tuple(self.params[name].shape)}"
+                    f"masters[{name!r}] has shape {tuple(master.shape)}, the parameter "
+                    f"{tuple(self.params[name].shape)}"
                 )
             if given and id(master) not in owned:
                 raise ValueError(
-                    f"masters[{name!r}] is in no optimizer's param_groups; pass the tensor that the optimizer updates"
+                    f"masters[{name!r}] is in no optimizer's param_groups; pass the tensor that "
+                    "the optimizer updates"
                 )
 
     def num_rows(self, name: str) -> int:

@@ -83,8 +83,8 @@ def discover_operators(
 
     Args:
         model: any module; parameters are named as in ``client.names``, without wrappers.
-        rows_allowed: whether the optimizer's update of this parameter is independent per row; where it is not, a fused
-            tensor becomes one operator instead of one per expert.
+        rows_allowed: whether the optimizer's update of this parameter is independent per row; where
+            it is not, a fused tensor becomes one operator instead of one per expert.
         grouping: the user's own grouping, first match wins: ``{operator name: [parameter name
             pattern, ...]}`` or a function ``(name, parameter) -> operator name | None``. What it
             leaves is grouped automatically.
@@ -373,20 +373,20 @@ def split_operator(
     """
     if op.kind is OperatorKind.EXPERT or bytes_of_all(op, bytes_of) <= max_bytes:
         return [op]
-    pieces: list[ParameterRows] = []
+    ranges: list[ParameterRows] = []
     for member in op.members:
         rows = shapes[member.param][0] if shapes[member.param] else 1
         count = min(rows, -(-bytes_of(member) // max(max_bytes, 1)))
         if count <= 1 or not member.whole or not rows_allowed(member.param):
-            pieces.append(member)
+            ranges.append(member)
             continue
         cuts = [rows * i // count for i in range(count + 1)]
-        pieces += [ParameterRows(member.param, a, b) for a, b in itertools.pairwise(cuts)]
+        ranges += [ParameterRows(member.param, a, b) for a, b in itertools.pairwise(cuts)]
     parts: list[list[ParameterRows]] = [[]]
-    for piece in pieces:
-        if parts[-1] and sum(map(bytes_of, parts[-1])) + bytes_of(piece) > max_bytes:
+    for span in ranges:
+        if parts[-1] and sum(map(bytes_of, parts[-1])) + bytes_of(span) > max_bytes:
             parts.append([])
-        parts[-1].append(piece)
+        parts[-1].append(span)
     if len(parts) == 1:
         return [op]
     return [replace(op, name=f"{op.name}/{i}", members=tuple(part)) for i, part in enumerate(parts)]

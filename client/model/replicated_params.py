@@ -70,7 +70,9 @@ class Replicas:
 
 
 class _Here(msgspec.Struct, frozen=True):
-    """What a rank tells of itself: bytes that it alone captures, and a checksum of what it shares, by group."""
+    """What a rank tells of itself: bytes that it alone captures, and a checksum of what it shares,
+    by group.
+    """
 
     own_bytes: int
     groups: dict[str, str]
@@ -103,7 +105,9 @@ class ReplicatedParams:
                 found.setdefault(group, []).append(i)
         return dict(sorted(found.items(), key=lambda item: item[0].ranks))
 
-    def alike(self, operators: Sequence[Operator], rank: int) -> tuple[int, ...]:
+    def ranks_with_same_operators(
+        self, operators: Sequence[Operator], rank: int
+    ) -> tuple[int, ...]:
         """Other ranks that have all of these operators, as ``rank`` has them."""
         groups = [self.group_of(operator) for operator in operators]
         if not groups or any(group is None for group in groups):
@@ -249,13 +253,15 @@ def _given_by_user(
             replicas = _replicas(group)
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise ValueError(
-                f"replicated[{pattern!r}] is {over!r}: pass a process group that this rank is in, or a DeviceMesh of one dimension ({error})"
+                f"replicated[{pattern!r}] is {over!r}: pass a process group that this rank is in, "
+                f"or a DeviceMesh of one dimension ({error})"
             ) from error
         wanted = plain.get(pattern, pattern)
         names = [n for n in binding.params if fnmatch.fnmatchcase(n, wanted)]
         if not names:
             raise ValueError(
-                f"replicated[{pattern!r}]: no parameter has such a name; names look like {next(iter(binding.params), '')!r}"
+                f"replicated[{pattern!r}]: no parameter has such a name; names look like "
+                f"{next(iter(binding.params), '')!r}"
             )
         for name in names:
             yield name, replicas
@@ -296,7 +302,8 @@ def agree_on_sharing(
         other = [r for r in group.ranks if found[r].groups.get(group.key) != mine[group.key]]
         if other:
             logger.warning(
-                "%d parameters (%s) should be replicated over %d ranks, but are not the same on rank %d: every rank captures its own",
+                "%d parameters (%s) should be replicated over %d ranks, but are not the same on "
+                "rank %d: every rank captures its own",
                 len(names),
                 names[0],
                 len(group.ranks),

@@ -179,7 +179,8 @@ def build_phase(
     """The plan of a snapshot that anchors some operators and holds the compute weights of others.
 
     Args:
-        left_out: operators that another rank captures at the same levels (``ckptd.client.model.replicated_params``).
+        left_out: operators that another rank captures at the same levels
+            (``ckptd.client.model.replicated_params``).
     """
     levels: dict[str, list[tuple[int, int, bool]]] = {}
     anchored = frozenset(anchored)
@@ -313,6 +314,7 @@ def _entries_of(
 def _entry(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorEntry:
     if dtype not in SAFETENSORS_DTYPES:
         raise ValueError(
-            f"{name} has dtype {dtype}, which an image cannot hold; supported: {', '.join(map(str, SAFETENSORS_DTYPES))}"
+            f"{name} has dtype {dtype}, which an image cannot hold; supported: "
+            f"{', '.join(map(str, SAFETENSORS_DTYPES))}"
         )
     return TensorEntry(name, SAFETENSORS_DTYPES[dtype], tuple(int(n) for n in shape))

@@ -14,7 +14,7 @@ from ckptd.client.model.live_state import LiveState
 
 __all__ = ["check_sharded", "placement_lines"]
 
-_UNTOLD = "told by no wrapper: each rank keeps its own"
+_NO_WRAPPER = "told by no wrapper: each rank keeps its own"
 
 
 def placement_lines(binding: LiveState) -> list[str]:
@@ -22,16 +22,18 @@ def placement_lines(binding: LiveState) -> list[str]:
     replicated = dict(_replicated(binding.model))
     groups: dict[str, list[str]] = {}
     for name, param in binding.params.items():
-        how = _of_dtensor(param) or replicated.get(id(param), _UNTOLD)
+        how = _of_dtensor(param) or replicated.get(id(param), _NO_WRAPPER)
         groups.setdefault(how, []).append(name)
     lines = [f"parameters {how}: {len(names)} ({names[0]})" for how, names in groups.items()]
     if binding.elsewhere:
         lines.append(
-            f"updated on another rank, which keeps their optimizer state: {len(binding.elsewhere)} ({min(binding.elsewhere)})"
+            f"updated on another rank, which keeps their optimizer state: {len(binding.elsewhere)} "
+            f"({min(binding.elsewhere)})"
         )
     if binding.inseparable:
         lines.append(
-            f"anchored in every snapshot, because their update communicates: {len(binding.inseparable)} ({min(binding.inseparable)})"
+            "anchored in every snapshot, because their update communicates: "
+            f"{len(binding.inseparable)} ({min(binding.inseparable)})"
         )
     return lines
 
@@ -46,8 +48,10 @@ def check_sharded(binding: LiveState) -> None:
     alone = [p for p in extra if hasattr(p, "to_local")]
     if alone and any(_is_fsdp(module) for module in binding.model.modules()):
         raise ValueError(
-            f"{len(alone)} shards that the optimizer updates are not in the model: its parameters are gathered (a forward without "
-            "backward leaves them so), or were not sharded yet when the optimizer got them; call reshard() on the FSDP modules "
+            f"{len(alone)} shards that the optimizer updates are not in the model: its parameters "
+            "are gathered (a forward without "
+            "backward leaves them so), or were not sharded yet when the optimizer got them; call "
+            "reshard() on the FSDP modules "
             "before Checkpointer, and make the optimizer after fully_shard()"
         )
 

@@ -1,14 +1,14 @@
-"""``BoundaryLog``: what this rank sends to its neighbours in the pipeline, kept by the daemon of
-its node (DESIGN §8).
+"""``BoundaryLog``: a log of the tensors that this rank sends to its pipeline neighbours, kept by the
+daemon of its node (DESIGN §8).
 
-A neighbour that lost its state can then replay alone, fed from here. The log of an iteration is
-open from the top of its step to the next; it counts when it is complete and sealed, like a
-snapshot. Life: the first full step shows how much is sent, the daemon is asked for room, and from
-then on each iteration takes a slot that no promised suffix needs. If there is no room, that
-iteration is not logged, and counted; training never waits and never fails for it.
+A neighbour that lost its state can replay alone with this log. The log of an iteration is open from the
+top of its step to the next; it counts when it is complete and sealed, like a snapshot. The first full
+step shows the size of an iteration; the log then requests memory from the daemon, and each iteration
+takes a slot that no promised suffix needs. An iteration without a free slot is not logged, but counted;
+training never waits or fails because of the log.
 
-In replay the same is sent again. Where the log of the iteration is there, both are compared, bit
-for bit; where not, it is written.
+A replay sends the same tensors again. If the log of the iteration exists, both are compared bit for bit;
+if not, the log is written.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ __all__ = ["BoundaryLog"]
 logger = get_logger(__name__)
 
 _FAILURES_IN_A_ROW = 3
-_DIFFERENCES_TOLD = 4
+_MOST_DIFFERENCES = 4
 
 
 class BoundaryLog(SilentLog):
-    """Made by ``Checkpointer.boundary_log()`` or ``log_boundaries()``.
+    """The boundary log of a rank; ``Checkpointer.boundary_log()`` and ``log_boundaries()`` create it.
 
     Args:
         memory: this rank's memory.
-        engine: copies of its own: boundaries are not to wait for a snapshot's copies.
-        plan: what is captured when, as soon as that is known; None while nothing is captured.
-        silent: whether what is sent now is not to be logged (a rehearsal, a verification).
-        limit_bytes: the most that the log may take; None leaves it to the daemon's quota.
-        replicate: whether the log is to have replicas on other nodes.
-        communication: sees with whom this rank communicates; None: it is alone, or nothing can be told.
-        alike: other ranks with which it has all operators alike.
-
+        engine: its own copy engine, so that boundaries do not wait for a snapshot's copies.
+        plan: the schedule of captures, once it is known; None while nothing is captured.
+        silent: returns whether tensors sent now are not logged (a rehearsal, a verification).
+        limit_bytes: the largest size of the log; None: limited by the daemon's quota.
+        replicate: whether the log has replicas on other nodes.
+        communication: observes the communication of this rank; None: the rank is alone, or cannot
+            be observed.
+        alike: other ranks whose operators all equal those of this rank.
     Attributes:
-        apart: who is there in which iteration after a localized restart; None: everybody, always.
+        isolated: the ranks that run each iteration after a localized restart; None: all ranks run
+            all iterations.
     """
 
     def __init__(
@@ -78,9 +79,7 @@ class BoundaryLog(SilentLog):
         alike: Sequence[int] = (),
     ) -> None:
         if limit_bytes is not None and limit_bytes < 1:
-            raise ValueError(
-                f"limit_bytes={limit_bytes}: pass the bytes that the log may take, or None"
-            )
+            raise ValueError(f"limit_bytes={limit_bytes}: pass a positive number of bytes, or None")
         if replicate is not True and replicate is not False:
             raise ValueError(f"replicate={replicate!r}: pass True or False")
         self._memory, self._engine, self._stats = memory, engine, stats
@@ -94,19 +93,19 @@ class BoundaryLog(SilentLog):
         self._comparison: Comparison | None = None
         self._rounds: dict[tuple[SentKind, int, int, int], int] = {}
         self._room, self._largest = Room(), Room()
-        # Something changed a tensor after it was sent: from then on copies come before whatever the
-        # device does next.
+        # A tensor was changed after it was sent: from now on copies precede all later work of the
+        # device.
         self._in_order = False
         self._failures = self._skips_in_a_row = 0
         self._trouble = False  # in the iteration that runs
         self.given_up = False
-        self.apart: IsolatedStage | None = None
-        self._communication, self._alike = communication, tuple(alike)
+        self.isolated: IsolatedStage | None = None
+        self._communication, self._same_operators = communication, tuple(alike)
         here = recorded_facts(segment.descriptor.client for segment in memory.logs)
         self._known = memory.brought_facts or here
         self._num_values = 0
 
-    # -- what is sent ----------------------------------------------------------------------------
+    # -- records ---------------------------------------------------------------------------------
 
     def activation(
         self,
@@ -117,18 +116,19 @@ class BoundaryLog(SilentLog):
         index: int = 0,
         dest: int | None = None,
     ) -> bool:
-        """Log an activation that is sent downstream; on CUDA, do not change it in place before the
-        step is over.
+        """Log an activation that is sent downstream; on CUDA, do not change it in place before the end
+        of the step.
 
-        Returns whether it is to be sent: false while ``dest`` does not run this iteration with this
-        rank (localized recovery).
+        Returns whether to send it: False while ``dest`` does not run this iteration with this rank
+        (localized recovery).
 
         Args:
-            stage: the sender's, where this rank has several.
-            index: which of the tensors that are sent of this micro-batch.
-            dest: the rank to which it is sent, by one send; if it is not said, the two ranks always recover together.
+            stage: the sender's stage, if this rank has several.
+            index: the number of the tensor among those sent for this micro-batch.
+            dest: the rank that receives it, by one send; without it, the two ranks always recover together.
         Raises:
-            ValueError: outside of a step of ``ckpt.steps()``, a negative number, or a dtype that cannot be kept.
+            ValueError: the call is outside a step of ``ckpt.steps()``, a number is negative, or the
+                dtype is not supported.
         """
         self._by_hand(SentKind.ACTIVATION, tensor, stage, micro_batch, index, dest)
         return self._is_there(dest)
@@ -142,21 +142,21 @@ class BoundaryLog(SilentLog):
         index: int = 0,
         dest: int | None = None,
     ) -> bool:
-        """Log a gradient that is sent upstream; as ``activation``."""
+        """Log a gradient that is sent upstream; like ``activation``."""
         self._by_hand(SentKind.GRADIENT, tensor, stage, micro_batch, index, dest)
         return self._is_there(dest)
 
     def receive_activation(
         self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
     ) -> bool:
-        """Whether ``buffer`` has been filled from the log of ``source``, which does not run this
-        iteration: do not receive it then.
+        """Fill ``buffer`` from the log of ``source`` if that rank does not run this iteration; returns
+        True if so. Do not receive it then.
 
         Args:
             source: the rank that sends it, by one send.
-            stage, index: as the sender has logged it.
+            stage, index: the values with which the sender logged it.
         Raises:
-            ValueError: a negative number.
+            ValueError: a number is negative.
             CorruptionError: the log has no such activation, or one of another shape or dtype.
         """
         return self._receive(SentKind.ACTIVATION, buffer, source, stage, micro_batch, index)
@@ -164,7 +164,7 @@ class BoundaryLog(SilentLog):
     def receive_gradient(
         self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
     ) -> bool:
-        """Whether ``buffer`` has been filled with a gradient; as ``receive_activation``."""
+        """Fill ``buffer`` with a gradient; like ``receive_activation``."""
         return self._receive(SentKind.GRADIENT, buffer, source, stage, micro_batch, index)
 
     def sent(
@@ -175,7 +175,7 @@ class BoundaryLog(SilentLog):
         tensors: Sequence[Tensor],
         peers: Sequence[int] = (),
     ) -> None:
-        """A stage sends these to ``peers``, in this order; never raises."""
+        """Log the tensors that a stage sends to ``peers``, in this order; never raises."""
         if self._silent():
             return
         if self._iteration is None:
@@ -188,18 +188,18 @@ class BoundaryLog(SilentLog):
             self._record(keyed)
 
     def receives(self, peers: Sequence[int]) -> None:
-        """A stage is to receive something from each of these; never raises."""
+        """Record that a stage receives from each of these ranks; never raises."""
         if self._communication is not None and self._iteration is not None and not self._silent():
             self._communication.receives(peers)
 
     def joined(self, group: Any, why: str) -> None:
-        """All of a process group recover together; never raises."""
+        """Record that all ranks of a process group recover together; never raises."""
         if self._communication is not None:
             self._communication.all_of(group, why)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is communicated in the body does not tell who recovers together."""
+        """Communication in the block does not count for the choice of ranks that recover together."""
         if self._communication is None:
             yield
         else:
@@ -207,15 +207,14 @@ class BoundaryLog(SilentLog):
                 yield
 
     def isolated_value(self, name: str) -> tuple[Any] | None:
-        """The next shared value where it cannot be computed, because not all ranks run this
-        iteration; None: compute it.
+        """The next shared value from a log, if not all ranks run this iteration; None: compute it.
 
         Raises:
-            CorruptionError: no log that is read has it.
+            CorruptionError: no log that is read contains it.
         """
-        if self.apart is None or self._silent():
+        if self.isolated is None or self._silent():
             return None
-        return self.apart.shared_value(name, self._num_values)
+        return self.isolated.shared_value(name, self._num_values)
 
     def value(self, packed: bytes) -> None:
         """Log a shared value, with its name; never raises."""
@@ -227,7 +226,7 @@ class BoundaryLog(SilentLog):
             self._record([((SentKind.VALUE, 0, number, 0), tensor)])
 
     def _is_there(self, rank: int | None) -> bool:
-        return rank is None or self.apart is None or self.apart.runs(rank)
+        return rank is None or self.isolated is None or self.isolated.runs(rank)
 
     def _receive(
         self,
@@ -239,10 +238,10 @@ class BoundaryLog(SilentLog):
         index: int,
     ) -> bool:
         _check_numbers(source=source, micro_batch=micro_batch, stage=stage, index=index)
-        # Who logs no more is fed all the same: nobody else would send it.
+        # A rank that has stopped logging still reads logs: no other rank would send the tensor.
         if self._silent() or (self._iteration is None and not self.given_up):
             return False
-        if self.apart is not None and self.apart.feed(
+        if self.isolated is not None and self.isolated.feed(
             buffer, kind, stage, micro_batch, index, source
         ):
             return True
@@ -261,13 +260,13 @@ class BoundaryLog(SilentLog):
         _check_numbers(micro_batch=micro_batch, stage=stage, index=index, dest=dest or 0)
         if tensor.dtype not in SAFETENSORS_DTYPES:
             raise ValueError(
-                f"log.{kind}(): {tensor.dtype} cannot be kept; send it as another dtype"
+                f"log.{kind}(): the dtype {tensor.dtype} is not supported; send the tensor as another dtype"
             )
         if self._silent() or self.given_up:
             return
         if self._iteration is None:
             raise ValueError(
-                f"log.{kind}() outside of a step: what is sent belongs to the iteration of the loop over ckpt.steps()"
+                f"log.{kind}() was called outside a step: call it in the body of the loop over ckpt.steps()"
             )
         if dest is not None and self._communication is not None:
             self._communication.sends([dest])
@@ -279,7 +278,7 @@ class BoundaryLog(SilentLog):
         for where, tensor in sent:
             nth = self._rounds.get(where, 0)
             self._rounds[where] = nth + 1
-            # A conjugate is a mark on memory that holds something else; copied and compared is memory.
+            # A conjugate view has other values than its memory; copies and comparisons work on memory.
             key, data = RecordKey(*where, nth), tensor.detach().resolve_conj().resolve_neg()
             self._room.add(data.numel() * data.element_size())
             if self._comparison is not None:
@@ -290,13 +289,12 @@ class BoundaryLog(SilentLog):
             self._copy(self._fill, items)
 
     def _copy(self, fill: LogFill, items: Sequence[CopyItem]) -> None:
-        """Begin the copies. They hold the tensors until they are over, so that nobody gets their
-        memory before.
+        """Start the copies. They hold references to the tensors until they end, so that their memory is
+        not reused earlier.
 
-        Not every write moves a version counter (``x.data.mul_(…)``, a kernel of one's own), so
-        elements of the tensors are read first, and compared with the finished copies
-        (`ckptd.cuda.samples`). Where copies are complete when they have begun there is nothing to
-        compare.
+        Some writes do not change a version counter (``x.data.mul_(…)``, a custom kernel). Therefore
+        samples of the tensors are read first and compared with the finished copies
+        (`ckptd.cuda.samples`). Synchronous copies need no comparison.
         """
         versions = [(i.tensor, _version(i.tensor)) for i in items]
         check = not self._in_order
@@ -333,10 +331,10 @@ class BoundaryLog(SilentLog):
 
     def begin(self, step: int, *, replaying: bool) -> None:
         """The top of ``step``; never raises."""
-        if self.apart is not None:
-            self.apart.begin(step)
-        together = self.apart is None or self.apart.over
-        if self._communication is not None and together and not replaying:
+        if self.isolated is not None:
+            self.isolated.begin(step)
+        all_run = self.isolated is None or self.isolated.over
+        if self._communication is not None and all_run and not replaying:
             with self._surviving():
                 self._communication.begin()
         self._num_values = 0
@@ -349,12 +347,13 @@ class BoundaryLog(SilentLog):
             self._begin(step, replaying)
 
     def end(self) -> Differences:
-        """The body of the step is over; never raises.
+        """End the step; never raises.
 
         Returns:
-            What a replayed one sent otherwise than before. It is in the log, too; whoever calls decides what follows.
+            The differences between a replayed step and its log. They are logged as a message, too;
+                the caller decides what follows.
         """
-        told = Differences()
+        found = Differences()
         step = self._iteration
         if self._communication is not None:
             with self._surviving():
@@ -364,20 +363,20 @@ class BoundaryLog(SilentLog):
             self._largest = self._largest.at_least(self._room)
             comparison, self._comparison = self._comparison, None
             if comparison is not None:
-                told = comparison.end()
+                found = comparison.end()
                 self._stats.log_compared += comparison.compared
-                self._stats.log_mismatches += len(told.texts)
+                self._stats.log_mismatches += len(found.texts)
             fill, self._fill = self._fill, None
             if fill is not None:
                 self._end_fill(fill)
             if not self._trouble:
                 self._failures = 0
-        if told:
-            self._tell(step, told.texts)
-        return told
+        if found:
+            self._log_differences(step, found.texts)
+        return found
 
     def abandon(self) -> None:
-        """The body was left in its middle: what it sent is not kept; never raises."""
+        """The loop left the body early: discard the log of this step; never raises."""
         if self._communication is not None:
             self._communication.abandon()
         with self._lock:
@@ -387,24 +386,24 @@ class BoundaryLog(SilentLog):
                 fill.end(keep=False)
 
     def close(self) -> None:
-        """Wait for copies that are under way; the daemon keeps the log. Never raises."""
+        """Wait for copies in flight; the daemon keeps the log. Never raises."""
         self.abandon()
         if self._communication is not None:
             self._communication.close()
-        if self.apart is not None:
-            self.apart.close()
+        if self.isolated is not None:
+            self.isolated.close()
         self.given_up = True
         self._engine.close()
 
     def describe(self) -> str:
-        """One line: how large it is and how many iterations it holds; or why there is none."""
+        """One line: the size of the log and its number of iterations, or the reason why there is none."""
         segment = self._slots.newest
         if segment is None:
             if self._slots.refused:
                 return f"boundary log: none ({self._slots.refused})"
-            return "boundary log: none yet, it is sized after the first full step that is captured"
+            return "boundary log: none yet; the first full captured step determines its size"
         total = human(self._stats.log_memory_bytes)
-        more = "; replicated as snapshots are" if segment.descriptor.replicated else ""
+        more = "; replicated like snapshots" if segment.descriptor.replicated else ""
         more += f"; {self._slots.refused}" if self._slots.refused else ""
         return (
             f"boundary log: {total} for {segment.geometry.num_slots} iterations of at most "
@@ -412,16 +411,18 @@ class BoundaryLog(SilentLog):
         )
 
     def describe_domain(self) -> list[str]:
-        """Lines on who recovers together with this rank though a boundary lies between them; none
-        where nobody does.
+        """Lines about the ranks across a boundary that recover together with this rank; empty if there are
+        none.
         """
         facts = self._facts()
         return [] if facts is None else facts.warnings()
 
     def _facts(self) -> LogFacts | None:
-        """What is known by now; from an earlier trainer, too, who may have seen what happens rarely."""
+        """The facts known so far, including those of an earlier trainer, which may have observed
+        rare communication.
+        """
         rank = self._memory.identity.rank
-        return find_facts(rank, self._communication, self._alike, self._known)
+        return find_facts(rank, self._communication, self._same_operators, self._known)
 
     def _begin(self, step: int, replaying: bool) -> None:
         slots = self._slots
@@ -447,14 +448,14 @@ class BoundaryLog(SilentLog):
         if fill.full:
             need = human(self._room.data_bytes)
             has = human(fill.segment.geometry.slot_bytes - self._slots.data_offset)
-            self._skipped(fill.iteration, f"it sent {need}, a slot has room for {has}")
+            self._skipped(fill.iteration, f"the step sent {need}, but a slot has room for {has}")
             fill.end(keep=False)
         else:
             self._skips_in_a_row = 0
             fill.end()
 
     def _finish(self, fill: LogFill) -> None:
-        """All of it has arrived, on whatever thread; at once, so that it is there whenever this process ends."""
+        """All copies have arrived, on any thread: complete the log immediately, in case this process ends."""
         stats, session, segment = self._stats, self._memory.session, fill.segment
         if not fill.write(self._layouts):
             if fill.crowded:
@@ -466,7 +467,7 @@ class BoundaryLog(SilentLog):
         stats.log_iterations += 1
         stats.log_records += fill.num_records
         stats.log_bytes += fill.data_bytes
-        if session.connected:  # otherwise the session's desk seals it
+        if session.connected:  # otherwise the session seals it
             session.filled(segment.generation, fill.index, fill.iteration)
 
     def _skipped(self, step: int, why: str) -> None:
@@ -477,20 +478,21 @@ class BoundaryLog(SilentLog):
                 "iteration %d is not logged (%d in a row): %s", step, self._skips_in_a_row, why
             )
 
-    def _tell(self, step: int | None, differences: Sequence[str]) -> None:
-        shown = "; ".join(differences[:_DIFFERENCES_TOLD])
-        more = len(differences) - _DIFFERENCES_TOLD
+    def _log_differences(self, step: int | None, differences: Sequence[str]) -> None:
+        shown = "; ".join(differences[:_MOST_DIFFERENCES])
+        more = len(differences) - _MOST_DIFFERENCES
         text = (
-            f"replay of iteration {step} did not send what was logged when it ran first: {shown}"
-            f"{f'; and {more} more' if more > 0 else ''}. The model is not deterministic, or memory was corrupted"
+            f"the replay of iteration {step} sent other tensors than its log contains: {shown}"
+            f"{f'; and {more} more' if more > 0 else ''}. The model is not deterministic, or "
+            "memory was corrupted"
         )
         logger.error("%s", text)
         self._memory.session.notice("error", "replay_mismatch", text)
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Whatever goes wrong here must not reach the user's loop; after a few failures in a row
-        nothing is logged any more.
+        """Keep errors of the log away from the user's loop; after several consecutive failures, stop
+        logging.
         """
         try:
             yield
@@ -504,7 +506,7 @@ class BoundaryLog(SilentLog):
                 fill.end(keep=False)
             if self._failures >= _FAILURES_IN_A_ROW:
                 self.given_up, self._iteration = True, None
-                text = f"boundaries are not logged any more: {type(error).__name__}: {error}"
+                text = f"stopped logging boundaries: {type(error).__name__}: {error}"
                 logger.error("%s", text)
                 self._memory.session.notice("error", "boundaries_not_logged", text)
 
@@ -512,14 +514,14 @@ class BoundaryLog(SilentLog):
 def _check_numbers(**numbers: int) -> None:
     for name, number in numbers.items():
         if not 0 <= number < 10**9:
-            raise ValueError(f"{name}={number}: count from 0")
+            raise ValueError(f"{name}={number}: numbers start at 0")
 
 
 def _is_torn(samples: Samples, fill: LogFill) -> bool:
-    """Whether the copies do not hold what the tensors held when they were sent."""
+    """Whether the copies differ from the tensors at the time of sending."""
     return bool(samples.unlike(fill.segment.memory.words, fill.base))
 
 
 def _version(tensor: Any) -> int:
-    """Grows with every change in place; what was made for inference has none."""
+    """A counter that grows with every change in place; inference tensors have none."""
     return -1 if torch.is_inference(tensor) else int(tensor._version)

@@ -1,13 +1,12 @@
-"""``IsolatedStage``: a rank runs iterations that its neighbours in the pipeline do not run with it
-(localized recovery, DESIGN §8).
+"""``IsolatedStage``: a rank runs iterations that its pipeline neighbours do not run with it (localized
+recovery, DESIGN §8).
 
-After a localized restart each rank has a *base*, the iteration that it runs first. In iteration *i*
-a rank with base *b* <= *i* is there; what the others would have sent is taken from their boundary
-logs of *i*, and what would be sent to them is dropped. From `resume` on everybody is there, and
-nothing of this is left in the stages.
+After a localized restart each rank has a *base*, the first iteration that it runs. The ranks with base
+*b* <= *i* run iteration *i*. Tensors that the others would send are read from their boundary logs of
+*i*; tensors for them are dropped. From `resume` on all ranks run every iteration, and the stages are as
+before.
 
-What would be sent passes the boundary log first, so that it is logged, or compared with what was
-logged before.
+Tensors pass the boundary log before they are dropped, so that they are logged, or compared with the log.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from ckptd.errors import CorruptionError
 
 __all__ = ["IsolatedStage", "Records"]
 
-# All that one rank sent in one iteration.
+# All tensors that one rank sent in one iteration.
 Records = Mapping[RecordKey, Tensor]
 
-# By whom a stage's receive operations of one direction were sent, counted from the stage itself.
+# The sender of a stage's receive operations in one direction, relative to the stage.
 _RECEIVES = {
     "get_fwd_recv_ops": (SentKind.ACTIVATION, -1, "args_recv_info"),
     "get_bwd_recv_ops": (SentKind.GRADIENT, +1, "grad_recv_info"),
@@ -43,20 +42,20 @@ _SENDS = ("get_fwd_send_ops", "get_bwd_send_ops")
 
 
 class IsolatedStage:
-    """Who is there in which iteration, and the logs of those who are not.
+    """The ranks that run each iteration, and the logs of the others.
 
     Args:
-        stages: of ``torch.distributed.pipelining``; more may follow with ``stand_in_for``. Listen to them before
-            (``ckptd.client.pipeline.stage_hooks``), so that the log sees what is dropped here.
-        rank: this rank's number in the job, as all ranks here are.
-        bases: the iteration that each rank runs first. A rank that is not named begins at ``resume``.
-        resume: the iteration from which on all ranks run together.
-        logs: what a rank sent in an iteration; it may block, and raise what it likes.
-        shapes: of stages by their index, as ``stage_shapes.shapes_of`` found them: with them,
-            stages do not rehearse. All ranks of a restart must do this or none, also those that
-            never run apart.
-        shared: some rank's log of an iteration, where shared values are looked up as long as no
-            neighbour's log is read; None: they are with the neighbours only.
+        stages: of ``torch.distributed.pipelining``; ``stand_in_for`` adds more. Install the hooks of
+            ``ckptd.client.pipeline.stage_hooks`` first, so that the log sees the dropped tensors.
+        rank: this rank's number in the job; all ranks here are numbers in the job.
+        bases: the first iteration of each rank. A rank that is not named starts at ``resume``.
+        resume: the iteration from which all ranks run together.
+        logs: returns the tensors that a rank sent in an iteration; may block, and may raise any error.
+        shapes: the shapes of stages by index, as ``stage_shapes.shapes_of`` found them: with them, stages do
+            not rehearse. Either all ranks of a restart pass them or none, including those that never run
+            isolated.
+        shared: returns some rank's log of an iteration, for shared values while no neighbour's log is
+            read; None: only the neighbours' logs contain them.
     Raises:
         ValueError: a base is after ``resume``.
     """
@@ -74,7 +73,8 @@ class IsolatedStage:
     ) -> None:
         if late := [r for r, base in bases.items() if base > resume]:
             raise ValueError(
-                f"rank {late[0]} begins at {bases[late[0]]}, after all run together at {resume}"
+                f"rank {late[0]} starts at {bases[late[0]]}, after resume={resume}, from which all "
+                "ranks run together"
             )
         self.rank, self.bases, self.resume = rank, dict(bases), resume
         self._logs, self._shapes, self._shared = logs, dict(shapes), shared
@@ -89,7 +89,7 @@ class IsolatedStage:
 
     @property
     def base(self) -> int:
-        """The iteration that this rank runs first."""
+        """The first iteration that this rank runs."""
         return self.bases.get(self.rank, self.resume)
 
     @property
@@ -98,7 +98,7 @@ class IsolatedStage:
         return self._iteration is not None and self._iteration >= self.resume
 
     def begin(self, iteration: int) -> None:
-        """The top of an iteration."""
+        """Mark the top of an iteration."""
         self._iteration = iteration
         self._rounds.clear()
         self._fed.clear()
@@ -106,15 +106,15 @@ class IsolatedStage:
             self._feeding.close()
 
     def runs(self, rank: int) -> bool:
-        """Whether that rank runs this iteration, too; outside of iterations, and for negative
-        numbers (unknown ranks), it does.
+        """Whether that rank runs this iteration, too. True outside iterations, and for negative numbers
+        (unknown ranks).
         """
         if self._iteration is None or rank < 0:
             return True
         return self.bases.get(rank, self.resume) <= self._iteration
 
     def close(self) -> None:
-        """Leave the stages as they were, but for what they need not rehearse."""
+        """Restore the stages' methods; stages with known shapes still do not rehearse."""
         self._feeding.close()
         self._rehearsed.close()
         self._fed.clear()
@@ -122,17 +122,18 @@ class IsolatedStage:
     # -- stages ----------------------------------------------------------------------------------
 
     def stand_in_for(self, stages: Iterable[Any]) -> None:
-        """Feed these stages, too; and they do not rehearse, where shapes are known.
+        """Feed these stages, too; stages with known shapes do not rehearse.
 
         Raises:
-            ValueError: shapes are known of other stages, but not of these: the ranks would wait for each other.
+            ValueError: shapes are known of other stages but not of these; the ranks would wait for
+                each other.
         """
         found = list(stages)
         if self._shapes:
             unknown = [s.stage_index for s in found if self._shapes.get(int(s.stage_index)) is None]
             if unknown:
                 raise ValueError(
-                    f"nothing is recorded of the shapes of stage {unknown[0]}; there are {_known(self._shapes)}: "
+                    f"the shapes of stage {unknown[0]} were not recorded (recorded: {_known(self._shapes)}): "
                     "log the same stages as before"
                 )
             for stage in found:
@@ -140,7 +141,7 @@ class IsolatedStage:
                 self._rehearsed.enter_context(without_rehearsal(stage, shapes))
         if self.over:
             return
-        # Weak: stages outlive a checkpointer that nobody closed, and logs are large.
+        # Weak: stages may outlive a checkpointer that was not closed, and logs are large.
         reference = weakref.ref(self)
         for stage in found:
             for name in _RECEIVES:
@@ -153,7 +154,7 @@ class IsolatedStage:
     def received(
         self, stage: Any, name: str, micro_batch: int, operations: Sequence[Any]
     ) -> list[Any]:
-        """Fill the buffers of receive operations from ranks that are not there; the other operations."""
+        """Fill the buffers of receive operations from ranks that do not run; returns the other operations."""
         kind, step, infos = _RECEIVES[name]
         sender = int(stage.stage_index) + step
         _check_adjacent(stage, getattr(stage, infos).get(micro_batch, ()), sender)
@@ -176,11 +177,11 @@ class IsolatedStage:
         index: int,
         source: int,
     ) -> bool:
-        """Put into ``buffer`` what ``source`` sent; False, and nothing is done, if that rank is
-        there to send it.
+        """Fill ``buffer`` with the tensor that ``source`` sent. Returns False without a change if that rank
+        runs this iteration and sends it.
 
         Args:
-            stage: the sender's.
+            stage: the sender's stage.
         Raises:
             CorruptionError: its log has no such record, or one of another shape or dtype.
         """
@@ -195,20 +196,22 @@ class IsolatedStage:
         if record is None:
             raise self._missing(key, source, "it is not in the log")
         if record.shape != target.shape or record.dtype != target.dtype:
-            what = f"{record.dtype} {list(record.shape)} was sent, {target.dtype} {list(target.shape)} is expected"
+            what = (
+                f"{record.dtype} {list(record.shape)} was sent, but {target.dtype} "
+                f"{list(target.shape)} is expected"
+            )
             raise self._missing(key, source, what)
         with torch.no_grad():
-            # As a receive would: autograd is not to see it. The buffer is a leaf that requires grad.
+            # Like a receive: hidden from autograd. The buffer is a leaf that requires grad.
             target.data.copy_(record)
         self.fed_bytes += record.numel() * record.element_size()
         return True
 
     def shared_value(self, name: str, number: int) -> tuple[Any] | None:
-        """The ``number``-th shared value of this iteration, as it was when all ranks ran it; None
-        if all run it now.
+        """The shared value ``number`` of this iteration, from the first run; None if all ranks run it now.
 
         Raises:
-            CorruptionError: no log has it, or it has another name there.
+            CorruptionError: no log contains it, or it has another name there.
         """
         iteration = self._iteration
         if iteration is None or iteration >= self.resume:
@@ -223,10 +226,13 @@ class IsolatedStage:
                 raise self._missing(key, -1, f"shared value {name!r} is not in the log")
             source, record = -1, found
         else:
-            raise self._missing(key, -1, f"nobody whose log is read knows shared value {name!r}")
+            raise self._missing(key, -1, f"no log that is read contains shared value {name!r}")
         recorded_name, value = values.unpack(record.numpy().tobytes())
         if recorded_name != name:
-            what = f"shared value {number} of the step was {recorded_name!r}, {name!r} is asked for"
+            what = (
+                f"shared value {number} of the step is {recorded_name!r} in the log, but "
+                f"{name!r} is requested"
+            )
             raise self._missing(key, source, what)
         return (value,)
 
@@ -244,7 +250,7 @@ class IsolatedStage:
         ids |= {"index": key.index, "round": key.round}
         return CorruptionError(
             what,
-            operation="run apart",
+            operation="run isolated",
             ids=ids,
             hint="Start again without localized recovery: all ranks then replay",
         )
@@ -262,32 +268,32 @@ def _receiving(
     micro_batch: int,
 ) -> list[Any]:
     operations = below(micro_batch)
-    apart = reference()
-    if apart is None:
+    isolated = reference()
+    if isolated is None:
         return operations
-    return apart.received(stage, name, micro_batch, operations)
+    return isolated.received(stage, name, micro_batch, operations)
 
 
 def _sending(
     reference: weakref.ref[IsolatedStage], below: Callable[[int], list[Any]], micro_batch: int
 ) -> list[Any]:
-    operations = below(micro_batch)  # also takes from the stage what it keeps for them
-    apart = reference()
-    if apart is None:
+    operations = below(micro_batch)  # also removes the entries that the stage keeps for them
+    isolated = reference()
+    if isolated is None:
         return operations
-    return [operation for operation in operations if apart.runs(operation.peer)]
+    return [operation for operation in operations if isolated.runs(operation.peer)]
 
 
 def _check_adjacent(stage: Any, infos: Iterable[Any], sender: int) -> None:
-    """Records of a stage are numbered over all that it sends: where it sends to one stage only,
-    that is the receiver's order.
+    """Check that the stage receives only from adjacent stages. Records are numbered over all tensors that a
+    stage sends; this is the receiver's order only if the stage sends to one stage.
     """
-    told = (getattr(info, "source", None) for info in infos)
-    others = sorted(int(source) for source in told if source is not None and source != sender)
+    sources = (getattr(info, "source", None) for info in infos)
+    others = sorted(int(source) for source in sources if source is not None and source != sender)
     if others:
         raise CorruptionError(
-            f"stage {stage.stage_index} receives from stage {others[0]}, which is not next to it",
-            operation="run apart",
+            f"stage {stage.stage_index} receives from stage {others[0]}, which is not adjacent",
+            operation="run isolated",
             ids={"stage": stage.stage_index},
-            hint="Pipelines with skip connections cannot recover one stage alone",
+            hint="Localized recovery does not support pipelines with skip connections",
         )

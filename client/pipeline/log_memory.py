@@ -1,9 +1,9 @@
-"""Where a rank's boundary log lies: its segments, asked of the daemon once it is known how much an
-iteration sends.
+"""The memory of a rank's boundary log: segments that are requested from the daemon when the size of an
+iteration is known.
 
-States: nothing (not asked for, or refused: training goes on without), coming, there. A further
-generation is asked for when iterations outgrow the slots, or windows the number of them; two at
-most exist at a time.
+States: none (not requested, or refused: training continues without a log), requested, available. Another
+generation is requested when iterations outgrow the slots, or windows their number; at most two exist at
+a time.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["LogMemory", "LogSize"]
 
 logger = get_logger(__name__)
 
-# A log that was outgrown once may be outgrown again, little by little.
+# A log that was outgrown once may be outgrown again in small steps.
 _GROWTH = 1.25
-# Digesting so much takes the training thread about 4 ms.
+# Digesting this much takes the training thread about 4 ms.
 _QUICKLY_SEALED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LogSize:
-    """How large a log is to be."""
+    """The requested size of a log."""
 
     num_slots: int
     room: Room
@@ -66,8 +66,8 @@ class LogMemory(AuxiliarySegments):
     Args:
         memory: the rank's memory; segments of an earlier trainer are in its ``logs``.
         engine: copies into them.
-        limit_bytes: what all slots together may take; None leaves it to the daemon's quota.
-        replicate: whether what is asked for is to have replicas on other nodes.
+        limit_bytes: the largest size of all slots; None: limited by the daemon's quota.
+        replicate: whether the log has replicas on other nodes.
     """
 
     def __init__(
@@ -88,22 +88,21 @@ class LogMemory(AuxiliarySegments):
             try:
                 self._register(segment)
             except RuntimeError as error:
-                logger.warning("the boundary log of an earlier trainer is given up: %s", error)
-        self._tell()
+                logger.warning("discarding the boundary log of an earlier trainer: %s", error)
+        self._update_stats()
 
     @property
     def data_offset(self) -> int:
-        """Where records begin in its slots."""
+        """The offset of the records in a slot."""
         assert self.newest is not None
         return data_offset_of(self.newest.descriptor.client)
 
     # -- size ------------------------------------------------------------------------------------
 
     def fit(self, plan: SnapshotPlan, room: Room, step: int, facts: LogFacts | None = None) -> None:
-        """Ask for a log in which ``room`` fits, as many times as ``plan`` may have to replay, and
-        which tells ``facts``.
+        """Request a log with slots for ``room``, as many as ``plan`` may have to replay, and with ``facts``.
 
-        Where it is there, nothing is done.
+        Does nothing if such a log exists.
         """
         if self._misleading:
             self._drop_all()
@@ -123,7 +122,8 @@ class LogMemory(AuxiliarySegments):
         size = LogSize(num_slots, room)
         if self._limit_bytes is not None and size.total_bytes > self._limit_bytes:
             self._refuse(
-                f"it needs {size}, limit_bytes allows {human(self._limit_bytes)}: raise it, or use smaller windows"
+                f"the log needs {size}, but limit_bytes is {human(self._limit_bytes)}: raise "
+                "limit_bytes, or use smaller windows"
             )
             self._retry_at = step + RETRY_STEPS
             self._misleading = self._behind(facts)
@@ -139,7 +139,7 @@ class LogMemory(AuxiliarySegments):
             self._not_reserved(step, error)
 
     def collect(self, step: int) -> None:
-        """Go over to what was asked for, if it is there."""
+        """Switch to the requested segment, if it is available."""
         try:
             if self._collect_segment() is None:
                 return
@@ -148,11 +148,11 @@ class LogMemory(AuxiliarySegments):
             self._not_reserved(step, error)
             return
         self.refused = ""
-        self._tell()
+        self._update_stats()
         logger.info("boundary log: %s", self._asked)
 
     def drop_older(self, first_needed: int | None) -> None:
-        """Give generations back that hold nothing which counts and is needed."""
+        """Free generations that contain no log that is needed."""
         older = list(self._memory.logs)[:-1]
         if not older:
             return
@@ -161,28 +161,32 @@ class LogMemory(AuxiliarySegments):
             held = [r.iteration for r in counts if r.generation == segment.generation]
             if not held or (first_needed is not None and max(held) < first_needed):
                 self._give_back(segment)
-                self._tell()
+                self._update_stats()
 
     def _behind(self, facts: LogFacts | None) -> bool:
-        """Whether the newest log tells less than ``facts``: ranks would be taken to recover apart
-        that cannot.
+        """Whether the newest log contains fewer facts than ``facts``: plans would isolate ranks that must
+        recover together.
         """
         if self.newest is None or facts is None:
             return False
-        told = facts_of(self.newest.descriptor.client)
-        return told is None or not told.same_as(facts)
+        known = facts_of(self.newest.descriptor.client)
+        return known is None or not known.same_as(facts)
 
     def _drop_all(self) -> None:
-        """Rather no log than one whose facts are wrong; another attempt will find its memory free."""
+        """Discard the log: no log is better than one with wrong facts. The next attempt can use its
+        memory.
+        """
         if any(r.state is SlotState.FILLING for r in self.records()):
-            return  # copies are under way: at the top of the next step
+            return  # copies are in flight: discard it at the top of the next step
         self._misleading = False
         for segment in list(self._memory.logs):
             self._give_back(segment)
-        self._tell()
+        self._update_stats()
 
     def _slots_for(self, plan: SnapshotPlan) -> int:
-        """As many as there are snapshots to go back to, and what lies between them."""
+        """The number of slots: enough for the snapshots to which a recovery may return, and the
+        iterations between.
+        """
         span = max(plan.schedule.window, self._memory.table.ring_hint.span)
         every = plan.every if plan.policy_name == "dense" else 1
         return max(slots_for_log(span, every, plan.slack), plan.num_slots - plan.upload_slots)
@@ -194,17 +198,17 @@ class LogMemory(AuxiliarySegments):
 
     def _not_reserved(self, step: int, error: Exception) -> None:
         self._put_off(step, error)
-        self._refuse(f"no memory for {self._asked}: {error}; trying again at step {self._retry_at}")
+        self._refuse(f"no memory for {self._asked}: {error}; retrying at step {self._retry_at}")
 
     def _refuse(self, why: str) -> None:
-        """Boundaries are not logged (or the log stays as it is). Said once for each reason."""
+        """Do not log boundaries (or keep the present log). Logs each reason once."""
         kind = why.split(":", 1)[0]
         if kind != self.refused.split(":", 1)[0]:
-            logger.warning("boundary log: %s; training goes on without", why)
+            logger.warning("boundary log: %s; training continues without it", why)
             self._memory.session.notice("warning", "boundaries_not_logged", why)
         self.refused = why
 
-    def _tell(self) -> None:
+    def _update_stats(self) -> None:
         segments = list(self._memory.logs)
         self._stats.log_slots = segments[-1].geometry.num_slots if segments else 0
         self._stats.log_memory_bytes = self._total_bytes
@@ -222,8 +226,8 @@ class LogMemory(AuxiliarySegments):
         ]
 
     def first_needed(self, *, promised: bool = True) -> int | None:
-        """The first iteration that a recovery of this run may have to replay; or this rank's own,
-        by its newest suffix.
+        """The first iteration that a recovery of this run may replay; if that is not known, the first one of
+        this rank's newest suffix.
         """
         table: SlotTable = self._memory.table
         records, operators = table.records(), self._memory.num_operators
@@ -233,12 +237,12 @@ class LogMemory(AuxiliarySegments):
         return needed_from(records, operators, promised=kept, epochs=table.epochs)
 
     def verified(self, iteration: int) -> ImageView | None:
-        """The complete log of an iteration, if there is one; a damaged one is put in quarantine."""
+        """The complete log of an iteration, or None; a damaged log is quarantined."""
         found = logged_iterations(self.records(), self._memory.table.epochs).get(iteration)
         if found is None:
             return None
         segment = self._memory.logs.of(found)
-        segment.seal(found.index)  # if it is only filled; verified is what is sealed
+        segment.seal(found.index)  # seal it first, if it is only filled
         header = segment.header(found.index)
         if header is None or header.state is not SlotState.SEALED:
             return None
@@ -252,24 +256,24 @@ class LogMemory(AuxiliarySegments):
             return None
 
     def claim(self, iteration: int) -> tuple[int, SlotHeader] | str:
-        """A locked slot of the newest generation that is being filled now, and its header; or why
-        there is none.
+        """Claim a slot of the newest generation: the locked slot and its header, or the reason why none is
+        free.
         """
         while True:
             first_needed = self.first_needed()
             self.drop_older(first_needed)
             claimed = self._claim(iteration, first_needed)
             if isinstance(claimed, str):
-                # A gap now would be there for as long as the promise is behind; where logs are
-                # missing all ranks go back, and nothing is lost.
+                # A gap in the logs would last until the promise moves on. If logs are missing, the recovery
+                # is global, and no state is lost.
                 claimed = self._claim(iteration, self.first_needed(promised=False))
                 self._stats.log_overrides += not isinstance(claimed, str)
             if not isinstance(claimed, str) or not self._seal_a_snapshot():
                 return claimed
 
     def _seal_a_snapshot(self) -> bool:
-        """Whether a snapshot could be sealed here: steps may be quicker than the daemon, and what
-        is not sealed frees nothing.
+        """Try to seal a snapshot in this process. Steps may be faster than the daemon, and only sealed
+        snapshots free older slots.
         """
         table = self._memory.table
         waiting = [
@@ -303,7 +307,7 @@ class LogMemory(AuxiliarySegments):
                 break
             busy.add(choice.record.key)
         if choice.record.state is SlotState.FILLED:
-            segment.set_state(index, SlotState.FREE)  # what nobody needs is not sealed either
+            segment.set_state(index, SlotState.FREE)  # an unneeded log is not sealed either
         header = SlotHeader(
             state=SlotState.FILLING,
             iteration=iteration,

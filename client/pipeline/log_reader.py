@@ -1,7 +1,7 @@
-"""Reading boundary logs: what a neighbour sent in an iteration, verified, as tensors.
+"""Reading of boundary logs: the tensors that a neighbour sent in an iteration, verified.
 
-Nothing is owned or changed by it: whoever may open the files can read, also those of another rank
-of this node, and of one whose trainer and daemon are gone.
+Readers own and change nothing: every process that may open the files can read them, including logs of
+other ranks of this node, and of ranks whose trainer and daemon are gone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class LogReader:
 
     Args:
         paths: all generations of its log.
-        epochs: starts of epochs of its run that are known from elsewhere: what they ran again no longer counts.
+        epochs: starts of epochs of its run that are known from other sources; iterations that they
+            repeat do not count.
     Raises:
-        SegmentError: a file is no boundary log, or of another rank than the others.
+        SegmentError: a file is not a boundary log, or belongs to another rank than the others.
         OSError: it cannot be opened.
     """
 
@@ -55,24 +56,24 @@ class LogReader:
         whose = {(f.descriptor.job, f.descriptor.run, f.descriptor.rank) for f in self._files}
         if len(whose) > 1:
             raise SegmentError(
-                f"these are logs of several ranks: {sorted(whose)}", operation="read log"
+                f"the files belong to several ranks: {sorted(whose)}", operation="read log"
             )
 
     def iterations(self) -> list[int]:
-        """The iterations of which the log is complete, in order."""
+        """The iterations with a complete log, in order."""
         return sorted(self._sealed())
 
     def read(self, iteration: int) -> dict[RecordKey, Tensor]:
-        """Everything that was sent in an iteration, in the order in which it was, as tensors in host memory.
+        """All tensors that were sent in an iteration, in the order of sending, in host memory.
 
         Raises:
-            KeyError: it is not logged (any more).
-            CorruptionError: what was sealed is not what is there.
+            KeyError: the iteration is not logged (any more).
+            CorruptionError: the log differs from the sealed one.
         """
         found = self._sealed().get(iteration)
         if found is None:
             known = ", ".join(map(str, self.iterations())) or "none"
-            raise KeyError(f"iteration {iteration} is not logged; there are: {known}")
+            raise KeyError(f"iteration {iteration} is not logged; logged iterations: {known}")
         file = next(f for f in self._files if f.descriptor.generation == found.generation)
         with file.held(found) as image:
             if image is None:
@@ -89,7 +90,7 @@ class LogFile(SlotFile):
     """One generation of a boundary log.
 
     Raises:
-        SegmentError: it is no boundary log.
+        SegmentError: the file is not a boundary log.
         OSError: it cannot be opened.
     """
 
@@ -104,10 +105,10 @@ class LogFile(SlotFile):
                 yield header_record(header, self.descriptor.generation, index, b"")
 
     def tensors(self, record: SlotRecord, image: memoryview) -> dict[RecordKey, Tensor]:
-        """What was sent, out of the image of a slot that is `held`.
+        """The sent tensors, from the image of a slot that is `held`.
 
         Raises:
-            CorruptionError: what was sealed is not what is there.
+            CorruptionError: the log differs from the sealed one.
         """
         try:
             verify(image, record.header_digest)

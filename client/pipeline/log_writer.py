@@ -1,9 +1,7 @@
-"""One iteration's boundary log in the making, and the comparison of an iteration that is replayed
-with what it sent before.
+"""Writing of one iteration's boundary log, and the comparison of a replayed iteration with its log.
 
-A fill appends: each record is copied to the slot right when it is sent, behind the one before, and
-the image's header is written when the step is over. So nothing need be known of an iteration
-beforehand but how much room it takes, and iterations may differ.
+A fill appends records: each is copied to the slot when it is sent, and the image's header is written at
+the end of the step. Only the total size of an iteration must be known before, and iterations may differ.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ from ckptd.storage.images.image_layout import ImageLayout
 
 __all__ = ["Comparison", "Layouts", "LogFill", "Room", "header_room"]
 
-# Of the JSON that a header is: what a record takes besides its name, with the digest; and what is
-# there without any record.
+# Sizes in the JSON of a header: of a record without its name but with its digest; and of a header without
+# records.
 _RECORD_HEADER_BYTES = 160
 _FIXED_HEADER_BYTES = 2048
 _PAGE = 4096
@@ -45,14 +43,14 @@ _KEPT_LAYOUTS = 8
 
 
 def header_room(num_records: int) -> int:
-    """Bytes that a slot should leave for the header of an image of so many records, paddings included."""
+    """The bytes that a slot reserves for the header of an image with this many records, including padding."""
     wanted = _FIXED_HEADER_BYTES + 2 * num_records * _RECORD_HEADER_BYTES
     return -(-wanted // _PAGE) * _PAGE
 
 
 @dataclass(slots=True)
 class Room:
-    """What an iteration takes: records, and bytes of them where each begins at a multiple of the alignment."""
+    """The size of an iteration: its records, and their bytes with each record aligned."""
 
     num_records: int = 0
     data_bytes: int = 0
@@ -62,7 +60,7 @@ class Room:
         self.data_bytes += -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
     def at_least(self, other: Room) -> Room:
-        """Enough for both."""
+        """The maximum of both sizes."""
         return Room(
             max(self.num_records, other.num_records), max(self.data_bytes, other.data_bytes)
         )
@@ -73,8 +71,8 @@ class Room:
 
 
 class Layouts:
-    """Layouts of the images made last: iterations are alike, as a rule, and then a header is a copy
-    and three patches.
+    """Recently used image layouts: most iterations are equal, and then a header is a copy with three
+    patches.
     """
 
     def __init__(self, identity: Mapping[str, str]) -> None:
@@ -82,7 +80,7 @@ class Layouts:
         self._known: OrderedDict[tuple[int, tuple[TensorEntry, ...]], ImageLayout] = OrderedDict()
 
     def of(self, entries: tuple[TensorEntry, ...], data_offset: int) -> ImageLayout:
-        """The layout of these records, whose data is in place already.
+        """The layout of these records, whose data are in place already.
 
         Raises:
             ValueError: the header does not fit before ``data_offset``.
@@ -94,7 +92,7 @@ class Layouts:
                 entries,
                 identity={**self._identity, "holds": "boundary log"},
                 num_operators=1,
-                anchors=0,  # even if it were taken for a snapshot, nothing could be recovered from it
+                anchors=0,  # even if a reader mistook it for a snapshot, nothing could be recovered from it
                 data_offset=data_offset,
             )
             if len(self._known) > _KEPT_LAYOUTS:
@@ -103,12 +101,12 @@ class Layouts:
 
 
 class LogFill:
-    """A claimed slot: filled record by record, completed once the step is over and all copies have arrived.
+    """A claimed slot: filled record by record, completed when the step has ended and all copies have arrived.
 
     Args:
-        header: what was written to it when filling began.
-        data_offset: where records begin in a slot of this segment.
-        complete: called once, by whoever comes last (the training thread or that which watches copies).
+        header: the header that was written when filling began.
+        data_offset: the offset of the records in a slot of this segment.
+        complete: called once, by the last of the training thread and the thread that watches copies.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class LogFill:
         self._complete = complete
         self._entries: list[TensorEntry] = []
         self._lock = threading.Lock()
-        self._awaited = 1  # the step's end, and each copy that is under way
+        self._awaited = 1  # the end of the step, and each copy in flight
         self.num_records = self.data_bytes = 0
         # Out of room: for records, or for the header that names them.
         self.full = self.crowded = False
@@ -137,11 +135,11 @@ class LogFill:
 
     @property
     def base(self) -> int:
-        """Where the slot begins in the mapped memory."""
+        """The offset of the slot in the mapped memory."""
         return self.segment.slot_base(self.index)
 
     def place(self, key: RecordKey, tensor: Tensor) -> CopyItem | None:
-        """Where this record goes; None if there is no room for it, or for one before it."""
+        """The place of this record; None if it, or an earlier one, does not fit."""
         nbytes = tensor.numel() * tensor.element_size()
         padding = -self._end % DATA_ALIGNMENT
         if self._end + padding + nbytes > self.segment.geometry.slot_bytes:
@@ -162,21 +160,21 @@ class LogFill:
         return item
 
     def copying(self) -> None:
-        """A copy begins: ``copied`` will tell of its end."""
+        """A copy starts; `copied` reports its end."""
         with self._lock:
             self._awaited += 1
 
     def copied(self, why_not: str = "") -> None:
-        """That copy is over; ``why_not``: its bytes cannot be believed."""
+        """A copy has ended; ``why_not`` is the reason why its bytes are not valid ("": they are)."""
         self._arrive(why_not)
 
     def end(self, *, keep: bool = True) -> None:
-        """The step is over."""
+        """End the step."""
         self._dropped = not keep
         self._arrive("")
 
     def write(self, layouts: Layouts) -> bool:
-        """Write the header of the image and give the slot up; false if there is nothing to keep."""
+        """Write the header of the image and release the slot; False if there is nothing to keep."""
         try:
             layout = None if self.spoilt or self._dropped else self._layout(layouts)
             if layout is None:
@@ -215,8 +213,8 @@ class LogFill:
 
 
 class Comparison:
-    """What a replayed iteration sends, against what it sent when it ran first; ``view`` is verified
-    and stays as it is.
+    """Compares the tensors of a replayed iteration with its log; ``view`` is verified and does not
+    change.
     """
 
     def __init__(self, view: ImageView, iteration: int) -> None:
@@ -226,7 +224,7 @@ class Comparison:
         self.differences = Differences()
 
     def add(self, key: RecordKey, tensor: Tensor) -> None:
-        """This record was sent again."""
+        """Compare a record that was sent again."""
         name = record_name(key)
         if name not in self._missing:
             self.differences.add(f"{name} was not sent before")
@@ -243,12 +241,12 @@ class Comparison:
             self.differences.add(f"{name} has other bits", logged, sent)
 
     def end(self) -> Differences:
-        """The step is over; every difference that there was."""
+        """End the step; returns all differences."""
         for name in sorted(self._missing):
             self.differences.add(f"{name} was not sent again")
         return self.differences
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    """Its bits; copied and compared on the calling thread alone, as numpy does."""
+    """The bytes of a tensor; copied and compared by numpy, on the calling thread alone."""
     return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

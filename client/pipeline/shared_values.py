@@ -1,9 +1,8 @@
-"""Values that all ranks compute together in a step, such as a gradient norm over all stages:
-computed once, then remembered.
+"""Values that all ranks compute together in a step, such as a gradient norm over all stages: computed
+once, then recorded.
 
-In a replay, and while not all ranks run an iteration, nobody is there to compute it with. Then it
-is what it was: from this rank's own record of the step, or, since it was the same on all ranks,
-from the log of one that was there.
+In a replay, and while not all ranks run an iteration, the value cannot be computed. It then comes from
+this rank's own record of the step, or, because it is the same on all ranks, from another rank's log.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ __all__ = ["shared_value"]
 
 
 def shared_value(name: str, compute: Callable[[], Any], tape: Tape, log: BoundaryLog | None) -> Any:
-    """What ``compute`` returns, or returned when this step ran first.
+    """The result of ``compute``, or its recorded result from the first run of this step.
 
     Raises:
-        ValueError: it is of a kind that cannot be kept.
-        CorruptionError: not all ranks run this iteration, and no log that is read has the value.
+        ValueError: the value has a type that cannot be recorded.
+        CorruptionError: not all ranks run this iteration, and no log that is read contains the value.
     """
     found = tape.recorded(name)
     if found is None and log is not None:
@@ -46,5 +45,5 @@ def _computed(compute: Callable[[], Any], log: BoundaryLog | None) -> Any:
 
 
 def _detached(value: Any) -> Any:
-    """A tensor without its history: what is kept is the value."""
+    """A tensor without its autograd history."""
     return value.detach() if hasattr(value, "detach") else value

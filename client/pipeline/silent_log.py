@@ -1,4 +1,4 @@
-"""What a hand-written pipeline calls, and what it does where nothing is logged."""
+"""The interface of a boundary log for hand-written pipelines that are not logged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["SilentLog"]
 
 
 class SilentLog:
-    """The log of a checkpointer that is off: it takes everything and keeps nothing."""
+    """The log of a disabled checkpointer: accepts all calls and records nothing."""
 
     def activation(
         self,
@@ -19,7 +19,7 @@ class SilentLog:
         index: int = 0,
         dest: int | None = None,
     ) -> bool:
-        """Nothing happens: send it."""
+        """Records nothing; returns True: send it."""
         return True
 
     def gradient(
@@ -31,17 +31,17 @@ class SilentLog:
         index: int = 0,
         dest: int | None = None,
     ) -> bool:
-        """Nothing happens: send it."""
+        """Records nothing; returns True: send it."""
         return True
 
     def receive_activation(
         self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
     ) -> bool:
-        """Nothing happens: receive it."""
+        """Fills nothing; returns False: receive it."""
         return False
 
     def receive_gradient(
         self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
     ) -> bool:
-        """Nothing happens: receive it."""
+        """Fills nothing; returns False: receive it."""
         return False

@@ -1,8 +1,8 @@
-"""Listening to the stages of ``torch.distributed.pipelining``: what they are about to send.
+"""Hooks on the stages of ``torch.distributed.pipelining`` that observe the tensors they send.
 
-A stage is asked for its send operations by its schedule, once per micro-batch and direction, and
-they hold the tensors. These two methods are stood in for, on the instances alone, and those that
-tell what is received: with whom a stage communicates.
+A schedule asks a stage for its send operations once per micro-batch and direction; these contain the
+tensors. The hooks replace these two methods on the instances, and the methods that return receive
+operations, which show with which ranks a stage communicates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _RECEIVING = ("get_fwd_recv_ops", "get_bwd_recv_ops")
 
 
 def stages_of(what: Any) -> list[Any]:
-    """The stages of a schedule, of several of them, or those that were passed themselves.
+    """The stages of a schedule, of several schedules, or the given stages themselves.
 
     Raises:
-        ValueError: there is none in it.
+        ValueError: ``what`` contains no stage.
     """
     if all(hasattr(what, name) for name in (*_METHODS, "stage_index")):
         return [what]
@@ -41,20 +41,20 @@ def stages_of(what: Any) -> list[Any]:
             return found
     raise ValueError(
         f"log_boundaries({type(what).__name__}): pass a schedule or stages of torch.distributed.pipelining; "
-        "in a pipeline of your own, call activation() and gradient() of boundary_log()"
+        "in your own pipeline, call activation() and gradient() of boundary_log()"
     )
 
 
 def listen(stages: Iterable[Any], log: BoundaryLog) -> ExitStack:
-    """Log what these stages send until the result is closed."""
+    """Log the tensors that these stages send until the result is closed."""
     stack = ExitStack()
-    # Weak: a stage that lives on must not keep the log, and so the rank's memory, of a checkpointer
-    # that nobody closed.
+    # Weak: a stage must not keep the log, and so the rank's memory, of a checkpointer that was not
+    # closed.
     reference = weakref.ref(log)
     for stage in stages:
         for name, kind in _METHODS.items():
-            told = partial(_sending, reference, kind, stage)
-            stack.enter_context(layered(stage, name, told))
+            hook = partial(_sending, reference, kind, stage)
+            stack.enter_context(layered(stage, name, hook))
         for name in _RECEIVING:
             stack.enter_context(layered(stage, name, partial(_receiving, reference)))
     return stack

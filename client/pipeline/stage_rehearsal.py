@@ -1,9 +1,9 @@
-"""What ``torch.distributed.pipelining`` does to a stage beside the steps, and which modules it calls.
+"""The rehearsal of ``torch.distributed.pipelining``, and the modules that it calls.
 
-In its first step a schedule whose stages were made without example inputs and outputs runs every
-stage once, on whatever is in memory, to learn shapes. A process that resumes does so again, in the
-middle of the run: what it leaves in buffers (tokens counted by a router, running statistics) and in
-generators that torch does not fork would not be what was recorded.
+In its first step, a schedule whose stages have no example inputs and outputs runs every stage once on
+uninitialized memory, to learn shapes. A process that resumes does so again in the middle of the run. The
+changes in buffers (tokens counted by a router, running statistics) and in generators that torch does not
+fork would then differ from the recorded state.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ logger = get_logger(__name__)
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
-# Where schedules do it: the first in newer versions of torch, the others (for one stage, for
-# several) in those without it.
+# The methods of schedules that rehearse: the first in newer versions of torch, the others (for one stage,
+# for several) in older ones.
 _SHARED = "_initialize_pp_stages"
 _SEPARATE = ("_initialize_stage", "_initialize_stages")
 
 
 @contextmanager
 def rehearsal_tap(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Put ``around`` around every such rehearsal, also where pipelining is imported during the body."""
+    """Wrap every rehearsal in ``around``, even if pipelining is imported only in the body."""
 
     def tapped(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with around():
@@ -57,7 +57,7 @@ def rehearsal_tap(around: Callable[[], AbstractContextManager[None]]) -> Iterato
         if imported is not None:
             tap(imported)
         else:
-            # Not imported here: that takes seconds, and most runs have no pipeline.
+            # Not imported here, because that takes seconds, and most runs have no pipeline.
             watch = _ImportWatch(tap)
             sys.meta_path.insert(0, watch)
             stack.callback(watch.remove)
@@ -65,8 +65,8 @@ def rehearsal_tap(around: Callable[[], AbstractContextManager[None]]) -> Iterato
 
 
 def _rehearsals(schedules: ModuleType) -> list[tuple[type, str]]:
-    """The classes and methods that run it in this version of torch: where each is first defined, so
-    that it is told once.
+    """The classes and methods that rehearse in this version of torch; each where it is first defined, so
+    that one call is seen once.
     """
     classes = [c for c in vars(schedules).values() if isinstance(c, type)]
 
@@ -83,8 +83,9 @@ def _rehearsals(schedules: ModuleType) -> list[tuple[type, str]]:
 @functools.cache  # once for each process
 def _warn_unknown(version: str) -> None:
     logger.warning(
-        "torch %s: %s has none of %s; if a pipeline schedule learns shapes in its first step, a resumed run may differ from "
-        "what was recorded: give its stages example inputs and outputs",
+        "torch %s: %s has none of %s; if a pipeline schedule learns shapes in its first step, a "
+        "resumed run may differ from "
+        "the recorded one: give its stages example inputs and outputs",
         version,
         _SCHEDULES,
         ", ".join((_SHARED, *_SEPARATE)),
@@ -92,11 +93,11 @@ def _warn_unknown(version: str) -> None:
 
 
 class _ImportWatch(MetaPathFinder):
-    """Says when the schedules' module was imported; finds nothing itself."""
+    """A finder that reports the import of the schedules' module; it finds no module itself."""
 
-    def __init__(self, tell: Callable[[ModuleType], None]) -> None:
-        # Weak: a list that lives as long as the process must not keep a checkpointer that nobody closed.
-        self._tell = weakref.ref(tell)
+    def __init__(self, imported: Callable[[ModuleType], None]) -> None:
+        # Weak: sys.meta_path must not keep a checkpointer that was not closed.
+        self._imported = weakref.ref(imported)
 
     def remove(self) -> None:
         if self in sys.meta_path:
@@ -107,7 +108,7 @@ class _ImportWatch(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _SCHEDULES or self not in sys.meta_path:
             return None
-        # Those after this one only: another checkpointer's watch would ask this one again.
+        # Only the finders after this one: another checkpointer's watch would ask this one again.
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
@@ -120,20 +121,20 @@ class _ImportWatch(MetaPathFinder):
 
         def executed(module: ModuleType) -> None:
             execute(module)
-            tell = self._tell()
-            if tell is not None and self in sys.meta_path:  # the tap may have ended meanwhile
-                tell(module)
+            imported = self._imported()
+            if imported is not None and self in sys.meta_path:  # the tap may have ended meanwhile
+                imported(module)
 
         loader.exec_module = executed
 
 
 @contextmanager
 def without_trace(binding: LiveState) -> Iterator[None]:
-    """Put buffers and random state back to what they were before the body.
+    """Restore buffers and random state after the body.
 
-    A forward outside ``no_sync`` tells DDP to expect a backward. None comes, so DDP would take the
-    first micro-batch's for it, reduce that one's gradients by themselves, and sum in another order
-    than in all steps but a process's first.
+    After a forward outside ``no_sync`` DDP expects a backward. None follows, so DDP would take that of
+    the first micro-batch, reduce its gradients alone, and sum in another order than in all steps but
+    the first of a process.
     """
     rng = capture_rng()
     buffers = {name: local(b).clone() for name, b in binding.buffers().items()}
@@ -150,8 +151,8 @@ def without_trace(binding: LiveState) -> Iterator[None]:
 
 
 def callables_of(model: nn.Module) -> list[nn.Module]:
-    """The modules whose calls are the model's forwards: a plain container's children, as it cannot
-    be called itself.
+    """The modules whose calls are the model's forwards; for a plain container, which cannot be called, its
+    children.
     """
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and len(model):
         return [m for child in model.children() for m in callables_of(child)]

@@ -1,16 +1,15 @@
-"""What neighbours sent, for a rank that runs apart from them: read here, or brought here by the
-daemon while it runs.
+"""The logs of neighbours for an isolated rank: read on this node, or fetched by the daemon during the
+run.
 
-A log that lies on this node is read where it is: its slots are held from the beginning, so that
-their owner, which may be running again, passes over them. The others come in batches, into copies
-that are only read (`Session.fetch_for_reading`): of each neighbour there are two at most, the one
-that is read and the one after it. All is verified before it is handed out. What is damaged here is
-brought like what is not here: the daemon takes the damaged tensors from other copies, if there are
-any.
+A log on this node is read in place: its slots are held from the start, so that their owner, which may be
+running again, does not reuse them. Other logs are fetched in batches into read-only copies
+(`Session.fetch_for_reading`), at most two per neighbour: the one that is read and the next one. All
+tensors are verified before they are returned. A damaged local log is fetched like a remote one: the
+daemon takes the damaged tensors from other copies, if there are any.
 
-The memory that a batch takes is bounded; where there is less, batches become smaller, down to one
-iteration. A daemon that is restarted has forgotten what it was bringing: it is asked again, and
-what had arrived stays readable.
+The memory of a batch is bounded; if less is available, batches become smaller, down to one iteration. A
+restarted daemon does not know earlier requests: they are repeated, and copies that had arrived stay
+readable.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ __all__ = ["BringsLogs", "FedLogs"]
 logger = get_logger(__name__)
 
 _BATCH_BYTES = 128 << 20
-_BATCHES = 2  # of one neighbour: one is read, the next is on its way
-_AWAY_S = 60.0  # a daemon that is restarted is back long before
+_BATCHES = 2  # per neighbour: one is read, the next is being fetched
+_AWAY_S = 60.0  # a restart of the daemon takes much less
 _AGAIN_S = 0.5
-_GRANT_S = 700.0  # longer than the session waits for memory to be made
+_GRANT_S = 700.0  # longer than the session waits for memory
 _NO_MEMORY = (RefusalCode.QUOTA, RefusalCode.SEGMENT_FS)
 _NOTHING_NEW = FetchState("running", "", 0, 0, 0, {})
 
 
 class BringsLogs(KnowsFetches, Protocol):
-    """This rank's session with its daemon, as far as it is asked here."""
+    """The part of this rank's daemon session that is used here."""
 
     node_id: str
     segment_dir: str
@@ -77,28 +76,29 @@ class BringsLogs(KnowsFetches, Protocol):
 
 
 class FedLogs:
-    """Logged iterations of neighbours, in the order of iterations; for one thread.
+    """The logged iterations of neighbours, in order; for one thread.
 
     Args:
-        pieces: by neighbour (a rank) and iteration, with all their copies.
-        cards: how the nodes that hold them are reached.
-        batch_bytes: how much is brought at a time, of one neighbour; an iteration that is larger comes alone.
+        logged: by neighbour (a rank) and iteration, with all their copies.
+        cards: the addresses of the nodes that hold the logs.
+        batch_bytes: the size of one batch of one neighbour; a larger iteration is fetched alone.
     Raises:
-        AttachRefused: there is no memory for the first of them, or nobody holds them any more; nothing is left behind.
-        DaemonUnavailable: the daemon is away.
+        AttachRefused: no memory is available for the first logs, or no node holds them any more;
+            nothing is left behind.
+        DaemonUnavailable: the daemon does not answer.
     """
 
     def __init__(
         self,
         session: BringsLogs,
-        pieces: Mapping[int, Mapping[int, SnapshotToLoad]],
+        logged: Mapping[int, Mapping[int, SnapshotToLoad]],
         cards: tuple[NodeCard, ...] = (),
         *,
         batch_bytes: int = _BATCH_BYTES,
     ) -> None:
         self._feeds = {
             neighbour: _Feed(session, neighbour, of, cards, batch_bytes)
-            for neighbour, of in pieces.items()
+            for neighbour, of in logged.items()
         }
         try:
             for feed in self._feeds.values():
@@ -108,35 +108,34 @@ class FedLogs:
             raise
 
     def __call__(self, neighbour: int, iteration: int) -> dict[RecordKey, Tensor]:
-        """Everything that ``neighbour`` sent in an iteration, as tensors in host memory that are
-        the caller's.
+        """All tensors that ``neighbour`` sent in an iteration, in host memory owned by the caller.
 
-        Waits until it is here. What is older of this neighbour is given up by it.
+        Blocks until they have arrived. Frees older logs of this neighbour.
 
         Raises:
-            KeyError: it is not among the pieces, or has been given up.
-            DaemonUnavailable: no copy of it can be had any more; a restart of the job plans anew.
-            AttachRefused: there is no memory for it, or none of its holders answers.
+            KeyError: the iteration is not logged, or has been freed.
+            DaemonUnavailable: no copy is reachable any more; a restart of the job makes a new plan.
+            AttachRefused: no memory is available, or none of its holders answers.
         """
         feed = self._feeds.get(neighbour)
         if feed is None:
             known = ", ".join(map(str, sorted(self._feeds))) or "none"
-            raise KeyError(f"nothing is fed from rank {neighbour}; neighbours are: {known}")
+            raise KeyError(f"rank {neighbour} is not fed from logs; fed neighbours: {known}")
         return feed.read(iteration)
 
     def close(self) -> None:
-        """Give everything back: the rank is through, or recovery has failed."""
+        """Release everything, after the last iteration or a failed recovery."""
         for feed in self._feeds.values():
             feed.close()
 
 
 class _Forgotten(Exception):
-    """The daemon was restarted and knows nothing of what it was bringing."""
+    """The daemon was restarted and does not know the fetch."""
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Iterations that come into one copy, in the order of its slots. ``ahead``: asked for before it
+    """Iterations that are fetched into one copy, in the order of its slots. ``ahead``: requested before it
     was needed.
     """
 
@@ -148,11 +147,11 @@ class _Batch:
 
 
 class _Held:
-    """A slot of this node that stays as it is until ``close``; ``image`` is None if it is another
-    one already.
+    """A slot of this node that does not change until ``close``; ``image`` is None if the slot has been
+    reused already.
 
     Raises:
-        OSError: its file is gone.
+        OSError: its file does not exist any more.
     """
 
     def __init__(self, file: LogFile, record: SlotRecord) -> None:
@@ -177,8 +176,8 @@ _HELD: weakref.WeakSet[_Held] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A data loader's worker shares our locks: it would keep the slots from their owner for as long
-    as it lives.
+    """Close the locks in a forked child, such as a data loader's worker, which would otherwise keep the
+    slots locked during its life.
     """
     for held in list(_HELD):
         held.close()
@@ -188,28 +187,28 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Feed:
-    """What one neighbour sent."""
+    """The logs of one neighbour."""
 
     def __init__(
         self,
         session: BringsLogs,
         neighbour: int,
-        pieces: Mapping[int, SnapshotToLoad],
+        logged: Mapping[int, SnapshotToLoad],
         cards: tuple[NodeCard, ...],
         batch_bytes: int,
     ) -> None:
         self._session, self._neighbour, self._cards = session, neighbour, cards
-        self._pieces = dict(sorted(pieces.items()))
-        self._batch_bytes, self._most = batch_bytes, len(pieces)
+        self._logged = dict(sorted(logged.items()))
+        self._batch_bytes, self._most = batch_bytes, len(logged)
         self._files: dict[str, LogFile | None] = {}
         self._here: dict[int, _Held] = {}
-        self._left: deque[int] = deque()  # to be brought, and not asked for yet
+        self._left: deque[int] = deque()  # to be fetched, but not requested yet
         self._batches: list[_Batch] = []
 
     def begin(self) -> None:
-        """Hold what is here, and have the first of the others granted."""
-        for iteration, piece in self._pieces.items():
-            held = self._hold(piece)
+        """Hold the local logs, and request the first of the others."""
+        for iteration, log in self._logged.items():
+            held = self._hold(log)
             if held is None:
                 self._left.append(iteration)
             else:
@@ -218,11 +217,12 @@ class _Feed:
             self._granted(self._left[0])
 
     def read(self, iteration: int) -> dict[RecordKey, Tensor]:
-        piece = self._pieces.get(iteration)
-        if piece is None:
-            known = ", ".join(map(str, self._pieces)) or "none"
+        log = self._logged.get(iteration)
+        if log is None:
+            known = ", ".join(map(str, self._logged)) or "none"
             raise KeyError(
-                f"what rank {self._neighbour} sent in iteration {iteration} is not fed (any more); there are: {known}"
+                f"the log of rank {self._neighbour} of iteration {iteration} is not available (any "
+                f"more); available: {known}"
             )
         self._give_up_before(iteration)
         held = self._here.get(iteration)
@@ -231,13 +231,13 @@ class _Feed:
                 return held.tensors()
             except CorruptionError as error:
                 self._damaged_here(iteration, error)
-        return self._read_brought(iteration, piece)
+        return self._read_brought(iteration, log)
 
     def close(self) -> None:
         for held in self._here.values():
             held.close()
         self._here.clear()
-        self._pieces.clear()
+        self._logged.clear()
         self._left.clear()
         for batch in self._batches:
             self._drop(batch)
@@ -245,31 +245,31 @@ class _Feed:
 
     # -- on this node ----------------------------------------------------------------------------
 
-    def _hold(self, piece: SnapshotToLoad) -> _Held | None:
-        """A copy on this node, if one is as it should be."""
-        for source in piece.sources:
+    def _hold(self, log: SnapshotToLoad) -> _Held | None:
+        """A usable copy on this node, or None."""
+        for source in log.sources:
             file = self._file(source.segment) if source.node == self._session.node_id else None
             if file is None:
                 continue
             try:
-                held = _Held(file, replace(piece.record, index=source.index))
+                held = _Held(file, replace(log.record, index=source.index))
             except OSError as error:
                 logger.info("%s cannot be held: %s", source.segment, error)
                 continue
             if held.image is not None:
                 return held
-            held.close()  # it has been overwritten since
+            held.close()  # it has been overwritten
         return None
 
     def _file(self, name: str) -> LogFile | None:
-        """A log of the neighbour on this node; None if it cannot be read from here. Then the daemon may."""
+        """A log of the neighbour on this node; None if this process cannot read it. The daemon may."""
         if name not in self._files:
             self._files[name] = self._open(name)
         return self._files[name]
 
     def _open(self, name: str) -> LogFile | None:
         job, run = self._session.run
-        if name != os.path.basename(name):  # a node has told this name
+        if name != os.path.basename(name):  # the name comes from another node
             return None
         try:
             file = self._mapped(os.path.join(self._session.segment_dir, name))
@@ -284,8 +284,13 @@ class _Feed:
         )
 
     def _damaged_here(self, iteration: int, error: CorruptionError) -> None:
-        """Have it brought like the others: what is wrong in it is taken from other copies."""
-        text = f"what rank {self._neighbour} sent in iteration {iteration} is damaged here, other copies are asked for: {error}"
+        """Fetch a damaged local log like remote ones: the daemon takes the wrong tensors from other
+        copies.
+        """
+        text = (
+            f"the log of rank {self._neighbour} of iteration {iteration} is damaged on this "
+            f"node; fetching other copies: {error}"
+        )
         logger.error("%s", text)
         self._session.notice("error", "digest_mismatch", text)
         self._here.pop(iteration).close()
@@ -296,21 +301,21 @@ class _Feed:
         file.keep_from_children()
         return file
 
-    # -- brought here ----------------------------------------------------------------------------
+    # -- fetched ---------------------------------------------------------------------------------
 
-    def _read_brought(self, iteration: int, piece: SnapshotToLoad) -> dict[RecordKey, Tensor]:
+    def _read_brought(self, iteration: int, log: SnapshotToLoad) -> dict[RecordKey, Tensor]:
         while True:
             batch = self._granted(iteration, patience_s=_AWAY_S)
             if self._left and len(self._batches) < _BATCHES:
                 self._ask_next(ahead=True)
             try:
-                return self._arrived(batch, iteration, piece)
+                return self._arrived(batch, iteration, log)
             except _Forgotten as error:
-                logger.warning("%s", self._lost(iteration, f"{error}; it is asked again"))
+                logger.warning("%s", self._lost(iteration, f"{error}; requesting it again"))
                 self._put_back(batch)
 
     def _arrived(
-        self, batch: _Batch, iteration: int, piece: SnapshotToLoad
+        self, batch: _Batch, iteration: int, log: SnapshotToLoad
     ) -> dict[RecordKey, Tensor]:
         assert batch.info is not None
         try:
@@ -321,18 +326,18 @@ class _Feed:
             raise self._lost(iteration, str(error)) from error
         index = batch.iterations.index(iteration)
         wait_until_sealed(self, batch.info.generation, iteration, lambda: file.header(index))
-        record = replace(piece.record, index=index)
+        record = replace(log.record, index=index)
         image = file.image(record)  # nobody overwrites it
         if image is None:
-            raise self._lost(iteration, "its copy was taken away")
+            raise self._lost(iteration, "the daemon removed its copy")
         try:
             return file.tensors(record, image)
-        except CorruptionError as error:  # it was right when it arrived
+        except CorruptionError as error:  # it was correct when it arrived
             raise self._lost(iteration, str(error)) from error
 
     def fetch_state(self, generation: int) -> FetchState:
-        """As the session says. While it asks for memory it can ask nothing else, and a daemon that
-        is away may be back soon.
+        """The state of a fetch. The session sends nothing else while it requests memory, and an absent
+        daemon may be back soon.
         """
         if not all(batch.answer.done() for batch in self._batches):
             return _NOTHING_NEW
@@ -344,7 +349,7 @@ class _Feed:
             raise _Forgotten(str(error)) from error
 
     def _granted(self, iteration: int, *, patience_s: float = 0.0) -> _Batch:
-        """The batch with this iteration, when the daemon has made its memory."""
+        """The batch with this iteration, after the daemon has granted its memory."""
         until_s = time.monotonic() + patience_s
         while True:
             batch = self._batch_of(iteration)
@@ -352,7 +357,7 @@ class _Feed:
                 batch.info = batch.answer.result(_GRANT_S)
                 return batch
             except TimeoutError as error:
-                raise self._lost(iteration, "the daemon makes no memory for it") from error
+                raise self._lost(iteration, "the daemon does not grant memory for it") from error
             except DaemonUnavailable:
                 self._put_back(batch)
                 if time.monotonic() > until_s:
@@ -361,16 +366,16 @@ class _Feed:
             except AttachRefused as error:
                 self._put_back(batch)
                 alone = len(batch.iterations) == 1
-                # What was read when it was asked for ahead of its time may be free now.
+                # Memory that was in use at the first request may be free now.
                 if error.code not in _NO_MEMORY or (alone and not batch.ahead):
                     raise
                 self._most = max(1, len(batch.iterations) // 2)
-                logger.info("logs are brought %d iterations at a time: %s", self._most, error)
+                logger.info("fetching logs %d iterations at a time: %s", self._most, error)
 
     def _put_back(self, batch: _Batch) -> None:
-        """It came to nothing: what is still wanted of it is to be asked for again."""
+        """A batch failed: its iterations that are still needed are requested again."""
         self._batches.remove(batch)
-        self._left.extendleft(i for i in reversed(batch.iterations) if i in self._pieces)
+        self._left.extendleft(i for i in reversed(batch.iterations) if i in self._logged)
 
     def _batch_of(self, iteration: int) -> _Batch:
         while True:
@@ -380,7 +385,7 @@ class _Feed:
             self._ask_next(ahead=False)
 
     def _ask_next(self, *, ahead: bool) -> None:
-        """Ask for as many of the next iterations as fit into a batch."""
+        """Request as many of the next iterations as fit into a batch."""
         taken = [self._left.popleft()]
         size = self._size_of(taken[0])
         while self._left and len(taken) < self._most:
@@ -391,17 +396,17 @@ class _Feed:
         self._ask(taken, ahead=ahead)
 
     def _size_of(self, iteration: int) -> int:
-        return self._pieces[iteration].record.image_len
+        return self._logged[iteration].record.image_len
 
     def _ask(self, iterations: list[int], *, ahead: bool) -> None:
-        pieces = [self._pieces[i] for i in iterations]
-        wanted = tuple(fetch_piece(p, sealed_at_ns=time.time_ns()) for p in pieces)
+        logged = [self._logged[i] for i in iterations]
+        wanted = tuple(fetch_piece(p, sealed_at_ns=time.time_ns()) for p in logged)
         answer = self._session.fetch_for_reading(self._neighbour, "log", wanted, self._cards)
         self._batches.append(_Batch(iterations, answer, ahead))
 
     def _give_up_before(self, iteration: int) -> None:
-        for older in [i for i in self._pieces if i < iteration]:
-            del self._pieces[older]
+        for older in [i for i in self._logged if i < iteration]:
+            del self._logged[older]
             held = self._here.pop(older, None)
             if held is not None:
                 held.close()
@@ -412,7 +417,7 @@ class _Feed:
             self._drop(batch)
 
     def _drop(self, batch: _Batch) -> None:
-        """Give its copy back, also one that is granted only afterwards."""
+        """Release the copy of a batch, even if it is granted only later."""
         batch.file = None
 
         def granted(answer: Future[SegmentInfo]) -> None:
@@ -423,6 +428,6 @@ class _Feed:
 
     def _lost(self, iteration: int, why: str) -> DaemonUnavailable:
         return DaemonUnavailable(
-            f"what rank {self._neighbour} sent in iteration {iteration} cannot be had: {why}",
+            f"no copy of the log of rank {self._neighbour} of iteration {iteration} is available: {why}",
             operation="fetch",
         )

@@ -1,7 +1,7 @@
-"""Where a rank that runs apart looks up what all ranks computed together: in a neighbour's log that
-it is fed from, or in another rank's.
+"""The logs from which an isolated rank reads shared values: a neighbour's log that feeds it, or another
+rank's log.
 
-Few jobs compute such values, so the other ranks' logs are asked for when one is wanted, and not before.
+Few jobs compute such values, so other ranks' logs are fetched only when a value is needed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["ValueLogs"]
 
 
 class ValueLogs:
-    """For one thread; ``close`` gives back what was asked for.
+    """Logs with shared values; for one thread. ``close`` releases the fetched logs.
 
     Args:
         mine: this rank's part of the plan.
-        feeds: what it is fed from.
-        cards: how the nodes that hold the logs are reached.
+        feeds: the logs that feed the rank.
+        cards: the addresses of the nodes that hold the logs.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class ValueLogs:
         """A log of this iteration; empty if there is none.
 
         Raises:
-            DaemonUnavailable: no copy of it can be had any more.
-            AttachRefused: there is no memory for it, or none of its holders answers.
+            DaemonUnavailable: no copy is reachable any more.
+            AttachRefused: no memory is available, or none of its holders answers.
         """
         for feed in self._mine.feeds:
             if feed.first <= iteration < feed.end:
@@ -53,15 +53,15 @@ class ValueLogs:
         return {}
 
     def _other(self, feed: Feed, iteration: int) -> FedLogs:
-        """The log of a rank that is no neighbour, or that this one is not fed from."""
+        """The log of a rank that does not feed this one."""
         if self._asked is None or self._asked[0] != iteration:
             self.close()
-            pieces = {feed.neighbour: {iteration: feed.pieces[iteration - feed.first]}}
-            self._asked = iteration, FedLogs(self._session, pieces, self._cards)
+            logged = {feed.neighbour: {iteration: feed.pieces[iteration - feed.first]}}
+            self._asked = iteration, FedLogs(self._session, logged, self._cards)
         return self._asked[1]
 
     def close(self) -> None:
-        """Give back what was brought here."""
+        """Release the fetched log."""
         asked, self._asked = self._asked, None
         if asked is not None:
             asked[1].close()

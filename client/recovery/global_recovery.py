@@ -263,7 +263,7 @@ def _refuse_to_forget(
         DaemonUnavailable: so it is; every rank decides this from the same data.
     """
     job, run = memory.identity.job, memory.identity.run
-    if plan.apart:
+    if plan.different_schedules:
         raise DaemonUnavailable(
             plan.reason,
             operation="recover",

@@ -350,7 +350,7 @@ class _Part:
         if self.apart and None in scalars.get("stages", {}).values():
             raise DaemonUnavailable(
                 "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
-                operation="run apart",
+                operation="run isolated",
             )
         ring = self.memory.descriptor
         if self.mine.kind is RankKind.MOVED:

@@ -171,7 +171,7 @@ class Recovery:
         """A collective call."""
         if self._identity.world_size == 1:
             return None
-        alike = self._sharing.alike(self._operators, self._identity.rank)
+        alike = self._sharing.ranks_with_same_operators(self._operators, self._identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
             alike = ()  # by their wrappers they are, but values were not compared, or differed
         return begin_localized(memory, ranks, alike, verify_iterations=self._verify_iterations)

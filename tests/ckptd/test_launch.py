@@ -70,7 +70,7 @@ def test_a_daemon_that_cannot_start_shows_the_end_of_its_log(folders: tuple[Path
     runtime, _ = folders
     with pytest.raises(DaemonUnavailable, match="exited with code 4") as caught:
         ensure_daemon(str(runtime), segment_dir="/proc/segments")
-    assert "cannot make the segment folder /proc/segments" in str(caught.value)
+    assert "cannot create the segment folder /proc/segments" in str(caught.value)
 
 
 def test_a_bad_setting_is_said_before_anything_is_started(folders: tuple[Path, Path]) -> None:

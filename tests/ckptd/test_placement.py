@@ -364,7 +364,7 @@ def test_a_full_node_is_skipped_and_named() -> None:
     assert placement.targets == {0: ("n0002",), 1: placement.targets[1], 2: ("n0000",)}
     assert placement.received_bytes["n0001"] == 0
     assert placement.warnings == (
-        "node n0001: skipped, without room for all that was meant for it",
+        "node n0001: skipped, because the capacity is too small for some replicas",
     )
 
 
@@ -384,7 +384,7 @@ def test_a_small_domain_that_all_others_need_is_named_and_bounded_by_capacity() 
     ]
     ranks = [PlacedRank(index, f"n{index}", 100) for index in range(20)]
     (warning,) = plan_placement(nodes, ranks, replicas=1).warnings
-    assert warning.startswith("node n0: receives 1.855 KiB where 100 B would be even")
+    assert warning.startswith("node n0: receives 1.855 KiB, the even share is 100 B")
     nodes[0] = replace(nodes[0], capacity_bytes=300)
     bounded = plan_placement(nodes, ranks, replicas=1)
     assert max(bounded.received_bytes.values()) <= 300

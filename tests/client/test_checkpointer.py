@@ -401,7 +401,7 @@ class TestOn:
             optimizer.zero_grad()
             steps.append(step)
         assert steps == [6, 7, 8, 9]
-        assert "did not reproduce what was recorded" in caplog.text
+        assert "did not reproduce the values recorded" in caplog.text
 
 
 class TestLeavesNoTrace:

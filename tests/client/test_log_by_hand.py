@@ -69,7 +69,7 @@ def test_who_is_not_there_is_read_and_not_sent_to(make: Callable[..., Trained]) 
     neighbour = make()
     neighbour.train(RESUME + 1)
     job = make()
-    job.log.apart = apart(neighbour.reader())
+    job.log.isolated = apart(neighbour.reader())
     told = []
 
     def body(log: BoundaryLog, step: int) -> None:
@@ -98,7 +98,7 @@ def test_a_round_of_the_same_is_fed_in_its_order(make: Callable[..., Trained]) -
 
     neighbour.train(RESUME, twice)
     job = make()
-    job.log.apart = apart(neighbour.reader())
+    job.log.isolated = apart(neighbour.reader())
     received: list[Tensor] = []
 
     def body(log: BoundaryLog, step: int) -> None:
@@ -115,15 +115,15 @@ def test_what_is_not_in_the_log_is_told(make: Callable[..., Trained]) -> None:
     neighbour = make()
     neighbour.train(RESUME)
     job = make()
-    job.log.apart = apart(neighbour.reader())
-    missing = r"run apart \[rank=0 iteration=6 neighbour=1 kind=gradient stage=4 micro_batch=2 index=0 round=0\]: it is not in the log"
-    other = r"torch.float32 \[3, 6\] was sent, torch.float64 \[3, 6\] is expected"
+    job.log.isolated = apart(neighbour.reader())
+    missing = r"run isolated \[rank=0 iteration=6 neighbour=1 kind=gradient stage=4 micro_batch=2 index=0 round=0\]: it is not in the log"
+    other = r"torch.float32 \[3, 6\] was sent, but torch.float64 \[3, 6\] is expected"
     for step in job.ckpt.steps(RESUME, start=LOST):
         with pytest.raises(CorruptionError, match=missing):
             job.log.receive_gradient(torch.zeros(3, 6), source=1, stage=4, micro_batch=2)
         with pytest.raises(CorruptionError, match=other):
             job.log.receive_activation(torch.zeros(3, 6).double(), source=1, micro_batch=1)
-        with pytest.raises(ValueError, match="source=-1: count from 0"):
+        with pytest.raises(ValueError, match="source=-1: numbers start at 0"):
             job.log.receive_activation(torch.zeros(3, 6), source=-1, micro_batch=1)
         job.step(step)
         break
@@ -146,7 +146,7 @@ def test_a_rank_that_has_given_up_logging_is_fed_all_the_same(make: Callable[...
     neighbour = make()
     neighbour.train(RESUME)
     job = make()
-    job.log.apart = apart(neighbour.reader())
+    job.log.isolated = apart(neighbour.reader())
     job.log.given_up = True
     for step in job.ckpt.steps(RESUME, start=LOST):
         buffer = torch.full((3, 6), -1.0)
@@ -222,7 +222,7 @@ def test_whoever_runs_apart_gets_shared_values_from_another_log(
     neighbour.train(RESUME, body_with_norm(neighbour, [], []))
     reader = neighbour.reader()
     job = make()
-    job.log.apart = apart(reader, shared=reader.read)
+    job.log.isolated = apart(reader, shared=reader.read)
     computed: list[int] = []
     got: list[Any] = []
     body = body_with_norm(job, computed, got)
@@ -248,14 +248,14 @@ def test_a_shared_value_that_nobody_knows_or_knows_otherwise_is_told(
     neighbour.train(RESUME, body_with_norm(neighbour, [], []))
     reader = neighbour.reader()
     job = make()
-    job.log.apart = apart(reader)
+    job.log.isolated = apart(reader)
     for step in job.ckpt.steps(RESUME, start=LOST):
         with pytest.raises(
-            CorruptionError, match="nobody whose log is read knows shared value 'norm'"
+            CorruptionError, match="no log that is read contains shared value 'norm'"
         ):
             job.ckpt.shared_value("norm", lambda: 0)
-        job.log.apart._shared = reader.read
-        other = "shared value 0 of the step was 'norm', 'loss' is asked for"
+        job.log.isolated._shared = reader.read
+        other = "shared value 0 of the step is 'norm' in the log, but 'loss' is requested"
         with pytest.raises(CorruptionError, match=other):
             job.ckpt.shared_value("loss", lambda: 0)
         job.step(step)
@@ -320,7 +320,7 @@ def test_rather_no_log_than_one_whose_facts_are_wrong(caplog: pytest.LogCaptureF
             job.train(16, send)
             assert segments(job) == []
             job.train(80, send)
-        assert "training goes on without" in caplog.text
+        assert "training continues without it" in caplog.text
         assert facts(job) == [LogFacts((), (0, 1), (), ("an all-reduce",))]
         eventually(lambda: 79 in job.reader().iterations(), "it is logged again")
         job.ckpt.close()

@@ -84,7 +84,7 @@ def test_a_run_goes_back_to_an_iteration_that_is_chosen(
     refused = start(script, daemon)
     assert refused.code == 1
     assert (
-        f"resume_at=3: there is no iteration 3 of all ranks; what can be gone back to is 12, {older}"
+        f"resume_at=3: iteration 3 is not available on all ranks; what can be gone back to is 12, {older}"
         in refused.printed
     )
     script.write_text(resuming_at(older))

@@ -337,7 +337,7 @@ def test_a_neighbour_whose_log_is_gone_replays_too(hurt: Story) -> None:
     remove(hurt, 2, "boundary")
     hurt.ends_exact()
     hurt.assert_only(1, 2)
-    assert_told(hurt, "rank 1 needs what rank 2 sent in iteration", "no node holds that log")
+    assert_told(hurt, "rank 1 needs the log of rank 2 of iteration", "which no node holds")
 
 
 @long
@@ -364,7 +364,7 @@ def test_damage_in_a_log_is_noticed_and_the_run_comes_back(hurt: Story) -> None:
     hurt.lose(1)
     hurts(hurt, 2, "boundary")
     logs = hurt.life().ranks.end_by_a_failure()
-    assert "what rank 2 sent in iteration" in logs
+    assert "the log of rank 2 of iteration" in logs
     hurt.ends_exact()
 
 
@@ -521,7 +521,7 @@ def on_two_nodes(
     ("what", "text"),
     [
         ("fed record", "it is not in the log"),
-        ("fed bits", "did not send what was logged when it ran first"),
+        ("fed bits", "sent other tensors than its log contains"),
     ],
 )
 def test_a_wrong_feed_is_noticed(chain: Story, what: str, text: str) -> None:

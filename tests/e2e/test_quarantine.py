@@ -27,7 +27,7 @@ TORN, KILL_AT, TOTAL = 10, 11, 15
 WINDOW_2 = ("--set", "window=2", "--total", str(TOTAL))
 # So that what is filled there is sealed, too.
 KILLED = ("--kill-at", str(KILL_AT), "--kill-point", "after", "--kill-delay-ms", "500")
-FIRST, SECOND = "This was the first time", "Two replays came to the same result"
+FIRST, SECOND = "This is the first failure", "Two replays had the same result"
 
 
 @pytest.fixture

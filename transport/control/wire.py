@@ -156,10 +156,10 @@ def peer_process(frame: zmq.Frame) -> int:
     0: it has no number in our pid namespace. -1: libzmq does not tell (else as "<host>:<uid>:<gid>:<pid>").
     """
     try:
-        told = frame.get("Peer-Address")
+        address = frame.get("Peer-Address")
     except (KeyError, zmq.ZMQError):  # a libzmq that was built without it
         return -1
-    parts = str(told).split(":")
+    parts = str(address).split(":")
     return int(parts[-1]) if len(parts) >= 4 and parts[-1].isdecimal() else -1
 
 

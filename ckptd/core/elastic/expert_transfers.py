@@ -118,7 +118,7 @@ def plan_transfers(
     missing = _missing(wanted, held, bytes_LE)
     owners = _Owners(held, alive_N)
     parts = _sizes(missing.size_bytes, owners.some(missing.key))
-    source = _Sharing(owners, cluster.domain_ids, speeds).share_all(missing, parts)
+    source = _LoadSharing(owners, cluster.domain_ids, speeds).share_all(missing, parts)
     return _summary(missing, source, cluster, speeds, wanted.num_experts)
 
 
@@ -191,7 +191,7 @@ def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
     return [part for part in parts if len(part)]
 
 
-class _Sharing:
+class _LoadSharing:
     """Replicas shared out over owners, one size after the other, on top of what they send already."""
 
     def __init__(self, owners: _Owners, domains: Ints, speeds: list[int]) -> None:
@@ -199,7 +199,7 @@ class _Sharing:
         self._domains = domains
         self._speeds = speeds
         self._load_bytes = [0] * len(speeds)
-        self._all_apart = len(np.unique(domains)) == len(domains)
+        self._domains_are_nodes = len(np.unique(domains)) == len(domains)
 
     def share_all(self, missing: _Missing, parts: list[Ints]) -> Ints:
         """The source of everything that is missing; what is in no part has none."""
@@ -226,7 +226,7 @@ class _Sharing:
         domain = self._domains[missing.receiver[part]]
         source = (
             np.repeat(owner, over)  # edges and replicas are ordered alike
-            if self._all_apart
+            if self._domains_are_nodes
             else self._in_domains(network, capacity, keys, missing.key[part], domain)
         )
         self._lay_on(source, missing.size_bytes[part])

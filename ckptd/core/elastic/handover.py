@@ -50,7 +50,8 @@ class Handover:
 
     Args:
         gives: units.
-        scalars: for each rank, which rank reads the step scalars for it, and of which rank of the world before they are.
+        scalars: for each rank, which rank reads the step scalars for it, and of which rank of the
+            world before they are.
         sent_bytes: of each rank, to others.
         expert_moves: how many replicas of experts travel.
         from_snapshots: how many of the experts no node holds in a parked state, or not all of their shards.

@@ -79,8 +79,8 @@ class NodeHeld(msgspec.Struct, frozen=True, array_like=True):
     Args:
         units: what images there cover, and with how many bytes.
         layouts: the units of images of one layout, by their numbers.
-        expected: of each world, which units its ranks have, as their segments tell: more than their images cover, where one rank
-            captures for others.
+        expected: of each world, which units its ranks have, as their segments tell: more than their
+            images cover, where one rank captures for others.
         worlds: the numbers of all worlds of which it has a trace, images or not.
         ranks: how many each world had.
     """
@@ -133,9 +133,11 @@ class Chosen:
         experts_LNE: which nodes hold an expert, in whichever image.
         parked_LNE: which do so in a parked state.
         expert_bytes_LE: of one replica.
-        scalars: by rank of that world, the nodes that hold an image of it, and so its step scalars and buffers.
+        scalars: by rank of that world, the nodes that hold an image of it, and so its step scalars
+            and buffers.
         ranks: how many that world had.
-        shards: of the units, those that are shards of experts; empty: each replica of an expert has its own optimizer state.
+        shards: of the units, those that are shards of experts; empty: each replica of an expert has
+            its own optimizer state.
         all_parked: whether each of these is in a parked state.
     """
 
@@ -162,10 +164,10 @@ class _Found:
         self.scalars: dict[int, set[int]] = {}
         self.bytes: dict[Unit, int] = {}
 
-    def add(self, node: int, told: NodeHeld, image: HeldImage) -> None:
+    def add(self, node: int, held: NodeHeld, image: HeldImage) -> None:
         self.scalars.setdefault(image.rank, set()).add(node)
-        for number in told.layouts[image.layout]:
-            unit, size = told.units[number]
+        for number in held.layouts[image.layout]:
+            unit, size = held.units[number]
             self.bytes[unit] = size
             self.holders.setdefault(unit, set()).add(node)
             if image.parked:
@@ -181,14 +183,14 @@ def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> Chosen | None:
         ElasticError: something is held, and of no iteration all; names what is lacking.
     """
     by_world: dict[int, dict[int, _Found]] = {}
-    for node, told in enumerate(held):
-        for image in told.images:
+    for node, inventory in enumerate(held):
+        for image in inventory.images:
             at = by_world.setdefault(image.world, {}).setdefault(image.iteration, _Found())
-            at.add(node, told, image)
+            at.add(node, inventory, image)
     lacking = ""
     for world in sorted(by_world, reverse=True):
         expected = _expected(held, world)
-        ranks = max(told.ranks.get(world, 0) for told in held)
+        ranks = max(node.ranks.get(world, 0) for node in held)
         for iteration in sorted(by_world[world], reverse=True):
             found = by_world[world][iteration]
             lacks = _lacks(found, expected, layers, ranks)
@@ -206,7 +208,10 @@ def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> Chosen | None:
     raise ElasticError(
         f"no iteration is held as a whole: {lacking}",
         operation="find the state to go on from",
-        hint="Nothing was freed: start again when the nodes that took part are back. To begin anew, pass run= a new name",
+        hint=(
+            "Nothing was freed: start again when the nodes that took part are back. To begin "
+            "anew, pass run= a new name"
+        ),
     )
 
 
@@ -287,7 +292,13 @@ def _chosen(
             nodes = set.intersection(*(holders.get(unit, set()) for unit in units))
             here[layer, sorted(nodes), expert] = True
     shards = tuple(unit for unit in sorted(found.holders) if layers.shard_of(unit.param))
-    lost = sorted({unit.start // (unit.stop - unit.start) for unit in shards if unit.stop and unit not in found.parked})  # fmt: skip
+    lost = sorted(
+        {
+            unit.start // (unit.stop - unit.start)
+            for unit in shards
+            if unit.stop and unit not in found.parked
+        }
+    )
     reason = (
         _reason_of_shards(world, iteration, ranks, lost)
         if shards
@@ -310,7 +321,10 @@ def _chosen(
 
 
 def _reason_of_shards(world: int, iteration: int, ranks: int, lost: Sequence[int]) -> str:
-    text = f"iteration {iteration} of world {world}: the shards of {ranks - len(lost)} of {ranks} ranks are parked on nodes that are left"
+    text = (
+        f"iteration {iteration} of world {world}: the shards of {ranks - len(lost)} of {ranks} "
+        "ranks are parked on nodes that are left"
+    )
     return f"{text}, the others (first of rank {lost[0]}) come from snapshots" if lost else text
 
 
@@ -323,7 +337,10 @@ def _reason(
 ) -> str:
     alive = int(parked.any(axis=1).sum())
     total = len(layers.names) * layers.num_experts
-    text = f"iteration {iteration} of world {world}: {alive} of {total} experts are parked on nodes that are left"
+    text = (
+        f"iteration {iteration} of world {world}: {alive} of {total} experts are parked on "
+        "nodes that are left"
+    )
     if alive == total:
         return text
     layer, expert = (int(i[0]) for i in np.nonzero(~parked.any(axis=1)))

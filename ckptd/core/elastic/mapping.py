@@ -177,14 +177,16 @@ def _distinct(placement: ExpertPlacement, weight_LE: Ints) -> csr_array[np.int64
 
 
 class _Blocks:
-    """A square matrix of costs whose rows and columns are grouped alike; groups are assigned to groups whole."""
+    """A square matrix of costs whose rows and columns are grouped alike; groups are assigned to
+    groups whole.
+    """
 
     def __init__(self, costs: Costs, groups: Ints) -> None:
         _, self._starts, sizes = np.unique(groups, return_index=True, return_counts=True)
         self._ends = self._starts + sizes
         self._costs = costs
-        self._alike = sizes[:, None] == sizes
-        self._single = (sizes == 1)[:, None] & self._alike
+        self._equal_rows = sizes[:, None] == sizes
+        self._single = (sizes == 1)[:, None] & self._equal_rows
 
     def assign(self) -> NDArray[np.intp]:
         """The column of each row: the largest cost first, then the sum."""
@@ -239,7 +241,7 @@ class _Blocks:
             join.reduceat(by_row, self._starts, axis=0),
             join.reduceat(by_column, self._starts, axis=1),
         )
-        return np.where(self._alike, bound, np.inf)
+        return np.where(self._equal_rows, bound, np.inf)
 
     def _block(self, i: int, j: int) -> Costs:
         return self._costs[self._starts[i] : self._ends[i], self._starts[j] : self._ends[j]]

@@ -47,8 +47,8 @@ class Sends:
 
     Args:
         tokens: ``[R, E]``, tokens for each expert on each rank.
-        first: ``[R, E]``, which of this rank's tokens of that expert they are: ``first`` and those that follow
-            it, in the order that the rank's batch has. 0 where there are none.
+        first: ``[R, E]``, which of this rank's tokens of that expert they are: ``first`` and those
+            that follow it, in the order that the rank's batch has. 0 where there are none.
     """
 
     tokens: Ints

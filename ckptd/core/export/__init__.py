@@ -1,1 +1,1 @@
-"""Which tensors a snapshot makes, under which names."""
+"""Export plans: the tensors that a snapshot contains, and their names."""

@@ -1,4 +1,4 @@
-"""What the name of an image's tensor says: which parameter, which state of it, which rows. Pure."""
+"""Names of an image's tensors: parameter, kind of state, and rows. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 __all__ = ["BUFFER", "MASTER", "OPTIM", "OURS", "param_and_key", "split_rows"]
 
-OURS = "ckptd."  # what only the client reads
+OURS = "ckptd."  # entries that only the client reads
 BUFFER, MASTER, OPTIM = "buffer/", "master/", "optim/"
 
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]", re.DOTALL)
 
 
 def split_rows(name: str) -> tuple[str, tuple[int, int] | None]:
-    """The name without the rows, and the rows (None: it is whole)."""
+    """The name without the rows, and the rows (None: the whole tensor)."""
     match = _SLICE.fullmatch(name)
     if match is None:
         return name, None
@@ -21,7 +21,9 @@ def split_rows(name: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def param_and_key(name: str) -> tuple[str, str]:
-    """Parameter (or buffer) and key of optimizer state (``master``; empty: it is the parameter itself)."""
+    """The parameter (or buffer) and the key of its optimizer state (``master``; empty: the
+    parameter itself).
+    """
     if name.startswith(MASTER):
         return name.removeprefix(MASTER), "master"
     if name.startswith(OPTIM):

@@ -1,4 +1,4 @@
-"""What can go wrong in an export or an import."""
+"""Errors of exports and imports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["DamagedSnapshot", "ExportError"]
 
 
 class ExportError(RuntimeError):
-    """It cannot be written; says why and what to do."""
+    """The export or import cannot be done; the message gives the reason and the remedy."""
 
 
 class DamagedSnapshot(ExportError):
-    """What is to be exported is there and is not what was sealed (or imported)."""
+    """The stored bytes differ from the sealed (or imported) ones."""

@@ -1,10 +1,10 @@
-"""Which whole tensors the entries of a snapshot make, under which names and in which dtype. Pure.
+"""Plans the whole tensors of an export from the entries of a snapshot, with their names and dtypes. Pure.
 
-One snapshot holds the compute weights of every operator (of anchored ones, their parameter), so it
-is a whole model at that iteration. Slices ``<param>[a:b]`` are joined to the tensor they are rows
-of. A parameter that is anchored in another dtype than it computes in is converted, if another
-snapshot (or another slice) shows what that is. A dense snapshot anchors every operator: its
-parameters stay as they are, and its optimizer state is the whole of it.
+One snapshot contains the compute weights of every operator (of anchored ones, their parameter), so it is
+a whole model of that iteration. Slices ``<param>[a:b]`` are joined to their tensor. A parameter that is
+anchored in another dtype than its compute dtype is converted, if another snapshot (or another slice)
+shows that dtype. A dense snapshot anchors every operator: its parameters stay unchanged, and its
+optimizer state is complete.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ckptd.storage.model_set import plain_names
 
 __all__ = ["ExportPlan", "SharedRows", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]
 
-_EXTRA = "extra/"  # parameters that an optimizer has and the model does not
-_TOLD = 5
+_EXTRA = "extra/"  # prefix of parameters that belong to an optimizer but not to the model
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Rows of a parameter (None: all of it) that the images of another rank hold, for all ranks
-    that have them.
+    """Rows of a parameter (None: all rows) that the images of another rank contain, for all ranks that
+    have them.
     """
 
     param: str
@@ -37,17 +37,17 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class SnapshotFacts:
-    """What is known of a snapshot beside its tensors.
+    """Facts about a snapshot besides its tensors.
 
     Attributes:
         dense: every operator is anchored.
-        compute: the dtype in which a parameter (or buffer) computes, where that may differ.
-        rows: all parameters of the model, with the rows that they have at least (0: whole); empty if unknown.
-        transient: buffers that the model's state dict leaves out.
-        aliases: further names of parameters that the model has under several.
-        groups: (optimizer, group) of each parameter that an optimizer has; empty if unknown.
-        shares: what other ranks capture for this one.
-        aligned: windows are aligned, as far as is known: only the first snapshot of one is whole.
+        compute: the compute dtype of parameters (or buffers) for which it may differ.
+        rows: all parameters of the model, with their minimum number of rows (0: whole); empty if unknown.
+        transient: buffers that the model's state dict omits.
+        aliases: further names of parameters with several names.
+        groups: (optimizer, group) of each parameter of an optimizer; empty if unknown.
+        shares: the rows that other ranks capture for this one.
+        aligned: windows are known to be aligned: only the first snapshot of a window is whole.
     """
 
     dense: bool = False
@@ -62,10 +62,10 @@ class SnapshotFacts:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor to write, and the entries of the snapshot that it is made of, in order.
+    """A tensor to write, and its entries in the snapshot, in order.
 
-    ``param`` and ``key`` say what it is to the trainer: optimizer state ``key`` of ``param``, its
-    ``master``, or (``key`` empty) a parameter or buffer.
+    It is the optimizer state ``key`` of ``param``, its ``master``, or (if ``key`` is empty) a parameter
+    or buffer.
     """
 
     name: str
@@ -77,21 +77,21 @@ class Whole:
 
     @property
     def entry(self) -> TensorEntry:
-        """As it is laid out."""
+        """The tensor's entry in the layout of the export."""
         return TensorEntry(self.name, self.dtype, self.shape)
 
     @property
     def converted(self) -> bool:
-        """Whether a piece of it is of another dtype."""
+        """Whether one of its pieces has another dtype."""
         return any(piece.dtype != self.dtype for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is written: the model, and the optimizer's state where it is whole.
+    """The contents of an export: the model, and the optimizer's state if it is complete.
 
-    ``names``: what each parameter of the trainer is called in the export; ``aliases``: what else,
-    where the model has it under several names (in the export it is once).
+    ``names``: the exported name of each parameter of the trainer; ``aliases``: further names of
+    parameters that the model has under several names (the export contains them once).
     """
 
     model: tuple[Whole, ...]
@@ -101,7 +101,7 @@ class ExportPlan:
 
     @property
     def pieces(self) -> list[ImageTensor]:
-        """Everything that is read, in order."""
+        """All entries to read, in order."""
         return [piece for whole in (*self.model, *self.optimizer) for piece in whole.pieces]
 
 
@@ -112,18 +112,18 @@ def plan_export(
     keep_prefix: bool = False,
     optimizer: bool = False,
 ) -> ExportPlan:
-    """The whole tensors of a snapshot: by descending item size, then in the order in which they are given.
+    """Plan the whole tensors of a snapshot, by descending item size, then in the given order.
 
     Args:
-        tensors: all that is there, in the order of their bytes.
-        keep_prefix: names as the trainer has them, also where modules such as DDP wrap the model.
-        optimizer: the state of the optimizer also (of a dense snapshot).
+        tensors: all tensors of the snapshot, in the order of their bytes.
+        keep_prefix: keep the trainer's names, including the prefixes of wrappers such as DDP.
+        optimizer: include the optimizer's state (of a dense snapshot).
     Raises:
-        ExportError: slices that do not make a whole, or parameters that the snapshot does not hold.
+        ExportError: slices do not form whole tensors, or the snapshot lacks parameters.
     """
     groups: dict[str, list[tuple[int, int, ImageTensor]]] = {}
     place: dict[str, int] = {}
-    # Of a sparse snapshot some of the optimizer's state would be there, in parts.
+    # A sparse snapshot contains only parts of the optimizer's state.
     passed = (OURS,) if optimizer and facts.dense else (OURS, MASTER, OPTIM)
     for number, tensor in enumerate(tensors):
         if not tensor.name.startswith(passed):
@@ -154,9 +154,10 @@ def plan_export(
 
 
 def smallest_dtypes(snapshots: Iterable[Iterable[ImageTensor]]) -> dict[str, str]:
-    """For each parameter the smallest dtype in which any snapshot holds a part of it.
+    """The smallest dtype of each parameter in any of the snapshots.
 
-    Where it is not anchored a snapshot holds it as it computes, and that is never the larger one.
+    A snapshot that does not anchor a parameter contains it in its compute dtype, which is never the
+    larger one.
     """
     dtypes: dict[str, str] = {}
     for tensor in (tensor for tensors in snapshots for tensor in tensors):
@@ -173,12 +174,14 @@ def _join(name: str, parts: Sequence[tuple[int, int, ImageTensor]], facts: Snaps
     pieces = tuple(tensor for _, _, tensor in parts)
     if parts[0][0] < 0:
         if len(parts) > 1:
-            raise ExportError(f"{name} is in the snapshot both whole and in slices")
+            raise ExportError(f"the snapshot contains {name} both whole and in slices")
         return Whole(name, dtype, pieces[0].shape, pieces, param, key)
     row = 0
     for begin, end, tensor in parts:
         if begin != row or tensor.shape[:1] != (end - begin,):
-            raise ExportError(f"the slices of {name} do not join at row {row}{_why(facts)}")
+            raise ExportError(
+                f"the slices of {name} leave a gap or overlap at row {row}{_why(facts)}"
+            )
         if tensor.shape[1:] != pieces[0].shape[1:]:
             raise ExportError(f"the slices of {name} differ in shape")
         row = end
@@ -193,38 +196,44 @@ def _check_complete(wholes: Mapping[str, Whole], facts: SnapshotFacts) -> None:
     ]
     if missing:
         ranks = {share.rank for share in facts.shares if share.param in missing}
-        nor = f", and what {named_ranks(ranks)} captured for it does not make it whole" * bool(
-            ranks
+        nor = (
+            f", and the tensors that {named_ranks(ranks)} captured for it do not complete it"
+            * bool(ranks)
         )
-        why = ": within an aligned window only the first one holds the whole model" * facts.aligned
+        why = (
+            ": only the first snapshot of an aligned window contains the whole model"
+            * facts.aligned
+        )
         raise ExportError(
-            f"the snapshot does not hold {first_of(missing, _TOLD)}{nor}{why}; choose another iteration"
+            f"the snapshot does not contain {first_of(missing, _MOST_NAMED)}{nor}{why}; choose "
+            "another iteration"
         )
 
 
 def _check_state(state: Iterable[Whole], params: Mapping[str, Whole]) -> None:
-    """State in slices has as many rows as its parameter: they may come from several ranks."""
+    """Check that sliced state has as many rows as its parameter; the slices may come from several ranks."""
     for whole in state:
         param = params.get(whole.param)
         sliced = split_rows(whole.pieces[0].name)[1] is not None
         if param is not None and sliced and whole.shape[:1] != param.shape[:1]:
             raise ExportError(
-                f"of the optimizer's state {whole.key!r} of {whole.param} the snapshot holds "
-                f"{whole.shape[0]} of {param.shape[0]} rows; export as --format safetensors, which leaves such state out, "
-                "or choose another iteration"
+                f"the snapshot contains only {whole.shape[0]} of {param.shape[0]} rows of the "
+                f"optimizer's state {whole.key!r} of {whole.param}; export with --format "
+                "safetensors, which omits this state, or choose another iteration"
             )
 
 
 def _why(facts: SnapshotFacts) -> str:
     known = facts.rows and facts.aligned
-    return " (within an aligned window only the first one is whole)" if known else ""
+    return " (only the first snapshot of an aligned window is whole)" if known else ""
 
 
 def _check_unique(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ExportError(
-            f"two tensors of the model (a parameter and a buffer, say) are both called {', '.join(twice)}"
+            "two tensors of the model (for example a parameter and a buffer) have the same name: "
+            f"{', '.join(twice)}"
         )
 
 

@@ -1,11 +1,11 @@
-"""From which ranks' images a rank's model is read. Pure.
+"""Joins the images of several ranks to the model of one rank. Pure.
 
-Where several ranks have the same parameter (under data parallelism all of them), one of them
-captures it for all, so that the image of one rank holds a share of it only: the trainer tells whose
-images hold the rest (`SharedRows`). An export is the model of one rank: its own image, which has
-everything that it does not share, all its buffers and step scalars, completed by the tensors that
-other ranks' images of the same iteration hold for it. Nothing else of these is taken: another
-rank's parameter of the same name may be another expert.
+If several ranks have the same parameter (under data parallelism all of them), one of them captures it
+for all, so the image of one rank contains only a part of the parameters; the trainer reports the ranks
+whose images contain the rest (`SharedRows`). An export is the model of one rank: its own image, with
+its unshared parameters, buffers and step scalars, completed by the tensors that other ranks' images of
+the same iteration contain for it. Other tensors of those images are not used: another rank's parameter
+of the same name may be another expert.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ class RankImage:
     """One rank's snapshot of the iteration.
 
     Attributes:
-        tensors: all that it holds, in the order of its bytes.
+        tensors: all its tensors, in the order of its bytes.
         dense: it anchors every operator of its rank.
-        alike: the tensors of snapshots of the same rank, this one among them: they show in which dtype parameters compute.
+        snapshots: the tensors of all snapshots of the same rank, including this one; they show the
+            compute dtypes.
     """
 
     tensors: Sequence[ImageTensor]
     dense: bool
-    alike: Sequence[Sequence[ImageTensor]] = field(default=())
+    snapshots: Sequence[Sequence[ImageTensor]] = field(default=())
 
 
 @dataclass(frozen=True)
 class JoinedSnapshot:
-    """A rank's snapshot with what other ranks hold of it.
+    """A rank's snapshot with the tensors that other ranks captured for it.
 
     Attributes:
-        tensors: the rank's own in the order of their bytes, then those of other ranks, one rank after the other.
-        ranks: whose image each of them lies in, by name.
+        tensors: the rank's own tensors in the order of their bytes, then those of other ranks, rank by rank.
+        ranks: by name, the rank whose image contains the tensor.
     """
 
     facts: SnapshotFacts
@@ -54,7 +55,7 @@ class JoinedSnapshot:
 def lacking(
     tensors: Iterable[ImageTensor], shares: Iterable[SharedRows]
 ) -> dict[int, tuple[SharedRows, ...]]:
-    """What other ranks capture and these tensors do not hold, by rank."""
+    """The rows that other ranks captured and that these tensors lack, by rank."""
     held: dict[str, list[Rows | None]] = {}
     for tensor in tensors:
         name, rows = split_rows(tensor.name)
@@ -73,35 +74,36 @@ def join(
     lacks: Mapping[int, Sequence[SharedRows]],
     others: Mapping[int, RankImage],
 ) -> JoinedSnapshot:
-    """Complete the image of ``rank`` by what it lacks; whether it is whole then is `plan_export`'s affair.
+    """Complete the image of ``rank`` with the rows that it lacks; `plan_export` checks that the
+    result is whole.
 
     Args:
-        facts: what the trainer told; the rest of the facts is found here.
-        lacks: as `lacking` found it.
-        others: the images of these ranks.
+        facts: the facts from the trainer; the other facts are computed here.
+        lacks: the result of `lacking`.
+        others: the images of those ranks.
     """
     tensors, ranks = list(image.tensors), {tensor.name: rank for tensor in image.tensors}
-    dense, alike = image.dense, list(image.alike)
+    dense, snapshots = image.dense, list(image.snapshots)
     for owner, shares in lacks.items():
         other, params = others[owner], {share.param for share in shares}
         taken = [t for t in _taken(shares, other.tensors) if t.name not in ranks]
         tensors += taken
         ranks.update({tensor.name: owner for tensor in taken})
-        # One that is sparse has no optimizer state for what it holds here.
+        # A sparse image has no optimizer state for these rows.
         dense = dense and other.dense
-        alike += [[t for t in found if _param(t) in params] for found in other.alike]
-    # Of a dense one nothing is lost: it holds the parameters as they are trained.
-    compute = {} if dense else smallest_dtypes(alike)
+        snapshots += [[t for t in found if _param(t) in params] for found in other.snapshots]
+    # A dense image contains the parameters in their trained dtype.
+    compute = {} if dense else smallest_dtypes(snapshots)
     return JoinedSnapshot(replace(facts, dense=dense, compute=compute), tuple(tensors), ranks)
 
 
 def _taken(shares: Sequence[SharedRows], tensors: Iterable[ImageTensor]) -> list[ImageTensor]:
-    """The tensors that lie within the shares: rows of parameters, and their masters and optimizer state."""
+    """The tensors within the shares: rows of parameters, and their masters and optimizer state."""
     wanted: dict[str, list[Rows | None]] = {}
     for share in shares:
         wanted.setdefault(share.param, []).append(share.rows)
     named = [(t, *split_rows(t.name)) for t in tensors if not t.name.startswith((OURS, BUFFER))]
-    # State lies in the same rows as its parameter, of which alone it is known how many rows there are.
+    # State has the same rows as its parameter; the number of rows is known only for the parameter.
     within = {
         (name, rows)
         for tensor, name, rows in named
@@ -111,12 +113,12 @@ def _taken(shares: Sequence[SharedRows], tensors: Iterable[ImageTensor]) -> list
 
 
 def _all_rows(tensor: ImageTensor, wanted: Sequence[Rows | None]) -> Rows | None:
-    """The rows of a whole tensor, where rows are what is wanted."""
+    """The row range of a whole tensor, if the share is given in rows."""
     return None if None in wanted or not tensor.shape else (0, tensor.shape[0])
 
 
 def _holds(held: Sequence[Rows | None], rows: Rows | None) -> bool:
-    """Whether all of these rows (None: the whole, however many there are) are among what is held."""
+    """Whether ``held`` contains all of these rows (None: the whole tensor)."""
     if None in held:
         return True
     if rows is None:

@@ -1,4 +1,4 @@
-"""Numbers in sentences. Pure."""
+"""Numbers and names in messages. Pure."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def named_ranks(ranks: Collection[int]) -> str:
 
 
 def first_of(names: Sequence[str], limit: int) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -1,4 +1,4 @@
-"""What placement is given, and what it answers."""
+"""Input and output of the placement of replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ DOMAINS = ("zone", "rack", "host")
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """A node that can hold replicas. ``capacity_bytes``: what it takes from others; None: any amount."""
+    """A node that can hold replicas. ``capacity_bytes`` is the limit for replicas of other nodes'
+    ranks; None: no limit.
+    """
 
     node: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -21,7 +23,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRank:
-    """A rank, its node, what a replica of it takes, and whose live state equals its own ("": nobody's)."""
+    """A rank, its node, the size of a replica, and the group of ranks with equal live state ("": none)."""
 
     rank: int
     node: str
@@ -31,13 +33,13 @@ class PlacedRank:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlacement:
-    """Who holds whose replicas, and what that does not give.
+    """The nodes of all replicas, and the shortcomings of the placement.
 
     Attributes:
-        targets: of every rank, the nodes of its replicas, in the order in which they were chosen; () for
-            the ranks of dead nodes, which nobody could send.
-        received_bytes: of every usable node, the sizes of all the replicas it holds.
-        warnings: each a sentence on some ranks or nodes, at most 32.
+        targets: the nodes of each rank's replicas, in the order of their choice; () for ranks of dead
+            nodes, whose replicas no node could send.
+        received_bytes: the total size of the replicas on each usable node.
+        warnings: sentences about some ranks or nodes, at most 32.
         reason: one line for the log.
     """
 
@@ -50,7 +52,7 @@ class ReplicaPlacement:
 def check(nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int) -> None:
     known = {facts.node for facts in nodes}
     if len(known) < len(nodes) or len({facts.rank for facts in ranks}) < len(ranks):
-        raise ValueError("a node or a rank is given twice")
+        raise ValueError("a node or a rank is listed twice")
     if replicas < 0 or any(
         facts.capacity_bytes is not None and facts.capacity_bytes < 0 for facts in nodes
     ):

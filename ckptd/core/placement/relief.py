@@ -1,4 +1,4 @@
-"""Moving replicas off the nodes that hold more than their share."""
+"""Moves replicas away from nodes that hold more than their share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEVELS_MAX = 4
 
 
 def balance(spreading: Spreading) -> None:
-    """Move what is above the mean and one ring to nodes that can take it in as good domains."""
+    """Move replicas from nodes above the mean plus one ring to nodes with room in equally good domains."""
     load = spreading.load
     if not load:
         return
@@ -26,18 +26,18 @@ def balance(spreading: Spreading) -> None:
     for _ in range(_LEVELS_MAX):
         if not above:
             return
-        # Domains or capacity put more than its share on these: at least they have it evenly.
+        # Domains or capacity force more than their share on these nodes: distribute it evenly among them.
         even = -(-sum(load[position] for position in above) // len(above))
         above = relief.lower(even + spreading.largest)
-    relief.lower(share + spreading.largest)  # which may have made room below as well
+    relief.lower(share + spreading.largest)  # which may have freed room below, too
 
 
 class _Relief:
-    """Moves from nodes above a level to nodes below it, with a bound on what is tried.
+    """Moves replicas from nodes above a level to nodes below it, with bounded effort.
 
-    Moves only shrink the room, so what found no place once is not tried again: ``hopeless`` has the
-    smallest size that failed, by the domains it had to avoid, and ``stuck`` the one for which a
-    node could not give away enough.
+    Moves only shrink the room, so a replica that found no place is not tried again: ``hopeless`` has
+    the smallest size that failed, by the domains to avoid, and ``stuck`` the smallest size for which a
+    node could not free enough room.
     """
 
     def __init__(self, spreading: Spreading) -> None:
@@ -51,7 +51,9 @@ class _Relief:
         self.stuck: dict[int, int] = {}
 
     def lower(self, level: int) -> list[int]:
-        """Bring nodes down to the level, first by moves, then by exchanges; who stayed above it."""
+        """Lower nodes to the level, first by moves, then by exchanges; returns the nodes that
+        stayed above it.
+        """
         load = self.spreading.load
         self.level = level
         self.room = [position for position in range(len(load)) if self._has_room(position)]
@@ -66,10 +68,10 @@ class _Relief:
         return above
 
     def _relieve(self, source: int, step: Callable[[Bundle, PlacedRank | None, int], bool]) -> bool:
-        """Take steps until the node is down at the level; False if none is left before."""
+        """Perform steps until the node is at the level; False if no step is left before that."""
         spreading = self.spreading
         while (excess := spreading.load[source] - self.level) > 0:
-            # Those from the farthest away first: nearness is what a change of membership preserves.
+            # Replicas of the farthest ranks first: a change of membership preserves near pairs.
             held = sorted(
                 spreading.held[source],
                 key=lambda b: (-self.ring.distance(b.owner, source), b.ranks[0].rank),
@@ -94,7 +96,9 @@ class _Relief:
         return True
 
     def _exchange(self, bundle: Bundle, facts: PlacedRank | None, source: int) -> bool:
-        """Move it to a node without room, of which something else moves to one that has, if it must."""
+        """Move the bundle to a node without room, and another bundle of that node to one with room,
+        if necessary.
+        """
         if self._move(bundle, facts, source):
             return True
         size = bundle.size if facts is None else facts.ring_bytes
@@ -116,7 +120,7 @@ class _Relief:
         return False
 
     def _reopen(self, position: int) -> None:
-        """A node may have given more than it had to: then what was hopeless may fit there."""
+        """A node may have freed more than necessary: replicas that found no place before may fit now."""
         if self._has_room(position):
             self.hopeless.clear()
             self.stuck.clear()
@@ -124,7 +128,7 @@ class _Relief:
                 insort(self.room, position)
 
     def _vacate(self, position: int, size: int) -> bool:
-        """Move something away so that ``size`` has room; False, and nothing happened, if nothing fits."""
+        """Move a replica away to make room for ``size``; returns False without a change if none fits."""
         spreading = self.spreading
         most = self._most(position)
         for bundle in list(spreading.held[position]):
@@ -152,7 +156,7 @@ class _Relief:
         return spreading.load[position] + spreading.smallest <= self._most(position)
 
     def _find(self, bundle: Bundle, size: int, source: int) -> int | None:
-        """The next node behind the source with room for ``size``, in domains as good as the source's."""
+        """The next node after the source with room for ``size``, in domains as good as the source's."""
         ring, load = self.ring, self.spreading.load
         self.effort_left -= 1
         if self.effort_left <= 0 or not self.room:
@@ -175,5 +179,7 @@ class _Relief:
             elif load[position] + size <= self._most(position):
                 return position
         if worse.issuperset(ring.neighbourhood[member] for member in bundle.members):
-            self.hopeless[signature] = size  # not for want of other members: true of all bundles
+            self.hopeless[signature] = (
+                size  # the reason is not other members, so it applies to all bundles
+            )
         return None

@@ -1,4 +1,4 @@
-"""What a placement could not give, in sentences."""
+"""The warnings of a placement, in sentences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARNINGS_MAX = 32
 
 
 def warnings_of(spreading: Spreading, replicas: int, domains: tuple[str, ...]) -> tuple[str, ...]:
-    """What is not guaranteed, one sentence for all the ranks it is true of."""
+    """The missing guarantees, one sentence for all affected ranks."""
     about: dict[str, list[int]] = defaultdict(list)
     for bundle in spreading.bundles:
         for text in _shortcomings(spreading, bundle, replicas, domains):
@@ -26,7 +26,8 @@ def warnings_of(spreading: Spreading, replicas: int, domains: tuple[str, ...]) -
     if spreading.skipped:
         names = sorted(spreading.ring.names[position] for position in spreading.skipped)
         texts.insert(
-            0, f"{_some('node', names)}: skipped, without room for all that was meant for it"
+            0,
+            f"{_some('node', names)}: skipped, because the capacity is too small for some replicas",
         )
     texts[:0] = _uneven(spreading)
     if len(texts) > _WARNINGS_MAX:
@@ -36,14 +37,14 @@ def warnings_of(spreading: Spreading, replicas: int, domains: tuple[str, ...]) -
 
 
 def _uneven(spreading: Spreading) -> Iterator[str]:
-    """Whether domains, or nodes that own much, put more than twice its share on somebody."""
+    """A warning if domains or nodes with many ranks give a node more than twice its share."""
     most = max(spreading.load, default=0)
     share = fair_share(sum(spreading.load), spreading.ring.capacity)
     if most > 2 * share + spreading.largest:
         name = spreading.ring.names[spreading.load.index(most)]
         yield (
-            f"node {name}: receives {format_bytes(most)} where {format_bytes(share)} would be even, "
-            "since few nodes lie in other domains; a capacity bounds it"
+            f"node {name}: receives {format_bytes(most)}, the even share is {format_bytes(share)}, "
+            "because few nodes are in other domains; set a capacity to limit it"
         )
 
 
@@ -73,7 +74,7 @@ def _ordinal(number: int) -> str:
 
 
 def _some(noun: str, items: Sequence[object]) -> str:
-    """A few of the items by name, and how many there are."""
+    """The first items by name, and the total number."""
     if len(items) == 1:
         return f"{noun} {items[0]}"
     shown = ", ".join(map(str, items[:4]))

@@ -1,4 +1,4 @@
-"""Giving every bundle its targets, under limits that rise only where they must."""
+"""Chooses the targets of every bundle, under limits that rise only if necessary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Spreading"]
 
 
 class Spreading:
-    """The replicas on their way to nodes: loads, limits, and who holds which bundle."""
+    """The state of the placement: loads, limits, and the nodes of each bundle."""
 
     def __init__(self, ring: NodeRing, largest: int) -> None:
         self.ring = ring
@@ -32,7 +32,7 @@ class Spreading:
         ] = {}  # up to where bundles that are alike have looked
 
     def place(self, bundles: list[Bundle], wanted: int) -> None:
-        """Give each bundle its targets: one for all, then the next for all."""
+        """Choose the targets: the first target of all bundles, then the second, and so on."""
         self.bundles = bundles
         self.smallest = min((f.ring_bytes for b in bundles for f in b.ranks), default=0)
         for position in range(len(self.load)):
@@ -49,7 +49,9 @@ class Spreading:
                 waiting = [left for bundle in waiting for left in self._choose(bundle)]
 
     def _choose_nearest(self, waiting: Sequence[Bundle]) -> list[Bundle]:
-        """Targets in the best domains and under the limits, the nearest pairs first; who found none."""
+        """Choose targets in the best domains and under the limits, the nearest pairs first; returns
+        the bundles without one.
+        """
         ring, num_nodes = self.ring, len(self.load)
         before = {bundle: len(bundle.members) for bundle in waiting}
         smallest = min((bundle.size for bundle in waiting), default=0)
@@ -83,7 +85,9 @@ class Spreading:
         return [bundle for bundle in waiting if len(bundle.members) == before[bundle]]
 
     def _below_limit(self, size: int) -> Counter[int]:
-        """Of each domain, how many of its nodes have room for ``size``, under their limits and in all."""
+        """For each domain, the number of its nodes with room for ``size``: under their limits, and
+        in total.
+        """
         keys, capacity = self.ring.keys, self.ring.capacity
         free = [p for p in self.open if self.load[p] + size <= min(self.limit[p], capacity[p])]
         nodes_in = Counter(key for position in free for key in keys[position])
@@ -91,7 +95,7 @@ class Spreading:
         return nodes_in
 
     def _choose(self, bundle: Bundle) -> list[Bundle]:
-        """Find the bundle its next target; what comes back has to be tried again, in smaller parts."""
+        """Choose the next target of a bundle; returns the bundles to try again, in smaller parts."""
         ring = self.ring
         seen = ring.seen(bundle.members)
         least = ring.least_shared(seen, bundle.members)
@@ -107,27 +111,27 @@ class Spreading:
         return []
 
     def _next_under_limit(self, bundle: Bundle, seen: set[int], least: int) -> int | None:
-        """The next node clockwise, in the best domains, that has room under its limit.
+        """The next node clockwise, in the best domains, with room under its limit.
 
-        Loads only grow, so bundles that are alike need not look again at what one of them passed over.
+        Loads only grow, so equal bundles skip the nodes that one of them has passed.
         """
         ring, size, members = self.ring, bundle.size, bundle.members
-        alike = (*members, size, least)
-        among = self._lying_in(members, seen, least)
-        for position in _clockwise(among, bundle.owner, self.passed.get(alike, bundle.owner)):
+        key = (*members, size, least)
+        among = self._in_shared_domains(members, seen, least)
+        for position in _clockwise(among, bundle.owner, self.passed.get(key, bundle.owner)):
             filled = self.load[position] + size
             if (
                 filled <= self.limit[position]
                 and filled <= ring.capacity[position]
                 and position not in members
             ):
-                self.passed[alike] = position - 1
+                self.passed[key] = position - 1
                 return position
-        self.passed[alike] = bundle.owner - 1
+        self.passed[key] = bundle.owner - 1
         return None
 
     def _with_room(self, bundle: Bundle, seen: set[int]) -> tuple[int, list[int]]:
-        """The best that `NodeRing.shared` is among the nodes with room, and all nodes of which it is that."""
+        """The best value of `NodeRing.shared` among the nodes with room, and all nodes with that value."""
         load, capacity, size = self.load, self.ring.capacity, bundle.size
         hood, members = self.ring.neighbourhood, bundle.members
         order = _clockwise(self.open, bundle.owner, bundle.owner)
@@ -139,8 +143,8 @@ class Spreading:
         best = min([shared_by[h] for h in {hood[position] for position in room}], default=UNBOUNDED)
         return best, [position for position in room if shared_by[hood[position]] == best]
 
-    def _lying_in(self, members: Sequence[int], seen: set[int], least: int) -> list[int]:
-        """The nodes of which `NodeRing.shared` is ``least``, by position; members may be among them."""
+    def _in_shared_domains(self, members: Sequence[int], seen: set[int], least: int) -> list[int]:
+        """The nodes whose `NodeRing.shared` is ``least``, by position; may include members."""
         hood = self.ring.neighbourhood
         key = (least, *sorted([hood[member] for member in members]))
         if key not in self.lying_in:
@@ -149,7 +153,7 @@ class Spreading:
         return self.lying_in[key]
 
     def _raise_limit(self, candidates: Sequence[int], size: int) -> int:
-        """Where all candidates are at their limits, raise these just so far that one has room; which one."""
+        """All candidates are at their limits: raise the limits until one has room, and return it."""
         level = min([self.load[position] for position in candidates]) + size
         for position in candidates:
             self.limit[position] = max(self.limit[position], level)
@@ -157,7 +161,7 @@ class Spreading:
         return next(p for p in candidates if self.load[p] + size <= self.limit[p])
 
     def _separate(self, bundle: Bundle) -> list[Bundle]:
-        """No node has room for all of it: rank by rank, it may still find its place."""
+        """No node has room for the whole bundle: split it into ranks, which may still fit."""
         parts = [self.split(bundle, facts) for facts in bundle.ranks[1:]]
         return [bundle, *parts]
 
@@ -189,6 +193,6 @@ class Spreading:
 
 
 def _clockwise(positions: list[int], owner: int, passed: int) -> list[int]:
-    """Those of the positions, in order, that follow ``passed`` on the way around from the owner to itself."""
+    """The positions after ``passed``, in order, on the way around the ring from the owner to itself."""
     start, end = bisect_right(positions, passed), bisect_left(positions, owner)
     return positions[start:end] if passed < owner else positions[start:] + positions[:end]

@@ -1,1 +1,1 @@
-"""From where a job resumes, and from whom each rank gets its snapshots."""
+"""Recovery plans: the iteration at which a job resumes, and the sources of each rank's snapshots."""

@@ -1,26 +1,27 @@
-"""From where every rank of a job resumes, and where each gets its snapshots: one pure function.
+"""Global recovery: the iteration at which all ranks resume, and the sources of their snapshots. One
+pure function.
 
-Each node tells what it holds of the run, its own ranks' snapshots and the replicas of others; the
-ranks exchange these holdings, and each then computes the same plan from the same input, in whatever
-order it came. Nobody has to be asked and nobody has to be alive.
+Each node reports its inventory of the run: the snapshots of its own ranks, and replicas of others. The
+ranks exchange these inventories, and each computes the same plan from the same input, in any order. No
+coordinator is needed.
 
 The plan is a pair of iterations common to all ranks. Every rank loads its snapshot of *start*,
-replays forward, and is dense and exact at *end*. Somewhere there is an unbroken chain of its
-snapshots over exactly that span, and that chain anchors each of its operators. Over that span all
-ranks were in the same phases of their schedules: an operator whose gradients are averaged over
-ranks must be frozen on all of them in an iteration, or on none. Ranks differ in how far back their
-operators reach (pipeline stages, other windows): the one that needs most decides where all of them
-start. The newest *end* wins, then the newest *start*, which is the least to replay. Where the plan
-is to be *verified*, all ranks begin one snapshot earlier, if every rank has it: what they would
-have loaded is then computed, and compared with what was recorded.
+replays forward, and is dense and exact at *end*. Some nodes hold an unbroken chain of its snapshots
+over exactly that span, and the chain anchors each of its operators. Over the span all ranks were in
+the same phases of their schedules, because an operator whose gradients are averaged over ranks must be
+frozen on all of them in an iteration, or on none. Ranks differ in the length of their chains (pipeline
+stages, other windows): the longest one decides the start of all. The newest *end* wins, then the newest
+*start*, which needs the least replay. If the plan is to be *verified*, all ranks start one snapshot
+earlier, if every rank has it: the replay then computes the values of the first snapshot, and compares
+them with the recorded ones.
 
 What counts as a snapshot (``docs/replication.md`` section 2):
 
-* what a later epoch left behind, wherever that epoch is seen, is out;
+* snapshots that a later epoch abandoned do not count, wherever that epoch is known from;
 * records of one rank and one operator table with equal (iteration, epoch, sequence, header digest) are
-  copies of one snapshot, so a chain may be scattered over segments and nodes;
-* of several snapshots of one iteration the one filled last counts. Should two claim the same place in
-  the history, the trainer's own beats a replica, then the one on more nodes counts.
+  copies of one snapshot, so a chain may be spread over segments and nodes;
+* of several snapshots of one iteration, the one filled last counts. If two have the same place in the
+  history, the trainer's own snapshot precedes a replica, then the one on more nodes counts.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from ckptd.core.recovery.tables import (
     Group,
     Known,
     Tables,
+    conflicts_text,
     in_order,
     listed,
     nodes_of,
     tables_of,
-    told,
 )
 from ckptd.core.slots.ring import chain_from, epoch_table, missing_operators, stale_after
 from ckptd.core.slots.slots import NO_EPOCHS
@@ -73,22 +74,25 @@ __all__ = [
 ]
 
 VERIFY_ITERATIONS = 16
-"""What a trainer's ``verify_iterations`` is where it was not told another."""
+"""The default of a trainer's ``verify_iterations``."""
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
-_APART = "the ranks share snapshots, but were in different phases of their schedules"
+_DIFFERENT_SCHEDULES = (
+    "the ranks have snapshots in common, but were in different phases of their schedules"
+)
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """Where all ranks resume; ``per_rank`` gives each its snapshots from start to end, oldest first.
+    """The resumption of all ranks; ``per_rank`` are the snapshots of each rank from start to end,
+    oldest first.
 
-    ``epoch`` is the highest seen (the recovery begins the next one), ``moved_bytes`` what each rank
-    has to get because its home node does not hold it. ``needed`` is from where on snapshots are
-    needed; where ``start`` lies before it, a replay computes what is loaded from there on, and all
-    of that is compared. ``unverified``: why not; "" where it is. ``dense``: the snapshots of
-    ``start`` anchor everything, on every rank.
+    ``epoch`` is the highest known one (the recovery begins the next). ``moved_bytes`` are the bytes
+    that each rank must fetch because its home node does not hold them. ``needed`` is the first
+    iteration whose snapshots are necessary; if ``start`` is before it, the replay verifies all values
+    that it loads. ``unverified`` is the reason why not; "" if it does. ``dense``: the snapshots of
+    ``start`` anchor all operators of every rank.
     """
 
     start: int
@@ -105,15 +109,15 @@ class RecoveryPlan:
 
 @dataclass(frozen=True, slots=True)
 class NoRecovery:
-    """Why there is no plan, and the highest epoch seen (-1: none).
+    """The reason why no plan exists, and the highest known epoch (-1: none).
 
-    ``apart``: complete suffixes are there, of different schedules: the job cannot use them, and
-    should not discard them.
+    ``different_schedules``: complete suffixes exist, but of different schedules. The job cannot use
+    them, and should not discard them.
     """
 
     reason: str
     epoch: int = -1
-    apart: bool = False
+    different_schedules: bool = False
 
 
 def plan_recovery(
@@ -126,15 +130,15 @@ def plan_recovery(
     at: int | None = None,
     verify_iterations: int = 0,
 ) -> RecoveryPlan | NoRecovery:
-    """The newest state that all ranks can reach together, or that of iteration ``at``; see the module.
+    """Plan the recovery to the newest state that all ranks can reach, or to iteration ``at``; see the module.
 
     Args:
-        held: what the nodes hold; a segment that is told twice counts once.
+        held: the inventories of the nodes; a segment that is reported twice counts once.
         homes: the node on which each rank will run; its copies are preferred.
-        lost: nodes that do not count.
-        epochs: starts of epochs known from elsewhere (boundary logs, parked states).
-        verify_iterations: how many iterations more than necessary may be replayed, so that all that is loaded is compared. Where what
-            that takes is not there, the plan is as without.
+        lost: nodes whose inventories do not count.
+        epochs: starts of epochs known from other sources (boundary logs, parked states).
+        verify_iterations: the limit of additional iterations to replay, so that all loaded values
+            are verified. If the snapshots for this are missing, the plan does without.
     """
     known = in_order(h for h in held if h.node not in lost)
     seen = epoch_table(chain.from_iterable(h.records for h in known), epochs)
@@ -146,11 +150,17 @@ def plan_recovery(
     span = newest_span(tables) if at is None else span_to(tables, at)
     if span is None and at is not None:
         return NoRecovery(
-            f"there is no iteration {at} of all ranks; {_reported_spans(tables)}", epoch
+            f"iteration {at} is not available on all ranks; {_reported_spans(tables)}", epoch
         )
     if span is None:
-        apart = any(common_start(tables, end) is not None for end in common_ends(tables))
-        return NoRecovery(_APART if apart else _no_span(tables, known), epoch, apart)
+        different_schedules = any(
+            common_start(tables, end) is not None for end in common_ends(tables)
+        )
+        return NoRecovery(
+            _DIFFERENT_SCHEDULES if different_schedules else _no_span(tables, known),
+            epoch,
+            different_schedules,
+        )
     return _plan(tables, *span, epoch, Sources(known, homes), verify_iterations)
 
 
@@ -161,7 +171,7 @@ def reachable(
     epochs: Mapping[int, int] = NO_EPOCHS,
     verify_iterations: int = 0,
 ) -> list[tuple[int, int]]:
-    """Every iteration that all ranks can go back to, newest first: where its replay begins, and it.
+    """Every iteration at which all ranks can resume, newest first, as (start of its replay, iteration).
 
     Args:
         verify_iterations: as for `plan_recovery`.
@@ -185,9 +195,7 @@ def _reported_spans(tables: Tables) -> str:
 
 
 def complete_suffixes(held: Iterable[HeldRecords]) -> dict[int, str]:
-    """By rank of which a complete suffix is held: the newest one, and the nodes on which its
-    snapshots lie, for a message.
-    """
+    """The newest complete suffix of each rank, and the nodes that hold its snapshots, for a message."""
     known = in_order(held)
     epochs = epoch_table(chain.from_iterable(h.records for h in known))
     found: dict[int, str] = {}
@@ -198,15 +206,15 @@ def complete_suffixes(held: Iterable[HeldRecords]) -> dict[int, str]:
             )
             for end in ends:
                 start = max(covering_starts(group, end))
-                pieces = [group.copies[r.iteration] for r in between(group, start, end)]
-                nodes = nodes_of(chain.from_iterable(pieces), known)
+                copies = [group.copies[r.iteration] for r in between(group, start, end)]
+                nodes = nodes_of(chain.from_iterable(copies), known)
                 found[rank] = f"iterations {start} to {end} on {listed('node', nodes)}"
                 break
     return found
 
 
 def _not_ready(tables: Tables, world_size: int) -> str | None:
-    """Why these holdings cannot make a plan at all; None if they may."""
+    """The reason why these inventories cannot make a plan; None if they may."""
     if world_size < 1:
         return f"world size {world_size}"
     missing = [rank for rank in range(world_size) if rank not in tables]
@@ -214,7 +222,7 @@ def _not_ready(tables: Tables, world_size: int) -> str | None:
         return f"no node holds a snapshot of {listed('rank', missing)} (world size {world_size})"
     beyond = sorted(rank for rank in tables if not 0 <= rank < world_size)
     if beyond:
-        return f"there are holdings of {listed('rank', beyond)}, beyond world size {world_size}"
+        return f"nodes hold snapshots of {listed('rank', beyond)}, beyond world size {world_size}"
     return None
 
 
@@ -236,16 +244,19 @@ def _plan(
         wanted = [r.iteration for r in reversed(between(group, needed, end))]
         if start < needed:
             wanted.insert(0, start)
-        per_rank[rank] = tuple([sources.piece(rank, group.copies[i]) for i in wanted])
+        per_rank[rank] = tuple([sources.ordered(rank, group.copies[i]) for i in wanted])
         if group.conflicts:
             found = [group.conflicts[i] for i in wanted if i in group.conflicts]
             conflicts += [f"rank {rank}: {text}" for text in found]
     what = f"the snapshots of iterations {start} to {end}" if start < end else "a snapshot"
-    reason = f"every rank has {what}, which hold{'' if start < end else 's'} the whole state of iteration {end}"
+    reason = (
+        f"every rank has {what}, which hold{'' if start < end else 's'} the whole state of "
+        f"iteration {end}"
+    )
     last = max(max(group.newest) for groups in tables.values() for group in groups)
     if last > end:
         reason += f"; snapshots up to {last} are not complete on every rank"
-    reason += sources.moves() + told(conflicts)
+    reason += sources.moves() + conflicts_text(conflicts)
     moved = {rank: sources.moved[rank] for rank in per_rank}
     return RecoveryPlan(
         start, end, epoch, per_rank, end - start, reason, moved, needed, unverified, dense
@@ -253,7 +264,9 @@ def _plan(
 
 
 def _no_span(tables: Tables, known: Known) -> str:
-    """Why no pair of iterations fits all ranks: one has no suffix, or they have none in common."""
+    """The reason why no pair of iterations fits all ranks: a rank has no suffix, or they have none
+    in common.
+    """
     for rank, groups in sorted(tables.items()):
         if not has_suffix(groups):
             return f"rank {rank}: {_incomplete(groups, known)}"
@@ -264,23 +277,24 @@ def _no_span(tables: Tables, known: Known) -> str:
         text = ", ".join(f"rank {r}: {min(span)} to {max(span)}" for r, span in spans.items())
         return f"the ranks have no iteration in common ({text})"
     return (
-        f"the ranks share iterations up to {ends[0]}, but from none of them back does every rank's "
-        f"chain of snapshots anchor all its operators from a common start ({_chains(tables, ends[0])})"
+        f"the ranks have iterations up to {ends[0]} in common, but their chains of snapshots have "
+        "no common start "
+        f"from which they anchor all operators ({_chains(tables, ends[0])})"
     )
 
 
 def _chains(tables: Tables, end: int) -> str:
-    """How far back each rank's snapshots go from there without a gap, and from where on they anchor
-    everything.
+    """For a message: each rank's chain of snapshots up to ``end``, and the newest start from which it
+    anchors all operators.
     """
-    told = []
+    texts = []
     for rank in sorted(tables)[:_SHOWN]:
         found = [group for group in tables[rank] if end in group.newest]
         chains = [[r.iteration for r in chain_from(g.newest[end], g.newest)] for g in found]
         starts = set(chain.from_iterable(covering_starts(group, end) for group in found))
         whole = f"whole from {max(starts)}" if starts else "not whole"
-        told.append(f"rank {rank}: {min(chain.from_iterable(chains))} to {end}, {whole}")
-    return ", ".join(told)
+        texts.append(f"rank {rank}: {min(chain.from_iterable(chains))} to {end}, {whole}")
+    return ", ".join(texts)
 
 
 def _incomplete(groups: Sequence[Group], known: Known) -> str:
@@ -289,6 +303,6 @@ def _incomplete(groups: Sequence[Group], known: Known) -> str:
     missing = missing_operators(group.newest.values(), group.num_operators)
     where = listed("node", nodes_of(group.copies[newest], known))
     return (
-        f"no node holds a complete suffix; newest is iteration {newest} on {where}, and the "
+        f"no node holds a complete suffix; the newest snapshot is iteration {newest} on {where}, and the "
         f"snapshots up to it lack an anchor of {len(missing)} of {group.num_operators} operators"
     )

@@ -1,4 +1,6 @@
-"""What nodes hold of a run, as records and as bytes to be exchanged between ranks."""
+"""Inventories of nodes: the records that they hold of a run, and their encoding for exchange
+between ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,16 @@ from ckptd.unpacking import unpack
 
 __all__ = ["STORE_NODE", "HeldRecords", "RunHoldings", "from_wire", "to_wire"]
 
-STORE_NODE = ".store"  # what is durable is told under this name, which no node can have
+STORE_NODE = ".store"  # inventories of object storage have this name, which no node can have
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRecords:
     """The slots of one segment on one node; ``own`` is false for a replica.
 
-    Operator ids in the records mean the same wherever ``operators_id`` is the same. ``facts``: what
-    a boundary log tells of its rank (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    Operator ids in the records have the same meaning in all segments with the same ``operators_id``.
+    ``facts`` are those that a boundary log contains about its rank
+    (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
     """
 
     node: str
@@ -59,27 +62,27 @@ class RunHoldings:
 
 
 def to_wire(held: Iterable[HeldRecords]) -> bytes:
-    """Holdings as msgpack, to be exchanged between ranks."""
+    """Encode inventories as msgpack for the exchange between ranks."""
     return msgspec.msgpack.encode([_WireHeld.of(h) for h in held])
 
 
 def from_wire(payload: bytes) -> list[HeldRecords]:
-    """The holdings that `to_wire` was given.
+    """Decode the output of `to_wire`.
 
     Raises:
-        RemoteProtocolError: the payload is none, or contradicts itself.
+        RemoteProtocolError: the payload is malformed, or contradicts itself.
     """
     try:
-        return [told.held() for told in unpack(_decoder, payload, max_bytes=_MAX_BYTES)]
+        return [wire.held() for wire in unpack(_decoder, payload, max_bytes=_MAX_BYTES)]
     except ValueError as error:
         raise RemoteProtocolError(
-            f"the holdings of a node cannot be read ({error})",
+            f"the inventory of a node cannot be read ({error})",
             operation="plan recovery",
             hint="Check that all ranks run the same version of ckptd",
         ) from error
 
 
-_MAX_BYTES = 1 << 30  # what ranks exchange of one node
+_MAX_BYTES = 1 << 30  # limit of one node's inventory
 _Count = Annotated[int, Meta(ge=0)]
 _Number = Annotated[int, Meta(ge=-1)]
 
@@ -87,7 +90,7 @@ _Number = Annotated[int, Meta(ge=-1)]
 class _WireRecord(
     msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True
 ):
-    """A record in msgpack, whose integers end at 64 bits: anchors travel as bytes."""
+    """A record in msgpack. Its integers have at most 64 bits, so anchors are sent as bytes."""
 
     generation: _Count
     index: _Count
@@ -126,7 +129,7 @@ class _WireRecord(
         if anchors >> num_operators:
             raise ValueError(
                 f"the snapshot of iteration {self.iteration} anchors operators beyond the "
-                f"{num_operators} there are"
+                f"{num_operators} of the model"
             )
         if len(self.header_digest) not in (0, 16):
             raise ValueError(f"a header digest of {len(self.header_digest)} bytes")

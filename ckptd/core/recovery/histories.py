@@ -1,4 +1,4 @@
-"""Which of a run's histories counts, and what is held of it (docs/replication.md section 2). Pure."""
+"""The history of a run that counts, and its inventory (docs/replication.md section 2). Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class History:
     """The history of a run that counts.
 
     Attributes:
-        others: the known epochs that are not of it.
-        begun: its known epochs, and the iteration at which each began.
+        others: the known epochs that do not belong to it.
+        begun: its known epochs, with the iteration at which each began.
     """
 
     others: frozenset[int]
     begun: Mapping[int, int]
 
     def held(self, held: Iterable[HeldRecords]) -> tuple[HeldRecords, ...]:
-        """What of this is of the history."""
+        """The inventories without the records of other histories."""
         if not self.others:
             return tuple(held)
         return tuple(
@@ -39,19 +39,20 @@ def history_of(
     *,
     complete: bool = False,
 ) -> History:
-    """The history that counts, from all that the nodes which answered hold and know.
+    """Choose the history that counts, from the inventories and epochs of the nodes that answered.
 
     Args:
-        complete: all nodes have answered that may hold something.
+        complete: every node that may hold something has answered.
         held: snapshots, boundary logs and parked states.
-        epochs: of the nodes' records: an epoch, where it began, and the one that it follows (-1: not known).
+        epochs: from the nodes' records: an epoch, the iteration at which it began, and the epoch
+            that it follows (-1: not known).
     """
-    told = list(epochs)
+    known = list(epochs)
     follows: dict[int, int] = {}
-    for epoch, _, before in told:
+    for epoch, _, before in known:
         follows[epoch] = max(before, follows.get(epoch, -1))
     sealed = {record.epoch for h in held for record in h.records}
     empty = follows.keys() - sealed
     others = other_histories(sealed | follows.keys(), follows, empty=empty, complete=complete)
-    begun = least_starts(*({epoch: start} for epoch, start, _ in told if epoch not in others))
+    begun = least_starts(*({epoch: start} for epoch, start, _ in known if epoch not in others))
     return History(frozenset(others), begun)

@@ -1,28 +1,27 @@
-"""How a job resumes so that only those who lost their state run again what was: one pure function.
+"""Localized recovery: only the ranks that lost their state replay. One pure function.
 
-Survivors of a failure *park*: their state before the step that was cut off lies in their nodes'
-memory. The newest iteration that any rank was parked at is where all ranks run together again
-(``resume``). Until there each rank runs *apart*, from a start of its own:
+Survivors of a failure *park*: their nodes' memory holds their state before the interrupted step. All
+ranks run together again from the newest iteration at which any rank was parked (``resume``). Until then
+each rank runs *isolated*, from its own start:
 
-* **parked**: it goes on where it was parked. Stages of a pipeline end their steps at different
-  times, so some are parked one step before ``resume``; they run that step again.
-* **moved**: it was parked on another node than that on which it runs now; its state is brought, and
-  a snapshot of its own, with which its ring begins there.
-* **copied**: its peers, which have all of its operators alike, were parked; it takes its tensors
-  from one of them, the rest from its own snapshot of that iteration.
-* **replays**: it starts at a suffix of snapshots, as in a recovery of the whole job
+* **parked**: it resumes where it was parked. Stages of a pipeline end their steps at different times,
+  so some are parked one step before ``resume``; they run that step again.
+* **moved**: it was parked on another node than the one on which it runs now. Its state is fetched, and
+  one of its snapshots, with which its ring begins there.
+* **copied**: its peers, whose operators all equal its own, were parked. It takes its tensors from one
+  of them, and the rest from its own snapshot of that iteration.
+* **replays**: it starts at a suffix of snapshots, as in a global recovery
   (`ckptd.core.recovery.global_plan`).
 
-In iteration i a rank exchanges boundaries with the neighbours that have started by then; what the
-others would send, it is fed from their logs of i. A log that is missing makes its sender start
-earlier (`ckptd.core.recovery.scope`).
+In iteration i a rank exchanges boundaries with the neighbours that have started by then. For the others
+it reads their logs of i. If a log is missing, its sender starts earlier (`ckptd.core.recovery.scope`).
 
-What counts is told in `ckptd.core.recovery.global_plan`; parked states count as snapshots do. A
-recovery at e outdates logs of iterations from e on, but snapshots only after e, because what is
-sent in step e comes after the state before it. A parked state of an iteration does not count where
-its domain could replay from a later one: then its ranks went on after it.
+`ckptd.core.recovery.global_plan` defines the snapshots that count; parked states follow the same rules. A
+recovery at e outdates logs of iterations from e on, but snapshots only after e, because the tensors sent
+in step e follow the state before it. A parked state does not count if its domain could replay from a
+later iteration: its ranks continued after it.
 
-There is no localized plan where it would be no better than the recovery of all ranks together.
+No localized plan is made if it would not be better than the global recovery.
 ``docs/localized_recovery.md`` has the reasons.
 """
 
@@ -52,21 +51,21 @@ from ckptd.core.recovery.scope import (
 from ckptd.core.recovery.snapshot_sources import SnapshotToLoad, Sources
 from ckptd.core.recovery.spans import best_group, between, newest_span
 from ckptd.core.recovery.tables import (
+    conflicts_text,
     in_order,
     listed,
-    told,
 )
 from ckptd.core.slots.ring import epoch_table, stale_after
 
 __all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
-_WIDENINGS_TOLD = 3
+_MOST_WIDENINGS = 3
 _LOGS_TRIED = 8
 
 
 class RankKind(StrEnum):
-    """Where a rank's state comes from."""
+    """The source of a rank's state."""
 
     PARKED = "parked"
     MOVED = "moved"
@@ -75,7 +74,7 @@ class RankKind(StrEnum):
 
 
 class Feed(msgspec.Struct, frozen=True, gc=False):
-    """What ``neighbour`` sent in the iterations from ``first`` to before ``end``: one log per
+    """The logs of the tensors that ``neighbour`` sent from iteration ``first`` to before ``end``: one per
     iteration, in order.
     """
 
@@ -86,19 +85,20 @@ class Feed(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankPlan(msgspec.Struct, frozen=True, gc=False):
-    """How one rank comes to the iteration at which all are together again.
+    """The path of one rank to the iteration from which all ranks run together.
 
     Args:
-        start: its base, the iteration that it runs first; it runs apart until ``LocalizedPlan.resume``.
-        exact_at: from here on it is dense.
-        pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is not after it; copied: the peer's parked
-            state, its own snapshot; replays: its snapshots from ``start`` to ``exact_at``.
-        feeds: by neighbour that starts later, ascending.
+        start: its base, the first iteration that it runs; it runs isolated until ``LocalizedPlan.resume``.
+        exact_at: the first iteration in which it is dense.
+        pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is
+            not after it; copied: the peer's parked state, its own snapshot; replays: its snapshots
+            from ``start`` to ``exact_at``.
+        feeds: logs of the neighbours that start later, in ascending order.
         values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no
-            neighbour feeds it: nobody can compute there what all ranks compute together, but it was
-            logged. As far as there are any; they are needed only where a job has such values.
-        unverified: why a rank that replays does not begin an iteration earlier than it must, to
-            compare all that it loads; "" where it does.
+            neighbour feeds it. The values that all ranks compute together cannot be computed there, but
+            they were logged. Empty if no log exists; needed only if a job has such values.
+        unverified: the reason why a rank that replays does not start one iteration earlier to verify
+            all values that it loads; "" if it does.
     """
 
     kind: RankKind
@@ -111,7 +111,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def snapshots(self) -> tuple[SnapshotToLoad, ...]:
-        """Those of the pieces that are snapshots of its own."""
+        """The pieces that are snapshots of this rank."""
         match self.kind:
             case RankKind.PARKED:
                 return ()
@@ -122,7 +122,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def logs(self) -> dict[int, dict[int, SnapshotToLoad]]:
-        """What it is fed, by neighbour and iteration."""
+        """The logs that feed it, by neighbour and iteration."""
         return {
             f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds
         }
@@ -130,8 +130,8 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LocalizedPlan:
-    """Where all ranks are together again, and how each comes there; ``epoch`` and ``moved_bytes``
-    as of `RecoveryPlan`.
+    """The iteration from which all ranks run together, and the path of each; ``epoch`` and ``moved_bytes``
+    as in `RecoveryPlan`.
     """
 
     resume: int
@@ -142,12 +142,12 @@ class LocalizedPlan:
 
     @property
     def bases(self) -> dict[int, int]:
-        """By rank: its base, the iteration that it runs first."""
+        """The base of each rank: the first iteration that it runs."""
         return {rank: plan.start for rank, plan in self.per_rank.items()}
 
     @property
     def together(self) -> int:
-        """The first iteration that every rank runs as it would without a failure; ``resume``, or
+        """The first iteration that every rank runs as it would without a failure: ``resume``, or
         one before it.
         """
         return max(plan.exact_at for plan in self.per_rank.values())
@@ -155,8 +155,8 @@ class LocalizedPlan:
 
 @dataclass(frozen=True, slots=True)
 class NotLocalized:
-    """Why all ranks should recover together (`ckptd.core.recovery.global_plan.plan_recovery`), and
-    the highest epoch seen.
+    """The reason why the recovery must be global (`ckptd.core.recovery.global_plan.plan_recovery`), and
+    the highest known epoch.
     """
 
     reason: str
@@ -172,15 +172,17 @@ def plan_localized(
     lost: Container[str] = (),
     verify_iterations: int = 0,
 ) -> LocalizedPlan | NotLocalized:
-    """The state nearest to the failure that all ranks can reach, while those who kept theirs run
-    nothing again; see the module.
+    """Plan a recovery to the newest state that all ranks can reach, without replay on the ranks that kept
+    their state; see the module.
 
     Args:
-        held: what the nodes hold; epochs count as for `ckptd.core.recovery.global_plan.plan_recovery`.
-        facts: with whom each rank communicates, told by itself; ranks may be missing.
+        held: the inventories of the nodes; epochs count as for
+            `ckptd.core.recovery.global_plan.plan_recovery`.
+        facts: each rank's own report of the ranks with which it communicates; ranks may be missing.
         homes: the node on which each rank will run; its copies are preferred.
-        lost: nodes that do not count.
-        verify_iterations: whether (not 0) those who replay begin one iteration earlier where all that takes is held.
+        lost: nodes whose inventories do not count.
+        verify_iterations: if not 0, ranks that replay start one iteration earlier, if all its
+            snapshots and logs exist.
     """
     left = held.without(lost)
     known = [in_order(each) for each in (left.snapshots, left.parked, left.logs)]
@@ -189,7 +191,7 @@ def plan_localized(
     ranks = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
     if world_size < 1 or ranks.beyond:
         what = (
-            f"there are holdings of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
+            f"nodes hold state of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
         )
         return NotLocalized(f"{what}world size {world_size}", epoch)
     resume = max((t for parks in ranks.parks.values() for t in parks), default=None)
@@ -201,8 +203,8 @@ def plan_localized(
     spans = DomainSpans(relations.domains, ranks.groups, resume)
     stands = [_stands(d, relations, ranks, spans) for d in range(len(relations.domains))]
     if not any(stands):
-        return NotLocalized("no rank can go on where it was parked: all replay", epoch)
-    better = _better_together(ranks, resume, world_size)
+        return NotLocalized("no rank can resume where it was parked: all would replay", epoch)
+    better = _global_is_better(ranks, resume, world_size)
     if better is not None:
         return NotLocalized(better, epoch)
     scope = settle(relations, stands, spans, ranks.has_log, resume)
@@ -218,7 +220,7 @@ def plan_localized(
 def _stands(
     domain: int, relations: Relations, held: RankHoldings, spans: DomainSpans
 ) -> list[Stand]:
-    """Where all of a domain can go on, newest first."""
+    """The iterations at which all ranks of a domain can resume, newest first."""
     members = relations.domains[domain]
     parks = held.parks
     iterations = {t for rank in members if rank in parks for t in parks[rank]}
@@ -235,7 +237,7 @@ def _stands(
 def _superseded(
     domain: int, members: Sequence[int], iteration: int, held: RankHoldings, spans: DomainSpans
 ) -> bool:
-    """Whether the domain went on from there, and could replay from later on."""
+    """Whether the domain continued after this iteration, and could replay from a later one."""
     if not all(held.went_past(rank, iteration) for rank in members):
         return False
     span = spans.newest((domain,), spans.last)
@@ -245,7 +247,7 @@ def _superseded(
 def _peers(
     members: Sequence[int], iteration: int, relations: Relations, held: RankHoldings
 ) -> dict[int, int] | None:
-    """From whom each member that was not parked there copies; None if one cannot."""
+    """The peer from which each member without a parked state copies; None if a member has none."""
     there = [rank for rank in members if held.goes_on(rank, iteration)]
     going_on = frozenset(there)
     if len(there) == len(members):
@@ -258,31 +260,29 @@ def _peers(
             return None
         turn = len(peers) % len(there)  # each peer sends about as much
         in_turn = itertools.chain(there[turn:], there[:turn])
-        alike = (other for other in in_turn if relations.alike(rank, other))
-        peer = next((other for other in alike if held.fits(rank, other, iteration)), None)
+        equals = (other for other in in_turn if relations.have_same_operators(rank, other))
+        peer = next((other for other in equals if held.fits(rank, other, iteration)), None)
         if peer is None:
             return None
         peers[rank] = peer
     return peers
 
 
-def _better_together(held: RankHoldings, resume: int, world_size: int) -> str | None:
-    """Why the recovery of all ranks together loses less, or does not make anybody run more; None if it does."""
+def _global_is_better(held: RankHoldings, resume: int, world_size: int) -> str | None:
+    """The reason why the global recovery loses no more and makes no rank run more; None if it does."""
     ranks = range(world_size)
     if not all(held.went_past(rank, resume, or_dense_at=True) for rank in ranks):
-        return None  # some rank has neither of what would be needed
+        return None  # some rank has neither a snapshot nor a parked state
     span = newest_span({rank: held.groups(rank) for rank in ranks})
     if span is not None and span[1] > resume:
-        return (
-            f"all ranks are exact at {span[1]} from snapshots, later than any was parked ({resume})"
-        )
+        return f"snapshots make all ranks exact at {span[1]}, later than the newest parked state ({resume})"
     if span is not None and span[0] >= resume:
-        return f"every rank has a snapshot of iteration {resume} that is complete by itself: none replays"
+        return f"every rank has a complete snapshot of iteration {resume}: none replays"
     return None
 
 
 class _Assembly:
-    """Makes the plan of what was decided."""
+    """Builds the plan from the chosen starts."""
 
     def __init__(
         self,
@@ -295,11 +295,11 @@ class _Assembly:
         self._held, self._relations, self._scope = held, relations, scope
         self._resume = resume
         self._snapshots = Sources(held.snapshots, homes)
-        self._parked = Sources(held.parked, homes, beside=self._snapshots)
-        self._logs = Sources(held.sent, homes, beside=self._snapshots)
-        # Looked at on demand only, so they weigh nothing.
+        self._parked = Sources(held.parked, homes, shared_load=self._snapshots)
+        self._logs = Sources(held.sent, homes, shared_load=self._snapshots)
+        # Read only on demand, so they do not count in the load of a node.
         self._values = Sources(held.sent, homes)
-        self._together = max(place.exact_at for place in scope.places)
+        self._all_exact_at = max(place.exact_at for place in scope.places)
         self._loggers: dict[int, Sequence[int]] = {}
         self._conflicts: list[str] = []
 
@@ -325,14 +325,14 @@ class _Assembly:
             return RankKind.REPLAYS, self._suffix(rank, place)
         at = place.stand.iteration
         peer = place.stand.peers.get(rank, rank)
-        state = self._parked.piece(rank, self._held.parks[peer][at])
+        state = self._parked.ordered(rank, self._held.parks[peer][at])
         if peer == rank and self._held.stays(rank, at):
             return RankKind.PARKED, (state,)
         moved = peer == rank
         own = self._held.beginning(rank, at) if moved else self._held.snapshot(rank, at)
         assert own is not None, "else it would not stand there"
         kind = RankKind.MOVED if moved else RankKind.COPIED
-        return kind, (state, self._snapshots.piece(rank, own))
+        return kind, (state, self._snapshots.ordered(rank, own))
 
     def _suffix(self, rank: int, place: DomainStart) -> tuple[SnapshotToLoad, ...]:
         group = best_group(self._held.groups(rank), place.start, place.exact_at)
@@ -340,7 +340,7 @@ class _Assembly:
         self._conflicts += [
             f"rank {rank}: {group.conflicts[t]}" for t in wanted if t in group.conflicts
         ]
-        return tuple([self._snapshots.piece(rank, group.copies[t]) for t in wanted])
+        return tuple([self._snapshots.ordered(rank, group.copies[t]) for t in wanted])
 
     def _feeds(self, rank: int) -> tuple[Feed, ...]:
         start = self._place(rank).start
@@ -349,27 +349,29 @@ class _Assembly:
             end = min(self._place(neighbour).start, self._resume)
             if start < end:
                 logs = self._held.logs(neighbour)
-                pieces = [self._logs.piece(rank, logs[t]) for t in range(start, end)]
+                pieces = [self._logs.ordered(rank, logs[t]) for t in range(start, end)]
                 feeds.append(Feed(neighbour, start, end, tuple(pieces)))
         return tuple(feeds)
 
     def _values_of(self, rank: int, place: DomainStart, feeds: Sequence[Feed]) -> tuple[Feed, ...]:
-        """A log of each iteration that tells what all ranks computed together, where none is fed."""
+        """A log of each iteration with the values that all ranks computed together, if no log feeds
+        the rank.
+        """
         found = []
-        for iteration in range(place.exact_at, self._together):
+        for iteration in range(place.exact_at, self._all_exact_at):
             if any(feed.first <= iteration < feed.end for feed in feeds):
                 continue
             near = _outwards(self._loggers_of(iteration), rank)
             tried = itertools.islice(near, _LOGS_TRIED)
             other = next((r for r in tried if self._held.has_log(r, iteration)), None)
             if other is not None:
-                piece = self._values.piece(rank, self._held.logs(other)[iteration])
+                piece = self._values.ordered(rank, self._held.logs(other)[iteration])
                 found.append(Feed(other, iteration, iteration + 1, (piece,)))
         return tuple(found)
 
     def _loggers_of(self, iteration: int) -> Sequence[int]:
-        """The ranks that were through with an iteration, which others run again; where they are not
-        known, all.
+        """The ranks that had completed an iteration that others run again; all ranks if they are not
+        known.
         """
         if iteration not in self._loggers:
             ranks = range(len(self._relations.domain_of))
@@ -383,11 +385,11 @@ class _Assembly:
             ways.setdefault((plan.kind, plan.start, plan.exact_at), []).append(rank)
         texts = [_way(*way, ranks) for way, ranks in sorted(ways.items())]
         text = f"all ranks run together again from iteration {self._resume}: {', '.join(texts)}"
-        if len(self._relations.untold) > 1:
-            untold = listed("rank", self._relations.untold)
-            text += f"; {untold} told nothing, and start together to be safe"
+        if len(self._relations.unreported) > 1:
+            unreported = listed("rank", self._relations.unreported)
+            text += f"; {unreported} reported no facts, and start together to be safe"
         text += _because(self._scope) + self._snapshots.moves()
-        return text + told(self._conflicts)
+        return text + conflicts_text(self._conflicts)
 
 
 def _outwards(ranks: Sequence[int], middle: int) -> Iterator[int]:
@@ -415,6 +417,6 @@ def _way(kind: RankKind, start: int, exact_at: int, ranks: Sequence[int]) -> str
 
 def _because(scope: RecoveryScope) -> str:
     found = [lacking(scope.widened[domain]) for domain in sorted(scope.widened)]
-    text = "".join(f"; {each}" for each in found[:_WIDENINGS_TOLD])
-    more = len(found) - _WIDENINGS_TOLD
+    text = "".join(f"; {each}" for each in found[:_MOST_WIDENINGS])
+    more = len(found) - _MOST_WIDENINGS
     return text + (f"; and {more} more of this kind" if more > 0 else "")

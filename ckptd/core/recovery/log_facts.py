@@ -1,11 +1,10 @@
-"""What boundary logs tell of ranks that do not speak for themselves: a rank that has lost its node,
-or whose node is only asked. Pure.
+"""Facts in boundary logs about ranks that cannot report themselves: ranks that lost their node, or
+whose node is only asked. Pure.
 
-A log's descriptor has the facts of its rank (`ckptd.core.recovery.recovery_facts`), and so has each
-replica of it. Facts grow, and with them the log: those of the newest generation count. A replica
-may be of an older one. What it tells is therefore taken only if it holds what its rank sent shortly
-before the end: then it is what the rank knew there. Whoever is not told of this way has told
-nothing, which costs replay and no exactness.
+The descriptor of a log and of each of its replicas contains the facts of its rank
+(`ckptd.core.recovery.recovery_facts`). The facts of the newest generation count, because facts grow. A
+replica may belong to an older generation; its facts are used only if it contains tensors that the rank
+sent shortly before the end. A rank without such a log has no facts, which costs replay but no exactness.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from ckptd.core.slots.ring import epoch_table, live
 
 __all__ = ["facts_from_logs"]
 
-# The step before the last may have been the last one that a rank completed; and its newest log may
-# not have been sealed.
+# A rank's last completed step may be the one before the last; and its newest log may not have been sealed.
 _AT_MOST_BEFORE = 2
 
 
 def facts_from_logs(
     ranks: Collection[int], logs: Iterable[HeldRecords], parked: Iterable[HeldRecords]
 ) -> dict[int, RankFacts]:
-    """By rank: the facts in the log that was filled last, of those who logged up to the newest
-    iteration that any rank was parked at.
+    """The facts by rank, from each rank's newest log, if it reaches the newest iteration at which
+    any rank was parked.
 
     Args:
-        ranks: those who do not speak for themselves; nothing is read of others, since there may be thousands.
-        logs: the boundary logs that nodes hold, replicas included.
-        parked: the parked states that they hold; if there is none, nothing is told, and nothing is needed.
+        ranks: the ranks that cannot report themselves; other logs, possibly thousands, are not read.
+        logs: the boundary logs that nodes hold, including replicas.
+        parked: the parked states that they hold; without any, no facts are needed.
     Raises:
         RemoteProtocolError: the facts of a log cannot be read.
     """
@@ -54,5 +52,5 @@ def facts_from_logs(
         ]
         if filled:
             newest[h.rank] = max(newest.get(h.rank, ((), b"")), (max(filled), h.facts))
-    found = facts_from_wire(told for _, told in newest.values())
+    found = facts_from_wire(fact for _, fact in newest.values())
     return {rank: facts for rank, facts in found.items() if rank in newest}

@@ -1,24 +1,22 @@
-"""What follows when a replay does not reproduce what was recorded (pure): whom to suspect, and what
-a plan may use after that.
+"""The verdict on a replay that does not reproduce the recorded values, and its effect on plans. Pure.
 
-The snapshots may be wrong (torn, or changed in memory before their digests were made), or the
-program (not deterministic), or the machine (another version of torch, another number of threads).
-One replay cannot tell which, a second one of the same snapshots can:
+The snapshots may be wrong (torn, or changed in memory before their digests were computed), the program
+may not be deterministic, or the machine may differ (another version of torch, another number of
+threads). A second replay of the same snapshots shows which:
 
 ::
 
     first failure            SUSPECTED    the next start replays the same snapshots once more
-    second, same result      QUARANTINED  the program is deterministic, so what was recorded is wrong
+    second, same result      QUARANTINED  the program is deterministic, so the recorded values are wrong
     second, other result     UNSTABLE     the program is not: nothing is quarantined
     on a changed machine     ENVIRONMENT  no evidence against the snapshots: nothing is quarantined
-    in a localized recovery  WIDENED      all ranks recover together next, which says more
+    in a localized recovery  WIDENED      the next recovery is global, which shows more
 
-What was quarantined is everything that the replay had used when it failed, of all ranks: which of
-these snapshots is the wrong one, and of which rank, cannot be seen, since the ranks average their
-gradients. A plan leaves it out, wherever a copy of it lies. It is named by iteration and epoch:
-what the run records anew in a later epoch is something else. When the run has gone on from
-elsewhere the failure is LEFT: its snapshots still do not count, and nobody has to decide about them
-any more.
+All snapshots that the replay had used when it failed are quarantined, on all ranks: because the ranks
+average their gradients, the wrong snapshot cannot be identified. A plan ignores every copy of them. They
+are identified by iteration and epoch: snapshots that the run records in a later epoch are others. When
+the run has resumed from another state, the failure is LEFT: its snapshots still do not count, and no
+decision about them is needed.
 """
 
 from __future__ import annotations
@@ -54,12 +52,12 @@ __all__ = [
 Mark = tuple[int, int]  # iteration and epoch
 Used = tuple[int, int, int]  # and where that epoch began
 
-_LIMIT = 32  # failures of a run that are remembered
+_LIMIT = 32  # limit of remembered failures per run
 _SHOWN = 8
 
 
 class ReplayVerdict(StrEnum):
-    """What a failed replay is taken for; see the module."""
+    """The verdict on a failed replay; see the module."""
 
     SUSPECTED = "suspected"
     QUARANTINED = "quarantined"
@@ -76,26 +74,26 @@ _COUNTS_AS_TRY = (ReplayVerdict.SUSPECTED, ReplayVerdict.UNSTABLE)
 def judge_replay(
     failure: ReplayFailure, known: Iterable[ReplayFailure], *, changed: str = ""
 ) -> ReplayVerdict:
-    """What a failure of a recovery of all ranks shows, given those before it.
+    """The verdict on a failure of a global recovery, given earlier failures.
 
     Args:
-        failure: its own verdict does not matter.
-        known: failures that any node knows of.
-        changed: how the machine differs from the one that recorded.
+        failure: its own verdict is ignored.
+        known: the failures that any node knows.
+        changed: the differences from the machine that recorded; "" if there are none.
     """
     if changed:
         return ReplayVerdict.ENVIRONMENT
     before = [k for k in known if _same_start(k, failure) and k.verdict in _COUNTS_AS_TRY]
     if any((k.iteration, k.result) == (failure.iteration, failure.result) for k in before):
         return ReplayVerdict.QUARANTINED
-    # Replayed otherwise (`drop` after `inputs`) it may come to something else without being unstable.
+    # A replay in another way (`drop` after `inputs`) may give another result without being unstable.
     if any(k.freezing == failure.freezing for k in before):
         return ReplayVerdict.UNSTABLE
     return ReplayVerdict.SUSPECTED
 
 
 def add_failure(known: Sequence[ReplayFailure], fresh: ReplayFailure) -> tuple[ReplayFailure, ...]:
-    """The failures to remember: of each suffix the last one, and of all no more than a bounded number."""
+    """The failures to remember: the last one of each suffix, up to a limit."""
     kept = [k for k in known if k.verdict in _DECIDED or not _same_start(k, fresh)]
     if fresh not in kept:
         kept.append(fresh)
@@ -105,7 +103,7 @@ def add_failure(known: Sequence[ReplayFailure], fresh: ReplayFailure) -> tuple[R
 
 
 def settled(known: Iterable[ReplayFailure]) -> tuple[ReplayFailure, ...]:
-    """What is left to remember after a replay that reproduced."""
+    """The failures to remember after a replay that reproduced."""
     return tuple(
         msgspec.structs.replace(k, verdict=ReplayVerdict.LEFT)
         for k in known
@@ -114,18 +112,18 @@ def settled(known: Iterable[ReplayFailure]) -> tuple[ReplayFailure, ...]:
 
 
 def open_failures(known: Iterable[ReplayFailure]) -> list[ReplayFailure]:
-    """Those after which no replay has reproduced yet."""
+    """The failures after which no replay has reproduced yet."""
     return [k for k in known if k.verdict != ReplayVerdict.LEFT]
 
 
 def quarantined_failures(known: Iterable[ReplayFailure]) -> list[ReplayFailure]:
-    """Those of which somebody may have to decide."""
+    """The failures that an operator may have to decide about."""
     return [k for k in known if k.verdict == ReplayVerdict.QUARANTINED]
 
 
-def snapshots_used(pieces: Iterable[SnapshotToLoad]) -> tuple[Used, ...]:
-    """What a replay of these uses."""
-    records = (piece.record for piece in pieces)
+def snapshots_used(loaded: Iterable[SnapshotToLoad]) -> tuple[Used, ...]:
+    """The identities of the snapshots that a replay uses."""
+    records = (image.record for image in loaded)
     return tuple((r.iteration, r.epoch, r.epoch_start) for r in records)
 
 
@@ -135,8 +133,8 @@ def marks_of(known: Iterable[ReplayFailure]) -> frozenset[Mark]:
 
 
 def reported_epochs(known: Iterable[ReplayFailure]) -> dict[int, int]:
-    """The starts of the epochs of these snapshots: nobody else may tell of them, now that the
-    snapshots do not count.
+    """The starts of the epochs of these snapshots. No other record may show them, because the snapshots
+    do not count any more.
     """
     starts: dict[int, int] = {}
     for _, epoch, start in (used for k in known for used in k.snapshots):
@@ -147,7 +145,7 @@ def reported_epochs(known: Iterable[ReplayFailure]) -> dict[int, int]:
 def without_marked(
     held: Iterable[HeldRecords], known: Iterable[ReplayFailure]
 ) -> tuple[HeldRecords, ...]:
-    """What is held, without what is quarantined, wherever it lies."""
+    """The inventories without all copies of quarantined snapshots."""
     marks = marks_of(known)
     if not marks:
         return tuple(held)
@@ -158,44 +156,47 @@ def without_marked(
 
 
 def reported_spans(failures: Iterable[ReplayFailure]) -> str:
-    """For a message: the iterations of what these replays had used."""
+    """For a message: the iterations of the snapshots that these replays used."""
     spans = sorted({(k.snapshots[0][0], k.snapshots[-1][0]) for k in failures}, reverse=True)
     shown = [f"{a} to {b}" if a != b else f"{a}" for a, b in spans[:_SHOWN]]
     return f"iterations {', '.join(shown)}" + (", …" if len(spans) > _SHOWN else "")
 
 
 def reason_of(failure: ReplayFailure, *, changed: str = "") -> str:
-    """For a message: what follows."""
+    """For a message: the consequence of the failure."""
     match failure.verdict:
         case ReplayVerdict.SUSPECTED:
-            return "This was the first time: the next start replays the same snapshots once more"
+            return "This is the first failure: the next start replays the same snapshots once more"
         case ReplayVerdict.QUARANTINED:
             return (
-                "Two replays came to the same result, so what was recorded is wrong: the snapshots of "
-                f"{reported_spans([failure])} are quarantined on every node, and the next start goes back to an older state"
+                "Two replays had the same result, so the recorded values are wrong: the snapshots of "
+                f"{reported_spans([failure])} are quarantined on every node, and the next start "
+                "uses an older state"
             )
         case ReplayVerdict.UNSTABLE:
             return (
-                "Two replays of the same snapshots came to different results: the program is not deterministic. "
+                "Two replays of the same snapshots had different results: the program is not deterministic. "
                 "Nothing is quarantined. Make the step deterministic and start again"
             )
         case ReplayVerdict.ENVIRONMENT:
             return (
-                f"This process does not run as the one that recorded ({changed}), which can change bits. "
-                "Nothing is quarantined. Start it as before"
+                f"The environment differs from that of the recording process ({changed}), which "
+                "can change bits. "
+                "Nothing is quarantined. Restore the environment and start again"
             )
         case _:
-            return "The next start recovers all ranks together"
+            return "The next start recovers all ranks (global recovery)"
 
 
 def describe_failure(failure: ReplayFailure) -> str:
-    """For a message: what differed, and where."""
+    """For a message: the values that differ, and their place."""
     first, last = failure.snapshots[0][0], failure.iteration
-    told = failure.ranks[0] if failure.ranks else None
-    what = "another rank's state" if told is None else f"rank {told.rank}: {told.what}"
-    digests = "" if told is None else f" (recorded {told.expected}, recomputed {told.got})"
+    worst = failure.ranks[0] if failure.ranks else None
+    what = "another rank's state" if worst is None else f"rank {worst.rank}: {worst.what}"
+    digests = "" if worst is None else f" (recorded {worst.expected}, recomputed {worst.got})"
     return (
-        f"replay of iteration {last - 1} did not reproduce what was recorded at iteration {last}: {what}{digests}; "
+        f"the replay of iteration {last - 1} did not reproduce the values recorded at iteration "
+        f"{last}: {what}{digests}; "
         f"it began at iteration {first}"
     )
 

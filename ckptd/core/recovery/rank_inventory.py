@@ -1,5 +1,5 @@
-"""What there is of each rank where some may go on from parked state: parked states, snapshots and
-logs that count. Pure.
+"""The inventory of each rank for a localized recovery: its parked states, snapshots and logs that
+count. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RankHoldings"]
 
 
 class RankHoldings:
-    """What there is of each rank; snapshots and logs are looked at when asked for."""
+    """The inventory of each rank; snapshots and logs are merged on first use."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RankHoldings:
         self.homes = homes
         self.snapshots, self.parked, self.sent = snapshots, parked, logs
         self._limits = limits
-        # What is sent in a step comes after the state before it.
+        # The tensors sent in a step follow the state before it.
         self._log_limits = {epoch: last - 1 for epoch, last in limits.items()}
         self._snapshots_of, self._logs_of = numbers_by_rank(snapshots), numbers_by_rank(logs)
         self._groups: dict[int, Sequence[Group]] = {}
@@ -50,14 +50,14 @@ class RankHoldings:
         self.beyond = sorted(rank for rank in ranks if not 0 <= rank < world_size)
 
     def groups(self, rank: int) -> Sequence[Group]:
-        """Its snapshots, by operator table."""
+        """The snapshots of a rank, by operator table."""
         if rank not in self._groups:
             numbers = self._snapshots_of.get(rank, ())
             self._groups[rank] = groups_of(numbers, self.snapshots, self._limits)
         return self._groups[rank]
 
     def snapshot(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
-        """The copies of its snapshot of an iteration."""
+        """The copies of a rank's snapshot of an iteration."""
         found = [g for g in self.groups(rank) if iteration in g.newest]
         if not found:
             return None
@@ -65,8 +65,8 @@ class RankHoldings:
         return newest.copies[iteration]
 
     def fits(self, rank: int, peer: int, iteration: int) -> bool:
-        """Whether there is a snapshot of a rank that a peer's parked state completes: both cut
-        operators in the same way.
+        """Whether a peer's parked state completes a snapshot of the rank: both have the same operator
+        table.
         """
         own = self.snapshot(rank, iteration)
         return own is not None and _table_of(self.snapshots[own[0][0]]) == self._parked_table(
@@ -74,19 +74,19 @@ class RankHoldings:
         )
 
     def stays(self, rank: int, iteration: int) -> bool:
-        """Whether it was parked on the node where it will run, as far as that is known."""
+        """Whether the rank was parked on the node on which it will run, as far as that is known."""
         home = self.homes.get(rank)
         return home is None or home in nodes_of(self.parks[rank][iteration], self.parked)
 
     def goes_on(self, rank: int, iteration: int) -> bool:
-        """Whether it was parked, and its ring is there or can be begun with a snapshot."""
+        """Whether the rank was parked, and its ring exists or can begin with a snapshot."""
         if iteration not in self.parks.get(rank, ()):
             return False
         return self.stays(rank, iteration) or self.beginning(rank, iteration) is not None
 
     def beginning(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
-        """The copies of a rank's newest snapshot up to an iteration, of those that cut operators as
-        its parked state of that iteration.
+        """The copies of a rank's newest snapshot up to an iteration that has the operator table of its
+        parked state of that iteration.
         """
         table = self._parked_table(rank, iteration)
         found = (
@@ -101,20 +101,20 @@ class RankHoldings:
         return _table_of(self.parked[self.parks[rank][iteration][0][0]])
 
     def logs(self, rank: int) -> Mapping[int, tuple[Copy, ...]]:
-        """The complete logs that count, by iteration."""
+        """The complete logs of a rank that count, by iteration."""
         if rank not in self._logs:
             numbers = self._logs_of.get(rank, ())
             self._logs[rank] = whole_images(numbers, self.sent, self._log_limits)
         return self._logs[rank]
 
     def has_log(self, rank: int, iteration: int) -> bool:
-        """Whether what it sent in an iteration can be had."""
+        """Whether a node holds the rank's log of an iteration."""
         return iteration in self.logs(rank)
 
     def went_past(self, rank: int, iteration: int, *, or_dense_at: bool = False) -> bool:
-        """Whether there may be a snapshot of it after an iteration, or one of it that anchors everything.
+        """Whether the rank may have a snapshot after an iteration, or one of it that anchors all operators.
 
-        Only a quick look: what is stale is not told apart.
+        A fast check that counts stale snapshots, too.
         """
         for number in self._snapshots_of.get(rank, ()):
             h = self.snapshots[number]
@@ -129,7 +129,7 @@ class RankHoldings:
         return False
 
     def _parks(self, numbers: Iterable[int]) -> dict[int, tuple[Copy, ...]]:
-        """The parked states of a rank, by iteration; each is complete by itself."""
+        """The parked states of a rank by iteration; each is complete by itself."""
         images = whole_images(numbers, self.parked, self._limits)
         return {t: copies for t, copies in images.items() if self._anchors_all(copies[0])}
 
@@ -139,5 +139,5 @@ class RankHoldings:
 
 
 def _table_of(held: HeldRecords) -> tuple[int, str]:
-    """By what its records name operators."""
+    """The operator table of its records."""
     return held.num_operators, held.operators_id

@@ -1,11 +1,13 @@
-"""With whom each rank communicates in a step, told by itself; what follows for ranks that cannot tell. Pure.
+"""The facts of each rank, which say with which ranks it communicates in a step; and their completion
+for ranks without facts. Pure.
 
-A rank records its facts beside its boundary log. To be neighbours is symmetric, so what a lost rank
-would have told of that follows from the others. A *domain* is all ranks that are joined by other
-communication within a step, also by way of third ones; each rank tells whom it knows of, and the
-domains are what comes together. What does not follow is whether two lost ranks talk to each other,
-or belong to one domain. They are therefore taken for one domain: it starts together, hence nothing
-need be known of what is sent within it. A domain that is too large costs replay, never exactness.
+A rank records its facts with its boundary log. The neighbour relation is symmetric, so the neighbours
+of a lost rank follow from the facts of the others. A *domain* contains all ranks that are joined by
+other communication within a step, directly or through other ranks; each rank reports those that it
+knows, and the domains are the connected components. Whether two lost ranks communicate with each other
+or belong to one domain does not follow. They are therefore treated as one domain: its ranks start at
+the same iteration, so no log of the tensors sent within it is needed. A domain that is too large costs
+replay, never exactness.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ __all__ = [
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """What one rank knows of itself; each ascending.
+    """The facts of one rank; each list is in ascending order.
 
     Args:
-        neighbours: ranks with which it exchanges what boundary logs hold.
-        domain: ranks with which it is joined by any other communication within a step, as far as it knows.
-        alike: ranks with which it has all operators alike.
+        neighbours: ranks with which it exchanges tensors that boundary logs contain.
+        domain: ranks with which it communicates otherwise within a step, as far as it knows.
+        alike: ranks whose operators all equal its own.
 
-    Itself may be among them, and is on the wire: then lists of ranks that are joined are equal, and
-    stand there once.
+    A list may contain the rank itself; on the wire it does, so that ranks of one domain have equal lists,
+    which are sent once.
     """
 
     neighbours: tuple[int, ...]
@@ -52,71 +54,74 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """The facts of all ranks, completed.
+    """The completed facts of all ranks.
 
     Args:
-        domains: the ranks of each, ascending; every rank is in one of them.
-        domain_of: by rank, which domain.
-        neighbours: by rank, as far as anybody told.
-        untold: ranks that told nothing.
-        facts: what the others told.
+        domains: the ranks of each domain, ascending; every rank is in one domain.
+        domain_of: the domain of each rank.
+        neighbours: the neighbours of each rank, as far as any rank reported them.
+        unreported: ranks without facts.
+        facts: the facts of the other ranks.
     """
 
     domains: Sequence[tuple[int, ...]]
     domain_of: Sequence[int]
     neighbours: Sequence[tuple[int, ...]]
-    untold: tuple[int, ...]
+    unreported: tuple[int, ...]
     facts: Mapping[int, RankFacts]
 
-    def alike(self, rank: int, other: int) -> bool:
-        """Whether both have all operators alike, as far as they told: nobody contradicts, and one
-        of them says so.
+    def have_same_operators(self, rank: int, other: int) -> bool:
+        """Whether all operators of both ranks are equal, according to their facts: one says so, and none
+        contradicts.
         """
-        told = [
+        claims = [
             _among(whom, self.facts[by].alike)
             for by, whom in ((rank, other), (other, rank))
             if by in self.facts
         ]
-        return bool(told) and all(told)
+        return bool(claims) and all(claims)
 
 
 def relate(facts: Mapping[int, RankFacts], world_size: int) -> Relations | str:
-    """The facts of all ranks, or why nothing can be made of what was told."""
+    """Complete the facts of all ranks; returns the reason as text if the facts cannot be used."""
     if not facts:
-        return "no rank told with whom it communicates (are boundaries logged?)"
+        return "no rank reported with which ranks it communicates (is the boundary log enabled?)"
     beyond = _beyond(facts, world_size)
     if beyond:
         return f"the facts name {listed('rank', beyond)}, beyond world size {world_size}"
     neighbours = _neighbours(facts, world_size)
     if isinstance(neighbours, str):
         return neighbours
-    untold = tuple(rank for rank in range(world_size) if rank not in facts)
-    domains, domain_of = _domains(facts, untold, world_size)
-    return Relations(domains, domain_of, neighbours, untold, facts)
+    unreported = tuple(rank for rank in range(world_size) if rank not in facts)
+    domains, domain_of = _domains(facts, unreported, world_size)
+    return Relations(domains, domain_of, neighbours, unreported, facts)
 
 
 def _among(rank: int, ranks: Sequence[int]) -> bool:
-    """Whether it is one of these, ascending and perhaps thousands."""
+    """Whether ``rank`` is in a sorted list, which may have thousands of entries."""
     at = bisect_left(ranks, rank)
     return at < len(ranks) and ranks[at] == rank
 
 
 def _beyond(facts: Mapping[int, RankFacts], world_size: int) -> list[int]:
-    """Ranks that cannot be; the lists are ascending, so their ends tell."""
+    """Ranks beyond the world size; the lists are sorted, so their last entries suffice."""
     named = set(facts)
-    for told in facts.values():
-        for ranks in (told.neighbours, told.domain, told.alike):
+    for own in facts.values():
+        for ranks in (own.neighbours, own.domain, own.alike):
             named.update(ranks[:1] + ranks[-1:])
     return sorted(rank for rank in named if not 0 <= rank < world_size)
 
 
 def _neighbours(facts: Mapping[int, RankFacts], world_size: int) -> Sequence[tuple[int, ...]] | str:
-    """By rank; those of a rank that told nothing are whoever named it."""
+    """The neighbours by rank; those of a rank without facts are the ranks that named it."""
     found: list[list[int]] = [[] for _ in range(world_size)]
     for rank in sorted(facts):
         for other in facts[rank].neighbours:
             if other in facts and rank not in facts[other].neighbours:
-                return f"rank {rank} says that it exchanges boundaries with rank {other}, which says that it does not"
+                return (
+                    f"rank {rank} reports that it exchanges boundaries with rank {other}, but "
+                    f"rank {other} reports the opposite"
+                )
             if other not in facts:
                 found[other].append(rank)
         found[rank] = [other for other in facts[rank].neighbours if other != rank]
@@ -124,11 +129,11 @@ def _neighbours(facts: Mapping[int, RankFacts], world_size: int) -> Sequence[tup
 
 
 def _domains(
-    facts: Mapping[int, RankFacts], untold: Sequence[int], world_size: int
+    facts: Mapping[int, RankFacts], unreported: Sequence[int], world_size: int
 ) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
-    """The domains, and which of them each rank is in: whoever is joined by way of others is joined.
+    """The domains (connected components), and the domain of each rank.
 
-    Ranks often tell one and the same tuple, of thousands of ranks: it is looked at once.
+    Many ranks often share one tuple of thousands of ranks: it is processed once.
     """
     leader = list(range(world_size))
 
@@ -145,11 +150,11 @@ def _domains(
                 leader[find(other)] = root
 
     seen: set[int] = set()
-    for rank, told in facts.items():
-        new = id(told.domain) not in seen
-        seen.add(id(told.domain))
-        join(told.domain if new else told.domain[:1], rank)
-    join(untold, untold[0] if untold else 0)  # to be safe: see the module
+    for rank, own in facts.items():
+        new = id(own.domain) not in seen
+        seen.add(id(own.domain))
+        join(own.domain if new else own.domain[:1], rank)
+    join(unreported, unreported[0] if unreported else 0)  # to be safe: see the module
     members: dict[int, list[int]] = {}
     for rank in range(world_size):
         members.setdefault(find(rank), []).append(rank)
@@ -161,10 +166,11 @@ def _domains(
     return domains, domain_of
 
 
-# -- on the wire: equal lists once, as arithmetic progressions, because a domain may be every eighth of 16,384 ranks -----------------
+# -- on the wire: equal lists once, as arithmetic progressions, because a domain may be every eighth
+# of 16,384 ranks -----------------
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 24)]
-_MAX_BYTES = 1 << 30  # what ranks exchange of one node
+_MAX_BYTES = 1 << 30  # limit of one node's facts
 _MAX_RANKS = 1 << 24  # as of a segment's descriptor
 
 
@@ -174,7 +180,7 @@ class _WireFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 def facts_to_wire(facts: Mapping[int, RankFacts]) -> bytes:
-    """Facts of some ranks as msgpack, to be exchanged between ranks.
+    """Encode the facts of some ranks as msgpack for the exchange between ranks.
 
     Raises:
         ValueError: a list is not ascending.
@@ -187,20 +193,20 @@ def facts_to_wire(facts: Mapping[int, RankFacts]) -> bytes:
     ranks = [
         (
             rank,
-            number(told.neighbours),
-            number(_with(rank, told.domain)),
-            number(_with(rank, told.alike)),
+            number(own.neighbours),
+            number(_with(rank, own.domain)),
+            number(_with(rank, own.alike)),
         )
-        for rank, told in sorted(facts.items())
+        for rank, own in sorted(facts.items())
     ]
     return msgspec.msgpack.encode(_WireFacts([_runs(ranks) for ranks in numbers], ranks))
 
 
 def facts_from_wire(payloads: Iterable[bytes]) -> dict[int, RankFacts]:
-    """The facts that `facts_to_wire` was given, by all nodes; equal lists are one object.
+    """Decode the outputs of `facts_to_wire` of all nodes; equal lists become one object.
 
     Raises:
-        RemoteProtocolError: a payload is none, or contradicts itself.
+        RemoteProtocolError: a payload is malformed, or contradicts itself.
     """
     facts: dict[int, RankFacts] = {}
     once: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -212,7 +218,7 @@ def facts_from_wire(payloads: Iterable[bytes]) -> dict[int, RankFacts]:
                 facts[rank] = RankFacts(lists[neighbours], lists[domain], lists[alike])
         except (ValueError, IndexError) as error:
             raise RemoteProtocolError(
-                f"what a node tells of whom its ranks communicate with cannot be read ({error})",
+                f"a node's report of its ranks' communication cannot be read ({error})",
                 operation="plan recovery",
                 hint="Check that all ranks run the same version of ckptd",
             ) from error
@@ -226,7 +232,7 @@ class _LogFacts(msgspec.Struct, frozen=True):
 
 
 class _LogPayload(msgspec.Struct, frozen=True):
-    """What is read here of the trainer's part of a log's descriptor; there is more in it."""
+    """The field of the trainer's part of a log's descriptor that is read here; it has others."""
 
     facts: _LogFacts | None = None
 
@@ -237,16 +243,16 @@ _log_decoder = msgspec.msgpack.Decoder(_LogPayload)
 def facts_of_log(client: bytes) -> RankFacts | None:
     """The facts in the trainer's part of a boundary log's descriptor.
 
-    None where it tells none, or in a way that is not known here: then its rank has told nothing,
-    which costs replay and no exactness.
+    None if it has none, or in an unknown form: then the rank counts as one without facts, which costs
+    replay but no exactness.
     """
     try:
-        told = unpack(_log_decoder, client).facts
+        own = unpack(_log_decoder, client).facts
     except ValueError:
         return None
-    if told is None:
+    if own is None:
         return None
-    lists = [tuple(sorted(set(ranks))) for ranks in (told.neighbours, told.domain, told.alike)]
+    lists = [tuple(sorted(set(ranks))) for ranks in (own.neighbours, own.domain, own.alike)]
     return RankFacts(*lists)
 
 

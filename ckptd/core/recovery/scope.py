@@ -1,15 +1,16 @@
-"""Which ranks go on where they were parked, which ones replay, and from where each starts. Pure.
+"""The scope of a localized recovery: the ranks that resume from a parked state, the ranks that
+replay, and their starts. Pure.
 
-The unit is the *domain*: its members start at the same iteration. A domain **stands** at an
-iteration at which each of its members has a parked state, or can copy a peer's. A domain that
-stands nowhere **replays**, and replaying domains that are neighbours do so together, from one
-start. Before the iteration *resume* each runs apart: in iteration i a rank talks to the neighbours
-that have started by then, and is fed from the logs of the others.
+The unit is the *domain*: its members start at the same iteration. A domain **stands** at an iteration at
+which each of its members has a parked state, or can copy that of a peer. A domain that stands nowhere
+**replays**; adjacent domains that replay start at the same iteration. Before the iteration *resume* each
+domain runs isolated: in iteration i a rank communicates with the neighbours that have started by then, and
+reads the logs of the others.
 
-Everybody starts as late as possible. That may need a log that is not there: rank r runs iteration
-i, its neighbour n would start later, and n's log of i is missing. Since r cannot start later than
-it does, n must start at i or before, in every plan that there is: its domain gets a *limit*. Limits
-only fall, so this ends, and what it ends with starts everybody as late as any plan can.
+Every domain starts as late as possible. That may need a log that no node holds: rank r runs iteration i,
+its neighbour n would start later, and n's log of i is missing. Since r cannot start later, n must start
+at i or before in every plan: its domain gets a *limit*. Limits only fall, so the search ends, and its
+result has the latest possible start of every domain.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ __all__ = [
     "verified",
 ]
 
-# What there is of a rank's snapshots, by operator table.
+# The snapshots of a rank, by operator table.
 GroupsOf = Callable[[int], Sequence[Group]]
-# Whether a rank's log of an iteration can be had.
+# Whether a node holds a rank's log of an iteration.
 HasLog = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """An iteration at which all of a domain can go on; ``peers`` tells whose parked state each
-    member without one copies.
+    """An iteration at which all ranks of a domain can resume; ``peers`` maps each member without a parked
+    state to the rank whose state it copies.
     """
 
     iteration: int
@@ -50,8 +51,8 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class DomainStart:
-    """Where a domain starts, and from which iteration on it is dense and exact; ``stand`` is None
-    if it replays.
+    """The start of a domain, and the iteration from which it is dense and exact; ``stand`` is None if
+    the domain replays.
     """
 
     start: int
@@ -61,8 +62,8 @@ class DomainStart:
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """Why a domain starts earlier than it could: ``reader`` needs what ``sender`` sent in
-    ``iteration``, and there is no log of it.
+    """The reason for an earlier start of a domain: ``reader`` needs the log of ``sender`` of
+    ``iteration``, and no node holds it.
     """
 
     reader: int
@@ -72,8 +73,8 @@ class Widening:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryScope:
-    """Where each domain starts, and by domain the last reason to start so early, and why what it
-    loads is not all compared.
+    """The start of each domain; by domain, the last reason for an earlier start, and the reason why the
+    values that it loads are not all verified.
     """
 
     places: Sequence[DomainStart]
@@ -88,11 +89,11 @@ def settle(
     has_log: HasLog,
     resume: int,
 ) -> RecoveryScope | str:
-    """Where everybody starts, as late as can be; or why some cannot start at all.
+    """The latest possible start of every domain, or the reason why some domain cannot start.
 
     Args:
-        stands: by domain, newest first; none after ``resume``.
-        spans: what replaying domains can replay, up to ``resume``.
+        stands: the stands of each domain, newest first; none after ``resume``.
+        spans: the spans that domains can replay, up to ``resume``.
     """
     return _Settling(relations, stands, spans, has_log, resume).run()
 
@@ -104,14 +105,14 @@ def verified(
     has_log: HasLog,
     why_not: str = "",
 ) -> RecoveryScope:
-    """The same, in which those who replay begin one iteration earlier than they must, so that all
-    that they would load first is compared.
+    """The same scope, with a start one iteration earlier for domains that replay, so that the values of
+    their first snapshot are verified.
 
-    Only where that costs nobody else anything: they have the snapshot before, and of that iteration
-    there is every log that they would be fed.
+    Only if it costs no other domain anything: the previous snapshot exists, and nodes hold every log
+    of that iteration that they need.
 
     Args:
-        why_not: why it is not wanted; it is told of all of them then.
+        why_not: the reason why verification is not wanted; it then applies to all domains.
     """
     places, unverified = list(scope.places), dict[int, str]()
     for component in _components(relations, [place.stand is None for place in places]):
@@ -126,22 +127,22 @@ def verified(
 
 
 def _components(relations: Relations, replays: Sequence[bool]) -> list[list[int]]:
-    """The domains that replay, those that do so together in one list."""
+    """The domains that replay; adjacent ones are in one list."""
     found: list[list[int]] = []
     seen: set[int] = set()
     for first in range(len(replays)):
         if not replays[first] or first in seen:
             continue
-        together, left = [first], [first]
+        component, left = [first], [first]
         seen.add(first)
         while left:
             for rank in relations.domains[left.pop()]:
-                beside = {relations.domain_of[other] for other in relations.neighbours[rank]}
-                fresh = sorted(d for d in beside if replays[d] and d not in seen)
+                adjacent = {relations.domain_of[other] for other in relations.neighbours[rank]}
+                fresh = sorted(d for d in adjacent if replays[d] and d not in seen)
                 seen.update(fresh)
-                together += fresh
+                component += fresh
                 left += fresh
-        found.append(together)
+        found.append(component)
     return found
 
 
@@ -154,10 +155,10 @@ def _lack_before(
     spans: DomainSpans,
     has_log: HasLog,
 ) -> str:
-    """What these domains lack to begin an iteration before ``start``; "" if nothing."""
+    """The reason why these domains cannot start one iteration before ``start``; "" if they can."""
     before = start - 1
     if not spans.fit(component, before, end):
-        return f"those who replay have no snapshots of iteration {before} that lead to those of {start}"
+        return f"the ranks that replay have no snapshots of iteration {before} that lead to those of {start}"
     for domain in component:
         for rank in relations.domains[domain]:
             for other in relations.neighbours[rank]:
@@ -169,10 +170,10 @@ def _lack_before(
 
 
 class DomainSpans:
-    """From which iterations domains can replay together, all exact at one that is not after ``last``.
+    """The spans that domains can replay together, exact at an iteration that is not after ``last``.
 
-    As `ckptd.core.recovery.spans.newest_span`, with one difference: they run on to where all meet
-    anyway, so the newest start, which is the least to run, comes before the newest end.
+    Like `ckptd.core.recovery.spans.newest_span`, except that the newest start, which needs the least
+    replay, precedes the newest end, because all run on to a common iteration anyway.
     """
 
     def __init__(self, domains: Sequence[Sequence[int]], groups_of: GroupsOf, last: int) -> None:
@@ -182,7 +183,7 @@ class DomainSpans:
         self._phases: dict[tuple[int, int, int], Mapping[int, int] | None] = {}
 
     def newest(self, domains: Iterable[int], limit: int) -> tuple[int, int] | None:
-        """The (start, end) of these domains together with the newest start that is not after ``limit``."""
+        """The common (start, end) of these domains with the newest start that is not after ``limit``."""
         members = sorted(domains)
         best: tuple[int, int] | None = None
         for end in sorted(frozenset.intersection(*map(self._ends_of, members)), reverse=True):
@@ -197,7 +198,7 @@ class DomainSpans:
         return best
 
     def fit(self, domains: Iterable[int], start: int, end: int) -> bool:
-        """Whether these domains can replay together from that start to that end."""
+        """Whether these domains can replay together from ``start`` to ``end``."""
         members = sorted(domains)
         starts = all(start in self._starts_of(domain, end) for domain in members)
         return starts and self._in_phase(members, start, end)
@@ -229,21 +230,21 @@ class DomainSpans:
         return True
 
     def _phases_of(self, domain: int, start: int, end: int) -> Mapping[int, int] | None:
-        """By iteration; None if its members were in different ones."""
+        """The phases of a domain by iteration; None if its members were in different phases."""
         key = (domain, start, end)
         if key not in self._phases:
             phases: dict[int, int] = {}
-            alike = all(
+            equal = all(
                 phases.setdefault(record.iteration, record.phase) == record.phase
                 for rank in self._domains[domain]
                 for record in between(best_group(self._groups_of(rank), start, end), start, end)
             )
-            self._phases[key] = phases if alike else None
+            self._phases[key] = phases if equal else None
         return self._phases[key]
 
 
 def _common(sets: Iterable[set[int]]) -> frozenset[int]:
-    """What is in all of them; stops at the first that leaves nothing."""
+    """The intersection of the sets; stops when it is empty."""
     common: set[int] | None = None
     for each in sets:
         common = each if common is None else common & each
@@ -253,7 +254,7 @@ def _common(sets: Iterable[set[int]]) -> frozenset[int]:
 
 
 class _Settling:
-    """One search. ``_limits`` only fall, and whoever replays goes on to."""
+    """One search. ``_limits`` only fall, and a domain that replays continues to replay."""
 
     def __init__(
         self,
@@ -269,8 +270,8 @@ class _Settling:
         self._limits = [resume] * count
         self._places: list[DomainStart | None] = [None] * count
         self._widened: dict[int, Widening] = {}
-        self._beside: dict[int, frozenset[int]] = {}  # by domain: its neighbours
-        self._together: dict[
+        self._adjacent: dict[int, frozenset[int]] = {}  # by domain: its neighbours
+        self._spans_of: dict[
             frozenset[int], tuple[int, DomainStart]
         ] = {}  # with the limit it is for
 
@@ -286,8 +287,8 @@ class _Settling:
         return RecoveryScope(places, self._widened)
 
     def _place(self, changed: Iterable[int]) -> set[int] | str:
-        """Give these domains, and those who replay with them, a place within their limits; the
-        domains that moved.
+        """Give these domains, and those that replay with them, a start within their limits; returns the
+        domains whose start changed.
         """
         moved = set()
         for domain in changed:
@@ -327,32 +328,32 @@ class _Settling:
         return frozenset(found)
 
     def _others_of(self, domain: int) -> frozenset[int]:
-        if domain not in self._beside:
+        if domain not in self._adjacent:
             relations = self._relations
-            self._beside[domain] = frozenset(
+            self._adjacent[domain] = frozenset(
                 relations.domain_of[other]
                 for rank in relations.domains[domain]
                 for other in relations.neighbours[rank]
             ) - {domain}
-        return self._beside[domain]
+        return self._adjacent[domain]
 
     def _replayed(self, component: frozenset[int]) -> DomainStart | None:
         limit = min(self._limits[domain] for domain in component)
-        known = self._together.get(component)
+        known = self._spans_of.get(component)
         if known is not None and known[0] == limit:
             return known[1]
         span = self._spans.newest(component, limit)
         if span is None:
             return None
         place = DomainStart(*span, None)
-        self._together[component] = limit, place
+        self._spans_of[component] = limit, place
         return place
 
     def _cannot_replay(self, component: Iterable[int]) -> str:
         members = sorted(rank for d in component for rank in self._relations.domains[d])
         limited = min(component, key=lambda d: (self._limits[d], d))
         text = (
-            f"{listed('rank', members)} would have to replay, but have no complete suffix in common "
+            f"{listed('rank', members)} must replay, but have no complete suffix in common "
             f"that starts at {self._limits[limited]} or before and ends at {self._resume} or before"
         )
         if limited in self._widened:
@@ -360,10 +361,9 @@ class _Settling:
         return text
 
     def _widen(self, moved: Iterable[int]) -> set[int]:
-        """Limit the domains whose logs lack what somebody needs who has moved.
+        """Limit the domains whose logs do not contain what a moved domain needs.
 
-        To move is to start earlier: whoever reads the logs of one that has moved needs no more of
-        them than before.
+        A domain moves to an earlier start: the readers of its logs need no more of them than before.
         """
         limited = set()
         for domain in moved:
@@ -375,7 +375,7 @@ class _Settling:
         return limited
 
     def _lacking(self, reader: int, sender: int) -> Widening | None:
-        """The first iteration in which ``reader`` would have to be fed, but there is no log of it."""
+        """The first iteration of ``sender`` that ``reader`` needs and of which no node holds the log."""
         for iteration in range(self._start(reader), min(self._start(sender), self._resume)):
             if not self._has_log(sender, iteration):
                 return Widening(reader, sender, iteration)
@@ -396,8 +396,8 @@ class _Settling:
 
 
 def lacking(widening: Widening) -> str:
-    """A widening as words."""
+    """A widening as text."""
     return (
-        f"rank {widening.reader} needs what rank {widening.sender} sent in iteration "
-        f"{widening.iteration}, and no node holds that log"
+        f"rank {widening.reader} needs the log of rank {widening.sender} of iteration "
+        f"{widening.iteration}, which no node holds"
     )

@@ -1,4 +1,4 @@
-"""What to load and where it lies: pieces, and in which order their copies are asked for. Pure."""
+"""The snapshots to load, with their copies in the order in which they are requested. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckptd.units import format_bytes
 __all__ = ["SnapshotCopy", "SnapshotToLoad", "Sources"]
 
 
-# A large world has hundreds of thousands of sources: structs outside of the garbage collector's sight
-# are made five times as fast, and do not set it off (they cannot be part of a cycle).
+# A large job has hundreds of thousands of sources. Structs that the garbage collector does not track are
+# created five times as fast and do not trigger it (they cannot be part of a cycle).
 class SnapshotCopy(msgspec.Struct, frozen=True, gc=False):
-    """Where a copy of a snapshot lies: slot ``index`` of a segment on a node."""
+    """The place of a copy of a snapshot: slot ``index`` of a segment on a node."""
 
     node: str
     segment: str
@@ -26,32 +26,36 @@ class SnapshotCopy(msgspec.Struct, frozen=True, gc=False):
 
 
 class SnapshotToLoad(msgspec.Struct, frozen=True, gc=False):
-    """One snapshot to load and all its copies; ``record`` is that of the first, preferred one."""
+    """One snapshot to load and all its copies; ``record`` is the record of the first, preferred copy."""
 
     record: SlotRecord
     sources: tuple[SnapshotCopy, ...]
 
 
 class Sources:
-    """Orders the copies of each piece so that no holder is asked for much more than another.
+    """Orders the copies of each snapshot so that the load of all nodes is about equal.
 
     Args:
-        known: what copies are numbers of.
+        known: the inventories to which the numbers in copies refer.
         homes: the node on which each rank will run.
-        beside: what is asked for here comes on top of what is asked for there.
+        shared_load: another instance, to whose load the requests of this one are added.
     """
 
     def __init__(
-        self, known: Known, homes: Mapping[int, str], beside: Sources | None = None
+        self, known: Known, homes: Mapping[int, str], shared_load: Sources | None = None
     ) -> None:
         self._known, self._homes = known, homes
-        # Bytes for which a node is the first to be asked.
-        self._load: Counter[str] = beside._load if beside else Counter()
-        self.moved: Counter[int] = beside.moved if beside else Counter()  # bytes by rank
-        self._stored: Counter[int] = beside._stored if beside else Counter()  # of them from storage
+        # Bytes for which a node is the preferred source.
+        self._load: Counter[str] = shared_load._load if shared_load else Counter()
+        self.moved: Counter[int] = shared_load.moved if shared_load else Counter()  # bytes by rank
+        self._stored: Counter[int] = (
+            shared_load._stored if shared_load else Counter()
+        )  # of them from storage
 
-    def piece(self, rank: int, copies: Sequence[Copy]) -> SnapshotToLoad:
-        """For ``rank``: the home's copies first, its own segment before a replica; then the others in turn."""
+    def ordered(self, rank: int, copies: Sequence[Copy]) -> SnapshotToLoad:
+        """The copies for ``rank``: first those of its home (its own segment before a replica), then
+        the others in turn.
+        """
         home = self._homes.get(rank)
         near = [copy for copy in copies if self._known[copy[0]].node == home]
         far = [copy for copy in copies if self._known[copy[0]].node != home]
@@ -67,7 +71,7 @@ class Sources:
         return SnapshotToLoad(record_of(ordered[0], self._known), sources)
 
     def moves(self) -> str:
-        """What travels, where the homes are known."""
+        """For a message: the bytes that are transferred, if the homes are known."""
         ranks = [rank for rank in self.moved if rank in self._homes]
         if not ranks:
             return ""

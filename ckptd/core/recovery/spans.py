@@ -1,4 +1,4 @@
-"""From which iteration to which ranks can replay together, given what there is of each. Pure."""
+"""The spans of iterations that all ranks can replay together, given their snapshots. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def newest_span(tables: Tables) -> tuple[int, int] | None:
-    """The best (start, end)."""
+    """The newest (start, end) of all ranks."""
     for end in common_ends(tables):
         start = common_start(tables, end)
         if start is not None and in_phase(tables, start, end):
@@ -34,13 +34,13 @@ def newest_span(tables: Tables) -> tuple[int, int] | None:
 
 
 def span_to(tables: Tables, end: int) -> tuple[int, int] | None:
-    """The one that ends there."""
+    """The span that ends at ``end``."""
     start = common_start(tables, end) if end in common_ends(tables) else None
     return (start, end) if start is not None and in_phase(tables, start, end) else None
 
 
 def all_spans(tables: Tables) -> list[tuple[int, int]]:
-    """Of every iteration that all ranks can go back to, newest first."""
+    """The spans of all iterations at which all ranks can resume, newest first."""
     found = (span_to(tables, end) for end in common_ends(tables))
     return [span for span in found if span is not None]
 
@@ -56,16 +56,16 @@ def in_phase(tables: Tables, start: int, end: int) -> bool:
 
 
 def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | str:
-    """The newest iteration before ``start`` from which every rank can replay to it; or, in words,
-    why there is none.
+    """The newest iteration before ``start`` from which every rank can replay to it, or the reason why
+    there is none.
 
-    A replay that begins there computes what the one from ``start`` loads: so there is something to
-    compare with. Where the snapshot of ``start`` holds everything, it is any older one of its epoch
-    that does, too; else the one that it goes on from.
+    A replay from there computes the values that a replay from ``start`` loads, so that they can be
+    verified. If the snapshot of ``start`` anchors all operators, any older one of its epoch that does,
+    too, is suitable; else only the one before it.
 
     Args:
         start: a start of all ranks, from which they are exact at ``end``.
-        within: how many iterations more may be replayed for it.
+        within: the limit of additional iterations to replay.
     """
     common: set[int] | None = None
     phases: dict[int, set[int]] = {}
@@ -73,22 +73,22 @@ def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | st
         group = best_group(groups, start, end)
         before = ways_to(group.newest, start, group.num_operators)
         if not before:
-            return f"there is no snapshot of rank {rank} before that of iteration {start} from which a replay could come to it"
+            return f"no snapshot of rank {rank} before iteration {start} leads to that of iteration {start}"
         for iteration in before:
             phases.setdefault(iteration, set()).add(group.newest[iteration].phase)
         common = before if common is None else common & before
     if not common:
-        return f"the ranks have no snapshot before that of iteration {start} in common"
+        return f"the ranks have no snapshot before iteration {start} in common"
     newest = max(common)
     if start - newest > within:
-        return f"the snapshot before it is {start - newest} iterations older, and verify_iterations={within}"
+        return f"the previous snapshot is {start - newest} iterations older, and verify_iterations={within}"
     if len(phases[newest]) > 1:
         return f"before iteration {start} the ranks were in different phases of their schedules"
     return newest
 
 
 def is_whole(group: Group, iteration: int) -> bool:
-    """Whether that snapshot alone anchors everything."""
+    """Whether the snapshot of ``iteration`` alone anchors all operators."""
     everything = (1 << group.num_operators) - 1
     return group.newest[iteration].anchors & everything == everything
 
@@ -99,7 +99,7 @@ def between(group: Group, start: int, end: int) -> list[SlotRecord]:
 
 
 def common_ends(tables: Tables) -> list[int]:
-    """The iterations, newest first, of which there is a snapshot of every rank."""
+    """The iterations, newest first, of which every rank has a snapshot."""
     common: set[int] | None = None
     for groups in tables.values():
         mine = set(chain.from_iterable(group.newest for group in groups))
@@ -108,7 +108,7 @@ def common_ends(tables: Tables) -> list[int]:
 
 
 def common_start(tables: Tables, end: int) -> int | None:
-    """The newest iteration from which a chain up to ``end`` anchors all of every rank."""
+    """The newest iteration from which a chain up to ``end`` anchors all operators of every rank."""
     common: set[int] | None = None
     for groups in tables.values():
         starts: set[int] = set()
@@ -121,7 +121,7 @@ def common_start(tables: Tables, end: int) -> int | None:
 
 
 def covering_starts(group: Group, end: int) -> set[int]:
-    """The iterations from which on the chain up to ``end`` anchors everything."""
+    """The iterations from which the chain up to ``end`` anchors all operators."""
     newest = group.newest.get(end)
     if newest is None:
         return set()
@@ -136,12 +136,12 @@ def covering_starts(group: Group, end: int) -> set[int]:
 
 
 def has_suffix(groups: Sequence[Group]) -> bool:
-    """Whether any chain of them anchors everything."""
+    """Whether any chain of these snapshots anchors all operators."""
     return any(covering_starts(group, end) for group in groups for end in group.newest)
 
 
 def best_group(groups: Sequence[Group], start: int, end: int) -> Group:
-    """Of the operator tables under which the rank can be had: the one that was written last."""
+    """The operator table that was written last, of those with snapshots over the whole span."""
     if len(groups) == 1:
         return groups[0]
     fit = [group for group in groups if start in covering_starts(group, end)]

@@ -1,26 +1,27 @@
-"""How one image is pulled from several holders at once: parts handed out as holders become free (pure).
+"""Striped transfer of one image from several holders at once; holders receive parts as they become
+free (pure).
 
-The image is cut into parts. Every holder has a few in flight; whoever is done takes the next one,
-so a fast holder delivers more and nobody has to be measured. A part that fails goes back to the
-front of the queue. A holder without work takes over a part that another has been at for long (the
-shell cancels that one first).
+The image is cut into parts. Every holder has a few requests in flight; a holder that finishes takes the
+next part, so fast holders deliver more without any measurement. A part that fails returns to the front
+of the queue. A holder without work takes over a part that another one has been transferring for too long
+(the shell cancels that transfer first).
 
-When all parts are there the image is verified, and `blame` is told every range that is wrong. It
-cuts the parts at the edges of those ranges; what is right stays, whoever brought it. Each wrong
-part is asked of another holder, and never again of one that brought it wrong; that holder stays
-good for everything else. So copies that are damaged in different places make up a whole one.
+When all parts have arrived, the image is verified, and the shell passes all wrong ranges to `blame`.
+It cuts the parts at the edges of those ranges; correct bytes stay. Each wrong part is requested from
+another holder, never again from one that delivered it wrong; that holder remains usable for other parts.
+So copies with different damage form one whole image.
 
-A wrong range that lies in several parts (a large tensor) does not tell which of them is at fault.
-When every holder had its turn at one of them, `ckptd.core.recovery.mixes` says which holder is to
-bring which part, each combination once and so many at most.
+A wrong range in several parts (a large tensor) does not show which part is wrong. When every holder has
+been tried for one of the parts, `ckptd.core.recovery.mixes` chooses the holder of each part, each
+combination once, up to a limit.
 
-Of a part that was taken over the bytes may be those of the cancelled transfer, which landed last:
-then nobody is found wrong, once.
+The bytes of a part that was taken over may come from the cancelled transfer, which finished last. In
+this case no holder is blamed, once.
 
-It ends. Cuts are made at edges of ranges only, so there are finitely many parts; who brought a part
-wrong is not asked for that part again, but for the combinations, of which no range sees more than
-`MIXES`, and none twice. So `blame` can be called finitely often before nothing is wrong or nobody
-is left. What is accepted is what verified, whatever was asked of whom.
+The search terminates: cuts are only at edges of ranges, so the number of parts is finite. A holder that
+delivered a part wrong is not asked for it again except in combinations, of which each range has at most
+`MIXES`, each once. So `blame` is called finitely often before the image is correct or no holder is left.
+An image is accepted only if it verifies.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ PART_BYTES = 8 << 20
 _IN_FLIGHT = 2  # per holder: the next request is on its way while one is served
 _SLOW_FACTOR = 4.0
 _SLOW_S = 1.0
-_FIRST_S = 3.0  # the same before any part has arrived, when nobody knows what is usual
-_FAILURES = 3  # of one holder in a row, after which it is not asked again
-# Verifications in which something of one holder was wrong, after which it is asked only for what
-# nobody else can bring. Two find all flipped bits, those of the header first; a third speaks of
-# memory that changes as it is read, and each costs a pass over the image. To give the holder up
-# altogether would lose bytes that may be the only ones, and is not needed for an end.
+_FIRST_S = 3.0  # the same before any part has arrived, when no usual time is known
+_FAILURES = 3  # consecutive failures of one holder, after which it is not asked again
+# Verifications with wrong bytes of one holder, after which it is asked only for parts that no other
+# holder can deliver. Two find all flipped bits, those of the header first; a third suggests memory that
+# changes while it is read, and each costs a pass over the image. Dropping the holder completely could
+# lose the only copy of some bytes, and is not needed for termination.
 _WRONG_TIMES = 3
 
-Holder = TypeVar("Holder", bound=Hashable)  # whatever names one copy of the image
+Holder = TypeVar("Holder", bound=Hashable)  # identifies one copy of the image
 Span = tuple[int, int]  # bytes [start, stop) of the image
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """Bytes ``[start, stop)`` of the image; ``index`` names the part, and is not its place."""
+    """Bytes ``[start, stop)`` of the image; ``index`` identifies the part, and is not its position."""
 
     index: int
     start: int
@@ -63,7 +64,7 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class Pull(Generic[Holder]):
-    """Effect: get this part from this holder."""
+    """Effect: fetch this part from this holder."""
 
     holder: Holder
     part: ImagePart
@@ -71,7 +72,7 @@ class Pull(Generic[Holder]):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Generic[Holder]):
-    """Effect: another holder takes this part over; end the transfer before it begins."""
+    """Effect: another holder takes this part over; end this transfer first."""
 
     holder: Holder
     part: ImagePart
@@ -88,10 +89,10 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _State(Generic[Holder]):
-    """One part: who brought it, and who cannot.
+    """One part: the holder that delivered it, and those that cannot.
 
-    ``wrong`` brought it wrong; ``cannot`` said that they cannot bring it; ``only``, if not None,
-    has its turn in a combination.
+    ``wrong`` holders delivered wrong bytes; ``cannot`` holders reported that they cannot deliver it;
+    ``only``, if not None, is the holder that the current combination chooses.
     """
 
     part: ImagePart
@@ -99,19 +100,21 @@ class _State(Generic[Holder]):
     wrong: set[Holder] = field(default_factory=set)
     cannot: set[Holder] = field(default_factory=set)
     only: Holder | None = None
-    span: Span | None = None  # the wrong range whose parts are mixed, if each holder had its turn
+    span: Span | None = (
+        None  # the wrong range whose parts are combined, if every holder has been tried
+    )
     taken_over: int = 0
     excused: bool = (
-        False  # it was wrong after it was taken over: whose bytes those were is not known
+        False  # it was wrong after it was taken over: the source of the bytes is not known
     )
 
 
 class Stripes(Generic[Holder]):
-    """One image's parts.
+    """The parts of one image.
 
     Args:
         holders: the preferred one first.
-        part_bytes: size of a part but for the last.
+        part_bytes: size of every part except the last.
     """
 
     def __init__(
@@ -121,10 +124,10 @@ class Stripes(Generic[Holder]):
         self._states: dict[int, _State[Holder]] = {}
         for start in range(0, max(size_bytes, 1), part_bytes):
             self._new(start, min(start + part_bytes, size_bytes))
-        self._order = list(self._states.values())  # by where they lie
+        self._order = list(self._states.values())  # by position
         self._todo = deque(self._states)
         self._missing = len(self._states)
-        self._stuck: list[_State[Holder]] = []  # missing, and nobody may be asked
+        self._stuck: list[_State[Holder]] = []  # missing, and no holder may be asked
         self._tried: dict[Span, set[tuple[Holder, ...]]] = {}
         self._holders = {name: _Work() for name in holders}
         self._durations: deque[float] = deque(maxlen=32)
@@ -132,54 +135,54 @@ class Stripes(Generic[Holder]):
 
     @property
     def parts(self) -> list[ImagePart]:
-        """All of them, as they lie; `blame` makes new ones."""
+        """All parts by position; `blame` creates new ones."""
         return [state.part for state in self._order]
 
     @property
     def complete(self) -> bool:
-        """Every part has been delivered."""
+        """Whether every part has been delivered."""
         return self._missing == 0
 
     @property
     def failed(self) -> bool:
-        """Nobody is left who could deliver something that is missing."""
+        """Whether no remaining holder can deliver some missing part."""
         return bool(self.hopeless())
 
     @property
     def bytes_by_holder(self) -> dict[Holder, int]:
-        """What each has delivered, without what was wrong."""
+        """The bytes that each holder has delivered, without wrong ones."""
         return {name: h.delivered_bytes for name, h in self._holders.items()}
 
     def holders_left(self) -> list[Holder]:
         return [name for name, holder in self._holders.items() if not holder.lost]
 
     def hopeless(self) -> list[ImagePart]:
-        """What nobody is left to deliver."""
+        """The parts that no remaining holder can deliver."""
         spans = {state.span for state in self._stuck if state.span is not None}
         over = {None, *(span for span in spans if self._next_mix(span) is None)}
         return [state.part for state in self._stuck if state.span in over]
 
     def add_holder(self, holder: Holder) -> None:
-        """One more that may be asked."""
+        """Add a holder."""
         self._holders.setdefault(holder, _Work())
         self._look_for_stuck()
 
     def wanted_of(self, holder: Holder) -> list[ImagePart]:
-        """What is missing, not under way, and may be asked of this holder."""
+        """The missing parts that are not in flight and that this holder may be asked for."""
         return [self._states[i].part for i in self._todo if self._may(holder, self._states[i])]
 
     def bringers(self, span: Span) -> list[Holder]:
-        """Who has delivered what lies there now."""
+        """The holders that delivered the present bytes of a range."""
         found = [state.by for state in self._inside(span) if state.by is not None]
         return list(dict.fromkeys(found))
 
     def next_pulls(
         self, now_s: float, *, ready: Container[Holder] | None = None
     ) -> list[Pull[Holder] | Cancel[Holder]]:
-        """What to start now; call after every event and about once a second.
+        """The transfers to start now; call after every event and about once a second.
 
         Args:
-            ready: the holders that can be asked already; None for all.
+            ready: the holders that accept requests already; None for all.
         """
         self.mix()
         effects: list[Pull[Holder] | Cancel[Holder]] = []
@@ -190,12 +193,12 @@ class Stripes(Generic[Holder]):
         return effects + self._take_over(now_s, ready)
 
     def claim(self, holder: Holder, part: ImagePart) -> None:
-        """The part was brought from this holder without being asked for (a copy on the same node)."""
+        """The part was delivered by this holder without a request (a copy on the same node)."""
         self._todo.remove(part.index)
         self._arrived(holder, self._states[part.index])
 
     def delivered(self, holder: Holder, part: ImagePart, now_s: float) -> None:
-        """The part has arrived whole (chunk digests held)."""
+        """The part has arrived completely (its chunk digests matched)."""
         work, state = self._holders[holder], self._states[part.index]
         since = work.in_flight.pop(part.index, None)
         if since is None or state.by is not None:
@@ -207,8 +210,8 @@ class Stripes(Generic[Holder]):
     def failed_part(
         self, holder: Holder, part: ImagePart, *, gone: bool = False
     ) -> list[ImagePart]:
-        """The transfer failed; ``gone``: the holder cannot be asked again. Returns as `lose` does,
-        if it is lost by that.
+        """The transfer failed; ``gone``: the holder cannot be asked again. If the holder is lost by this,
+        returns like `lose`.
         """
         work = self._holders[holder]
         work.failures += 1
@@ -216,7 +219,7 @@ class Stripes(Generic[Holder]):
         return self.lose(holder) if gone or work.failures >= _FAILURES else []
 
     def cannot(self, holder: Holder, part: ImagePart) -> None:
-        """The holder has said that it will never deliver this part; it is asked for others as before."""
+        """The holder reported that it can never deliver this part; it is still asked for others."""
         state = self._states[part.index]
         state.cannot.add(holder)
         self._requeue(holder, part)
@@ -224,7 +227,7 @@ class Stripes(Generic[Holder]):
             self._stuck.append(state)
 
     def lose(self, holder: Holder) -> list[ImagePart]:
-        """The holder is not asked again; returns its parts in flight, which the shell cancels."""
+        """Drop a holder; returns its parts in flight, which the shell must cancel."""
         work = self._holders[holder]
         work.lost = True
         given_up = [self._states[index].part for index in work.in_flight]
@@ -234,13 +237,13 @@ class Stripes(Generic[Holder]):
         return given_up
 
     def blame(self, ranges: Iterable[Span]) -> dict[Span, list[Holder]]:
-        """These bytes, disjoint, are not what was sealed: have them delivered again; returns who
-        had delivered each range.
+        """Request these disjoint ranges again, because their bytes are not the sealed ones; returns the
+        holders that had delivered each range.
 
-        To be called when the image is complete, with all that is wrong. A range in which nobody
-        brought anything is left out.
+        Call it when the image is complete, with all wrong ranges. The result omits ranges that no
+        holder delivered.
         """
-        assert self.complete, "what is missing cannot be wrong"
+        assert self.complete, "a missing part cannot be wrong"
         spans = sorted(ranges)
         self._cut(sorted({edge for span in spans for edge in span}))
         blamed = {span: found for span in spans if (found := self.bringers(span))}
@@ -256,13 +259,13 @@ class Stripes(Generic[Holder]):
         return blamed
 
     def mix(self) -> None:
-        """Where nobody is left for a part of a large range: have the range brought by the next
-        combination of holders.
+        """If no holder is left for a part of a large range, request the range from the next combination
+        of holders.
         """
         for span in {state.span for state in self._stuck if state.span is not None}:
             mix, members = self._next_mix(span), self._inside(span)
             if mix is None or any(s.by is None and s.part.index not in self._todo for s in members):
-                continue  # none is left, or some of it is still under way
+                continue  # no combination is left, or some part is still in flight
             for member, name in zip(members, mix, strict=True):
                 member.only = name
                 if member.by is not None and member.by != name:
@@ -298,8 +301,8 @@ class Stripes(Generic[Holder]):
         return self._order[begin : bisect_left(self._order, span[1], key=_start_of)]
 
     def _cut(self, edges: Sequence[int]) -> None:
-        """Have every part end where one of these edges is. Who brought the whole brought the
-        pieces. Who had it wrong before, or could not bring it, may have a piece right.
+        """Cut the parts at these edges. The new parts keep the holder that delivered the old one. Holders
+        that had the old part wrong, or could not deliver it, may have a new part right.
         """
         cut: list[_State[Holder]] = []
         for state in self._order:
@@ -310,14 +313,14 @@ class Stripes(Generic[Holder]):
                 continue
             del self._states[state.part.index]
             for a, b in itertools.pairwise([start, *inner, stop]):
-                piece = self._new(a, b)
-                piece.by, piece.taken_over = state.by, state.taken_over
-                cut.append(piece)
+                part = self._new(a, b)
+                part.by, part.taken_over = state.by, state.taken_over
+                cut.append(part)
         self._order = cut
 
     def _mixed(self, span: Span) -> Span:
-        """What has to be mixed if this range is wrong: it, or a range that it was part of before
-        (of a header whose length is wrong, no more than that is known).
+        """The range to combine if this range is wrong: itself, or a range that contained it before (a
+        header with a wrong length is only known by that length).
         """
         known = (state.span for state in self._inside(span) if state.span is not None)
         return next((k for k in known if k[0] <= span[0] and span[1] <= k[1]), span)
@@ -332,7 +335,7 @@ class Stripes(Generic[Holder]):
             state.span, state.only = mixed, None
             self._undeliver(state)
 
-    # -- who may be asked ------------------------------------------------------------------------
+    # -- permitted holders ---------------------------------------------------------------------------
 
     def _may(self, holder: Holder, state: _State[Holder]) -> bool:
         if self._holders[holder].lost or holder in state.cannot:
@@ -340,7 +343,7 @@ class Stripes(Generic[Holder]):
         return holder == state.only if state.only is not None else holder not in state.wrong
 
     def _asked_first(self, holder: Holder, state: _State[Holder]) -> bool:
-        """Whether it may be asked and, if it was wrong too often, nobody else may."""
+        """Whether the holder may be asked; if it was wrong too often, only if no other one may."""
         if not self._may(holder, state):
             return False
         return self._holders[holder].times_wrong < _WRONG_TIMES or not any(
@@ -359,10 +362,10 @@ class Stripes(Generic[Holder]):
         unable = [member.cannot for member in self._inside(span)]
         return next_mix(unable, self.holders_left(), self._tried[span])
 
-    # -- what is asked of whom -------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------
 
     def _free(self, ready: Container[Holder] | None) -> list[Holder]:
-        """Who may have one more in flight, the freest first."""
+        """The holders that may have one more request in flight, the least busy first."""
         free = [
             (len(h.in_flight), number, name)
             for number, (name, h) in enumerate(self._holders.items())
@@ -386,7 +389,7 @@ class Stripes(Generic[Holder]):
     def _take_over(
         self, now_s: float, ready: Container[Holder] | None
     ) -> list[Pull[Holder] | Cancel[Holder]]:
-        """One part that has been under way for much longer than usual, by a holder that has nothing to do."""
+        """Let an idle holder take over a part that has been in flight for much longer than usual."""
         idle = [name for name in self._free(ready) if not self._holders[name].in_flight]
         if not idle:
             return []
@@ -400,19 +403,20 @@ class Stripes(Generic[Holder]):
         return []
 
     def _slow(self, now_s: float) -> list[tuple[int, Holder]]:
-        """Parts that have been under way for too long, and by whom; the longest first."""
+        """The parts that have been in flight for too long, with their holders; the longest first."""
         limit = self._limit_s()
         slow = [
             (since, index, name)
             for name, h in self._holders.items()
             for index, since in h.in_flight.items()
-            # Twice as long after each take-over: where all are slow, a part must not go to and fro for ever.
+            # Double the limit after each take-over: if all holders are slow, a part must not
+            # alternate between them for ever.
             if now_s - since > limit * 2 ** self._states[index].taken_over
         ]
         return [(index, name) for _, index, name in sorted(slow, key=lambda entry: entry[:2])]
 
     def _limit_s(self) -> float:
-        """How long a part may be under way before another holder may have it."""
+        """The time in flight after which another holder may take a part over."""
         if not self._durations:
             return _FIRST_S
         usual = sorted(self._durations)[len(self._durations) // 2]

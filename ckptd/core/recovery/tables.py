@@ -1,8 +1,8 @@
-"""What there is of each rank, merged from all nodes: per iteration the snapshot that counts, and
-all its copies. Pure.
+"""The merged inventory of each rank: for each iteration the snapshot that counts, and all its copies.
+Pure.
 
-What counts is told in `ckptd.core.recovery.global_plan`; parked states and logs are merged alike
-(`ckptd.core.recovery.localized_plan`).
+`ckptd.core.recovery.global_plan` defines the snapshots that count; parked states and logs are merged in
+the same way (`ckptd.core.recovery.localized_plan`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = [
     "Group",
     "Known",
     "Tables",
+    "conflicts_text",
     "groups_of",
     "in_order",
     "listed",
@@ -25,22 +26,21 @@ __all__ = [
     "numbers_by_rank",
     "record_of",
     "tables_of",
-    "told",
     "whole_images",
 ]
 
-_CONFLICTS_TOLD = 3
+_MOST_CONFLICTS = 3
 
-# Plain tuples of numbers, because a large world has hundreds of thousands of them, and the garbage collector
-# should not look at each.
-Copy = tuple[int, int]  # which of the known holdings, and which of its records
+# Plain tuples of numbers, because a large job has hundreds of thousands of them, and the garbage collector
+# should not track them.
+Copy = tuple[int, int]  # index into the known inventories, and index of the record
 Identity = tuple[int, int, int, bytes]  # iteration, epoch, sequence, header digest
 Copies = dict[Identity, tuple[Copy, ...]]
 Known = Sequence[HeldRecords]
 
 
 class Group(NamedTuple):
-    """The snapshots of one rank under one operator table: per iteration the one that counts."""
+    """The snapshots of one rank with one operator table: for each iteration the one that counts."""
 
     num_operators: int
     newest: dict[int, SlotRecord]
@@ -52,7 +52,9 @@ Tables = Mapping[int, Sequence[Group]]  # by rank; the groups in the order of op
 
 
 def in_order(held: Iterable[HeldRecords]) -> list[HeldRecords]:
-    """By rank, node and segment, each once: the plan must not depend on who tells what first."""
+    """Sort by rank, node and segment, without duplicates: the plan must not depend on the order of
+    reports.
+    """
     once: dict[tuple[int, str, str], HeldRecords] = {}
     for h in held:
         once.setdefault((h.rank, h.node, h.segment), h)
@@ -60,7 +62,7 @@ def in_order(held: Iterable[HeldRecords]) -> list[HeldRecords]:
 
 
 def numbers_by_rank(known: Known) -> dict[int, list[int]]:
-    """Which of the known holdings are of which rank."""
+    """The indices of the known inventories by rank."""
     numbers: dict[int, list[int]] = {}
     for number, h in enumerate(known):
         numbers.setdefault(h.rank, []).append(number)
@@ -68,10 +70,10 @@ def numbers_by_rank(known: Known) -> dict[int, list[int]]:
 
 
 def tables_of(known: Known, limits: Mapping[int, int]) -> Tables:
-    """What there is of each rank; a rank of which nothing is there is absent.
+    """The snapshots of each rank; ranks without snapshots are absent.
 
     Args:
-        limits: for an epoch that was left behind, the iteration after which its records do not count.
+        limits: for each abandoned epoch, the iteration after which its records do not count.
     """
     tables = {
         rank: groups_of(numbers, known, limits) for rank, numbers in numbers_by_rank(known).items()
@@ -80,7 +82,7 @@ def tables_of(known: Known, limits: Mapping[int, int]) -> Tables:
 
 
 def groups_of(numbers: Iterable[int], known: Known, limits: Mapping[int, int]) -> Sequence[Group]:
-    """What these holdings of one rank come to, by operator table; tables without records are absent."""
+    """The snapshots of one rank by operator table; tables without records are absent."""
     merged: dict[tuple[str, int], Copies] = {}
     for number in numbers:
         h = known[number]
@@ -92,7 +94,7 @@ def groups_of(numbers: Iterable[int], known: Known, limits: Mapping[int, int]) -
 def whole_images(
     numbers: Iterable[int], known: Known, limits: Mapping[int, int]
 ) -> dict[int, tuple[Copy, ...]]:
-    """By iteration: the copies of what counts, for images that need no others: logs, parked states."""
+    """By iteration, the copies of images that are complete by themselves: logs, parked states."""
     copies: Copies = {}
     for number in numbers:
         _merge(number, known[number].records, limits, copies)
@@ -114,7 +116,7 @@ def _merge(
 
 
 def _group(copies: Copies, num_operators: int, known: Known) -> Group:
-    """Decide which of the snapshots of an iteration counts."""
+    """Choose the snapshot of each iteration that counts."""
     best: dict[int, Identity] = {}
     conflicts: dict[int, str] = {}
     for identity in copies:
@@ -134,18 +136,18 @@ def _group(copies: Copies, num_operators: int, known: Known) -> Group:
 
 
 def record_of(copy: Copy, known: Known) -> SlotRecord:
-    """The record that a copy is."""
+    """The record of a copy."""
     number, at = copy
     return known[number].records[at]
 
 
 def nodes_of(copies: Iterable[Copy], known: Known) -> list[str]:
-    """The nodes, sorted, on which these copies lie."""
+    """The nodes that hold these copies, sorted."""
     return sorted({known[number].node for number, _ in copies})
 
 
 def _weight(identity: Identity, copies: Iterable[Copy], known: Known) -> tuple[bool, int, bytes]:
-    """Of two snapshots that claim the same place in the history, the heavier one counts."""
+    """Of two snapshots with the same place in the history, the one with the larger weight counts."""
     own = any(known[number].own for number, _ in copies)
     return own, len(nodes_of(copies, known)), identity[3]
 
@@ -154,7 +156,7 @@ def _conflict(winner: Identity, copies: Copies, known: Known) -> str:
     iteration, epoch, sequence, _ = winner
     claimed = [copy for i, found in copies.items() if i[:3] == winner[:3] for copy in found]
     return (
-        f"{listed('node', nodes_of(claimed, known))} tell of different snapshots of iteration "
+        f"{listed('node', nodes_of(claimed, known))} hold different snapshots of iteration "
         f"{iteration} (epoch {epoch}, sequence {sequence}); that of "
         f"{listed('node', nodes_of(copies[winner], known))} counts"
     )
@@ -166,8 +168,8 @@ def listed(what: str, items: Collection[object]) -> str:
     return f"{what} {shown}" if len(items) == 1 else f"{what}s {shown}"
 
 
-def told(conflicts: Sequence[str]) -> str:
-    """For a message: the first few conflicts between holdings, and how many more there are."""
-    more = len(conflicts) - _CONFLICTS_TOLD
-    text = "".join(f"; {conflict}" for conflict in conflicts[:_CONFLICTS_TOLD])
+def conflicts_text(conflicts: Sequence[str]) -> str:
+    """For a message: the first conflicts between inventories, and the number of others."""
+    more = len(conflicts) - _MOST_CONFLICTS
+    text = "".join(f"; {conflict}" for conflict in conflicts[:_MOST_CONFLICTS])
     return text + (f"; and {more} more of this kind" if more > 0 else "")

@@ -1,10 +1,9 @@
-"""What would be left if nodes were lost: the recovery plan of the nodes that would remain.
+"""Prediction of the recovery after a loss of nodes: the plan of the remaining nodes.
 
-Nothing here knows more than a real recovery would: the same holdings go through the same plans
-(`ckptd.core.recovery.global_plan`, and for a job that logs its boundaries
-`ckptd.core.recovery.localized_plan`), without those of the lost nodes. For the latter it is assumed
-that whoever is left parks, at the newest iteration of which all of them have a snapshot; what a
-later step has logged by now is not counted on. Pure, so that it can be asked at any time.
+The prediction uses the same inventories and the same planners as a real recovery
+(`ckptd.core.recovery.global_plan`, and `ckptd.core.recovery.localized_plan` for a job with boundary
+logs), without the lost nodes. A localized recovery assumes that the surviving ranks park at the newest
+iteration of which all of them have a snapshot, and does not rely on logs of later steps. Pure.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table, live
 
 __all__ = ["NODE_LABEL", "FedBy", "RankOutcome", "WhatIf", "select_nodes", "what_if"]
 
-NODE_LABEL = "node"  # every node has it, and its value is the node's name
+NODE_LABEL = "node"  # a label of every node; its value is the node's name
 _SHOWN = 8
-_NOT_THERE_YET = "to be parked"  # a segment's name, as no file has it
+_NOT_THERE_YET = "to be parked"  # a segment name that no file has
 
 
 @dataclass(frozen=True, slots=True)
 class FedBy:
-    """Whose log a rank would be fed from, in the iterations from ``first`` to before ``end``, and
-    the nodes where it would be read.
+    """The rank whose log feeds another one from iteration ``first`` to before ``end``, and the nodes that
+    hold the log.
     """
 
     rank: int
@@ -45,18 +44,18 @@ class FedBy:
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What one rank would go through.
+    """The predicted recovery of one rank.
 
     Args:
-        home_lost: whether the node it runs on is among the lost ones.
-        sources: the nodes from which it would be recovered; empty if it cannot be.
-        replayed: iterations that it repeats from snapshots, those included that only compare.
-        lost_iterations: iterations between where it would resume and its newest snapshot now.
-        moved_bytes: what would come from other nodes; all of it where the home is lost. Of a state that is yet to be parked this is a guess: as much
-            as the rank's largest snapshot.
-        kind: in a localized recovery: where its state comes from; None where all ranks recover together.
-        copies: whose parked state it copies; -1: nobody's.
-        fed_by: whose logs it is fed from.
+        home_lost: whether its node is one of the lost ones.
+        sources: the nodes from which it is recovered; empty if it cannot be recovered.
+        replayed: iterations that it replays, including those that only verify.
+        lost_iterations: iterations between its resumption and its newest present snapshot.
+        moved_bytes: bytes that come from other nodes; all bytes if the home is lost. For a state
+            that is yet to be parked this is an estimate: the size of the rank's largest snapshot.
+        kind: in a localized recovery, the source of its state; None in a global recovery.
+        copies: the rank whose parked state it copies; -1: none.
+        fed_by: the logs that feed it.
     """
 
     rank: int
@@ -73,12 +72,12 @@ class RankOutcome:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The answer: which nodes were meant, the plans (or why there is none), and what it costs each rank.
+    """The prediction: the lost nodes, the plans (or the reason why none exists), and the cost for each rank.
 
     Args:
-        plan: of all ranks together, from snapshots.
-        ranks: by the localized plan if there is one, else by the other.
-        localized: None for a job that does not log its boundaries.
+        plan: the global recovery, from snapshots.
+        ranks: according to the localized plan if it exists, else to the global plan.
+        localized: None for a job without boundary logs.
     """
 
     lost_nodes: tuple[str, ...]
@@ -88,12 +87,12 @@ class WhatIf:
 
     @property
     def recoverable(self) -> bool:
-        """Whether the job would go on from where it was."""
+        """Whether the job could resume."""
         return isinstance(self.plan, RecoveryPlan) or isinstance(self.localized, LocalizedPlan)
 
     @property
     def reason(self) -> str:
-        """Of the plan that counts."""
+        """The reason of the plan that applies."""
         if isinstance(self.localized, LocalizedPlan):
             return self.localized.reason
         return self.plan.reason
@@ -108,21 +107,23 @@ def what_if(
     *,
     verify_iterations: int = 0,
 ) -> WhatIf:
-    """What losing all these nodes at once would mean.
+    """Predict the recovery after the loss of all these nodes at once.
 
     Args:
-        held: what the nodes hold now; logs with the facts that they tell.
+        held: the present inventories of the nodes; logs with their facts.
         homes: the node on which each rank runs.
-        labels: of each node, such as ``{"node-3": {"rack": "A"}}``.
-        lose: selectors ``label=value``; ``node=<name>`` needs no label. A node that any of them fits is lost.
-        verify_iterations: of the trainers: how many iterations more than necessary they replay to compare what they load.
+        labels: the labels of each node, such as ``{"node-3": {"rack": "A"}}``.
+        lose: selectors ``label=value``; ``node=<name>`` needs no label. Every node that matches any
+            of them is lost.
+        verify_iterations: the setting of the trainers: additional iterations that they replay for
+            verification.
     Raises:
-        ValueError: a selector fits no node, or is none.
+        ValueError: a selector matches no node, or is malformed.
         RemoteProtocolError: the facts of a log cannot be read.
     """
     nodes = {h.node for each in (held.snapshots, held.logs, held.parked) for h in each}
     lost = select_nodes(nodes | set(homes.values()) | set(labels), labels, lose)
-    # A rank whose node is gone runs elsewhere: nothing is at home there.
+    # A rank whose node is lost runs on another one, which has no copies of it.
     left = {rank: node for rank, node in homes.items() if node not in lost}
     epochs = epoch_table(
         (r for each in (held.logs, held.parked) for h in each for r in h.records), held.begun
@@ -144,7 +145,7 @@ def what_if(
         localized = _localized(there, world_size, left, newest, verify_iterations)
         whose = {(h.node, h.segment): h.rank for h in states}
     ranks = tuple(
-        _apart(rank, localized, homes.get(rank, ""), lost, newest.get(rank, -1), whose)
+        _localized_outcome(rank, localized, homes.get(rank, ""), lost, newest.get(rank, -1), whose)
         if isinstance(localized, LocalizedPlan)
         else _outcome(rank, plan, homes.get(rank, ""), lost, newest.get(rank, -1))
         for rank in range(world_size)
@@ -155,20 +156,20 @@ def what_if(
 def select_nodes(
     nodes: Collection[str], labels: Mapping[str, Mapping[str, str]], lose: Sequence[str]
 ) -> tuple[str, ...]:
-    """The nodes, sorted, that any of the selectors fits.
+    """The nodes that match any of the selectors, sorted.
 
     Raises:
-        ValueError: a selector fits no node, or is none; the message names what there is.
+        ValueError: a selector matches no node, or is malformed; the message lists the known labels.
     """
-    told = {node: {**labels.get(node, {}), NODE_LABEL: node} for node in nodes}
+    by_node = {node: {**labels.get(node, {}), NODE_LABEL: node} for node in nodes}
     found: set[str] = set()
     for selector in lose:
         label, separator, value = selector.partition("=")
         if not separator or not label:
-            raise ValueError(f"{selector!r} is not label=value; {_known_labels(told)}")
-        fitting = {node for node, own in told.items() if own.get(label) == value}
+            raise ValueError(f"{selector!r} is not label=value; {_known_labels(by_node)}")
+        fitting = {node for node, own in by_node.items() if own.get(label) == value}
         if not fitting:
-            raise ValueError(f"no node has {selector!r}; {_known_labels(told)}")
+            raise ValueError(f"no node has {selector!r}; {_known_labels(by_node)}")
         found |= fitting
     return tuple(sorted(found))
 
@@ -180,12 +181,12 @@ def _localized(
     newest: Mapping[int, int],
     verify_iterations: int,
 ) -> LocalizedPlan | NotLocalized:
-    """The plan of those who are left, when they have parked."""
+    """The plan of the surviving ranks after they have parked."""
     if not homes:
         return NotLocalized("no node is left on which a rank trains")
     without = sorted(rank for rank in homes if newest.get(rank, -1) < 0)
     if without:
-        return NotLocalized(f"there is no snapshot yet of {listed('rank', without)}")
+        return NotLocalized(f"no node holds a snapshot of {listed('rank', without)} yet")
     facts = facts_from_logs(range(world_size), held.logs, held.parked)
     return plan_localized(held, facts, world_size, homes=homes, verify_iterations=verify_iterations)
 
@@ -196,7 +197,7 @@ def _to_be_parked(
     newest: Mapping[int, int],
     known_epochs: Mapping[int, int],
 ) -> list[HeldRecords]:
-    """What the nodes would hold if these ranks were parked where the slowest of them is."""
+    """The inventories after these ranks have parked at the iteration of the slowest one."""
     epochs = epoch_table((r for h in snapshots for r in h.records), known_epochs)
     epoch = max(epochs, default=0)
     iteration = min((newest.get(rank, -1) for rank in homes), default=-1)
@@ -214,14 +215,14 @@ def _to_be_parked(
             epoch=epoch,
             epoch_start=epochs.get(epoch, -1),
         )
-        told = (homes[rank], f"{_NOT_THERE_YET}: rank {rank}", True, rank)
+        place = (homes[rank], f"{_NOT_THERE_YET}: rank {rank}", True, rank)
         table = (like.num_operators, like.operators_id, like.slot_bytes)
-        states.append(HeldRecords(*told, *table, (state,)))
+        states.append(HeldRecords(*place, *table, (state,)))
     return states
 
 
 def _newest(held: Iterable[HeldRecords], known_epochs: Mapping[int, int]) -> dict[int, int]:
-    """The newest sealed iteration of every rank, on whatever node; stale ones do not count."""
+    """The newest sealed iteration of every rank on any node; stale ones do not count."""
     known = list(held)
     epochs = epoch_table((record for h in known for record in h.records), known_epochs)
     newest: dict[int, int] = {}
@@ -231,7 +232,7 @@ def _newest(held: Iterable[HeldRecords], known_epochs: Mapping[int, int]) -> dic
     return newest
 
 
-def _apart(
+def _localized_outcome(
     rank: int,
     plan: LocalizedPlan,
     home: str,
@@ -239,7 +240,9 @@ def _apart(
     newest: int,
     whose: Mapping[tuple[str, str], int],
 ) -> RankOutcome:
-    """By the localized plan; ``whose``: the rank of each parked state, by node and segment."""
+    """The outcome of a rank in the localized plan; ``whose``: the rank of each parked state, by
+    node and segment.
+    """
     mine = plan.per_rank[rank]
     state = mine.pieces[0].sources[0]
     feeds = tuple(FedBy(f.neighbour, f.first, f.end, _preferred(f.pieces)) for f in mine.feeds)
@@ -268,18 +271,18 @@ def _outcome(
     return RankOutcome(rank, home, gone, nodes, plan.replayed, behind, plan.moved_bytes[rank])
 
 
-def _preferred(pieces: Iterable[SnapshotToLoad]) -> tuple[str, ...]:
-    return tuple(sorted({piece.sources[0].node for piece in pieces}))
+def _preferred(images: Iterable[SnapshotToLoad]) -> tuple[str, ...]:
+    return tuple(sorted({image.sources[0].node for image in images}))
 
 
-def _known_labels(told: Mapping[str, Mapping[str, str]]) -> str:
+def _known_labels(labels: Mapping[str, Mapping[str, str]]) -> str:
     """Every label with its values, for a message."""
     values: dict[str, set[str]] = {}
-    for own in told.values():
+    for own in labels.values():
         for label, value in own.items():
             values.setdefault(label, set()).add(value)
     texts = [f"{label}={_some(sorted(found))}" for label, found in sorted(values.items())]
-    return f"known are {'; '.join(texts)}" if texts else "no nodes are known"
+    return f"known labels: {'; '.join(texts)}" if texts else "no nodes are known"
 
 
 def _some(values: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ class BackgroundTasks:
     """Begins when this world's checkpointer is there.
 
     Args:
-        tell: takes what the daemon is told, and does not wait; None: there is no daemon.
+        send: sends a report to the daemon without blocking; None: no daemon.
         when: experts are placed anew by load; None: never.
         layers: whose forwards are timed for that.
     """
@@ -49,7 +49,7 @@ class BackgroundTasks:
         world: Started,
         ranks: Collectives,
         *,
-        tell: Callable[[Elastic], None] | None,
+        send: Callable[[Elastic], None] | None,
         when: TimesConfig | None,
         layers: Sequence[ElasticExperts],
     ) -> None:
@@ -58,7 +58,7 @@ class BackgroundTasks:
         self._rebalancing: Rebalancing | None = None
         if _speaks(world.plan, ranks.rank):
             self._retiring = _retiring(here, wishes, world.plan, ranks.rank)
-            self._teller = None if tell is None else _teller(tell, wishes, world)
+            self._teller = None if send is None else _teller(send, wishes, world)
         if when is not None:
             self._rebalancing = Rebalancing(world.plan, wishes, when, layers, ranks)
 
@@ -111,9 +111,9 @@ def _retiring(
     )
 
 
-def _teller(tell: Callable[[Elastic], None], wishes: Wishes, world: Started) -> WorldTeller:
+def _teller(send: Callable[[Elastic], None], wishes: Wishes, world: Started) -> WorldTeller:
     return WorldTeller(
-        tell,
+        send,
         world.plan,
         wishes.layers,
         world.chosen,

@@ -360,7 +360,7 @@ class ElasticJob:
             self._wishes,
             self._world,
             self._ranks,
-            tell=None if memory is None else memory.session.tell_elastic,
+            send=None if memory is None else memory.session.tell_elastic,
             when=self._wishes.placement.when,
             layers=layers,
         )

@@ -93,13 +93,13 @@ def reported_placement(
         raise ValueError(
             f"{numbers} names, labels and speeds for {cluster.num_nodes} nodes: one for each"
         )
-    apart = cluster.num_domains == cluster.num_nodes
+    nodes_are_domains = cluster.num_domains == cluster.num_nodes
     nodes = [
         ElasticNode(
             name,
             int(slots),
             ranks,
-            dict(own) if apart else {**own, DOMAIN_LABEL: domain},
+            dict(own) if nodes_are_domains else {**own, DOMAIN_LABEL: domain},
             _experts(placement.counts[:, number]),
             int(speed),
         )
@@ -107,13 +107,13 @@ def reported_placement(
             zip(placing.names, cluster.slots.tolist(), cluster.ranks, labels, cluster.domains, speeds, strict=True)
         )
     ]  # fmt: skip
-    told = Elastic(
+    report = Elastic(
         _rows(loads_LE),
         tuple(nodes),
         step=step,
         threshold=placing.threshold,
         max_straggler=placing.max_straggler or 0.0,
-        domain="" if apart else DOMAIN_LABEL,
+        domain="" if nodes_are_domains else DOMAIN_LABEL,
         expert_bytes=_rows(bytes_LE),
         layers=placing.layers,
         history=tuple(_rows(period) for period in periods),
@@ -122,10 +122,10 @@ def reported_placement(
         when=when or ElasticWhen(),
     )
     try:
-        msgspec.convert(msgspec.to_builtins(told), Elastic)  # here, and not refused by the daemon
+        msgspec.convert(msgspec.to_builtins(report), Elastic)  # here, and not refused by the daemon
     except msgspec.ValidationError as error:
         raise ValueError(f"the placement cannot be told: {error}") from error
-    return told
+    return report
 
 
 def _experts(counts_LE: NDArray[np.int32]) -> tuple[tuple[int, ...], ...]:
@@ -150,7 +150,7 @@ class PlacementTeller:
 
     def __init__(self, send: Callable[[Elastic], None], *, periods: int = PERIODS) -> None:
         self._send = send
-        self._told: Elastic | None = None
+        self._report: Elastic | None = None
         self._loads: deque[NDArray[np.int64]] = deque(maxlen=periods)
 
     def placed(
@@ -163,9 +163,9 @@ class PlacementTeller:
         """
         # Loads of other shapes are of another model.
         history = [one for one in self._loads if one.shape == np.shape(loads)]
-        self._told = reported_placement(placing, loads, step=step, history=history, when=when)
+        self._report = reported_placement(placing, loads, step=step, history=history, when=when)
         self._loads.append(checked_loads(loads))
-        self._send(self._told)
+        self._send(self._report)
 
     def measured(self, step: int, loads: ArrayLike, *, when: ElasticWhen | None = None) -> None:
         """A period is over: these tokens ``[L, E]`` were routed in it. Before a placement is known,
@@ -175,17 +175,17 @@ class PlacementTeller:
             ValueError: no loads, or of other layers or experts than the placement; nothing is told then.
         """
         loads_LE = checked_loads(loads)
-        told = self._told
-        if told is not None:
-            shape = len(told.loads), len(told.loads[0])
+        report = self._report
+        if report is not None:
+            shape = len(report.loads), len(report.loads[0])
             if loads_LE.shape != shape:
                 raise ValueError(f"loads of shape {loads_LE.shape}, a placement of {shape}")
-            self._told = msgspec.structs.replace(
-                told,
+            self._report = msgspec.structs.replace(
+                report,
                 step=step,
                 loads=_rows(loads_LE),
                 history=tuple(_rows(one) for one in self._loads if one.shape == shape),
-                when=when or told.when,
+                when=when or report.when,
             )
-            self._send(self._told)
+            self._send(self._report)
         self._loads.append(loads_LE)

@@ -1,6 +1,6 @@
 """The parameters of a layer's experts as what is exchanged: which, how long, and who holds them.
 
-All ranks list the same pieces in the same order, and cut the list into the same rounds, whether or
+All ranks list the same entries in the same order, and cut the list into the same rounds, whether or
 not they hold any: so each takes part in the same collectives.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from ckptd.client.elastic.layer.layer_check import LayerAgreement
 
-__all__ = ["ExpertTensor", "Held", "by_dtype", "pieces_of", "rounds"]
+__all__ = ["ExpertTensor", "Held", "by_dtype", "expert_tensors_of", "rounds"]
 
 # Of the busiest rank in one round: bounds what is needed beside the tensors, two to three times this.
 _ROUND_BYTES = 64 << 20
@@ -46,7 +46,7 @@ class ExpertTensor:
     held: Held
 
 
-def pieces_of(agreed: LayerAgreement) -> list[ExpertTensor]:
+def expert_tensors_of(agreed: LayerAgreement) -> list[ExpertTensor]:
     """Every parameter of every expert."""
     return [
         ExpertTensor(expert, index, Held(shape.numel, holders))
@@ -57,29 +57,29 @@ def pieces_of(agreed: LayerAgreement) -> list[ExpertTensor]:
 
 
 def by_dtype(
-    pieces: Sequence[ExpertTensor], agreed: LayerAgreement
+    entries: Sequence[ExpertTensor], agreed: LayerAgreement
 ) -> dict[torch.dtype, list[ExpertTensor]]:
-    """The pieces of each dtype, as it was when the ranks agreed; the same order of dtypes on all ranks."""
+    """The entries of each dtype, as it was when the ranks agreed; the same order of dtypes on all ranks."""
     found: dict[torch.dtype, list[ExpertTensor]] = {}
-    for piece in pieces:
-        name = agreed.shapes_E[piece.expert][piece.index].dtype
-        found.setdefault(getattr(torch, name), []).append(piece)
+    for entry in entries:
+        name = agreed.shapes_E[entry.expert][entry.index].dtype
+        found.setdefault(getattr(torch, name), []).append(entry)
     return found
 
 
 def rounds(
-    pieces: Sequence[ExpertTensor], ranks: int, itemsize: int
+    entries: Sequence[ExpertTensor], ranks: int, itemsize: int
 ) -> Iterator[list[ExpertTensor]]:
     """As many at once as fit."""
     taken: list[ExpertTensor] = []
     sizes = [0] * ranks
-    for piece in pieces:
-        size = piece.held.numel * itemsize
-        if taken and max(sizes[holder] for holder in piece.held.holders) + size > _ROUND_BYTES:
+    for entry in entries:
+        size = entry.held.numel * itemsize
+        if taken and max(sizes[holder] for holder in entry.held.holders) + size > _ROUND_BYTES:
             yield taken
             taken, sizes = [], [0] * ranks
-        taken.append(piece)
-        for holder in piece.held.holders:
+        taken.append(entry)
+        for holder in entry.held.holders:
             sizes[holder] += size
     if taken:
         yield taken

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
-from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, by_dtype, pieces_of, rounds
+from ckptd.client.elastic.layer.expert_tensors import (
+    ExpertTensor,
+    by_dtype,
+    expert_tensors_of,
+    rounds,
+)
 from ckptd.client.elastic.layer.layer_devices import common_device
 from ckptd.client.elastic.layer.model_surgery import elastic_layers
 from ckptd.client.elastic.layer.row_exchange import all_to_all
@@ -109,37 +114,37 @@ def _brought(layer: ElasticExperts, to: int, device: torch.device) -> dict[tuple
     params = {e: list(m.parameters()) for e, m in layer.held_experts().items()}
     ranks = dist.get_world_size(layer.group)
     found: dict[tuple[int, int], Tensor] = {}
-    for dtype, of_dtype in by_dtype(pieces_of(layer.agreed), layer.agreed).items():
-        for pieces in rounds(of_dtype, ranks, dtype.itemsize):
+    for dtype, of_dtype in by_dtype(expert_tensors_of(layer.agreed), layer.agreed).items():
+        for entries in rounds(of_dtype, ranks, dtype.itemsize):
             # By source, as they arrive.
-            pieces.sort(key=lambda piece: min(piece.held.holders))
+            entries.sort(key=lambda entry: min(entry.held.holders))
             flats = _brought_round(
-                pieces, params, to, torch.empty(0, dtype=dtype, device=device), layer.group
+                entries, params, to, torch.empty(0, dtype=dtype, device=device), layer.group
             )
-            for piece, flat in zip(pieces, flats, strict=bool(flats)):
-                size = layer.agreed.shapes_E[piece.expert][piece.index].size
-                found[piece.expert, piece.index] = flat.view(size)
+            for entry, flat in zip(entries, flats, strict=bool(flats)):
+                size = layer.agreed.shapes_E[entry.expert][entry.index].size
+                found[entry.expert, entry.index] = flat.view(size)
     return found
 
 
 def _brought_round(
-    pieces: Sequence[ExpertTensor],
+    entries: Sequence[ExpertTensor],
     params: Mapping[int, Sequence[nn.Parameter]],
     to: int,
     nothing: Tensor,
     group: Any,
 ) -> Sequence[Tensor]:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    mine = [piece for piece in pieces if min(piece.held.holders) == rank]
-    own = [params[piece.expert][piece.index].detach().reshape(-1) for piece in mine]
+    mine = [entry for entry in entries if min(entry.held.holders) == rank]
+    own = [params[entry.expert][entry.index].detach().reshape(-1) for entry in mine]
     row = torch.cat([nothing, *own])
     sends, receives = [0] * ranks, [0] * ranks
     sends[to] = len(row)
     if rank == to:
-        for piece in pieces:
-            receives[min(piece.held.holders)] += piece.held.numel
+        for entry in entries:
+            receives[min(entry.held.holders)] += entry.held.numel
     received = all_to_all(row, sends, receives, group)
-    return received.cpu().split([piece.held.numel for piece in pieces]) if rank == to else ()
+    return received.cpu().split([entry.held.numel for entry in entries]) if rank == to else ()
 
 
 def _named(

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, pieces_of, rounds
+from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, expert_tensors_of, rounds
 from ckptd.client.elastic.layer.holder_sums import sum_over_holders
 from ckptd.client.elastic.layer.layer_check import LayerAgreement
 from ckptd.client.elastic.layer.layer_inputs import DTYPES
@@ -60,7 +60,7 @@ class ReplicaGradients:
         self._unsummed = False
         self._must_be_zero = False
         self._version = 0
-        self._pieces = pieces_of(agreed)
+        self._entries = expert_tensors_of(agreed)
 
     @property
     def trained(self) -> bool:
@@ -96,11 +96,11 @@ class ReplicaGradients:
             # Asked anew each time: a layer that is moved or converted may have other parameters.
             params = self._params()
             for dtype, present in self._present(params, device).items():
-                for piece in present:
-                    self._alone(piece, params)
-                shared = [piece for piece in present if len(piece.held.holders) > 1]
-                for pieces in rounds(shared, self._ranks, dtype.itemsize):
-                    self._sum_round(pieces, params, dtype, device)
+                for entry in present:
+                    self._alone(entry, params)
+                shared = [entry for entry in present if len(entry.held.holders) > 1]
+                for entries in rounds(shared, self._ranks, dtype.itemsize):
+                    self._sum_round(entries, params, dtype, device)
         self._unsummed, self._must_be_zero = False, True
 
     def to_owners(self, device: torch.device) -> dict[tuple[int, int], Tensor]:
@@ -117,19 +117,19 @@ class ReplicaGradients:
         with torch.no_grad():
             params = self._params()
             for dtype, present in self._present(params, device).items():
-                for pieces in rounds(present, self._ranks, dtype.itemsize):
-                    mine = [piece for piece in pieces if self._rank in piece.held.holders]
-                    own = [params[piece.expert][piece.index] for piece in mine]
+                for entries in rounds(present, self._ranks, dtype.itemsize):
+                    mine = [entry for entry in entries if self._rank in entry.held.holders]
+                    own = [params[entry.expert][entry.index] for entry in mine]
                     flats = [_gradient_of(param).to(dtype).reshape(-1) for param in own]
                     parts = sums_to_owners(
-                        [piece.held for piece in pieces],
+                        [entry.held for entry in entries],
                         flats,
                         divisor=self._divisor,
                         dtype=dtype,
                         device=device,
                         group=self._group,
                     )
-                    keys = [(piece.expert, piece.index) for piece in pieces]
+                    keys = [(entry.expert, entry.index) for entry in entries]
                     sums.update(zip(keys, parts, strict=True))
             for param in self._all():
                 param.grad = None
@@ -169,32 +169,32 @@ class ReplicaGradients:
         dist.all_gather(list(rows.unbind()), row, group=self._group)
         code_EP = rows.amax(dim=0).view(mine_EP.shape).tolist()
         found: dict[torch.dtype, list[ExpertTensor]] = {dtype: [] for dtype in DTYPES}
-        for piece in self._pieces:
-            if code := code_EP[piece.expert][piece.index]:
-                found[DTYPES[code - 1]].append(piece)
+        for entry in self._entries:
+            if code := code_EP[entry.expert][entry.index]:
+                found[DTYPES[code - 1]].append(entry)
         return found
 
-    def _alone(self, piece: ExpertTensor, params: _Params) -> None:
+    def _alone(self, entry: ExpertTensor, params: _Params) -> None:
         """The only holder has the sum already."""
-        if piece.held.holders == (self._rank,) and self._divisor > 1:
-            grad = params[piece.expert][piece.index].grad
+        if entry.held.holders == (self._rank,) and self._divisor > 1:
+            grad = params[entry.expert][entry.index].grad
             assert grad is not None, "present, and on no other rank"
             grad.div_(self._divisor)
 
     def _sum_round(
         self,
-        pieces: Sequence[ExpertTensor],
+        entries: Sequence[ExpertTensor],
         params: _Params,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        mine = [piece for piece in pieces if self._rank in piece.held.holders]
-        own = [params[piece.expert][piece.index] for piece in mine]
+        mine = [entry for entry in entries if self._rank in entry.held.holders]
+        own = [params[entry.expert][entry.index] for entry in mine]
         grads = [_gradient_of(param) for param in own]
         # In place where a gradient is contiguous, else a copy.
         flats = [grad.to(dtype).reshape(-1) for grad in grads]
         sum_over_holders(
-            [piece.held for piece in mine],
+            [entry.held for entry in mine],
             flats,
             divisor=self._divisor,
             dtype=dtype,

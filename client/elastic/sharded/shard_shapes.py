@@ -32,8 +32,8 @@ class ShardShapes:
                 [[shape.name, list(shape.size)] for shape in shapes]
                 for shapes in module.agreed.shapes_E
             ]
-            alike = all(one == experts[0] for one in experts)
-            self._shapes[layer] = experts[:1] if alike else experts
+            equal = all(one == experts[0] for one in experts)
+            self._shapes[layer] = experts[:1] if equal else experts
 
     def state_dict(self) -> dict[str, Any]:
         """Of each layer the names and shapes of every expert's parameters; one expert's, if all are alike."""

@@ -42,7 +42,7 @@ from ckptd.client.elastic.layer.expert_tensors import (
     ExpertTensor,
     Held,
     by_dtype,
-    pieces_of,
+    expert_tensors_of,
     rounds,
 )
 from ckptd.client.elastic.layer.layer_check import check_replicas_RE
@@ -239,25 +239,25 @@ class ExpertShards(nn.Module):
         """From the first holder of each expert."""
         params = _params(layer)
         first = [
-            replace(piece, held=Held(piece.held.numel, piece.held.holders[:1]))
-            for piece in pieces_of(layer.agreed)
+            replace(entry, held=Held(entry.held.numel, entry.held.holders[:1]))
+            for entry in expert_tensors_of(layer.agreed)
         ]
         found: dict[tuple[int, int], nn.Parameter] = {}
         for dtype, of_dtype in by_dtype(first, layer.agreed).items():
-            for pieces in rounds(of_dtype, self._ranks, dtype.itemsize):
-                mine = [piece for piece in pieces if self._rank in piece.held.holders]
+            for entries in rounds(of_dtype, self._ranks, dtype.itemsize):
+                mine = [entry for entry in entries if self._rank in entry.held.holders]
                 parts = sums_to_owners(
-                    [piece.held for piece in pieces],
-                    [params[piece.expert][piece.index].reshape(-1) for piece in mine],
+                    [entry.held for entry in entries],
+                    [params[entry.expert][entry.index].reshape(-1) for entry in mine],
                     divisor=1,
                     dtype=dtype,
                     device=self._device,
                     group=self._group,
                 )
-                for piece, part in zip(pieces, parts, strict=True):
+                for entry, part in zip(entries, parts, strict=True):
                     # A part may be a view of all that was received.
                     shard = part.to(masters or dtype, copy=True)
-                    found[piece.expert, piece.index] = nn.Parameter(shard)
+                    found[entry.expert, entry.index] = nn.Parameter(shard)
         return {key: found[key] for key in sorted(found)}
 
     def _names(self, owned: _Owned) -> dict[tuple[int, int], str]:
@@ -368,27 +368,27 @@ class ExpertShards(nn.Module):
         self.placed.forget()
         for owned in self._owned:
             agreed, params = owned.layer.agreed, _params(owned.layer)
-            for dtype, of_dtype in by_dtype(pieces_of(agreed), agreed).items():
-                for pieces in rounds(of_dtype, self._ranks, dtype.itemsize):
-                    self._send_round(pieces, owned, params, dtype)
+            for dtype, of_dtype in by_dtype(expert_tensors_of(agreed), agreed).items():
+                for entries in rounds(of_dtype, self._ranks, dtype.itemsize):
+                    self._send_round(entries, owned, params, dtype)
 
     def _send_round(
         self,
-        pieces: Sequence[ExpertTensor],
+        entries: Sequence[ExpertTensor],
         owned: _Owned,
         params: Mapping[int, Sequence[nn.Parameter]],
         dtype: torch.dtype,
     ) -> None:
         flats = shards_to_holders(
-            [piece.held for piece in pieces],
-            [owned.shards[piece.expert, piece.index].to(dtype) for piece in pieces],
+            [entry.held for entry in entries],
+            [owned.shards[entry.expert, entry.index].to(dtype) for entry in entries],
             dtype=dtype,
             device=self._device,
             group=self._group,
         )
-        mine = [piece for piece in pieces if self._rank in piece.held.holders]
-        for piece, flat in zip(mine, flats, strict=True):
-            param = params[piece.expert][piece.index]
+        mine = [entry for entry in entries if self._rank in entry.held.holders]
+        for entry, flat in zip(mine, flats, strict=True):
+            param = params[entry.expert][entry.index]
             param.copy_(flat.view(param.shape))
 
 

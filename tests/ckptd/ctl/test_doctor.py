@@ -113,7 +113,7 @@ def test_folders_of_a_trainer_group(tmp_path: Path) -> None:
     assert "cannot attach" in doctor.check_folder("f", tmp_path, str(group + 1)).detail
     unknown = doctor.check_folder("f", tmp_path, "nobody-here")
     assert unknown.grade is Grade.FAIL
-    assert "no such group" in unknown.detail
+    assert "this group does not exist" in unknown.detail
 
 
 @needs_users

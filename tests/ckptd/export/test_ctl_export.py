@@ -69,7 +69,7 @@ def test_a_folder_for_hugging_face_out_of_memory(
     assert "pass --force" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0
     out = capsys.readouterr().out
-    assert "1 tensors, 240 B, iteration 3 of job/run rank 0\nthere is no config.json" in out
+    assert "1 tensors, 240 B, iteration 3 of job/run rank 0\nthe folder has no config.json" in out
 
 
 def test_out_of_a_store_by_its_url_or_as_configured(
@@ -87,7 +87,7 @@ def test_out_of_a_store_by_its_url_or_as_configured(
     assert torch.equal(load_file(tmp_path / "m")["w"], WEIGHTS + 1)
     capsys.readouterr()
     assert main(["export", "--durable", "--iteration", "9", *which]) == 4
-    assert "committed are 4" in json.loads(capsys.readouterr().out)["error"]
+    assert "committed checkpoints: 4" in json.loads(capsys.readouterr().out)["error"]
     assert main(["export", "--durable", "--to", str(tmp_path / "n")]) == 4
     assert "pass --job and --run" in capsys.readouterr().err
 
@@ -174,7 +174,7 @@ def test_ranks_that_captured_a_share_are_told(
         here = [*command, "--segment-dir", str(folder)]
         snapshot(folder, 3, shared(0), 0, client=told)
         assert main(here) == 4
-        assert "b are captured by rank 1 for all ranks" in capsys.readouterr().err
+        assert "rank 1 captured b for all ranks" in capsys.readouterr().err
         assert not target.exists()
         snapshot(folder, 3, shared(1), 1, client=told)
         assert main(here) == 0

@@ -114,10 +114,10 @@ def test_a_conversion_nobody_asked_for_is_refused() -> None:
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (("w[0:1]", "w[2:3]"), "do not join at row 1"),
-        (("w[1:2]",), "do not join at row 0"),
+        (("w[0:1]", "w[2:3]"), "leave a gap or overlap at row 1"),
+        (("w[1:2]",), "leave a gap or overlap at row 0"),
         (("w[0:1]", "w"), "both whole and in slices"),
-        (("w", "buffer/w"), "both called w"),
+        (("w", "buffer/w"), "have the same name: w"),
     ],
 )
 def test_slices_that_make_no_whole_are_refused(
@@ -152,7 +152,7 @@ def test_the_slot_is_locked_against_reuse_and_one_in_use_is_refused(
 
 def test_what_is_missing_or_ambiguous_is_said(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
-    with pytest.raises(ExportError, match="no segment is there"):
+    with pytest.raises(ExportError, match="the folder contains no segment"):
         export(folder, 3, target)
     snapshot(folder, 3, entries(w=torch.zeros(8)))
     snapshot(folder, 4, entries(w=torch.zeros(8)))
@@ -230,11 +230,13 @@ def test_a_model_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> N
     """A later snapshot of an aligned window holds no operator that an earlier one anchored."""
     told = client_part({"a": None, "b": None})
     snapshot(folder, 3, entries(b=torch.zeros(8)), client=told)
-    with pytest.raises(ExportError, match="does not hold a: within an aligned window"):
+    with pytest.raises(
+        ExportError, match="does not contain a: only the first snapshot of an aligned"
+    ):
         export(folder, 3, tmp_path / "m.safetensors")
     told = client_part({"w": (0, 4)})
     snapshot(folder, 4, entries(**{"w[0:2]": torch.zeros(2, 3)}), client=told)
-    with pytest.raises(ExportError, match="does not hold w"):
+    with pytest.raises(ExportError, match="does not contain w"):
         export(folder, 4, tmp_path / "m.safetensors")
     assert os.listdir(tmp_path) == []
 
@@ -294,7 +296,7 @@ def test_a_small_model_is_one_file_and_a_missing_config_is_said(
         with pytest.raises(ExportError, match=r"has no config\.json"):
             export_hf(source, tmp_path / "other", config=tmp_path)
     assert os.listdir(tmp_path / "model") == ["model.safetensors"]
-    assert report.notes == ("there is no config.json: pass --config",)
+    assert report.notes == ("the folder has no config.json: pass --config",)
     assert not (tmp_path / "other").exists()
 
 

@@ -166,14 +166,20 @@ def test_a_share_that_is_not_here_is_told_with_its_rank(folder: Path, tmp_path: 
     with pytest.raises(ExportError) as caught:
         export(folder, AT, tmp_path / "m", rank=0)
     told = str(caught.value)
-    assert "rank 0's snapshot of iteration 30 is not whole: gate, experts are captured by" in told
-    assert "ranks 1 to 2 for all ranks" in told
+    assert (
+        "rank 0's snapshot of iteration 30 is not whole: ranks 1 to 2 captured gate, experts"
+        in told
+    )
+    assert "for all ranks that have them" in told
     assert "of rank 1 it holds 29" in told
-    assert "on which nodes ranks 1 to 2 have theirs is not known here" in told
-    assert "out of storage (--durable, or --store URL)" in told
+    assert "this node does not know the nodes that hold those of ranks 1 to 2" in told
+    assert "export from storage (--durable, or --store URL)" in told
     assert "aligned" not in told
     with (
-        pytest.raises(ExportError, match=r"\(rank 2's may be on b or c; on which nodes rank 1 "),
+        pytest.raises(
+            ExportError,
+            match=r"\(those of rank 2 may be on b or c; this node does not know the nodes that hold those of rank 1",
+        ),
         open_slot(folder, AT, rank=0, whereabouts=lambda *run: {2: ["b", "c"], 0: ["a"]}),
     ):
         pass
@@ -185,7 +191,9 @@ def test_another_history_is_not_mixed_in(folder: Path, tmp_path: Path) -> None:
     for rank in (0, 2):
         dense(folder, rank, epoch=1)
     dense(folder, 1)
-    with pytest.raises(ExportError, match=r"captured by rank 1 for all.*rank 1 it holds 30 "):
+    with pytest.raises(
+        ExportError, match=r"rank 1 captured gate, experts for all.*rank 1 it holds 30 "
+    ):
         export(folder, AT, tmp_path / "m", rank=0)
 
 
@@ -194,7 +202,9 @@ def test_without_an_iteration_the_newest_whole_one_is_meant(folder: Path, tmp_pa
     for at in (AT, AT + 1):
         dense(folder, 0, at)
         dense(folder, 2, at)
-    with pytest.raises(ExportError, match=r"snapshot of iteration 31 is not whole: gate"):
+    with pytest.raises(
+        ExportError, match=r"snapshot of iteration 31 is not whole: rank 1 captured gate"
+    ):
         export(folder, None, tmp_path / "m", rank=0)
     dense(folder, 1, AT)
     assert export(folder, None, tmp_path / "m", rank=0).iteration == AT
@@ -223,7 +233,9 @@ def test_an_aligned_window_is_still_told(folder: Path, tmp_path: Path) -> None:
     for rank in range(2):
         tensors = rank_tensors(rank, operators, state | {"buffer/n": torch.zeros(1)})
         snapshot(folder, AT, tensors, rank, client=client_payload(operators))
-    with pytest.raises(ExportError, match=r"hold a, and what rank 1 captured .* aligned window"):
+    with pytest.raises(
+        ExportError, match=r"contain a, and the tensors that rank 1 captured .* aligned window"
+    ):
         export(folder, AT, tmp_path / "m", rank=0)
 
 
@@ -396,5 +408,7 @@ def test_an_owner_that_the_checkpoint_does_not_have_is_named(
     tensors = rank_tensors(0, operators, {"v": torch.zeros(3)})
     told = client_payload(operators)
     stored_window(store, {AT: (tensors, DENSE)}, client=told)
-    with pytest.raises(ExportError, match=r"captured by rank 5, and .* has ranks 0 to 0"):
+    with pytest.raises(
+        ExportError, match=r"rank 5 captured a part of the model, but .* has ranks 0 to 0"
+    ):
         export_stored(store, None, tmp_path / "m")

@@ -339,7 +339,7 @@ def test_a_folder_must_be_ours_alone(tmp_path: Path) -> None:
     with pytest.raises(UnusableFolder, match="not a folder"):
         private_folder(str(link), "test folder")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UnusableFolder, match="cannot make"):
+    with pytest.raises(UnusableFolder, match="cannot create"):
         private_folder(str(tmp_path / "file"), "test folder")
 
 

@@ -229,7 +229,7 @@ def test_whatif_tells_who_would_replay_and_from_where_it_would_be_fed(net: Net, 
     logs[0].await_replica(range(4))
     found = what_if(net[0], "node=n1")
     assert found["recovery"] == "together"
-    assert "every rank would replay; rank 1 needs what rank 0 sent" in found["localized"]["reason"]
+    assert "every rank would replay; rank 1 needs the log of rank 0" in found["localized"]["reason"]
     assert {rank["kind"] for rank in found["ranks"]} == {None}
     assert "all ranks recover (global recovery), because" in found["text"]
 

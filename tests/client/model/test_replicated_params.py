@@ -332,10 +332,10 @@ class TestPlans:
         three = Replicas((0, 1, 2), None)
         of = {name: Operator(name, OperatorKind.DENSE, (ParameterRows(name),)) for name in "abc"}
         sharing = ReplicatedParams({"a": BOTH, "b": three})
-        assert sharing.alike([of["b"]], 1) == (0, 2)
-        assert sharing.alike([of["a"], of["b"]], 1) == (0,)
-        assert sharing.alike(list(of.values()), 1) == ()
-        assert sharing.alike([], 1) == ()
+        assert sharing.ranks_with_same_operators([of["b"]], 1) == (0, 2)
+        assert sharing.ranks_with_same_operators([of["a"], of["b"]], 1) == (0,)
+        assert sharing.ranks_with_same_operators(list(of.values()), 1) == ()
+        assert sharing.ranks_with_same_operators([], 1) == ()
 
     def test_what_is_shared_costs_each_its_part(self) -> None:
         binding = bound(Net())

@@ -216,18 +216,18 @@ def test_before_the_first_full_step_there_is_none(make: Callable[..., Trained]) 
 
 def test_outside_of_a_step_it_is_a_clear_error(make: Callable[..., Trained]) -> None:
     job = make()
-    with pytest.raises(ValueError, match=r"log\.activation\(\) outside of a step"):
+    with pytest.raises(ValueError, match=r"log\.activation\(\) was called outside a step"):
         job.log.activation(torch.zeros(1), micro_batch=0)
     job.train(5)
-    with pytest.raises(ValueError, match=r"log\.gradient\(\) outside of a step"):
+    with pytest.raises(ValueError, match=r"log\.gradient\(\) was called outside a step"):
         job.log.gradient(torch.zeros(1), micro_batch=0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"micro_batch": -1}, "micro_batch=-1: count from 0"),
-        ({"micro_batch": 0, "stage": 10**9}, "stage=1000000000: count from 0"),
+        ({"micro_batch": -1}, "micro_batch=-1: numbers start at 0"),
+        ({"micro_batch": 0, "stage": 10**9}, "stage=1000000000: numbers start at 0"),
         ({"micro_batch": 0, "tensor": torch.zeros(1, dtype=torch.complex128)}, "complex128"),
     ],
     ids=str,
@@ -401,7 +401,7 @@ def test_iterations_that_outgrow_their_slots_get_larger_ones(
     with caplog.at_level(logging.WARNING):
         job.train(10, send)
         job.train(30, send)
-    assert "iteration 8 is not logged (1 in a row): it sent" in caplog.text
+    assert "iteration 8 is not logged (1 in a row): the step sent" in caplog.text
     (wide,) = job.paths
     assert wide != narrow
     eventually(lambda: not narrow.exists(), "what nobody needs is given back")
@@ -417,9 +417,9 @@ def test_more_than_its_limit_is_not_asked_for(
         assert job.train(10) == list(range(10))
     assert job.paths == []
     assert job.ckpt.stats()["log_iterations"] == 0
-    assert "boundary log: none (it needs " in job.ckpt.describe()
-    assert "limit_bytes allows 1000 B" in job.ckpt.describe()
-    assert caplog.text.count("training goes on without") == 1
+    assert "boundary log: none (the log needs " in job.ckpt.describe()
+    assert "but limit_bytes is 1000 B" in job.ckpt.describe()
+    assert caplog.text.count("training continues without it") == 1
 
 
 def test_a_log_tells_its_daemon_whether_it_is_to_be_replicated(
@@ -442,7 +442,7 @@ def test_a_log_tells_its_daemon_whether_it_is_to_be_replicated(
     assert newest.descriptor.replicated
     assert newest.generation > before.generation
     assert len(job.paths) == 1
-    assert "replicated as snapshots are" in job.log.describe()
+    assert "replicated like snapshots" in job.log.describe()
 
 
 @pytest.mark.slow
@@ -466,7 +466,7 @@ def test_without_memory_for_it_training_and_snapshots_go_on(
         job.ckpt.close()
     assert "boundary log: none (no memory for 20.0 MiB (5 iterations of at most 4.0 MiB" in told
     assert "the quota is 8 MiB" in told
-    assert caplog.text.count("training goes on without") == 1
+    assert caplog.text.count("training continues without it") == 1
 
 
 @pytest.mark.slow
@@ -516,7 +516,7 @@ def test_after_a_few_failures_in_a_row_nothing_is_logged_any_more(
         assert job.train(14) == list(range(7, 14))
     assert job.log.given_up
     assert job.ckpt.stats()["log_failed"] == 3
-    assert "boundaries are not logged any more: TypeError" in caplog.text
+    assert "stopped logging boundaries: TypeError" in caplog.text
 
 
 # -- copies ----------------------------------------------------------------------------------------
@@ -712,7 +712,7 @@ def test_a_reader_says_what_is_not_there(make: Callable[..., Trained]) -> None:
     job = make()
     job.train(7)
     reader = job.reader()
-    with pytest.raises(KeyError, match="iteration 77 is not logged; there are: "):
+    with pytest.raises(KeyError, match="iteration 77 is not logged; logged iterations: "):
         reader.read(77)
     memory = job.ckpt._memory
     assert memory is not None

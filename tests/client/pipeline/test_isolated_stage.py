@@ -89,11 +89,11 @@ def test_a_missing_record_is_told_by_its_name(tmp_path: Path) -> None:
     (outcomes,) = run_ranks(tmp_path, "pair", [frozenset({1})], leave_one_out)
     assert outcomes[1].ran == list(range(BASE, LAST))
     assert (
-        f"run apart [rank=1 iteration={LAST} neighbour=0 kind=activation stage=0 micro_batch=1 index=0 round=0]: it is not in the log"
+        f"run isolated [rank=1 iteration={LAST} neighbour=0 kind=activation stage=0 micro_batch=1 index=0 round=0]: it is not in the log"
         in outcomes[1].error
     )
 
 
 def test_bases_after_the_end_are_refused() -> None:
-    with pytest.raises(ValueError, match="rank 3 begins at 9, after all run together at 8"):
+    with pytest.raises(ValueError, match="rank 3 starts at 9, after resume=8"):
         IsolatedStage([], 0, {3: 9}, 8, lambda *_: {})

@@ -176,9 +176,9 @@ def test_a_rank_reads_what_another_one_logged_on_a_node_whose_trainers_are_gone(
                 assert torch.equal(found[SENT], sent_in(0, iteration))
                 assert torch.equal(fed(0, iteration)[SENT], found[SENT]), "as often as one likes"
                 assert 1 <= len(job.copies(net[1])) <= 3, "two, and one that is just given back"
-            with pytest.raises(KeyError, match="iteration 3 is not fed"):
+            with pytest.raises(KeyError, match="of iteration 3 is not available"):
                 fed(0, 3)
-            with pytest.raises(KeyError, match="nothing is fed from rank 2; neighbours are: 0"):
+            with pytest.raises(KeyError, match="rank 2 is not fed from logs; fed neighbours: 0"):
                 fed(2, 5)
             fed.close()
             eventually(lambda: not job.copies(net[1]), "all copies are given back")
@@ -294,7 +294,9 @@ def test_what_is_damaged_here_is_taken_from_another_copy(job: Job) -> None:
             lambda: states_in(job.file(net[0]))[0] is SlotState.QUARANTINED,
             "it is quarantined",
         )
-        assert net[0].saw("digest_mismatch", "what rank 0 sent in iteration 3 is damaged here")
+        assert net[0].saw(
+            "digest_mismatch", "the log of rank 0 of iteration 3 is damaged on this node"
+        )
 
 
 @pytest.mark.parametrize("here", [False, True])

@@ -109,7 +109,8 @@ def place(
         max_straggler: the bound on the straggler factor, at least 1; default: none.
         moves: how many exchanges the local search tries, over all layers.
     Raises:
-        ValueError: arrays of different shapes, ``lost`` below 1 or not below the number of units, a bound below 1.
+        ValueError: arrays of different shapes, ``lost`` below 1 or not below the number of units, a
+            bound below 1.
         ElasticError: the allocation is not for this cluster.
     """
     loads_LE = checked_loads(loads)

@@ -302,7 +302,8 @@ class PlacementTimes:
             return self._decide(Action.KEEP, "the load was not looked at")
         gain_s = event.forecast.gain_s(self._config.horizon_steps)
         numbers = (
-            f"straggler factor {event.forecast.straggler_now:.3f}, then {event.forecast.straggler_after:.3f}: "
+            f"straggler factor {event.forecast.straggler_now:.3f}, then "
+            f"{event.forecast.straggler_after:.3f}: "
             f"saves {gain_s:.1f} s, costs {event.forecast.move_s:.1f} s"
         )
         if gain_s > event.forecast.move_s * (1 + self._config.margin):

@@ -88,7 +88,8 @@ def recovery_probability(
             domains. Default: nodes are lost one by one.
         samples: how many choices are tried where counting is too much; ``seed`` makes them reproducible.
     Raises:
-        ValueError: a negative number of lost units or more than there are, units of another shape, no samples.
+        ValueError: a negative number of lost units or more than there are, units of another shape,
+            no samples.
     """
     held_MU = holder_sets(placement, units)
     return _chance(held_MU, lost, samples, seed)
@@ -197,8 +198,8 @@ def surviving_masks(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def _narrow_order(held_MU: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Units in an order in which those that share a set stand near each other."""
-    together = held_MU.T.astype(np.float32) @ held_MU.astype(np.float32) > 0
-    order = reverse_cuthill_mckee(csr_matrix(together), symmetric_mode=True)
+    overlap = held_MU.T.astype(np.float32) @ held_MU.astype(np.float32) > 0
+    order = reverse_cuthill_mckee(csr_matrix(overlap), symmetric_mode=True)
     return np.asarray(order, dtype=np.int64)
 
 

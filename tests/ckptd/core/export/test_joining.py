@@ -117,7 +117,7 @@ def test_only_aligned_windows_are_called_so() -> None:
 
 def test_state_that_lacks_rows_is_refused() -> None:
     tensors = image("w[0:2]", "w[2:4]", "optim/m/w[0:2]")
-    with pytest.raises(ExportError, match=r"state 'm' of w the snapshot holds 2 of 4 rows"):
+    with pytest.raises(ExportError, match=r"only 2 of 4 rows of the optimizer's state 'm' of w"):
         plan_export(tensors, SnapshotFacts(dense=True), optimizer=True)
 
 
@@ -143,7 +143,11 @@ def test_owners_are_told_beside_operators() -> None:
 
 @pytest.mark.parametrize(
     ("owners", "reason"),
-    [([7], "1 operators, and has 2"), (["x", 1], "not understood"), ({"a": 1}, "not understood")],
+    [
+        ([7], "1 operators, but has 2"),
+        (["x", 1], "malformed owners"),
+        ({"a": 1}, "malformed owners"),
+    ],
 )
 def test_owners_that_are_not_understood_are_not_passed_over(owners: object, reason: str) -> None:
     """Otherwise a part of the model would be taken for all of it."""

@@ -125,8 +125,9 @@ def test_the_rank_with_the_longest_window_decides_the_start() -> None:
 
 def test_a_short_rank_must_still_hold_the_common_start() -> None:
     """Rank 0 alone could resume at 9, but rank 1 starts at 6, which rank 0 has no more."""
-    assert "common start (rank 0: 8 to 9, whole from 9, rank 1: 2 to 9, whole from 6)" in refused(
-        [rank(0, 1, 8, 9), rank(1, 4, 2, 9)], 2
+    assert (
+        "anchor all operators (rank 0: 8 to 9, whole from 9, rank 1: 2 to 9, whole from 6)"
+        in refused([rank(0, 1, 8, 9), rank(1, 4, 2, 9)], 2)
     )
     plan = planned([rank(0, 1, 5, 9, missing=7), rank(1, 2, 2, 9)])
     assert (plan.start, plan.end) == (8, 9)
@@ -144,7 +145,7 @@ def test_ranks_replay_together_only_what_they_recorded_in_the_same_phases() -> N
     out = held(1, phased(lambda t: 1), window=3)
     none = plan_recovery([held(0, phased(lambda t: 0), window=3), out], 2)
     assert isinstance(none, NoRecovery)
-    assert none.apart
+    assert none.different_schedules
     assert "different phases of their schedules" in none.reason
 
 
@@ -158,11 +159,11 @@ def test_refusals_name_what_is_missing() -> None:
     some = [rank(1, 1, 0, 1), held(2, [snap(0, 1, state=SlotState.FILLED)])]
     assert refused(some, 3) == "no node holds a snapshot of ranks 0, 2 (world size 3)"
     assert refused([rank(0, 1, 0, 1), rank(5, 1, 0, 1)], 1) == (
-        "there are holdings of rank 5, beyond world size 1"
+        "nodes hold snapshots of rank 5, beyond world size 1"
     )
     partly = [rank(0, 2, 0, 3), rank(1, 4, 0, 1), held(1, chain(4, 1, 1), node="b", window=4)]
     assert refused(partly, 2) == (
-        "rank 1: no node holds a complete suffix; newest is iteration 1 on nodes 1, b, and the "
+        "rank 1: no node holds a complete suffix; the newest snapshot is iteration 1 on nodes 1, b, and the "
         "snapshots up to it lack an anchor of 2 of 4 operators"
     )
     apart = [rank(0, 1, 0, 3), rank(1, 1, 6, 9)]
@@ -239,18 +240,18 @@ def test_ranks_begin_where_all_have_a_snapshot() -> None:
     assert [iterations(pieces) for pieces in plan.per_rank.values()] == [[6, 9], [6, 9]]
 
 
-NONE_LEADS_TO_9 = "before that of iteration 9 from which a replay could come to it"
+NONE_LEADS_TO_9 = "before iteration 9 leads to that of iteration 9"
 
 
 @pytest.mark.parametrize(
     ("known", "why"),
     [
-        ([dense(0, 9)], f"there is no snapshot of rank 0 {NONE_LEADS_TO_9}"),
-        ([dense(0, 8, 9), dense(1, 9)], f"there is no snapshot of rank 1 {NONE_LEADS_TO_9}"),
-        ([held(0, [snap(8, 1), snap(9, 1, previous=-1, epoch=1, epoch_start=8)])], f"there is no snapshot of rank 0 {NONE_LEADS_TO_9}"),
-        ([held(0, chain(2, 8, 9), window=2)], "there is no snapshot of rank 0 before that of iteration 8 from which a replay could come to it"),
-        ([dense(0, 6, 8, 9), dense(1, 7, 9)], "the ranks have no snapshot before that of iteration 9 in common"),
-        ([dense(0, 4, 9)], "the snapshot before it is 5 iterations older, and verify_iterations=4"),
+        ([dense(0, 9)], f"no snapshot of rank 0 {NONE_LEADS_TO_9}"),
+        ([dense(0, 8, 9), dense(1, 9)], f"no snapshot of rank 1 {NONE_LEADS_TO_9}"),
+        ([held(0, [snap(8, 1), snap(9, 1, previous=-1, epoch=1, epoch_start=8)])], f"no snapshot of rank 0 {NONE_LEADS_TO_9}"),
+        ([held(0, chain(2, 8, 9), window=2)], "no snapshot of rank 0 before iteration 8 leads to that of iteration 8"),
+        ([dense(0, 6, 8, 9), dense(1, 7, 9)], "the ranks have no snapshot before iteration 9 in common"),
+        ([dense(0, 4, 9)], "the previous snapshot is 5 iterations older, and verify_iterations=4"),
     ],
 )  # fmt: skip
 def test_where_there_is_none_the_plan_is_as_without(known: list[HeldRecords], why: str) -> None:
@@ -432,7 +433,7 @@ def test_two_claims_of_one_place_are_told_and_the_owner_is_believed() -> None:
     plan = planned(known)
     assert plan.per_rank[0][0].sources == (SnapshotCopy("c", "r0~g0.seg", 4),)
     assert (
-        "rank 0: nodes a, b, c tell of different snapshots of iteration 4 (epoch 0, sequence 4); "
+        "rank 0: nodes a, b, c hold different snapshots of iteration 4 (epoch 0, sequence 4); "
         "that of node c counts"
     ) in plan.reason
     known[2] = held(0, [mine], node="c", own=False)

@@ -196,8 +196,8 @@ def test_for_comparing_alone_nobody_else_starts_earlier(lacks: str) -> None:
     plan = job.planned(16)
     assert outline(plan) == outline(job.planned())
     why = {
-        "snapshot": "those who replay have no snapshots of iteration 8 that lead to those of 9",
-        "log": "rank 1 needs what rank 2 sent in iteration 8, and no node holds that log",
+        "snapshot": "the ranks that replay have no snapshots of iteration 8 that lead to those of 9",
+        "log": "rank 1 needs the log of rank 2 of iteration 8, which no node holds",
     }
     assert plan.per_rank[1].unverified == why[lacks]
 
@@ -338,7 +338,7 @@ def test_where_a_moved_rank_has_no_ring_to_begin_with_it_replays_or_copies(why: 
         assert outline(job.planned())[1] == "replays 8-10 < 0[8:10] < 2[8:10]"
     else:
         job.snapshots[1] = [slot(T + 1, 1)]
-        assert "rank 1 would have to replay" in job.refused()
+        assert "rank 1 must replay" in job.refused()
     replicas = Job([T] * 4, [(0, 1), (2, 3)])
     replicas.homes = {0: "n0", 1: "n1", 2: "n2", 3: "n9"}
     replicas.snapshots[3] = [r for r in replicas.snapshots[3] if r.iteration < 5]
@@ -393,7 +393,7 @@ def test_a_neighbour_whose_log_is_missing_replays_too() -> None:
         "replays 8-10 < 3[8:10]",
         "parked 10",
     ]
-    assert "rank 1 needs what rank 2 sent in iteration 9, and no node holds that log" in plan.reason
+    assert "rank 1 needs the log of rank 2 of iteration 9, which no node holds" in plan.reason
 
 
 def test_widening_goes_on_until_nothing_is_missing() -> None:
@@ -417,7 +417,7 @@ def test_the_neighbour_of_a_lost_stage_lost_its_node() -> None:
         "replays 8-10 < 3[8:10]",
         "parked 10",
     ]
-    assert "ranks 1, 2 told nothing, and start together to be safe" in plan.reason
+    assert "ranks 1, 2 reported no facts, and start together to be safe" in plan.reason
 
 
 def test_a_stage_that_must_be_there_earlier_takes_a_snapshot_from_before() -> None:
@@ -433,8 +433,8 @@ def test_a_stage_that_must_be_there_earlier_takes_a_snapshot_from_before() -> No
     ]
     job.snapshots[1] = [r for r in job.snapshots[1] if r.iteration > T]
     assert job.refused() == (
-        "rank 1 would have to replay, but have no complete suffix in common that starts at 10 or before and ends at 11 or "
-        "before (rank 0 needs what rank 1 sent in iteration 10, and no node holds that log)"
+        "rank 1 must replay, but have no complete suffix in common that starts at 10 or before and ends at 11 or "
+        "before (rank 0 needs the log of rank 1 of iteration 10, which no node holds)"
     )
 
 
@@ -451,21 +451,24 @@ def test_of_those_who_lack_a_log_the_one_that_needs_most_counts() -> None:
 def test_where_everybody_would_replay_all_recover_together() -> None:
     job = Job([T] * 3).trainer_lost(1)
     job.logs = {rank: [] for rank in job.logs}
-    assert job.refused().startswith("every rank would replay; rank 1 needs what rank 0 sent")
+    assert job.refused().startswith("every rank would replay; rank 1 needs the log of rank 0")
 
 
 def test_without_parked_states_or_facts_there_is_no_localized_plan() -> None:
     assert Job([T] * 3).trainer_lost(0, 1, 2).refused() == "no rank was parked"
     job = Job([T] * 3)
     job.facts = {}
-    assert job.refused() == "no rank told with whom it communicates (are boundaries logged?)"
+    assert (
+        job.refused()
+        == "no rank reported with which ranks it communicates (is the boundary log enabled?)"
+    )
     nothing = plan_localized(RunHoldings([]), {}, 0)
     assert nothing == NotLocalized("world size 0", -1)
 
 
 def test_a_stage_without_snapshots_cannot_replay() -> None:
     reason = Job([T] * 3).node_lost(1, replicas=False).refused()
-    assert reason.startswith("rank 1 would have to replay, but")
+    assert reason.startswith("rank 1 must replay, but")
 
 
 def test_a_domain_whose_parks_are_incomplete_does_not_stand() -> None:
@@ -535,7 +538,8 @@ def test_parks_of_ranks_that_went_on_do_not_hold_anybody_back() -> None:
     for rank in range(3):
         job.parked[rank] = [slot(6, EVERYTHING)]
     assert (
-        job.refused() == "all ranks are exact at 10 from snapshots, later than any was parked (6)"
+        job.refused()
+        == "snapshots make all ranks exact at 10, later than the newest parked state (6)"
     )
 
 
@@ -548,9 +552,7 @@ def test_a_park_is_better_than_a_suffix_that_begins_before_it() -> None:
 
 def test_where_nobody_would_replay_all_recover_together() -> None:
     job = Job([T] * 3, window=1).trainer_lost(1)
-    assert job.refused() == (
-        "every rank has a snapshot of iteration 10 that is complete by itself: none replays"
-    )
+    assert job.refused() == ("every rank has a complete snapshot of iteration 10: none replays")
     job.snapshots[1].pop()
     assert outline(job.planned())[1] == "replays 9 < 0[9:10] < 2[9:10]"
 
@@ -597,7 +599,7 @@ def test_logs_come_from_every_node_that_has_them_and_near_ones_first() -> None:
     assert "20 B of rank 1 comes from other nodes" in plan.reason
     without = plan_localized(known, job.facts, 3, lost={"n0"})
     assert isinstance(without, NotLocalized)  # rank 0's snapshots had no replica
-    assert "ranks 0, 1 would have to replay" in without.reason
+    assert "ranks 0, 1 must replay" in without.reason
 
 
 # -- random jobs: executed, and compared with all that is possible ------------------------------------------------------
@@ -661,7 +663,11 @@ class Possible:
     def _stands_at(self, rank: int, members: Sequence[int], t: int) -> bool:
         if (rank, t) in self._parks:
             return True
-        peers = [m for m in members if (m, t) in self._parks and self._relations.alike(rank, m)]
+        peers = [
+            m
+            for m in members
+            if (m, t) in self._parks and self._relations.have_same_operators(rank, m)
+        ]
         return bool(peers) and (rank, t) in self._snapshots
 
     def _starts(self, domains: Iterable[int]) -> list[int]:

@@ -38,16 +38,16 @@ def related(facts: dict[int, RankFacts], world_size: int) -> Relations:
 def test_a_lost_rank_is_told_of_by_the_others() -> None:
     facts = grid(3, 2)
     whole = related(facts, 6)
-    assert whole.untold == ()
+    assert whole.unreported == ()
     del facts[2]
     relations = related(facts, 6)
     assert relations.domains == whole.domains == [(0, 1), (2, 3), (4, 5)]
     assert relations.domain_of == whole.domain_of
     assert relations.neighbours[2] == whole.neighbours[2] == (0, 4)
-    assert relations.untold == (2,)
-    assert relations.alike(2, 3)
-    assert relations.alike(3, 2)
-    assert not relations.alike(2, 4)
+    assert relations.unreported == (2,)
+    assert relations.have_same_operators(2, 3)
+    assert relations.have_same_operators(3, 2)
+    assert not relations.have_same_operators(2, 4)
 
 
 def test_of_several_lost_ranks_nobody_knows_whether_they_communicate() -> None:
@@ -57,7 +57,7 @@ def test_of_several_lost_ranks_nobody_knows_whether_they_communicate() -> None:
     relations = related(facts, 8)
     assert relations.domains == [(0, 1), (2, 3, 4, 5), (6, 7)]
     assert relations.domain_of == [0, 0, 1, 1, 1, 1, 2, 2]
-    assert not relations.alike(2, 5)  # neither said so
+    assert not relations.have_same_operators(2, 5)  # neither said so
     alone = related({0: RankFacts((1,), (0,))}, 3)
     assert alone.domains == [(0,), (1, 2)]
 
@@ -76,20 +76,20 @@ def test_who_is_joined_by_way_of_others_is_joined() -> None:
 
 def test_alike_is_what_nobody_contradicts() -> None:
     facts = {0: RankFacts((), (0, 1), (1,)), 1: RankFacts((), (0, 1), ())}
-    assert not related(facts, 2).alike(0, 1)
+    assert not related(facts, 2).have_same_operators(0, 1)
     facts[1] = RankFacts((), (0, 1), (0,))
-    assert related(facts, 2).alike(0, 1)
+    assert related(facts, 2).have_same_operators(0, 1)
 
 
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({}, "no rank told with whom it communicates"),
+        ({}, "no rank reported with which ranks it communicates"),
         ({0: RankFacts((5,), (0,))}, "the facts name rank 5, beyond world size 3"),
         ({4: RankFacts((), (4,))}, "the facts name rank 4, beyond world size 3"),
         (
             {0: RankFacts((1,), (0,)), 1: RankFacts((), (1,))},
-            "rank 0 says that it exchanges boundaries with rank 1, which says that it does not",
+            "rank 0 reports that it exchanges boundaries with rank 1, but rank 1 reports the opposite",
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_equal_lists_are_sent_once_as_progressions_and_are_one_object() -> None:
 )
 def test_what_cannot_be_is_refused_on_the_wire(lists: list[list[tuple[int, int, int]]]) -> None:
     payload = msgspec.msgpack.encode([lists, [(0, 0, 0, 0)]])
-    with pytest.raises(RemoteProtocolError, match="whom its ranks communicate with"):
+    with pytest.raises(RemoteProtocolError, match="report of its ranks' communication"):
         facts_from_wire([payload])
 
 

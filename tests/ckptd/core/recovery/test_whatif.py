@@ -107,7 +107,7 @@ def test_selectors_add_up() -> None:
 
 @pytest.mark.parametrize("selector", ["rack=C", "zone=A", "rack", "=A", "", "node=n9"])
 def test_an_unknown_selector_is_told_what_there_is(selector: str) -> None:
-    expected = r"known are host=x\|y; node=n0\|n1\|n2\|n3; rack=A\|B"
+    expected = r"known labels: host=x\|y; node=n0\|n1\|n2\|n3; rack=A\|B"
     with pytest.raises(ValueError, match=expected) as caught:
         what_if(RunHoldings(HELD), 3, HOMES, LABELS, ["rack=A", selector])
     assert repr(selector) in str(caught.value)
@@ -181,7 +181,7 @@ def test_a_log_that_is_missing_makes_its_rank_replay_too() -> None:
     answer = what_if(RunHoldings(HELD, logs=logs), 3, HOMES, LABELS, ["node=n1"])
     kinds = [outcome.kind for outcome in answer.ranks]
     assert kinds == [RankKind.PARKED, RankKind.REPLAYS, RankKind.REPLAYS]
-    assert "no node holds that log" in answer.reason
+    assert "which no node holds" in answer.reason
 
 
 def test_those_who_are_left_park_where_the_slowest_of_them_is() -> None:
@@ -209,11 +209,13 @@ def test_why_all_would_recover_together() -> None:
             assert (answer.plan, answer.ranks) == (plain.plan, plain.ranks)
         return answer.localized.reason
 
-    assert "no rank told with whom it communicates" in told(HELD, "node=n1", None, None, None)
+    assert "no rank reported with which ranks it communicates" in told(
+        HELD, "node=n1", None, None, None
+    )
     everybody = tuple(CHAIN.values())
     assert "no node is left" in told(HELD, "rack=A,rack=B", *everybody)
     without = [h for h in HELD if h.rank]
-    assert "there is no snapshot yet of rank 0" in told(without, "node=n1", *everybody)
+    assert "no node holds a snapshot of rank 0 yet" in told(without, "node=n1", *everybody)
 
 
 TWINS = {
