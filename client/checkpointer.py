@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.program import this_program
 from ckptd.client.capture.recorder import Recorder
+from ckptd.client.capture.step_scalars import StepScalars
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.data import Batches
@@ -56,7 +57,7 @@ from ckptd.client.recovery.start import Recovery, newest_window
 from ckptd.client.resume import heed_program, restore
 from ckptd.client.schedule.describe import describe_table
 from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.planner import needed_memory, own_share_bytes
+from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_bytes
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, operator_costs
 from ckptd.client.stats import Stats
 from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
@@ -347,7 +348,7 @@ class Checkpointer:
         if isinstance(log, BoundaryLog):
             self._cleanup.enter_context(self._pipeline.listen_to(found, log))
             if self._loop.recorder is not None:
-                self._loop.recorder.scalars.stages += found
+                self._loop.recorder.scalars.follow_stages(found)
         return log
 
     def boundary_log(self, *, limit_bytes: int | None = None, replicate: bool = False) -> SilentLog:
@@ -490,35 +491,28 @@ class Checkpointer:
         )
 
     def _protect(self, memory: RankMemory) -> None:
-        recorder = Recorder(
-            self._binding,
-            self._operators,
-            memory,
-            self._engine,
-            stateful=self._subject.stateful,
-            tape=self._loop.tape,
-            stats=self._stats,
+        context = RankContext(
+            binding=self._binding,
+            operators=self._operators,
+            memory=memory,
+            engine=self._engine,
             options=self._options.snapshots,
+            stats=self._stats,
             counter=self._counter,
             precision=self._precision,
-            buckets=self._buckets,
             sharing=self._sharing,
         )
-        recorder.scalars.program = self._program
-        self._loop.protect(
-            self._subject,
-            memory,
-            recorder,
-            counter=self._counter,
-            precision=self._precision,
-            ranks=self._ranks,
+        stateful = self._subject.stateful
+        scalars = StepScalars(
+            self._binding, stateful, self._loop.tape, self._buckets, self._program
         )
+        self._loop.protect(self._subject, context, Recorder(context, scalars), ranks=self._ranks)
 
     def _begin_parking(self) -> None:
         recorder = self._loop.recorder
         if self._memory is None or recorder is None:
             return  # snapshots were given up: there is nothing to park with
-        self._loop.parking = recorder.parking = Parking(
+        parking = Parking(
             self._memory,
             self._binding,
             make_engine(self._subject.device, inline=True),
@@ -527,7 +521,8 @@ class Checkpointer:
             restless=recorder.restless,
             park_after_s=self._options.recovery.park_after_s,
         )
-        self._cleanup.callback(park_on_sigterm(self._loop.parking))
+        self._loop.park_with(parking)
+        self._cleanup.callback(park_on_sigterm(parking))
 
     def _plan(self) -> SnapshotPlan | None:
         recorder = self._loop.recorder

@@ -52,9 +52,8 @@ def restore(
         stages = replay.oldest_scalars.get("stages", {})
         with ranks.all_or_none():
             assert loop.recorder is not None
-            loop.recorder.scalars.stage_shapes = loop.pipeline.run_isolated(
-                memory.identity.rank, found.apart, stages
-            )
+            shapes = loop.pipeline.run_isolated(memory.identity.rank, found.apart, stages)
+            loop.recorder.scalars.know_stages(shapes)
     stats.restore_s = time.perf_counter() - started_s
     stats.restored_bytes = replay.bytes_loaded
     text = (
@@ -83,16 +82,16 @@ def heed_program(
             assert loop.recorder is None or loop.recorder.scalars.program is recorded
             apply_options(binding, stateful, recorded, here)
             if loop.recorder is not None:
-                loop.recorder.scalars.program = here
+                loop.recorder.scalars.go_by(here)
                 # What comes now does not follow from the snapshots before by a replay.
                 loop.recorder.break_chain()
 
         if options_differ(recorded, here):
-            loop.when_exact = apply
+            loop.do_when_exact(apply)
         what = f"The script's options count from iteration {replay.end} on"
     else:
         what = RECORDED_COUNTS
-    loop.recorder.scalars.program = recorded
+    loop.recorder.scalars.go_by(recorded)
     tell_differences(recorded, here, what, rank=subject.identity.rank)
 
 

@@ -22,7 +22,6 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.module_hooks import ModuleHook
-from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.optimizers.step_closures import before_update
 from ckptd.client.parking.parker import Parking
 from ckptd.client.pipeline.stage_rehearsal import callables_of, rehearsal_tap, without_trace
@@ -32,7 +31,7 @@ from ckptd.client.recovery.rehearsal import Rehearsal
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replay_support import ReplayPart
 from ckptd.client.recovery.start import Resumption
-from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.planner import RankContext
 from ckptd.client.stats import Stats
 from ckptd.client.step_guard import Guard
 from ckptd.client.training_state import TrainingState
@@ -73,8 +72,7 @@ class LoopSide:
         self.recorder: Recorder | None = None
         self.parking: Parking | None = None
         self.rehearsal: Rehearsal | None = None
-        # Changes the state once it is exact, before its iteration is run: no suffix spans that.
-        self.when_exact: Callable[[], None] | None = None
+        self._when_exact: Callable[[], None] | None = None
         self.step = 0
         self.stepping = False
         self.resumed = ""
@@ -82,19 +80,27 @@ class LoopSide:
     def protect(
         self,
         subject: TrainingState,
-        memory: RankMemory,
+        context: RankContext,
         recorder: Recorder,
         *,
-        counter: TokenCounter,
-        precision: PrecisionProbe,
         ranks: Collectives,
     ) -> None:
         """From here on the loop is protected, by these."""
         self._binding: LiveState = subject.binding
         self._stateful = subject.stateful
-        self._memory, self.recorder = memory, recorder
-        self._counter, self._precision, self._ranks = counter, precision, ranks
-        self._guard = Guard(memory.session, self._stats)
+        self._memory, self.recorder = context.memory, recorder
+        self._counter, self._precision, self._ranks = context.counter, context.precision, ranks
+        self._guard = Guard(context.memory.session, self._stats)
+
+    def park_with(self, parking: Parking) -> None:
+        """From the next top on the state of a step can be parked."""
+        assert self.recorder is not None
+        self.parking = parking
+        self.recorder.tell_tops(parking)
+
+    def do_when_exact(self, change: Callable[[], None]) -> None:
+        """Change the state once it is exact, before its iteration is run: no suffix spans that."""
+        self._when_exact = change
 
     def rehearse(self, memory: RankMemory, engine: CopyEngine, *, wanted: bool) -> None:
         """See what a resume would make of the optimizers, if that is wanted; before anything is restored."""
@@ -213,9 +219,9 @@ class LoopSide:
             recorder.replayed()
             if replay.mismatches:
                 recorder.break_chain()
-        if self.when_exact is not None:
-            self.when_exact()
-            self.when_exact = None
+        if self._when_exact is not None:
+            self._when_exact()
+            self._when_exact = None
             if recorder is not None:
                 recorder.break_chain()
         if recorder is not None:

@@ -11,42 +11,29 @@ stays until a new one is complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.mutable_buffers import RestlessBuffers
 from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.capture.snapshot_chain import SnapshotChain, Taken
 from ckptd.client.capture.step_scalars import StepScalars
-from ckptd.client.capture.step_state import Stateful
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
-from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.freezing import Tape
-from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.operators import Operator
-from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
 from ckptd.client.optimizers.random_draws import Draws
 from ckptd.client.optimizers.value_trees import NotCapturable
-from ckptd.client.options import SnapshotOptions
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.copy_mode import CopyModeChooser
-from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.provision import Provision
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.schedule.step_timing import StepTiming
-from ckptd.client.stats import Stats
 from ckptd.core.state_machine import validated
-from ckptd.cuda.engine import CopyEngine, CpuEngine
+from ckptd.cuda.engine import CpuEngine
 
-if TYPE_CHECKING:
-    from ckptd.client.parking.parker import Parking
-
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "TopListener"]
 
 logger = get_logger(__name__)
 
@@ -55,33 +42,30 @@ _REPORT_S = 1.0
 _PENDING_LIMIT = 100
 
 
+class TopListener(Protocol):
+    """Who hears of the tops of steps, to copy the state as it is there."""
+
+    def top(self, step: int, plan: SnapshotPlan, phase: int, scalars: dict[str, Any]) -> None: ...
+
+    def again(self) -> None:
+        """The top of a further step of an accumulation: the weights are those of the top before."""
+
+
 class Recorder:
-    """Takes snapshots into ``memory`` at the pace that ``options`` and the measurements allow."""
+    """Takes snapshots at the pace that the options and the measurements allow.
+
+    Args:
+        scalars: gathers what is small of the top of a step.
+    """
 
     def __init__(
         self,
-        binding: LiveState,
-        operators: Sequence[Operator],
-        memory: RankMemory,
-        engine: CopyEngine,
-        *,
-        stateful: Mapping[str, Stateful],
-        tape: Tape,
-        stats: Stats,
-        options: SnapshotOptions,
-        counter: TokenCounter,
-        precision: PrecisionProbe,
-        buckets: Buckets,
-        sharing: ReplicatedParams,
+        context: RankContext,
+        scalars: StepScalars,
     ) -> None:
-        self._binding, self._operators, self._memory, self._engine = (
-            binding,
-            list(operators),
-            memory,
-            engine,
-        )
-        self._tape, self._stats, self._options = tape, stats, options
-        self.scalars = StepScalars(binding, stateful, tape, buckets)
+        self._binding, self._memory = context.binding, context.memory
+        self._engine, self._stats, self._options = context.engine, context.stats, context.options
+        self._tape, self.scalars = scalars.tape, scalars
         self._capture: Capture | None = None
         # Which snapshot of the schedule this is. One rank counts its clean boundaries; several
         # ranks, which must be in the same phase, take it from the number of the iteration
@@ -92,28 +76,23 @@ class Recorder:
         self._stepped = False
         self._pace = StepTiming()
         self._reported_at = 0.0
-        self._restless = RestlessBuffers(binding)
-        self._chooser = CopyModeChooser() if options.inline_copy is None else None
+        self._restless = RestlessBuffers(context.binding)
+        self._chooser = CopyModeChooser() if context.options.inline_copy is None else None
         self._updates: dict[int, int] = {}
         self._in_a_row = 0  # steps whose snapshot found no slot
         self._provision = Provision(
-            binding,
-            operators,
-            memory,
-            engine,
-            stats=stats,
-            options=options,
-            counter=counter,
-            precision=precision,
-            pace=self._pace,
-            sharing=sharing,
-            scalars_sample=lambda: self.scalars.sample(len(self._operators)),
+            context,
+            self._pace,
+            scalars_sample=lambda: scalars.sample(len(context.operators)),
             switched=self._switched,
         )
         self._changes = self._provision.changes
-        self._draws = Draws(watches=bool(sharing.replicas))
-        # Who parks the state at the top of a step, if anybody does.
-        self.parking: Parking | None = None
+        self._draws = Draws(watches=bool(context.sharing.replicas))
+        self._parking: TopListener | None = None
+
+    def tell_tops(self, listener: TopListener) -> None:
+        """From now on ``listener`` hears of the top of each step."""
+        self._parking = listener
 
     @property
     def restless(self) -> set[str]:
@@ -263,15 +242,15 @@ class Recorder:
             rng_forward: random state at the first forward of ``step``, as it was recorded. If it is parked before its forward is reached,
                 it must not be known less well than it was.
         """
-        if self.parking is not None and self.plan is not None:
+        if self._parking is not None and self.plan is not None:
             self._binding.kept.look(self.plan.state_specs(self._binding))
             scalars = self._scalars(self.plan)
             if rng_forward is not None:
                 scalars["rng_forward"] = rng_forward
-            self._open_moment(self.parking, step, self.plan, scalars)
+            self._open_moment(self._parking, step, self.plan, scalars)
 
     def _open_moment(
-        self, parking: Parking, step: int, plan: SnapshotPlan, scalars: dict[str, Any]
+        self, parking: TopListener, step: int, plan: SnapshotPlan, scalars: dict[str, Any]
     ) -> None:
         parking.top(step, plan, self._ordinal % plan.span, scalars)
 
@@ -304,8 +283,8 @@ class Recorder:
         weights changed.
         """
         self._stats.pending_gradients += 1
-        if self.parking is not None:
-            self.parking.again()
+        if self._parking is not None:
+            self._parking.again()
         if self._stepped:
             self._chain.cut()
             self._tape.take()
@@ -359,12 +338,12 @@ class Recorder:
         capture, plan = self._capture, self.plan
         assert capture is not None
         phase = plan.phase_plan(self._binding, self._ordinal)
-        if phase is None and self.parking is None:
+        if phase is None and self._parking is None:
             self._tape.take()
             return
         scalars = self._scalars(plan)
-        if self.parking is not None:
-            self._open_moment(self.parking, step, plan, scalars)
+        if self._parking is not None:
+            self._open_moment(self._parking, step, plan, scalars)
         if phase is None:  # a policy that skips steps: its snapshots need no chain
             return
         layout, begins = phase
@@ -450,12 +429,10 @@ class Recorder:
             self._binding,
             self._memory.table,
             self._engine,
+            session,
             num_operators=len(plan.operators),
             stats=self._stats,
-            finish=session.submit,
-            drain=session.flush,
             filled=self._was_filled,
-            connected=lambda: session.connected,
             restless=self._restless.names,
         )
 

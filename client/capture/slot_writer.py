@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -224,6 +224,23 @@ class CopySplit:
         return beside, {self._names[n] for n in numbers if n >= self._num_beside}
 
 
+class Desk(Protocol):
+    """The session with the daemon, as far as snapshots need it."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon is there: while it is away, it cannot tell what the other ranks still need."""
+        ...
+
+    def submit(self, work: Callable[[], Any]) -> bool:
+        """Run a closure off the training thread; False if it cannot be taken."""
+        ...
+
+    def flush(self, timeout_s: float) -> object:
+        """Wait until what was submitted is done, at most so many seconds."""
+        ...
+
+
 class Capture:
     """Fills slots, one at a time.
 
@@ -233,10 +250,8 @@ class Capture:
         engine: copies for the device of the parameters.
         num_operators: how many operators a suffix must cover.
         stats: counters to keep.
-        finish: runs a closure off the training thread (the session's thread); False if it cannot take it.
-        drain: waits until what ``finish`` was given is done, at most so many seconds.
+        session: does the work that is not for the training thread.
         filled: called, off the training thread, when a slot is filled.
-        connected: whether the daemon is there: while it is away, it cannot tell what the other ranks still need.
         restless: names of what is known to change before the optimizer's step (large buffers that a forward updates, what user code
             writes to); added to.
     """
@@ -246,19 +261,16 @@ class Capture:
         binding: LiveState,
         table: SlotTable,
         engine: CopyEngine,
+        session: Desk,
         *,
         num_operators: int,
         stats: Stats,
-        finish: Callable[[Callable[[], None]], bool],
-        drain: Callable[[float], object],
         filled: Callable[[MappedSegment, int, int], None],
-        connected: Callable[[], bool],
         restless: set[str],
     ) -> None:
         self._binding, self._table, self._engine = binding, table, engine
         self._num_operators, self._stats = num_operators, stats
-        self._finish, self._drain, self._filled = finish, drain, filled
-        self._connected = connected
+        self._session, self._filled = session, filled
         self._fill: Fill | None = None
         self._sequence = table.next_sequence()
         self._sources: dict[int, LiveSources] = {}
@@ -420,7 +432,7 @@ class Capture:
             work = self._declare
         else:
             return
-        if not self._finish(lambda: work(fill)):
+        if not self._session.submit(lambda: work(fill)):
             work(fill)
 
     def _declare(self, fill: Fill) -> None:
@@ -547,7 +559,7 @@ class Capture:
                     # Steps shorter than a thread switch outrun whoever finishes the snapshots: let
                     # it catch up.
                     drained = True
-                    self._drain(_DRAIN_S)
+                    self._session.flush(_DRAIN_S)
                     continue
                 self._stats.no_slot += 1
                 self.need_generation = choice.reason
@@ -571,7 +583,7 @@ class Capture:
         """Whether what is promised must stay, and what that is; how far others are behind does not
         matter for it.
         """
-        hard = self._table.is_hard(connected=self._connected())
+        hard = self._table.is_hard(connected=self._session.connected)
         return hard, self._table.ring_hint._replace(behind=0)
 
     # -- sources ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ state, what the step asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptd.client.capture.ddp_buckets import Buckets
@@ -23,19 +23,35 @@ class StepScalars:
     """Gathers them.
 
     Attributes:
-        stages: of a pipeline whose boundaries are logged; what they find out is kept, too.
-        stage_shapes: what they had found out in the life before.
+        tape: what the steps ask for is recorded on it.
         program: whose options, script and data the run goes by.
     """
 
     def __init__(
-        self, binding: LiveState, stateful: Mapping[str, Stateful], tape: Tape, buckets: Buckets
+        self,
+        binding: LiveState,
+        stateful: Mapping[str, Stateful],
+        tape: Tape,
+        buckets: Buckets,
+        program: Program,
     ) -> None:
         self._binding, self._stateful = binding, stateful
-        self._tape, self._buckets = tape, buckets
-        self.stages: list[Any] = []
-        self.stage_shapes: Mapping[int, StageShapes] = {}
-        self.program: Program = {}
+        self._buckets = buckets
+        self._stages: list[Any] = []
+        self._stage_shapes: Mapping[int, StageShapes] = {}
+        self.tape, self.program = tape, program
+
+    def follow_stages(self, stages: Sequence[Any]) -> None:
+        """The boundaries of these stages of a pipeline are logged: what they find out is kept, too."""
+        self._stages += stages
+
+    def know_stages(self, shapes: Mapping[int, StageShapes]) -> None:
+        """What stages had found out in the life before."""
+        self._stage_shapes = shapes
+
+    def go_by(self, program: Program) -> None:
+        """From now on the run goes by this program."""
+        self.program = program
 
     def gather(self, plan: SnapshotPlan, stride: int) -> dict[str, Any]:
         """Of the top of this step, at which ``KeptState.look`` has looked; the tape is taken.
@@ -52,7 +68,7 @@ class StepScalars:
             "python": self._binding.kept.python(),
             "kept": self._binding.kept.gather(),
             "grads": grad_flags(self._binding),
-            "tape": [list(pair) for pair in self._tape.take()],
+            "tape": [list(pair) for pair in self.tape.take()],
             "buckets": self._buckets.layouts(),
             "senders": self._buckets.senders(),
             "phases": [list(p) for p in plan.schedule.phases],
@@ -82,5 +98,5 @@ class StepScalars:
 
     def _found_by_stages(self) -> dict[int, StageShapes | None]:
         """Of each stage, as it has found out in this life, or in the one before."""
-        indices = {int(stage.stage_index): stage for stage in self.stages}
-        return {i: shapes_of(stage) or self.stage_shapes.get(i) for i, stage in indices.items()}
+        indices = {int(stage.stage_index): stage for stage in self._stages}
+        return {i: shapes_of(stage) or self._stage_shapes.get(i) for i, stage in indices.items()}

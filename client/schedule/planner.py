@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptd.client import values
@@ -19,6 +20,7 @@ from ckptd.client.options import SnapshotOptions
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.planning import (
     MAX_WINDOW,
+    PlanInputs,
     TrainingSpeed,
     make_plan,
     most_pieces,
@@ -28,9 +30,9 @@ from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, opera
 from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
 from ckptd.core.schedules.schedule import Ordering
-from ckptd.cuda.engine import measure_bandwidth
+from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 
-__all__ = ["Planner", "needed_memory", "note_prepared", "own_share_bytes"]
+__all__ = ["Planner", "RankContext", "needed_memory", "note_prepared", "own_share_bytes"]
 
 logger = get_logger(__name__)
 
@@ -39,6 +41,33 @@ _MIN_SCALARS = 64 << 10
 # ask for some anyway.
 _RANKS_SLACK = 2
 _NUMBER_BYTES = 5  # msgpack's longest for an operator's number
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What the snapshots of one rank are planned and taken with: what is trained, where snapshots go,
+    and what watches the steps.
+
+    Attributes:
+        operators: as they are found in the model; a plan may cut them.
+        counter, precision: measure the forwards: how popular experts are, which dtypes suffice.
+        sharing: what several ranks have alike and one of them captures.
+    """
+
+    binding: LiveState
+    operators: Sequence[Operator]
+    memory: RankMemory
+    engine: CopyEngine
+    options: SnapshotOptions
+    stats: Stats
+    counter: TokenCounter
+    precision: PrecisionProbe
+    sharing: ReplicatedParams
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank is the only one."""
+        return self.memory.identity.world_size == 1
 
 
 class Planner:
@@ -55,24 +84,17 @@ class Planner:
 
     def __init__(
         self,
-        binding: LiveState,
-        operators: Sequence[Operator],
-        memory: RankMemory,
-        *,
-        stats: Stats,
-        options: SnapshotOptions,
-        counter: TokenCounter,
-        precision: PrecisionProbe,
+        context: RankContext,
         pace: StepTiming,
-        sharing: ReplicatedParams,
         scalars_sample: Callable[[], dict[str, Any]],
     ) -> None:
-        self._binding, self._operators, self._memory = binding, list(operators), memory
-        self._stats, self._options, self._counter = stats, options, counter
-        self._precision, self._pace, self._scalars_sample = precision, pace, scalars_sample
-        self._alone = memory.identity.world_size == 1
-        self.policy: str = options.policy
-        self.sharing = sharing
+        self._binding, self._operators = context.binding, list(context.operators)
+        self._memory, self._alone = context.memory, context.alone
+        self._stats, self._options = context.stats, context.options
+        self._counter, self._precision = context.counter, context.precision
+        self._pace, self._scalars_sample = pace, scalars_sample
+        self.policy: str = context.options.policy
+        self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
 
     @property
@@ -111,9 +133,7 @@ class Planner:
         started = time.perf_counter()
         options = self._options
         budget, available = self._limits(before)
-        plan = make_plan(
-            self._binding,
-            self._operators,
+        inputs = PlanInputs(
             policy=policy or self.policy,
             window=None if "dense" in (policy, self.policy) else window or options.window,
             every=options.every,
@@ -129,6 +149,7 @@ class Planner:
             sharing=self.sharing,
             before=before,
         )
+        plan = make_plan(self._binding, self._operators, inputs)
         if self._memory.persists:
             plan.make_room_for_uploads(available)
         logger.info(

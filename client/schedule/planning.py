@@ -34,7 +34,7 @@ from ckptd.core.schedules.schedule import (
     plan_schedule,
 )
 
-__all__ = ["MAX_WINDOW", "TrainingSpeed", "make_plan", "most_pieces", "plan_together"]
+__all__ = ["MAX_WINDOW", "PlanInputs", "TrainingSpeed", "make_plan", "most_pieces", "plan_together"]
 
 logger = get_logger(__name__)
 
@@ -65,59 +65,55 @@ class TrainingSpeed:
         return int(seconds * self.bandwidth)
 
 
-def make_plan(
-    binding: LiveState,
-    operators: Sequence[Operator],
-    *,
-    policy: str,
-    window: int | None,
-    every: int,
-    budget_bytes: int | None,
-    available_bytes: int | None,
-    popularity: Sequence[float] | None,
-    ordering: Ordering,
-    compute_dtypes: dict[str, torch.dtype],
-    identity: dict[str, str],
-    scalars_capacity: int,
-    slack: int = 0,
-    sharing: ReplicatedParams = NOTHING_SHARED,
-    before: SnapshotPlan | None = None,
-) -> SnapshotPlan:
-    """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """What a plan follows from, besides the model.
 
-    Args:
+    Attributes:
+        window: None: the smallest that fits.
+        every: a dense policy takes a snapshot every so many iterations.
+        budget_bytes: the most that may be copied per step; None: no limit.
+        available_bytes: the memory that there is for the ring; None: no limit.
+        popularity: of each operator; None: each as popular as the others.
+        slack: slots beyond what one node needs.
         sharing: what several ranks have alike and one of them captures.
         before: the plan that this one follows. Other ranks may go over to theirs at another iteration, or not at all, so owners
             (and, with the same window, phases) stay what they were, and where operators are cut in
             another way than before, every rank captures all of them.
+    """
+
+    policy: str
+    window: int | None
+    every: int
+    budget_bytes: int | None
+    available_bytes: int | None
+    popularity: Sequence[float] | None
+    ordering: Ordering
+    compute_dtypes: dict[str, torch.dtype]
+    identity: dict[str, str]
+    scalars_capacity: int
+    slack: int = 0
+    sharing: ReplicatedParams = NOTHING_SHARED
+    before: SnapshotPlan | None = None
+
+
+def make_plan(
+    binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs
+) -> SnapshotPlan:
+    """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
+
     Raises:
         ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
     """
-    fixed = fixed_bytes(binding, scalars_capacity)
-    whole = operator_costs(binding, operators, compute_dtypes)
-    worthwhile = _worthwhile_window(sharing.mean_costs(operators, whole), fixed)
-    wanted = 1 if policy == "dense" else window
+    fixed = fixed_bytes(binding, inputs.scalars_capacity)
+    whole = operator_costs(binding, operators, inputs.compute_dtypes)
+    worthwhile = _worthwhile_window(inputs.sharing.mean_costs(operators, whole), fixed)
+    wanted = 1 if inputs.policy == "dense" else inputs.window
     tried = []
     candidates = [wanted] if wanted is not None else [None, *range(2, MAX_WINDOW + 1)]
     while candidates:
         candidate = candidates.pop(0)
-        plan = _plan_once(
-            binding,
-            operators,
-            policy,
-            candidate,
-            every,
-            budget_bytes,
-            fixed,
-            popularity,
-            ordering,
-            compute_dtypes,
-            identity,
-            scalars_capacity,
-            slack,
-            sharing,
-            before,
-        )
+        plan = _plan_once(binding, operators, inputs, candidate)
         if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
             # No window fits, so the largest was planned: most of its length buys next to nothing
             # and lengthens recovery.
@@ -125,13 +121,13 @@ def make_plan(
             candidates.insert(0, worthwhile)
             continue
         needed = plan.slot_bytes * plan.num_slots
-        if available_bytes is None or needed <= available_bytes:
+        if inputs.available_bytes is None or needed <= inputs.available_bytes:
             return plan
         tried.append(f"W={plan.schedule.window}: {plan.num_slots} slots of {plan.slot_bytes} bytes")
         if wanted is None and plan.schedule.window >= len(operators):
             break
     raise ValueError(
-        f"no ring fits the {available_bytes} bytes that the daemon has left ({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
+        f"no ring fits the {inputs.available_bytes} bytes that the daemon has left ({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
     )
 
 
@@ -143,25 +139,14 @@ def _worthwhile_window(costs: Sequence[OperatorCost], fixed: int) -> int:
 
 
 def _plan_once(
-    binding: LiveState,
-    operators: Sequence[Operator],
-    policy: str,
-    window: int | None,
-    every: int,
-    budget_bytes: int | None,
-    fixed: int,
-    popularity: Sequence[float] | None,
-    ordering: Ordering,
-    compute_dtypes: dict[str, torch.dtype],
-    identity: dict[str, str],
-    scalars_capacity: int,
-    slack: int,
-    sharing: ReplicatedParams,
-    before: SnapshotPlan | None,
+    binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs, window: int | None
 ) -> SnapshotPlan:
+    compute_dtypes, sharing, before = inputs.compute_dtypes, inputs.sharing, inputs.before
+    policy, budget_bytes, popularity = inputs.policy, inputs.budget_bytes, inputs.popularity
+    fixed = fixed_bytes(binding, inputs.scalars_capacity)
     parts = list(operators)
     costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
-    order = order_operators(costs, popularity or [0.0] * len(costs), ordering)
+    order = order_operators(costs, popularity or [0.0] * len(costs), inputs.ordering)
     planner = plan_aligned if policy == "aligned" else plan_schedule
     schedule = planner(
         costs,
@@ -178,7 +163,7 @@ def _plan_once(
         if len(parts) != len(operators):
             costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
             popular = _popularity_of(parts, operators, popularity)
-            order = order_operators(costs, popular, ordering)
+            order = order_operators(costs, popular, inputs.ordering)
             schedule = planner(
                 costs,
                 budget_bytes=budget_bytes,
@@ -192,9 +177,16 @@ def _plan_once(
         # it stays in its phases.
         schedule = schedule_of(costs, before.schedule.phases, fixed, policy)
     plan = SnapshotPlan(
-        parts, costs, schedule, policy, compute_dtypes, identity, scalars_capacity, every
+        parts,
+        costs,
+        schedule,
+        policy,
+        compute_dtypes,
+        inputs.identity,
+        inputs.scalars_capacity,
+        inputs.every,
     )
-    plan.slack, plan.budget_bytes = slack, budget_bytes
+    plan.slack, plan.budget_bytes = inputs.slack, budget_bytes
     if before is None:
         whole = operator_costs(binding, parts, compute_dtypes)
         plan.owners = sharing.owners(parts, whole, schedule.phases)

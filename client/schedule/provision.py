@@ -10,28 +10,20 @@ and change it together (``ScheduleChanges``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.operators import Operator
-from ckptd.client.model.precision import PrecisionProbe
 from ckptd.client.model.replicated_params import ReplicatedParams
-from ckptd.client.options import SnapshotOptions
-from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.first_plan import FirstPlan
-from ckptd.client.schedule.planner import Planner
+from ckptd.client.schedule.planner import Planner, RankContext
 from ckptd.client.schedule.planning import MAX_WINDOW
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.slot_reservation import RETRY_STEPS, NewSlots
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.schedule.step_timing import StepTiming
-from ckptd.client.stats import Stats
 from ckptd.core.schedules.switching import Change
 from ckptd.core.slots.ring import most_slots
-from ckptd.cuda.engine import CopyEngine
 
 __all__ = ["Provision"]
 
@@ -60,36 +52,23 @@ class Provision:
 
     def __init__(
         self,
-        binding: LiveState,
-        operators: Sequence[Operator],
-        memory: RankMemory,
-        engine: CopyEngine,
-        *,
-        stats: Stats,
-        options: SnapshotOptions,
-        counter: TokenCounter,
-        precision: PrecisionProbe,
+        context: RankContext,
         pace: StepTiming,
-        sharing: ReplicatedParams,
+        *,
         scalars_sample: Callable[[], dict[str, Any]],
         switched: Callable[[bool], None],
     ) -> None:
+        binding, memory, engine, stats = (
+            context.binding,
+            context.memory,
+            context.engine,
+            context.stats,
+        )
         self._binding, self._memory = binding, memory
-        self._stats, self._options, self._counter = stats, options, counter
+        self._stats, self._options, self._counter = stats, context.options, context.counter
         self._pace, self._switched = pace, switched
         self.plan: SnapshotPlan | None = None
-        self._planner = Planner(
-            binding,
-            operators,
-            memory,
-            stats=stats,
-            options=options,
-            counter=counter,
-            precision=precision,
-            pace=pace,
-            sharing=sharing,
-            scalars_sample=scalars_sample,
-        )
+        self._planner = Planner(context, pace, scalars_sample)
         self._slots = NewSlots(
             binding,
             memory,
@@ -103,9 +82,9 @@ class Provision:
         # Several ranks change their schedule together, or not at all; one by itself, whenever it wants to.
         self.changes = (
             None
-            if memory.identity.world_size == 1
+            if context.alone
             else ScheduleChanges(
-                self, binding, memory, engine, counter=counter, pace=pace, stats=stats
+                self, binding, memory, engine, counter=context.counter, pace=pace, stats=stats
             )
         )
         self._widen_at = self._severe_at = 0

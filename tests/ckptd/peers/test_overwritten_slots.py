@@ -47,12 +47,10 @@ class Trainer:
             binding,
             SlotTable([mapped]),
             Mock(),
+            Mock(connected=True, **{"submit.return_value": False}),
             num_operators=2,
             stats=self.stats,
-            finish=lambda work: False,
-            drain=lambda seconds: None,
             filled=Mock(),
-            connected=lambda: True,
             restless=set(),
         )
         self._lock, mapped.try_lock_slot = mapped.try_lock_slot, self._try_lock  # type: ignore[method-assign]

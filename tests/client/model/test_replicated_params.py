@@ -30,7 +30,7 @@ from ckptd.client.model.replicated_params import (
 )
 from ckptd.client.model.snapshot_layout import parse_entry_name
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.client.schedule.planning import make_plan, most_pieces
+from ckptd.client.schedule.planning import PlanInputs, make_plan, most_pieces
 from ckptd.client.schedule.schedule_change import table_digest
 from ckptd.client.schedule.snapshot_plan import (
     SnapshotPlan,
@@ -151,7 +151,7 @@ def planned(
         "identity": {"job": "j", "run": "r", "rank": str(rank), "world_size": "2"},
         "scalars_capacity": 4096,
     }
-    return make_plan(binding, operators, sharing=sharing, **(options | changes))
+    return make_plan(binding, operators, PlanInputs(sharing=sharing, **(options | changes)))
 
 
 def captured(

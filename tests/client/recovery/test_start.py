@@ -23,7 +23,7 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import start
 from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.start import Recovery, Resumption
-from ckptd.client.schedule.planning import make_plan
+from ckptd.client.schedule.planning import PlanInputs, make_plan
 from ckptd.client.training_state import TrainingState
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
@@ -48,16 +48,18 @@ def payload(width: int) -> bytes:
     plan = make_plan(
         binding,
         discover_operators(binding.model, rows_allowed=binding.rows_allowed),
-        policy="sliding",
-        window=2,
-        every=1,
-        budget_bytes=None,
-        available_bytes=None,
-        popularity=None,
-        ordering=Ordering.HARD,
-        compute_dtypes={},
-        identity={"rank": "0"},
-        scalars_capacity=4096,
+        PlanInputs(
+            policy="sliding",
+            window=2,
+            every=1,
+            budget_bytes=None,
+            available_bytes=None,
+            popularity=None,
+            ordering=Ordering.HARD,
+            compute_dtypes={},
+            identity={"rank": "0"},
+            scalars_capacity=4096,
+        ),
     )
     return plan.payload(binding)
 

@@ -12,7 +12,7 @@ from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.signature import recorded_specs, signature, signature_difference
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.client.schedule.planning import TrainingSpeed, make_plan, plan_together
+from ckptd.client.schedule.planning import PlanInputs, TrainingSpeed, make_plan, plan_together
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, plan_from_payload
 from ckptd.core.schedules.schedule import OperatorKind, Ordering
 from ckptd.core.slots.segment_format import plan_geometry
@@ -49,7 +49,7 @@ def planned(binding: LiveState, **changes: Any) -> SnapshotPlan:
         "identity": IDENTITY,
         "scalars_capacity": 4096,
     }
-    return make_plan(binding, operators, **(options | changes))
+    return make_plan(binding, operators, PlanInputs(**(options | changes)))
 
 
 class TestSpeed:
