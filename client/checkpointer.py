@@ -65,7 +65,6 @@ from ckptd.client.training_state import examine
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.launch import ensure_daemon, unexpected
 
 __all__ = ["Checkpointer"]
 
@@ -140,23 +139,18 @@ class Checkpointer:
         self._engine = make_engine(subject.device, inline=bool(snapshots.inline_copy))
         self._recovery = Recovery(subject, self._engine, self._loop.tape, options.recovery)
         self._ranks = Collectives.of_job(self._identity, node=platform.node())
-        needed, text = needed_memory(self._binding, self._operators, snapshots, shared)
-        auto = options.daemon.endpoint == "auto"
+        needed = needed_memory(self._binding, self._operators, snapshots, shared)
         try:
             try:
                 # A rank that is refused must not leave the others waiting for it.
                 with self._ranks.all_or_none():
                     self._memory = RankMemory(
                         self._identity,
-                        ensure_daemon if auto else lambda: str(options.daemon.endpoint),
-                        needed_bytes=needed,
-                        needed_text=text,
+                        options.daemon,
+                        needed,
                         topology=options.run.topology,
                         version=importlib.metadata.version("ckptd"),
-                        replicas=options.daemon.replicas,
-                        timeout_s=options.daemon.timeout_s,
                         stats=self._stats,
-                        check=unexpected if auto else lambda _: "",
                     )
                     self._precision = PrecisionProbe(self._binding.params)
                     # Hooks within a compiled graph would break it: its experts are anchored in the

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,7 @@ from ckptd.client.daemon_link.segment_arrival import Arrivals
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
+from ckptd.client.options import DaemonOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.held import HeldRecords
@@ -30,12 +32,20 @@ from ckptd.core.slots.ring import SlotRecord, SlotState, truncate
 from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
 from ckptd.core.slots.segment_names import Kind
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
+from ckptd.launch import ensure_daemon, unexpected
 from ckptd.storage.images.image import ImageView
 from ckptd.transport.control.messages import Attach, Join, Member, ReplayFailure, SegmentInfo
 
-__all__ = ["LAYOUT_VERSION", "RankMemory"]
+__all__ = ["LAYOUT_VERSION", "MemoryNeed", "RankMemory"]
 
 LAYOUT_VERSION = 1
+
+
+class MemoryNeed(NamedTuple):
+    """The least memory with which a rank can be protected, and how it comes about, in words."""
+
+    size_bytes: int
+    text: str
 
 
 class RankMemory:
@@ -49,18 +59,15 @@ class RankMemory:
     def __init__(
         self,
         identity: Identity,
-        find_endpoint: Callable[[], str],
+        daemon: DaemonOptions,
+        needed: MemoryNeed,
         *,
-        needed_bytes: int,
-        needed_text: str,
         topology: str,
         version: str,
-        timeout_s: float,
-        replicas: int | None = None,
         stats: Stats | None = None,
-        check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
-        self.identity, self.topology, self._replicas = identity, topology, replicas
+        self.identity, self.topology, self._replicas = identity, topology, daemon.replicas
+        self._ask_to_park: Callable[[int], None] | None = None
         self._segments = Generations()
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self.logs = Generations()  # of the boundary log: no snapshot is in them
@@ -70,7 +77,7 @@ class RankMemory:
         # With whom this rank communicates, where that was told on another node, by an earlier trainer.
         self.brought_facts: LogFacts | None = None
         self._stats = stats or Stats()
-        self._needed_bytes = needed_bytes
+        self._needed_bytes = needed.size_bytes
         begun = time.perf_counter()
         attach = Attach(
             identity.job,
@@ -79,19 +86,17 @@ class RankMemory:
             identity.world_size,
             topology,
             LAYOUT_VERSION,
-            needed_bytes,
-            needed_text[:4000],
+            needed.size_bytes,
+            needed.text[:4000],
         )
+        auto = daemon.endpoint == "auto"
         self.session = Session(
-            find_endpoint,
+            ensure_daemon if auto else lambda: str(daemon.endpoint),
             attach,
+            self,
             version=version,
-            while_lost=self._seal_waiting,
-            held=lambda: tuple(
-                s.generation for s in (*self._segments, *self._ahead, *self._beside)
-            ),
-            timeout_s=timeout_s,
-            check=check,
+            timeout_s=daemon.timeout_s,
+            check=unexpected if auto else lambda _: "",
         )
         try:
             for info in self.session.segments:
@@ -112,6 +117,27 @@ class RankMemory:
         self.epoch, self.epoch_start = 0, -1
         self.table = self._table(self._segments.current())
         self._stats.attach_s = time.perf_counter() - begun
+
+    # -- what the session asks and tells -----------------------------------------------------------
+
+    def held(self) -> tuple[int, ...]:
+        """The generations whose owner lock this process holds."""
+        return tuple(s.generation for s in (*self._segments, *self._ahead, *self._beside))
+
+    def while_lost(self) -> None:
+        """The daemon is away (on the session's thread): seal what is filled."""
+        self._seal_waiting()
+
+    def asked_to_park(self, number: int) -> bool:
+        """Somebody asks this trainer to park (on the link's thread); whether it parks at all."""
+        ask = self._ask_to_park
+        if ask is not None:
+            ask(number)
+        return ask is not None
+
+    def park_when_asked(self, ask: Callable[[int], None] | None) -> None:
+        """From now on ``ask`` is called with the number of each request to park; None: not any more."""
+        self._ask_to_park = ask
 
     # -- recovery --------------------------------------------------------------------------------
 

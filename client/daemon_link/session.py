@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from ckptd.client.daemon_link.connection import ANSWER_S, FAILURES, Link
 from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
@@ -63,15 +63,29 @@ _RESERVE_LIMIT_S = 600.0
 _STORE_S = 900.0
 
 
+class SessionListener(Protocol):
+    """Whose session it is: asked what it holds, and told what the daemon wants."""
+
+    def held(self) -> tuple[int, ...]:
+        """The generations whose owner lock this process holds."""
+        ...
+
+    def while_lost(self) -> None:
+        """Called on the desk about twice a second while the daemon is away."""
+
+    def asked_to_park(self, number: int) -> bool:
+        """Called on the link with the number of a request to park; False: this trainer does not park."""
+        ...
+
+
 class Session:
     """Attach to the daemon behind ``endpoint`` and keep the session alive.
 
     Args:
         find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again after a loss.
         attach: what to ask for; repeated after a loss.
+        listener: whose session it is.
         version: this package's version.
-        while_lost: called on the desk about twice a second while the daemon is away.
-        held: the generations whose owner lock this process holds.
         check: see `Link`.
     Raises:
         DaemonUnavailable: none answers within ``timeout_s``.
@@ -82,20 +96,19 @@ class Session:
         self,
         find_endpoint: Callable[[], str],
         attach: Attach,
+        listener: SessionListener,
         *,
         version: str,
-        while_lost: Callable[[], None],
-        held: Callable[[], tuple[int, ...]],
         timeout_s: float = 30.0,
         check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
-        self._attach, self._while_lost = attach, while_lost
+        self._attach, self._listener = attach, listener
         self._closed = threading.Event()
         self.link = Link(
             find_endpoint,
             attach,
             version=version,
-            held=held,
+            held=listener.held,
             follows=self,
             closed=self._closed,
             check=check,
@@ -116,8 +129,6 @@ class Session:
         self.segments: tuple[SegmentInfo, ...] = ()
         self.logs: tuple[SegmentInfo, ...] = ()
         self.parked: tuple[SegmentInfo, ...] = ()
-        # Called on the link with the number of a request to park; None: this trainer does not park.
-        self.on_park: Callable[[int], None] | None = None
         self._park_asked = 0
         self.quota_bytes = self.available_bytes = 0
         self.notes: tuple[str, ...] = ()
@@ -369,7 +380,7 @@ class Session:
         now = time.monotonic()
         if not self.connected and now >= self._next_look and not self._closed.is_set():
             self._next_look = now + LOOK_S
-            self._while_lost()
+            self._listener.while_lost()
 
     # -- on the link -----------------------------------------------------------------------------
 
@@ -457,8 +468,6 @@ class Session:
         if number in (0, self._park_asked):
             return
         self._park_asked = number
-        if self.on_park is None:
+        if not self._listener.asked_to_park(number):
             why = "this trainer does not park: pass recovery=RecoveryOptions(park=True), or log boundaries"
             self.link.send(ParkOutcome(number, -1, why))
-        else:
-            self.on_park(number)

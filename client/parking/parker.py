@@ -112,7 +112,7 @@ class Parking:
         )
         self._thread = threading.Thread(target=self._serve, name="ckptd-park", daemon=True)
         self._thread.start()
-        memory.session.on_park = self._asked_by_the_daemon
+        memory.park_when_asked(self._asked_by_the_daemon)
 
     # -- the life of a step (training thread) -----------------------------------------------------
 
@@ -219,7 +219,7 @@ class Parking:
 
     def close(self) -> None:
         """Park no more; what was parked stays. Never raises."""
-        self._memory.session.on_park = None
+        self._memory.park_when_asked(None)
         self.closed_because("the checkpointer is closed")
         with contextlib.suppress(queue.Full):
             self._requests.put_nowait(None)

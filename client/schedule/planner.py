@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptd.client import values
-from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.rank_memory import MemoryNeed, RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
@@ -213,7 +213,7 @@ def needed_memory(
     operators: Sequence[Operator],
     options: SnapshotOptions,
     sharing: ReplicatedParams,
-) -> tuple[int, str]:
+) -> MemoryNeed:
     """The least memory with which this rank can be protected, for the daemon to check at the
     attach, and how it comes about.
     """
@@ -224,9 +224,8 @@ def needed_memory(
         windows = list(range(1, MAX_WINDOW + 1))
     sizes = {w: (w + 2) * (compute + (anchor - compute) // w + _MIN_SCALARS) for w in windows}
     best = min(sizes, key=lambda w: sizes[w])
-    return sizes[
-        best
-    ], f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
+    text = f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
+    return MemoryNeed(sizes[best], text)
 
 
 def own_share_bytes(

@@ -19,9 +19,10 @@ import msgspec
 import numpy as np
 
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
-from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.rank_memory import MemoryNeed, RankMemory
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
+from ckptd.client.options import DaemonOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.core.slots.ring import SlotState, choose_slot, slots_for_window
@@ -47,13 +48,10 @@ class Trainer:
         self.window = job.windows[rank]
         self.memory = RankMemory(
             Identity(job.name, job.run, rank, job.world_size),
-            lambda: node.endpoint,
-            needed_bytes=job.num_slots * job.slot_bytes,
-            needed_text="for a test",
+            DaemonOptions(endpoint=node.endpoint, timeout_s=20, replicas=job.replicas),
+            MemoryNeed(job.num_slots * job.slot_bytes, "for a test"),
             topology=f"dp{job.world_size}",
             version="test",
-            timeout_s=20,
-            replicas=job.replicas,
         )
         self.last = -1
 

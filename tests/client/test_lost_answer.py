@@ -11,6 +11,7 @@ from ckptd.core.slots.segment_format import encode_descriptor
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.control.messages import Attach
 from tests.ckptd.running import DaemonProcess, descriptor, eventually, running_daemon
+from tests.client.silent_listener import SilentListener
 from tests.long import long
 
 SLOT = 1 << 20
@@ -38,9 +39,8 @@ def test_what_nobody_was_told_of_is_given_back(kind: str) -> None:
         session = Session(
             lambda: daemon.endpoint,
             Attach("job", "run", 0, 1, "dp1", 1, 4 * SLOT, "for a test", ()),
+            SilentListener(),
             version="test",
-            while_lost=lambda: None,
-            held=lambda: (),
             timeout_s=20,
         )
         try:

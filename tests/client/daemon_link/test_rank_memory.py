@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
-from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.rank_memory import MemoryNeed, RankMemory
 from ckptd.client.identity import Identity
+from ckptd.client.options import DaemonOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.client.stats import Stats
@@ -52,12 +53,10 @@ alone = Collectives.alone()
 def attached(endpoint: str, run: str, rank: int = 0, world_size: int = 1) -> Iterator[RankMemory]:
     memory = RankMemory(
         Identity("job", run, rank, world_size),
-        lambda: endpoint,
-        needed_bytes=MIB,
-        needed_text="for a test",
+        DaemonOptions(endpoint=endpoint, timeout_s=20),
+        MemoryNeed(MIB, "for a test"),
         topology="dp1",
         version="test",
-        timeout_s=20,
         stats=Stats(),
     )
     try:

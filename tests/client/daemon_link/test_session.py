@@ -17,6 +17,7 @@ from ckptd.errors import DaemonUnavailable
 from ckptd.transport.control import messages as m
 from ckptd.transport.control import wire
 from ckptd.transport.control.wire import decode, encode
+from tests.client.silent_listener import SilentListener
 
 PIECE = m.FetchPiece(bytes(112), (m.FetchSource("there", "segment", 0),))
 
@@ -69,9 +70,8 @@ def attached(answers: Answers) -> Session:
     return Session(
         lambda: answers.endpoint,
         wish,
+        SilentListener(),
         version="1",
-        while_lost=lambda: None,
-        held=lambda: (),
         timeout_s=2,
     )
 

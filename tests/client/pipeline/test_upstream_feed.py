@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
-from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.rank_memory import MemoryNeed, RankMemory
 from ckptd.client.daemon_link.segment_arrival import Arrivals
 from ckptd.client.identity import Identity
+from ckptd.client.options import DaemonOptions
 from ckptd.client.pipeline import upstream_feed
 from ckptd.client.pipeline.log_reader import LogFile
 from ckptd.client.pipeline.upstream_feed import FedLogs
@@ -54,12 +55,10 @@ class Job:
     def rank(self, node: Node, rank: int, *, job: str = "job") -> Iterator[RankMemory]:
         memory = RankMemory(
             Identity(job, self.run, rank, 4),
-            lambda: node.endpoint,
-            needed_bytes=0,
-            needed_text="for a test",
+            DaemonOptions(endpoint=node.endpoint, timeout_s=20),
+            MemoryNeed(0, "for a test"),
             topology="pp4",
             version="test",
-            timeout_s=20,
         )
         try:
             yield memory
