@@ -373,7 +373,7 @@ class ElasticJob:
         tell_differences(recorded, here, what, rank=self.rank)
         recorder = None if self._checkpointer is None else self._checkpointer._loop.recorder
         if recorder is not None:
-            recorder.scalars.program = here if from_script else recorded
+            recorder.scalars.go_by(here if from_script else recorded)
 
     def _protect(
         self,
