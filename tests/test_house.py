@@ -57,16 +57,9 @@ def test_names_of_public_classes_are_unique() -> None:
 PARAMETERS_MAX = 8
 # Only ever shorter. Kernels: Triton has neither dataclasses nor keyword groups, each pointer is a parameter.
 MANY_PARAMETERS = {
-    "client/capture/recorder.py:Recorder.__init__",
-    "client/capture/slot_writer.py:Capture.__init__",
-    "client/daemon_link/rank_memory.py:RankMemory.__init__",
     "client/model/snapshot_layout.py:build_phase",
     "client/pipeline/boundary_log.py:BoundaryLog.__init__",
     "client/recovery/replay.py:Replay.__init__",
-    "client/schedule/planner.py:Planner.__init__",
-    "client/schedule/planning.py:_plan_once",
-    "client/schedule/planning.py:make_plan",
-    "client/schedule/provision.py:Provision.__init__",
     "cuda/dispatch_kernels.py:match_kernel",
     "cuda/dispatch_kernels.py:quotas_kernel",
     "cuda/dispatch_kernels.py:share_kernel",
@@ -74,8 +67,6 @@ MANY_PARAMETERS = {
 # Only ever shorter: callables that are set from outside after the object was made.
 SET_AFTERWARDS = {
     "ckptd/node/service.py:store.promised",
-    "client/parking/parker.py:memory.session.on_park",
-    "client/resume.py:loop.when_exact",
 }
 
 
