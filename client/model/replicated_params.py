@@ -195,8 +195,9 @@ def find_replicas(
     """The parameters that several ranks have alike.
 
     Args:
-        patterns: of parameter names (``fnmatch``), each with the process group or one-dimensional ``DeviceMesh`` over which
-            what matches is replicated; None leaves the patterns out, not the wrappers.
+        patterns: of parameter names (``fnmatch``), each with the process group or one-dimensional
+            ``DeviceMesh`` over which what matches is replicated; None leaves the patterns out, not
+            the wrappers.
         rank: this rank's number in the job. Groups go by that of the process group; where it is
             another, nothing is shared.
     Raises:

@@ -49,7 +49,8 @@ class ElasticNode(Struct, frozen=True, forbid_unknown_fields=True):
         slots: replicas of experts that it holds in each layer.
         ranks: of it, which share the slots.
         labels: such as ``{"rack": "A"}``; ``Elastic.domain`` names the one that says what fails together.
-        holds: for each layer the experts that it holds now, one entry for each replica; empty: nothing, or not known.
+        holds: for each layer the experts that it holds now, one entry for each replica; empty:
+            nothing, or not known.
         bytes_per_s: how fast it sends and gets; 0: not known.
     """
 
@@ -92,7 +93,8 @@ class Elastic(Struct, frozen=True, forbid_unknown_fields=True):
         threshold: on how many nodes every expert shall be.
         max_straggler: bound on the busiest rank over the mean; 0: none.
         domain: the label whose value fails together; "": each node for itself.
-        expert_bytes: of a replica, for each expert of each layer; or one row with one number that holds for all; empty: not known.
+        expert_bytes: of a replica, for each expert of each layer; or one row with one number that
+            holds for all; empty: not known.
         layers: their names.
         history: loads of earlier periods, the oldest first.
         method, reason: how the placement was found, and why it was made.

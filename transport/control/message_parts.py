@@ -1,4 +1,6 @@
-"""What the words of the control protocol are made of: bounded fields, cards of nodes, and what is held where."""
+"""What the words of the control protocol are made of: bounded fields, cards of nodes, and what is
+held where.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ class RunRecord(Struct, frozen=True, tag=True):
 
 
 class HeldSlot(Struct, frozen=True, tag=True):
-    """One sealed snapshot: where it lies, its header, and which operators it anchors (bitmap, little-endian)."""
+    """One sealed snapshot: where it lies, its header, and which operators it anchors (bitmap,
+    little-endian).
+    """
 
     slot: SlotIndex
     header: HeaderBytes

@@ -291,7 +291,9 @@ class PeerDone(Struct, frozen=True, tag=True):
 
 
 class PeerRefused(Struct, frozen=True, tag=True):
-    """No; ``code`` is one word: protocol, unknown, busy, quota, held, stale, digest, bad_message, internal."""
+    """No; ``code`` is one word: protocol, unknown, busy, quota, held, stale, digest, bad_message,
+    internal.
+    """
 
     code: ShortText
     message: Text

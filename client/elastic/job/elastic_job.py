@@ -82,7 +82,8 @@ __all__ = ["ElasticJob"]
 logger = get_logger(__name__)
 
 _COMPARED = (
-    "; what is loaded is compared with its digests only: no step is replayed, since other ranks, or other places of experts, add up in another "
+    "; what is loaded is compared with its digests only: no step is replayed, since other ranks, "
+    "or other places of experts, add up in another "
     "order (docs/elastic.md, section 14)"
 )
 
@@ -91,16 +92,20 @@ class ElasticJob:
     """One world of an elastic job; making it is a collective call of all its ranks.
 
     Args:
-        layers: the names of the model's mixture layers (modules of `layer`), each with its number of experts, which is the same for all.
+        layers: the names of the model's mixture layers (modules of `layer`), each with its number
+            of experts, which is the same for all.
         slots: how many experts of each layer this rank has room for.
         run: the name of the run, or ``RunOptions``; from torchrun's environment where not given.
         daemon: as for ``Checkpointer``; None: nothing is kept, and every start is the first one.
         placement: on how many nodes experts are, and when they are placed anew (``PlacementOptions``).
     Raises:
-        TypeError: a keyword that is none, or a group of options of another type; the message says how it is passed.
+        TypeError: a keyword that is none, or a group of options of another type; the message says
+            how it is passed.
         ValueError: on all ranks: they were started with other arguments, or something passed is unusable.
-        ElasticError: on all ranks: there are fewer slots than experts, or what is held of this run is no whole state.
-        DaemonUnavailable: on all ranks: a node has no daemon; or the state is to come from storage, which does not answer, or is damaged.
+        ElasticError: on all ranks: there are fewer slots than experts, or what is held of this run
+            is no whole state.
+        DaemonUnavailable: on all ranks: a node has no daemon; or the state is to come from storage,
+            which does not answer, or is damaged.
     """
 
     def __init__(
@@ -186,7 +191,9 @@ class ElasticJob:
         return self.plan.node_of
 
     def replicas(self, layer: str) -> NDArray[Any]:
-        """``[R, E]``: replicas of each expert of a layer on each rank; with shards, as they are placed now."""
+        """``[R, E]``: replicas of each expert of a layer on each rank; with shards, as they are
+        placed now.
+        """
         number = self._number(layer)
         if self._shards is not None:
             return self._shards.placements[layer]
@@ -232,12 +239,13 @@ class ElasticJob:
         """The mixture layer of that name, with this rank's experts; a collective call.
 
         Args:
-            make_expert: makes an expert of that number. What it is initialised with must follow from the number, so that all replicas
-                begin alike.
+            make_expert: makes an expert of that number. What it is initialised with must follow
+                from the number, so that all replicas begin alike.
             reduce: as for ``ElasticExperts``; the default goes with losses that are divided by the
                 size of the global batch.
         Raises:
-            ValueError, DaemonUnavailable: on all ranks: there is no such layer, or an expert could not be made on some rank.
+            ValueError, DaemonUnavailable: on all ranks: there is no such layer, or an expert could
+                not be made on some rank.
         """
         with self._ranks.all_or_none():
             experts = {number: make_expert(number) for number in self.experts(name)}
@@ -272,8 +280,9 @@ class ElasticJob:
         Args:
             make_optimizer, masters, make_expert: as for ``ExpertShards``.
         Raises:
-            ValueError: on all ranks: some call another method; the model has other layers; the experts or the optimizer are not fit for shards;
-                this world has shards, or a checkpointer, already.
+            ValueError: on all ranks: some call another method; the model has other layers; the
+                experts or the optimizer are not fit for shards; this world has shards, or a
+                checkpointer, already.
         """
         same_call(self._ranks, "shards()")
         with self._ranks.all_or_none():
@@ -304,15 +313,17 @@ class ElasticJob:
         without a replay by ranks that there no longer are.
 
         Args:
-            state: as for ``Checkpointer``. What it holds should be alike on all ranks: a rank gets what the rank of its number had, and a rank
-                beyond those that there were what the lowest had.
+            state: as for ``Checkpointer``. What it holds should be alike on all ranks: a rank gets
+                what the rank of its number had, and a rank beyond those that there were what the
+                lowest had.
             snapshots: as for ``Checkpointer``, with ``policy="dense"`` and no ``window``.
             recovery: as for ``Checkpointer``; the state is always parked, and ``start_from`` stays None.
-            layout: as for ``Checkpointer``, without ``replicated``. With `shards` the names of the model's parameters begin with
-                ``model.``.
+            layout: as for ``Checkpointer``, without ``replicated``. With `shards` the names of the
+                model's parameters begin with ``model.``.
         Raises:
             TypeError: a keyword that is none, or a group of options of another type.
-            ValueError: on all ranks: the model is not that of the state, or has its experts' optimizer elsewhere, or an option cannot be chosen.
+            ValueError: on all ranks: the model is not that of the state, or has its experts'
+                optimizer elsewhere, or an option cannot be chosen.
         """
         same_call(self._ranks, "checkpointer()")
         with self._ranks.all_or_none():
@@ -367,7 +378,9 @@ class ElasticJob:
         return self._checkpointer
 
     def _heed_program(self, recorded: Program, here: Program, *, from_script: bool) -> None:
-        """Say how this program differs from the one that recorded the state, and go by the right one's options."""
+        """Say how this program differs from the one that recorded the state, and go by the right
+        one's options.
+        """
         scripts = f"The script's options count from iteration {self.start} on"
         what = scripts if from_script else RECORDED_COUNTS
         tell_differences(recorded, here, what, rank=self.rank)
@@ -408,7 +421,8 @@ class ElasticJob:
         anew: make another ``ElasticJob`` then.
 
         Raises:
-            ValueError: `checkpointer` was not called; on all ranks: they were given other totals, and one would end before the others.
+            ValueError: `checkpointer` was not called; on all ranks: they were given other totals,
+                and one would end before the others.
         """
         if self._checkpointer is None or self._alongside is None:
             raise ValueError("call checkpointer() before steps(): it loads the state")

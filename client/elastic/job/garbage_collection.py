@@ -83,7 +83,8 @@ class GarbageCollection:
 
     Args:
         world: the one that goes on.
-        start: where it began: a state of it that every rank has beyond there makes the worlds before needless.
+        start: where it began: a state of it that every rank has beyond there makes the worlds
+            before needless.
     """
 
     def __init__(

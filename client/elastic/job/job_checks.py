@@ -63,7 +63,10 @@ def wrong_arguments(layers: object, slots: object, placement: PlacementOptions, 
         return f"layers={layers!r}: a dict from the name of each mixture layer to its number of experts"
     counts = set(layers.values())
     if not layers or len(counts) != 1 or not _is_count(next(iter(counts))):
-        return f"layers={dict(layers)!r}: name the mixture layers, each with its number of experts, which is the same for all"
+        return (
+            f"layers={dict(layers)!r}: name the mixture layers, each with its number of "
+            "experts, which is the same for all"
+        )
     if not _is_count(slots):
         return f"slots={slots!r}: a rank has room for one expert of each layer at least, and for whole ones"
     if not _is_count(threshold):
@@ -101,7 +104,8 @@ def check_options(
     """
     if not snapshots.dense:
         raise ValueError(
-            "policy= is the ElasticJob's own, whose snapshots are dense: pass snapshots=SnapshotOptions(policy='dense', ...)"
+            "policy= is the ElasticJob's own, whose snapshots are dense: pass "
+            "snapshots=SnapshotOptions(policy='dense', ...)"
         )
     set_here = {
         "window": snapshots.window is not None,

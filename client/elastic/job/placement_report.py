@@ -74,7 +74,8 @@ def reported_placement(
         loads: ``[L, E]``, tokens of the newest period.
         history: those of earlier ones, the oldest first.
     Raises:
-        ValueError: arrays of different shapes, another number of names, labels or speeds than of nodes, or values that no message may have.
+        ValueError: arrays of different shapes, another number of names, labels or speeds than of
+            nodes, or values that no message may have.
         ElasticError: the placement is not for the cluster.
     """
     placement, cluster = placing.placement, placing.cluster

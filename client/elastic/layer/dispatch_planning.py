@@ -81,7 +81,8 @@ class Dispatcher:
             return None
         if differs:
             logger.warning(
-                "tokens are dispatched by the CPU, which takes longer: on %s the kernels of this Triton gave other numbers; please report it",
+                "tokens are dispatched by the CPU, which takes longer: on %s the kernels of this "
+                "Triton gave other numbers; please report it",
                 counts.device,
             )
             return None

@@ -50,9 +50,9 @@ class ElasticExperts(nn.Module):
     all run backward through what it returns.
 
     Args:
-        experts: the modules of this rank by the expert's number, or a ``ModuleList`` of all experts. Each maps ``[n, H]`` to
-            ``[n, H]``, row by row; several replicas of an expert on one rank are one module. They
-            are found as ``experts.<number>``.
+        experts: the modules of this rank by the expert's number, or a ``ModuleList`` of all
+            experts. Each maps ``[n, H]`` to ``[n, H]``, row by row; several replicas of an expert
+            on one rank are one module. They are found as ``experts.<number>``.
         replicas_RE: how many replicas of each expert every rank holds, for this layer: a layer of
             ``split_over_ranks``.
         group: the process group, of gloo, NCCL or another backend with ``all_to_all_single``;
@@ -61,9 +61,10 @@ class ElasticExperts(nn.Module):
         reduce: ``"mean"``: ``sync_gradients`` makes gradients of the mean over the ranks of their
             losses, as DDP does for the rest of the model; ``"sum"``: of the sum of the losses.
     Raises:
-        ValueError: on all ranks, if on any of them: an expert has no holder; modules and ``replicas_RE`` do not fit; ranks have other
-            placements, an expert's replicas other parameters or weights (which is not checked on
-            the meta device). On this rank alone, if there is no process group or it is not in it.
+        ValueError: on all ranks, if on any of them: an expert has no holder; modules and
+            ``replicas_RE`` do not fit; ranks have other placements, an expert's replicas other
+            parameters or weights (which is not checked on the meta device). On this rank alone, if
+            there is no process group or it is not in it.
     """
 
     experts: nn.ModuleDict
@@ -132,8 +133,8 @@ class ElasticExperts(nn.Module):
             experts_TK: the numbers of the experts that each token is routed to.
             weights_TK: the weight of each.
         Raises:
-            ValueError: on all ranks, if any of them brings what cannot be computed, or has changed an expert's weights by gradients that were
-                not summed.
+            ValueError: on all ranks, if any of them brings what cannot be computed, or has changed
+                an expert's weights by gradients that were not summed.
         """
         inputs = exchange_inputs(
             tokens_TH,
@@ -166,7 +167,8 @@ class ElasticExperts(nn.Module):
         """
         if self._sharded:
             raise ValueError(
-                "the gradients of this layer go to its ExpertShards: call step() of these instead of sync_gradients()"
+                "the gradients of this layer go to its ExpertShards: call step() of these instead "
+                "of sync_gradients()"
             )
         self._gradients.sum(self._device)
 
@@ -184,7 +186,8 @@ class ElasticExperts(nn.Module):
         """Compare the weights of all replicas, bit for bit; a collective call that reads all of them.
 
         Raises:
-            CorruptionError: on all ranks, if an expert's replicas are not the same; names the experts and the ranks.
+            CorruptionError: on all ranks, if an expert's replicas are not the same; names the
+                experts and the ranks.
         """
         mine = {int(expert): digests_of(module) for expert, module in self.experts.items()}
         ranks = Collectives.of_group(self._group)
@@ -194,7 +197,10 @@ class ElasticExperts(nn.Module):
                 "replicas of experts have different weights",
                 operation="check replicas",
                 ids={f"expert {expert}": f"ranks {holders}" for expert, holders in found.items()},
-                hint="call sync_gradients() after each backward, and give every replica the same optimizer and step",
+                hint=(
+                    "call sync_gradients() after each backward, and give every replica the same "
+                    "optimizer and step"
+                ),
             )
 
     # -- for ``ExpertShards`` ----------------------------------------------------------------------------
@@ -271,7 +277,8 @@ class ElasticExperts(nn.Module):
             converted = fn(param.detach().reshape(-1)[:0])
             if (converted.dtype, converted.device) != (param.dtype, param.device):
                 raise ValueError(
-                    "this layer has ExpertShards, which would stay as they are: convert or move the model before they are made"
+                    "this layer has ExpertShards, which would stay as they are: convert or move "
+                    "the model before they are made"
                 )
         super()._apply(fn, recurse)
         return self
@@ -308,7 +315,8 @@ class ElasticExperts(nn.Module):
             output = self.experts[str(expert)](part)
             if output.shape != part.shape:
                 raise ValueError(
-                    f"expert {expert} made {tuple(output.shape)} of {tuple(part.shape)}: an expert's output is as wide as its input"
+                    f"expert {expert} made {tuple(output.shape)} of {tuple(part.shape)}: an "
+                    "expert's output is as wide as its input"
                 )
             outputs.append(output.to(part.dtype))
         return torch.cat(outputs)

@@ -81,7 +81,8 @@ def plan_moves(
         layer = layers[name]
         if replicas_RE.shape != layer.replicas_RE.shape:
             raise ValueError(
-                f"the placement of {name!r} has the shape {replicas_RE.shape}, and the layer {layer.replicas_RE.shape}"
+                f"the placement of {name!r} has the shape {replicas_RE.shape}, and the layer "
+                f"{layer.replicas_RE.shape}"
             )
         held = layer.held_experts()
         numbers = np.nonzero(replicas_RE[rank])[0].tolist()
@@ -118,6 +119,7 @@ def _new(
         )
     if shapes_of(module) != layer.agreed.shapes_E[expert]:
         raise ValueError(
-            f"the module for expert {expert} of {name!r} has other parameters than the expert: pass make_expert="
+            f"the module for expert {expert} of {name!r} has other parameters than the expert: "
+            "pass make_expert="
         )
     return module

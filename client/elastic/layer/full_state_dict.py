@@ -69,7 +69,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, layer in layers.items():
         if layer.is_sharded:
             raise ValueError(
-                f"{name!r} has ExpertShards, whose next step would overwrite what is loaded: load before they are made"
+                f"{name!r} has ExpertShards, whose next step would overwrite what is loaded: load "
+                "before they are made"
             )
     dense = _dense_names(model, layers)
     wanted: dict[str, Tensor] = {}

@@ -77,7 +77,10 @@ def fused_problem(module: nn.Module) -> str:
         if not param.is_floating_point() or param.ndim != 3:
             return f"{name} is {param.dtype} {list(param.shape)}, not floating point [E, ., .]"
     if gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
-        return f"gate_up_proj {list(gate_up.shape)} and down_proj {list(down.shape)} are not [E, 2F, H] and [E, H, F]"
+        return (
+            f"gate_up_proj {list(gate_up.shape)} and down_proj {list(down.shape)} are not [E, "
+            "2F, H] and [E, H, F]"
+        )
     arguments = list(inspect.signature(module.forward).parameters)
     if arguments != _ARGUMENTS:
         return f"it is called with ({', '.join(arguments)}), not ({', '.join(_ARGUMENTS)})"

@@ -137,7 +137,8 @@ def check_replicas_RE(replicas_RE: ArrayLike, ranks: int) -> NDArray[np.int64]:
     replicas = integers(replicas_RE, "replicas_RE", ndim=2)
     if len(replicas) != ranks or not replicas.size:
         raise ValueError(
-            f"replicas_RE has the shape {replicas.shape}: it needs a row for each of the {ranks} ranks of the process group, "
+            f"replicas_RE has the shape {replicas.shape}: it needs a row for each of the {ranks} "
+            "ranks of the process group, "
             "and a column for each expert"
         )
     if int(replicas.min()) < 0:
@@ -182,7 +183,8 @@ def _check_experts(experts: Mapping[int, nn.Module], wanted: list[int]) -> None:
         for name, param in module.named_parameters():
             if owner.setdefault(id(param), expert) != expert:
                 raise ValueError(
-                    f"experts {owner[id(param)]} and {expert} share the parameter {name}: its gradient would be summed twice; "
+                    f"experts {owner[id(param)]} and {expert} share the parameter {name}: its "
+                    "gradient would be summed twice; "
                     "give each expert its own, or share it outside the layer"
                 )
 
@@ -215,7 +217,10 @@ def shapes_of(module: nn.Module) -> tuple[ParamShape, ...]:
 def _raise_unless_same(made: Sequence[_LayerHere]) -> None:
     others = [rank for rank, one in enumerate(made) if one.placement != made[0].placement]
     if others:
-        trouble = "another placement than rank 0 (replicas_RE, nodes and reduce must be the same on all ranks)"
+        trouble = (
+            "another placement than rank 0 (replicas_RE, nodes and reduce must be the same "
+            "on all ranks)"
+        )
         raise refused(_WHAT, dict.fromkeys(others, trouble))
     first: dict[int, int] = {}
     for rank, one in enumerate(made):
@@ -227,7 +232,8 @@ def _raise_unless_same(made: Sequence[_LayerHere]) -> None:
                 )
     for expert, holders in differing_replicas([one.weights for one in made]).items():
         raise ValueError(
-            f"ElasticExperts cannot be made: the replicas of expert {expert} on ranks {holders} have different weights: "
+            f"ElasticExperts cannot be made: the replicas of expert {expert} on ranks {holders} "
+            "have different weights: "
             "load them from one source, or draw them from a generator that is seeded by the expert's number"
         )
 

@@ -20,7 +20,8 @@ def common_device(layers: Iterable[ElasticExperts], group: Any, *, what: str) ->
     Args:
         what: what is not done otherwise, as the beginning of the message.
     Raises:
-        ValueError: on all ranks: experts of one rank are on several devices, or those of several ranks on several kinds of them.
+        ValueError: on all ranks: experts of one rank are on several devices, or those of several
+            ranks on several kinds of them.
     """
     own = sorted({str(p.device) for layer in layers for p in layer.experts.parameters()})
 

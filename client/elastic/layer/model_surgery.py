@@ -37,8 +37,9 @@ class HandWritten:
 
     Args:
         experts: the attribute of the block that holds its experts; becomes the ``ElasticExperts``.
-        take: ``(what is in that attribute, expert) -> module``, which maps ``[n, H]`` to ``[n, H]`` and shares no parameter with the others; left out:
-            ``experts[expert]``, as of a ``ModuleList``.
+        take: ``(what is in that attribute, expert) -> module``, which maps ``[n, H]`` to ``[n, H]``
+            and shares no parameter with the others; left out: ``experts[expert]``, as of a
+            ``ModuleList``.
         forward: ``(block, *arguments) -> output``, used instead of the block's own: calls the
             attribute with ``(tokens [T, H], experts [T, K], weights [T, K])``. Left out where the
             block calls it so already.
@@ -104,14 +105,15 @@ def replace_moe_blocks(
     shards. Afterwards a rank has the parameters of its own experts only.
 
     Args:
-        replicas_LRE: the placement of each block, in the order of ``model.named_modules()``: what ``split_over_ranks`` gives.
+        replicas_LRE: the placement of each block, in the order of ``model.named_modules()``: what
+            ``split_over_ranks`` gives.
         group, nodes, reduce: as for ``ElasticExperts``.
         blocks: how blocks of classes of one's own are made.
     Returns:
         The layers by the name of what they replaced, such as ``model.layers.0.mlp.experts``.
     Raises:
-        ValueError: on all ranks and before the model is changed: it has no block that is known, or one that is not; the placement does not fit;
-            ranks have other models or weights.
+        ValueError: on all ranks and before the model is changed: it has no block that is known, or
+            one that is not; the placement does not fit; ranks have other models or weights.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("no process group: call init_process_group() before replace_moe_blocks")
@@ -163,7 +165,8 @@ def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Blo
         if how is not None:
             if not hasattr(module, how.experts):
                 raise ValueError(
-                    f"{name!r} ({type(module).__name__}) has no attribute {how.experts!r}: tell where its experts are in HandWritten(experts=)"
+                    f"{name!r} ({type(module).__name__}) has no attribute {how.experts!r}: tell "
+                    "where its experts are in HandWritten(experts=)"
                 )
             found.append(_Block(name, module, how.experts, how))
     paths = [one.path for one in found]
@@ -172,7 +175,8 @@ def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Blo
             found += _fused_block(model, name, module)
     if not found:
         raise ValueError(
-            f"no mixture block was found in {type(model).__name__}: pass blocks={{class: HandWritten(...)}} that tells how its blocks are made"
+            f"no mixture block was found in {type(model).__name__}: pass "
+            f"blocks={{class: HandWritten(...)}} that tells how its blocks are made"
         )
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     return sorted(found, key=lambda one: order[one.name])
@@ -188,7 +192,8 @@ def _fused_block(model: nn.Module, name: str, module: nn.Module) -> list[_Block]
             raise _unknown(name, module, problem)
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             raise ValueError(
-                f"{name!r} has hooks, which would be lost: replace the blocks before anything hooks them (a Checkpointer does)"
+                f"{name!r} has hooks, which would be lost: replace the blocks before anything "
+                "hooks them (a Checkpointer does)"
             )
         parent = name.rpartition(".")[0]
         return [_Block(parent, model.get_submodule(parent), leaf, None)]
@@ -211,7 +216,8 @@ def _looks_like_experts(module: nn.Module) -> bool:
 def _unknown(name: str, module: nn.Module, problem: str) -> ValueError:
     return ValueError(
         f"{name!r} ({type(module).__name__}) cannot be made elastic by itself: {problem}. "
-        "Pass blocks={class of the block around it: HandWritten(...)} that tells how one expert is taken and called"
+        "Pass blocks={class of the block around it: HandWritten(...)} that tells how one expert is "
+        "taken and called"
     )
 
 
@@ -220,7 +226,8 @@ def _placements(
 ) -> list[NDArray[np.int64]]:
     if len(replicas_LRE) != len(found):
         raise ValueError(
-            f"replicas_LRE places {len(replicas_LRE)} layers, and the model has {len(found)} mixture blocks, from {found[0].path!r} on"
+            f"replicas_LRE places {len(replicas_LRE)} layers, and the model has {len(found)} "
+            f"mixture blocks, from {found[0].path!r} on"
         )
     placements = []
     for block, each in zip(found, replicas_LRE, strict=True):

@@ -151,8 +151,10 @@ class ReplicaGradients:
             for param in module.parameters():
                 if param.grad is not None and bool(param.grad.count_nonzero()):
                     raise ValueError(
-                        f"expert {expert} still has the gradient that sync_gradients() summed, and the next one would sum it again: "
-                        "call zero_grad() before the next backward, and sync_gradients() after the last one of a step"
+                        f"expert {expert} still has the gradient that sync_gradients() summed, and "
+                        "the next one would sum it again: "
+                        "call zero_grad() before the next backward, and sync_gradients() after the "
+                        "last one of a step"
                     )
 
     def _present(

@@ -39,7 +39,9 @@ class RowExchange:
 
 
 def swap_rows(rows: Tensor, ticket: Tensor, swap: RowExchange) -> tuple[Tensor, Tensor]:
-    """What this rank gets for its rows, and the ticket for the next exchange of this call; a collective call."""
+    """What this rank gets for its rows, and the ticket for the next exchange of this call; a
+    collective call.
+    """
     received, onward = _Swap.apply(rows, ticket, swap)
     return received, onward
 

@@ -28,8 +28,8 @@ def recut(
 
     Args:
         weights: by rank, the state of its shards.
-        optimizers: by rank, the state of their optimizer. What is as long as a shard is cut as the shard is; anything else (the
-            number of steps) must be the same on all ranks.
+        optimizers: by rank, the state of their optimizer. What is as long as a shard is cut as the
+            shard is; anything else (the number of steps) must be the same on all ranks.
     Raises:
         ValueError: states of some ranks are missing or twice, or they are not of one job.
     """
@@ -64,7 +64,8 @@ def _check(
     extras = [one[_EXTRA] for one in weights]
     if [extra["rank"] for extra in extras] != list(range(extras[0]["ranks"])):
         raise ValueError(
-            f"the states are of the ranks {[extra['rank'] for extra in extras]}: all {extras[0]['ranks']} are needed, in their order"
+            f"the states are of the ranks {[extra['rank'] for extra in extras]}: all "
+            f"{extras[0]['ranks']} are needed, in their order"
         )
     for rank, extra in enumerate(extras):
         if any(extra[key] != extras[0][key] for key in ("ranks", "numels", "places")):
@@ -96,7 +97,8 @@ def _states(
             parts = [value.clone() if isinstance(value, Tensor) else value for _ in found]
         else:
             raise ValueError(
-                f"{key} in the optimizer's state of {name} differs between ranks and is not as long as a shard"
+                f"{key} in the optimizer's state of {name} differs between ranks and is not as "
+                "long as a shard"
             )
         for state, part in zip(found, parts, strict=True):
             state[key] = part

@@ -86,8 +86,9 @@ class ExpertShards(nn.Module):
             into. Left out, it is the module of an expert that the rank gives away, or a copy of one
             that it keeps.
     Raises:
-        ValueError: on all ranks, if any of them: replicas differ; ranks name other layers; experts have buffers, which would not travel; there are
-            gradients that were not used; the optimizer is not one of single elements.
+        ValueError: on all ranks, if any of them: replicas differ; ranks name other layers; experts
+            have buffers, which would not travel; there are gradients that were not used; the
+            optimizer is not one of single elements.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class ExpertShards(nn.Module):
         It is ``reduce_gradients``, ``optimizer.step``, ``send_weights`` and ``optimizer.zero_grad``.
 
         Raises:
-            ValueError: on all ranks and before anything is changed: placements that cannot be, or are not the same on all ranks.
+            ValueError: on all ranks and before anything is changed: placements that cannot be, or
+                are not the same on all ranks.
         """
         moves = self._agreed_moves(placements)
         self.reduce_gradients()
@@ -204,7 +206,8 @@ class ExpertShards(nn.Module):
         """
         if state["ranks"] != self._ranks:
             raise ValueError(
-                f"these shards were cut for {state['ranks']} ranks, and there are {self._ranks}: recut() them from the states of all ranks"
+                f"these shards were cut for {state['ranks']} ranks, and there are {self._ranks}: "
+                "recut() them from the states of all ranks"
             )
         if state["rank"] != self._rank:
             raise ValueError(f"these are the shards of rank {state['rank']}, not of {self._rank}")
@@ -285,7 +288,8 @@ class ExpertShards(nn.Module):
         for group in self.optimizer.param_groups:
             if strange := [p for p in group["params"] if id(p) not in own]:
                 raise ValueError(
-                    f"the optimizer of the shards holds {len(strange)} other parameters: give these an optimizer of their own"
+                    f"the optimizer of the shards holds {len(strange)} other parameters: give "
+                    "these an optimizer of their own"
                 )
         for ndim in sorted({1} | self._ndims()):
             self._check_elementwise(ndim)
@@ -418,7 +422,8 @@ def _described(
         for expert, module in layer.held_experts().items():
             if any(True for _ in module.buffers()):
                 raise ValueError(
-                    f"expert {expert} of {name!r} has buffers, which have no optimizer and would not move with it: "
+                    f"expert {expert} of {name!r} has buffers, which have no optimizer and would "
+                    "not move with it: "
                     "use sync_gradients() and an optimizer on each replica"
                 )
             for param in module.parameters():
