@@ -47,7 +47,8 @@ def ensure_daemon(
         runtime_dir: folder of the daemon; default as for `ckptd run`.
         overrides: further settings for a daemon that is started, by key.
     Raises:
-        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log, or says that an operator's is away.
+        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log, or says
+            that an operator's is away.
     """
     flags = {key: str(value) for key, value in overrides.items()}
     flags.setdefault("idle_exit_s", str(_IDLE_EXIT_S))
@@ -91,7 +92,8 @@ def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
     """Does a daemon of our protocol answer there?
 
     Raises:
-        DaemonUnavailable: something answers that is of another protocol version, or somebody else may stand behind it.
+        DaemonUnavailable: something answers that is of another protocol version, or somebody else
+            may stand behind it.
     """
     try:
         with connect(endpoint, timeout_s) as client:
@@ -123,7 +125,8 @@ def unexpected(told: Mapping[str, str]) -> str:
         raise DaemonUnavailable(str(error), operation="find daemon") from error
     here = given_settings(loaded.config)
     return "; ".join(
-        f"CKPTD_{key.upper()} is {here[key] or 'empty'!r} for this trainer and {text or 'empty'!r} for the daemon"
+        f"CKPTD_{key.upper()} is {here[key] or 'empty'!r} for this trainer and {text or 'empty'!r} "
+        "for the daemon"
         for key, text in sorted(told.items())
         if key in here and loaded.sources[key].startswith("environment") and here[key] != text
     )
@@ -141,9 +144,11 @@ def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
             return False
         if time.monotonic() > deadline:
             raise DaemonUnavailable(
-                f"the daemon on {endpoint} was started by an operator and is away; a trainer starts none in its place",
+                f"the daemon on {endpoint} was started by an operator and is away; a trainer "
+                "starts none in its place",
                 operation="find daemon",
-                hint=f"start it again (`ckptd run`, or its service). If there is to be none any more, remove {operated}: trainers "
+                hint="start it again (`ckptd run`, or its service). If there is to be none any "
+                f"more, remove {operated}: trainers "
                 "then start their own",
             )
         time.sleep(0.1)

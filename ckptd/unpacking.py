@@ -28,7 +28,8 @@ def unpack(
     """The value in ``data``.
 
     Raises:
-        ValueError: it is larger than ``max_bytes``, no msgpack, nested too deeply, or not what the decoder takes.
+        ValueError: it is larger than ``max_bytes``, no msgpack, nested too deeply, or not what the
+            decoder takes.
     """
     if len(data) > max_bytes:
         raise ValueError(f"{len(data)} bytes; at most {max_bytes} are read")

@@ -80,16 +80,21 @@ class Checkpointer:
     Args:
         model: any module; operators (experts, gates, dense parts) are found in it.
         optimizer: the optimizer, or a list of them.
-        state: anything with ``state_dict``/``load_state_dict`` by name: schedulers, GradScaler, stateful data loaders.
-        run: the name of the run, or `RunOptions`: job, rank, world size; from torchrun's environment where not given.
-        daemon: ``"auto"`` starts one if none answers; an endpoint (``ipc://…``); None turns everything off. Or `DaemonOptions`.
+        state: anything with ``state_dict``/``load_state_dict`` by name: schedulers, GradScaler,
+            stateful data loaders.
+        run: the name of the run, or `RunOptions`: job, rank, world size; from torchrun's
+            environment where not given.
+        daemon: ``"auto"`` starts one if none answers; an endpoint (``ipc://…``); None turns
+            everything off. Or `DaemonOptions`.
         snapshots: what is captured in which snapshot: policy, window, cost (`SnapshotOptions`).
         recovery: how a run resumes, and how that is verified (`RecoveryOptions`).
         layout: what the structure of model and optimizer does not say by itself (`LayoutOptions`).
     Raises:
         ValueError: something passed is unusable; the message says what and what to do.
-        TypeError: a keyword that is none, or a group of options of another type; the message says how it is passed.
-        AttachRefused: the daemon refuses: memory, another trainer with this rank, another topology; with the numbers.
+        TypeError: a keyword that is none, or a group of options of another type; the message says
+            how it is passed.
+        AttachRefused: the daemon refuses: memory, another trainer with this rank, another topology;
+            with the numbers.
         DaemonUnavailable: no daemon answers.
     """
 
@@ -189,8 +194,8 @@ class Checkpointer:
         """The steps to run, ``[start, total)``; after a restore it begins where replay must begin.
 
         Args:
-            start: the first step of a run that resumes nothing of ours and has not begun (one that goes on from a checkpoint of
-                somebody else's).
+            start: the first step of a run that resumes nothing of ours and has not begun (one that
+                goes on from a checkpoint of somebody else's).
         Raises:
             ReplayMismatch: a replayed step did not reproduce what was recorded (see ``on_mismatch``).
         """
@@ -213,7 +218,8 @@ class Checkpointer:
             reached = self._pipeline.start.plan.resume
         if reached > total:
             raise ValueError(
-                f"the snapshots of this run reach iteration {reached}, beyond total={total}; pass run= a new name to start over"
+                f"the snapshots of this run reach iteration {reached}, beyond total={total}; pass "
+                "run= a new name to start over"
             )
         loop.step = first
         if first >= total:
@@ -287,9 +293,9 @@ class Checkpointer:
         life, and fetch within the loop's body.
 
         Args:
-            skip: True, a sample depends on its index and on torch's, numpy's and Python's global random generators in this process only:
-                the batches are passed over without being made. None: where that is certain (stored
-                tensors, torch's own collation).
+            skip: True, a sample depends on its index and on torch's, numpy's and Python's global
+                random generators in this process only: the batches are passed over without being
+                made. None: where that is certain (stored tensors, torch's own collation).
         Raises:
             ValueError: ``loader`` cannot be taken back to a position; the message says what to do.
         """
@@ -349,10 +355,11 @@ class Checkpointer:
         """The log for a pipeline of your own: call its ``activation`` and ``gradient`` with what you send.
 
         Args:
-            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts where the log is made, as does the next one.
-            replicate: whether the nodes that hold replicas of this rank's snapshots are to hold its log, too: it is then to be had when this
-                node is lost. Takes as much of their memory; one that has none holds no log, and
-                training goes on.
+            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts
+                where the log is made, as does the next one.
+            replicate: whether the nodes that hold replicas of this rank's snapshots are to hold its
+                log, too: it is then to be had when this node is lost. Takes as much of their
+                memory; one that has none holds no log, and training goes on.
         """
         if self.off:
             return SilentLog()
@@ -387,7 +394,10 @@ class Checkpointer:
         dtypes = plan.compute_dtypes if plan is not None else {}
         costs = operator_costs(self._binding, operators, dtypes)
         head = [
-            f"job {self._identity.job}, run {self._identity.run}, rank {self._identity.rank} of {self._identity.world_size}",
+            (
+                f"job {self._identity.job}, run {self._identity.run}, rank {self._identity.rank} of "
+                f"{self._identity.world_size}"
+            ),
             f"freezing in replay: {self._recovery.freezing} ({self._recovery.freezing_reason})",
             f"window: {plan.schedule.window} ({plan.schedule.reason})"
             if plan is not None
@@ -414,7 +424,8 @@ class Checkpointer:
         objects in ``state=`` (or from ``batches``). The live state is put back afterwards.
 
         Raises:
-            ValueError: off, replaying, not all ranks run this iteration, or there is no complete window yet (that all ranks have).
+            ValueError: off, replaying, not all ranks run this iteration, or there is no complete
+                window yet (that all ranks have).
         """
         loop, memory = self._loop, self._memory
         recorder = loop.recorder
@@ -422,7 +433,8 @@ class Checkpointer:
             raise ValueError("verify() needs a running checkpointer that is not replaying")
         if (start := self._pipeline.start) is not None:
             raise ValueError(
-                f"verify() needs all ranks, and not all of them run iterations before {start.plan.resume}, after a failure"
+                "verify() needs all ranks, and not all of them run iterations before "
+                f"{start.plan.resume}, after a failure"
             )
         if loop.parking is not None:
             loop.parking.closed_because("verify() runs")
@@ -479,7 +491,8 @@ class Checkpointer:
         if source is not None:
             logger.warning("%s", start_unprotected(model, optimizer, masters, source))
         logger.error(
-            "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is taken, none is resumed from "
+            "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is "
+            "taken, none is resumed from "
             "(DaemonOptions(required=False)): %s",
             why,
         )

@@ -73,7 +73,8 @@ def identify(
     is not used.
 
     Raises:
-        ValueError: a name has other characters than letters, digits, ``.``, ``_`` and ``-``, or a number is out of range.
+        ValueError: a name has other characters than letters, digits, ``.``, ``_`` and ``-``, or a
+            number is out of range.
     """
     origins = []
     if job is None:

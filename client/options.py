@@ -248,7 +248,8 @@ class RecoveryOptions:
         _check_choice("on_mismatch", self.on_mismatch, "raise", "warn")
         if not _is_count(self.verify_iterations):
             raise ValueError(
-                f"verify_iterations={self.verify_iterations!r}: pass how many iterations a resume may replay to compare, or 0 for none"
+                f"verify_iterations={self.verify_iterations!r}: pass how many iterations a resume "
+                "may replay to compare, or 0 for none"
             )
         _check_choice("freeze", self.freeze, "auto", "drop", "inputs")
         _check_choice("param_groups", self.param_groups, "recorded", "script")
@@ -289,7 +290,8 @@ class LayoutOptions:
         operators = self.operators
         if not (operators is None or callable(operators) or isinstance(operators, Mapping)):
             raise ValueError(
-                f"operators= is a {type(operators).__name__}; pass a dict from a name to patterns of parameter names, or a function"
+                f"operators= is a {type(operators).__name__}; pass a dict from a name to patterns "
+                "of parameter names, or a function"
             )
         for what, mapping in (("masters", self.masters), ("replicated", self.replicated)):
             if not (mapping is None or isinstance(mapping, Mapping)):
@@ -412,7 +414,8 @@ def check_keywords(
             example = _call(kind, {str(key): each for key, each in fields_of})
             short = {"run": "a name, ", "daemon": "'auto', an endpoint, None, "}.get(name, "")
             raise TypeError(
-                f"{caller}: {name}= is a {type(value).__name__}; pass {short}{'or ' if short else ''}{example}"
+                f"{caller}: {name}= is a {type(value).__name__}; pass "
+                f"{short}{'or ' if short else ''}{example}"
             )
 
 

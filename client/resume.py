@@ -22,7 +22,10 @@ __all__ = ["RECORDED_COUNTS", "heed_program", "restore", "tell_differences"]
 
 logger = get_logger(__name__)
 
-RECORDED_COUNTS = 'What was recorded counts. To go on with the script\'s options, pass recovery=RecoveryOptions(param_groups="script"); to begin anew, run= a new name'
+RECORDED_COUNTS = (
+    "What was recorded counts. To go on with the script's options, pass "
+    'recovery=RecoveryOptions(param_groups="script"); to begin anew, run= a new name'
+)
 
 
 def restore(
@@ -57,8 +60,10 @@ def restore(
     stats.restore_s = time.perf_counter() - started_s
     stats.restored_bytes = replay.bytes_loaded
     text = (
-        f"{memory.identity}: resuming at iteration {replay.end}, replay begins at {replay.start}: {found.reason}; "
-        f"loaded {replay.bytes_loaded} bytes in {stats.restore_s:.3f} s, freezing: {replay.freezing}{_not_compared(found)}"
+        f"{memory.identity}: resuming at iteration {replay.end}, replay begins at {replay.start}: "
+        f"{found.reason}; "
+        f"loaded {replay.bytes_loaded} bytes in {stats.restore_s:.3f} s, freezing: "
+        f"{replay.freezing}{_not_compared(found)}"
     )
     # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
     logger.warning("%s", text)

@@ -93,7 +93,9 @@ class Stats:
     park_memory_bytes: int = 0
 
     def note_stall(self, boundary_s: float, wait_s: float) -> None:
-        """One step's share of the training thread: at the top of the loop, and before the optimizer's step."""
+        """One step's share of the training thread: at the top of the loop, and before the
+        optimizer's step.
+        """
         self.boundary_ms_last, self.wait_ms_last = boundary_s * 1e3, wait_s * 1e3
         self.stall_ms_last = self.boundary_ms_last + self.wait_ms_last
         self.stall_ms_max = max(self.stall_ms_max, self.stall_ms_last)

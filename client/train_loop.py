@@ -120,7 +120,8 @@ class LoopSide:
         """Put hooks and taps in; closing ``keep`` undoes it.
 
         Args:
-            owner: lives as long as the hooks, though the user may have dropped it: it is to be closed at the interpreter's end.
+            owner: lives as long as the hooks, though the user may have dropped it: it is to be
+                closed at the interpreter's end.
         """
         self._owner = owner
         for optimizer in self._binding.optimizers:
@@ -231,8 +232,10 @@ class LoopSide:
         stats.verified_tensors += replay.compared
         unverified = "" if found is None else found.unverified
         text = (
-            f"resumed at iteration {replay.end}: replayed {_count(stats.replayed_steps, 'iteration')} in {stats.replay_s:.2f} s "
-            f"(freezing: {replay.freezing}), compared {_count(replay.compared, 'tensor')}, {len(replay.mismatches)} mismatches"
+            f"resumed at iteration {replay.end}: replayed "
+            f"{_count(stats.replayed_steps, 'iteration')} in {stats.replay_s:.2f} s "
+            f"(freezing: {replay.freezing}), compared {_count(replay.compared, 'tensor')}, "
+            f"{len(replay.mismatches)} mismatches"
             + (f" (of the newest snapshot not all: {unverified})" if unverified else "")
         )
         self.resumed = text

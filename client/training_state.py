@@ -78,7 +78,8 @@ def examine(
     check_sharded(binding)
     if not options.snapshots.dense and (reasons := binding.dependent()):
         raise ValueError(
-            f"sparse snapshots need an optimizer that updates each parameter independently: {'; '.join(reasons)}. "
+            "sparse snapshots need an optimizer that updates each parameter independently: "
+            f"{'; '.join(reasons)}. "
             "Pass snapshots=SnapshotOptions(policy='dense') to capture everything in every snapshot"
         )
     identity = agreed_identity(identify(run.job, run.name, run.rank, run.world_size))
@@ -115,7 +116,8 @@ def agreed_identity(mine: Identity) -> Identity:
     for rank, (other_job, other_run, other_how) in enumerate(found):
         if (other_job, other_run) != (job, run) and not other_how:
             raise ValueError(
-                f"rank 0 is of job {job}, run {run}, and rank {rank} of job {other_job}, run {other_run}: pass all ranks the same "
+                f"rank 0 is of job {job}, run {run}, and rank {rank} of job {other_job}, run "
+                f"{other_run}: pass all ranks the same "
                 "run=RunOptions(name=..., job=...), or world_size=1 in it for independent trainers"
             )
     return replace(mine, job=job, run=run, origin=how)

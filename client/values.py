@@ -53,8 +53,10 @@ class UnsupportedValue(ValueError):
         super().__init__(
             f"{path} cannot be held by a snapshot: {why}. Flatten it in state_dict()/load_state_dict()."
             if why
-            else f"{path} is a {kind}, which a snapshot cannot hold. Supported: None, bool, int, float, str, bytes, list, tuple, "
-            "dict, set, torch tensors, numpy arrays and scalars. Convert it in state_dict()/load_state_dict()."
+            else f"{path} is a {kind}, which a snapshot cannot hold. Supported: None, bool, int, "
+            "float, str, bytes, list, tuple, "
+            "dict, set, torch tensors, numpy arrays and scalars. Convert it in "
+            "state_dict()/load_state_dict()."
         )
 
 

@@ -193,7 +193,8 @@ def open_set(files: SetFiles, *, single: str = "", complete: bool = False) -> Mo
         parts = {part: _listed(files, part) for part in (MODEL, OPTIMIZER)}
     if not parts[MODEL]:
         raise SetError(
-            f"{files.where} holds no {file_name(MODEL, 0, 1)} and no {index_name(MODEL)}: not a model in safetensors "
+            f"{files.where} holds no {file_name(MODEL, 0, 1)} and no {index_name(MODEL)}: not a "
+            "model in safetensors "
             "(`ckptctl import --format dcp` makes one of a checkpoint of torch.distributed)"
         )
     known = {} if told is None else {listed.name: listed for listed in told.files}

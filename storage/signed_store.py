@@ -19,7 +19,8 @@ class SignedStore:
 
     Args:
         signers: whose manifests are believed.
-        required: every manifest must be signed, and have a digest of every image. Otherwise one that claims to be of a signer that is known must be his.
+        required: every manifest must be signed, and have a digest of every image. Otherwise one
+            that claims to be of a signer that is known must be his.
     """
 
     def __init__(self, store: ObjectStore, signers: Signers, *, required: bool = True) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ckptd", "client", "cuda", "storage", "transport")
 MODULES_MAX = 15
+COLUMNS_MAX = 110
+# A line for each module that has no test of its own name.
+COVERED = Path("tests", "covered_by.txt")
 # Used alike by users of two frameworks.
 CLASSES_TWICE = {"CkptdCallback"}
 
@@ -145,3 +148,34 @@ def test_no_callable_is_set_on_an_object_that_was_made_before() -> None:
     assert places, "the places for callables were not found"
     assert not found - SET_AFTERWARDS, "callables that are set after construction"
     assert not SET_AFTERWARDS - found, "these are no exceptions any more: take them off the list"
+
+
+def test_lines_are_short() -> None:
+    long = [
+        f"{path}:{number}"
+        for path in modules()
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), start=1)
+        if len(line) > COLUMNS_MAX
+    ]
+    assert not long
+
+
+def mirror_of(path: Path) -> Path:
+    """Where the tests of a module stand by themselves."""
+    return Path("tests", path.parent, f"test_{path.name}")
+
+
+def covered_by() -> dict[str, str]:
+    """Of tests/covered_by.txt: module, and the test that covers it instead."""
+    rows = [line.split(": ", 1) for line in (ROOT / COVERED).read_text().splitlines()]
+    return {module: rest.split(" ", 1)[0] for module, rest in rows}
+
+
+def test_each_module_has_its_test() -> None:
+    """In the same place under tests/, or named in the list, with the module through which it gets there."""
+    listed = covered_by()
+    mirrored = {str(path) for path in modules() if (ROOT / mirror_of(path)).is_file()}
+    every = {str(path) for path in modules()}
+    assert not every - mirrored - listed.keys(), f"add a test, or a line in {COVERED}"
+    assert not listed.keys() - (every - mirrored), f"strike these from {COVERED}"
+    assert all((ROOT / test).is_file() for test in listed.values())

@@ -177,7 +177,9 @@ class Region(Protocol):
         """
 
     def break_off(self) -> None:
-        """After `revoke`: make what goes on end soon, as far as that is in our hands; takes a second at most."""
+        """After `revoke`: make what goes on end soon, as far as that is in our hands; takes a
+        second at most.
+        """
 
     def close(self) -> None:
         """Revoke, and wait until nothing touches the buffer any more: while a peer has stopped,

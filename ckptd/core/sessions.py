@@ -371,11 +371,13 @@ def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, .
     notes = []
     if runs:
         notes.append(
-            f"{key} does not get the snapshots of run {_listed(runs)} of the same job: each run resumes from its own"
+            f"{key} does not get the snapshots of run {_listed(runs)} of the same job: each run "
+            "resumes from its own"
         )
     if others:
         notes.append(
-            f"{key} does not get the snapshots of job {_listed(others)}: of a script of the same name, elsewhere or in another folder"
+            f"{key} does not get the snapshots of job {_listed(others)}: of a script of the same "
+            "name, elsewhere or in another folder"
         )
     return tuple(notes)
 

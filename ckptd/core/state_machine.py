@@ -1,4 +1,5 @@
-"""State machines as tables: the states and what each means, the legal transitions, and the check of invariants (pure).
+"""State machines as tables: the states and what each means, the legal transitions, and the check of
+invariants (pure).
 
 A module that owns a machine begins with its states, its events and one `Transitions`. Nothing else
 knows which state follows: an event that is not legal in a state raises `LocalProtocolError`, which

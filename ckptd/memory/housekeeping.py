@@ -244,8 +244,10 @@ class Housekeeper:
         self._events.add(
             "error",
             "segment_cut",
-            f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process that may write to it "
-            f"(open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its snapshots are lost, and it is removed",
+            f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process "
+            "that may write to it "
+            f"(open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its snapshots "
+            "are lost, and it is removed",
             segment.key,
         )
         self._slow.submit(segment.close, _nothing, self._slow_failed)
@@ -260,7 +262,10 @@ class Housekeeper:
         found.detached_at_s = now_s
         text = f"somebody removed {name}; what was in it is written again"
         if attached:
-            text += ". Its trainer goes on in the removed file, unprotected: restart the trainer, which then resumes from here"
+            text += (
+                ". Its trainer goes on in the removed file, unprotected: restart the trainer, "
+                "which then resumes from here"
+            )
         self._events.add("error", "segment_rescued", text, found.key)
         self.settle(found)
         return True

@@ -158,7 +158,10 @@ class Quarantine:
                 self._damaged(segment)
                 headers = [h for index in slots if (h := segment.header(index)) is not None]
                 told = ", ".join(str(h.iteration) for h in headers)
-                text = f"{segment.path.name}: the snapshots of iterations {told} are quarantined, since no replay reproduces them"
+                text = (
+                    f"{segment.path.name}: the snapshots of iterations {told} are quarantined, "
+                    "since no replay reproduces them"
+                )
                 self._events.add("error", "slots_quarantined", text, segment.key)
 
     def _keep(self, key: RunKey, failures: tuple[ReplayFailure, ...]) -> None:

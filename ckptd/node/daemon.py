@@ -197,8 +197,10 @@ class Daemon(SlotListener):
         self._events.add(
             "error",
             "segment_folder_removed",
-            f"somebody removed the segment folder {folder}; it is made again. The usual cause is logind, which removes all of a user in "
-            "/dev/shm when the last login ends: run the daemon as a system user, set RemoveIPC=no in /etc/systemd/logind.conf, or "
+            f"somebody removed the segment folder {folder}; it is made again. The usual cause is "
+            "logind, which removes all of a user in "
+            "/dev/shm when the last login ends: run the daemon as a system user, set RemoveIPC=no "
+            "in /etc/systemd/logind.conf, or "
             f"`loginctl enable-linger {getpass.getuser()}`; `ckptctl doctor` looks for it",
         )
 

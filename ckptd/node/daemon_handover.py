@@ -47,7 +47,9 @@ def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
 
 
 def _goes(holder: AlreadyRunning) -> bool:
-    """Ask who holds the lock to end; false if it will not. One that does not answer is beginning, or ending."""
+    """Ask who holds the lock to end; false if it will not. One that does not answer is beginning,
+    or ending.
+    """
     if not holder.endpoint:
         return False  # it is of a version that does not tell, or has just begun
     try:

@@ -49,7 +49,8 @@ def check_descriptors(events: EventLog) -> None:
         events.add(
             "warning",
             "few_descriptors",
-            f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS} somebody who opens connections faster "
+            f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS} somebody "
+            "who opens connections faster "
             "than they are closed can end it. Raise the hard limit of open files (LimitNOFILE=, ulimit -n)",
         )
 

@@ -77,7 +77,10 @@ class ParkEvents:
             return False
         if header.state is SlotState.FILLED:
             return True
-        text = f"parked at iteration {header.iteration}: process {left.session.pid} ended before it could tell"
+        text = (
+            f"parked at iteration {header.iteration}: process {left.session.pid} ended before "
+            "it could tell"
+        )
         self._events.add("info", "parked", text, left.session.key)
         return False
 

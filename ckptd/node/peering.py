@@ -157,7 +157,8 @@ class Peering:
         """A local rank tells who takes part in its run. Returns why it is refused, or "".
 
         Raises:
-            OSError: that cannot be written beside the segments, where it must be before the first snapshot is taken.
+            OSError: that cannot be written beside the segments, where it must be before the first
+                snapshot is taken.
         """
         message = self._with_static_peers(message)
         record = self.records.of(key.job, key.run)
@@ -331,7 +332,9 @@ class Peering:
         )
 
     def adopt(self) -> None:
-        """Take over the replicas that an earlier daemon left; what it had brought for trainers to read goes."""
+        """Take over the replicas that an earlier daemon left; what it had brought for trainers to
+        read goes.
+        """
         self.fetches.copies.sweep()
         self.records.adopt()
         self._updates.adopted([(record.job, record.run) for record in self.records])
@@ -359,7 +362,9 @@ class Peering:
             self.host.note_epoch(job, run, epoch, start)
 
     def waits_for(self, job: str, run: str) -> list[str]:
-        """The files of a run that are here, and could not be taken over yet: nobody can tell what is in them."""
+        """The files of a run that are here, and could not be taken over yet: nobody can tell what
+        is in them.
+        """
         return self._store.waits_for(job, run) + self.replicas.waits_for(job, run)
 
     def tick(self, now_s: float) -> None:

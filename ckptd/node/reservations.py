@@ -97,7 +97,9 @@ class Reservations:
         made(segment)
 
     def fetch(self, session: TrainerSession, message: m.Fetch, answer: Answer) -> m.Reply | None:
-        """Make a segment like the one that the holders have, and begin to fill it; answers as `reserve` does."""
+        """Make a segment like the one that the holders have, and begin to fill it; answers as
+        `reserve` does.
+        """
         images = [h.image_len for p in message.pieces if (h := unpack_slot_header(p.header))]
         if len(images) < len(message.pieces):
             return m.Refused(RefusalCode.BAD_MESSAGE, "a slot header in it is damaged")

@@ -308,7 +308,8 @@ class Service:
             return m.Refused(
                 RefusalCode.SEGMENT_FS,
                 text,
-                f"make room on the filesystem of {self._store.folder}; it is tried again, and until then nothing is replicated",
+                f"make room on the filesystem of {self._store.folder}; it is tried again, and "
+                "until then nothing is replicated",
             )
         if refused:
             self._events.add("warning", "refused.stale_epoch", refused, session.key)

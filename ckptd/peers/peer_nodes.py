@@ -46,7 +46,9 @@ class NeighbourListener(Protocol):
     """Who needs nodes, and is told of them."""
 
     def needed_nodes(self) -> Container[str]:
-        """Nodes that have a part in a run, or are configured; others are forgotten when they do not answer."""
+        """Nodes that have a part in a run, or are configured; others are forgotten when they do not
+        answer.
+        """
 
     def node_lost(self, node: str, reason: str) -> None:
         """A node does not answer."""

@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 _READERS = 4
 # After our manifest, for those of the others.
 _LOOKS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-# docs/format.md §7, §8: times within which writers and collectors act, and after which they may rely on that.
+# docs/format.md §7, §8: times within which writers and collectors act, and after which they may
+# rely on that.
 _GRACE_S = 24 * 3600.0
 _SETTLE_S = 600.0
 _STALE_UPLOAD_S = 24 * 3600.0
@@ -60,7 +61,9 @@ _Key = tuple[str, str, int, int]  # job, run, end, epoch
 
 @dataclass(slots=True)
 class _Waiting:
-    """Ranks of this node that have written their manifests of a checkpoint, and want to know of the others'."""
+    """Ranks of this node that have written their manifests of a checkpoint, and want to know of the
+    others'.
+    """
 
     names: list[w.RankName] = field(default_factory=list)
     looks: int = 0
@@ -352,7 +355,9 @@ def _send(channel: w.Channel, message: Struct) -> None:
 
 
 class _Opening:
-    """A keeper, as soon as its store can be opened: each question tries again, and a new reason is told once."""
+    """A keeper, as soon as its store can be opened: each question tries again, and a new reason is
+    told once.
+    """
 
     def __init__(self, configure: w.Configure, send: Callable[[Struct], None]) -> None:
         self._configure, self._send = configure, send

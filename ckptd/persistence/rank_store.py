@@ -94,7 +94,8 @@ class RankStore:
 
     Args:
         run_id: of the run that the names stand for.
-        base: the key of this rank's manifest that tells what need not be uploaded again; "" if none is sure to stay.
+        base: the key of this rank's manifest that tells what need not be uploaded again; "" if none
+            is sure to stay.
         look: lists the run, for several ranks at once.
         neighbours: the other ranks of this run on this node.
     """

@@ -165,7 +165,9 @@ class RankPersistence:
         self._holds.release_all()
 
     def feed(self, event: Event) -> None:
-        """An event, and what follows from it; an event that follows from an effect comes after all effects."""
+        """An event, and what follows from it; an event that follows from an effect comes after all
+        effects.
+        """
         self._waiting.append(event)
         if self._feeding:
             return

@@ -35,7 +35,8 @@ class Surveyed(NamedTuple):
 
     Args:
         listed_s: when that was begun.
-        verified: the complete checkpoints whose objects are all there, and of which none is known to be damaged.
+        verified: the complete checkpoints whose objects are all there, and of which none is known
+            to be damaged.
         references: by key what the manifests say; one that cannot be read is missing.
     """
 

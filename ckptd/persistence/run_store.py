@@ -213,8 +213,10 @@ class RunStore:
         if later:
             raise FencedOff(
                 max(later),
-                f"the store holds checkpoints of {self.at.title} of epoch {max(later)}, and this job is in epoch "
-                f"{epoch}: another job writes under these names, or recovered this one; give one of them another run=",
+                f"the store holds checkpoints of {self.at.title} of epoch {max(later)}, and this "
+                "job is in epoch "
+                f"{epoch}: another job writes under these names, or recovered this one; give one "
+                "of them another run=",
             )
 
     def settled(self, end: int, epoch: int) -> tuple[bool, str]:
@@ -241,9 +243,11 @@ class RunStore:
         """The newest committed checkpoints, these ranks' part of them; none if the run has none.
 
         Args:
-            left_out: iteration and epoch of quarantined snapshots: a checkpoint with one of them is passed over.
+            left_out: iteration and epoch of quarantined snapshots: a checkpoint with one of them is
+                passed over.
         Raises:
-            NothingUsable: it has some, and none of them can be used. A job that took this for an empty store would begin anew.
+            NothingUsable: it has some, and none of them can be used. A job that took this for an
+                empty store would begin anew.
         """
         offered: list[w.CommittedCheckpoint] = []
         unusable: list[str] = []

@@ -97,7 +97,9 @@ class FetchJob:
                 piece.push()
 
     def _goes_on(self) -> bool:
-        """False if the job is over; also if the trainer dropped the segment meanwhile (its ranks plan anew)."""
+        """False if the job is over; also if the trainer dropped the segment meanwhile (its ranks
+        plan anew).
+        """
         if self.over:
             return False
         if self.segment.fd >= 0 and self.segment.in_place():

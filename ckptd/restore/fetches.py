@@ -56,7 +56,9 @@ class Fetches:
         sources: Sequence[FetchSource],
         found: Callable[[FoundDescriptor | str], None],
     ) -> None:
-        """The descriptor of a segment that one of these holds; calls back with it, or with why there is none."""
+        """The descriptor of a segment that one of these holds; calls back with it, or with why
+        there is none.
+        """
         DescriptorSearch(self._store.node_id, key, sources, self._link, self._local_segment, found)
 
     def fetch(self, segment: Segment, pieces: Sequence[FetchPiece]) -> FetchJob:

@@ -354,14 +354,20 @@ class FetchedPiece:
         sides = self._vouchers.vouching(matching), self._vouchers.against(matching)
         named = " and ".join(self._repairs.named(side) for side in sides)
         why = f"{named} vouch for different contents of it"
-        hint = "find out which of them was changed, and take away the key of the other (`ckptctl keys untrust`)"
+        hint = (
+            "find out which of them was changed, and take away the key of the other (`ckptctl "
+            "keys untrust`)"
+        )
         self._job.failed(f"iteration {self.header.iteration}: {why}; {hint}")
 
     def _doubt_others(self, matching: Collection[str]) -> None:
         """Who vouches for something else has a copy that is not what the others have."""
         if others := self._vouchers.against(matching):
             self._repairs.accuse(others)
-            text = f"iteration {self.header.iteration}: unlike most nodes {self._repairs.named(others)} vouched for other contents of it"
+            text = (
+                f"iteration {self.header.iteration}: unlike most nodes "
+                f"{self._repairs.named(others)} vouched for other contents of it"
+            )
             self._tools.events.add("error", "fetch_forged", text)
 
     def _tell_accused(self) -> None:

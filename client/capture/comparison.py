@@ -92,7 +92,10 @@ def scalar_differences(
     """Add what of random state, group options and the user's state is not as these step scalars have it."""
     rng, groups = capture_rng(), gather_groups(binding)
     if rng != scalars["rng"]:
-        what = "the random number generators (was a data iterator created before Checkpointer, or other code drawing?)"
+        what = (
+            "the random number generators (was a data iterator created before Checkpointer, or "
+            "other code drawing?)"
+        )
         found.add(what, values.pack(scalars["rng"]), values.pack(rng))
     if not values.equal(groups, scalars["groups"]):
         what = "the optimizer's parameter group options (is a scheduler missing in state=?)"

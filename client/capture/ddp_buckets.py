@@ -27,7 +27,8 @@ __all__ = ["Buckets"]
 logger = get_logger(__name__)
 
 _OTHER_BUCKETS = (
-    "DistributedDataParallel's gradient buckets are not those of the run so far; with three ranks or more the first replayed "
+    "DistributedDataParallel's gradient buckets are not those of the run so far; with three ranks "
+    "or more the first replayed "
     "iteration may differ in its last bits, which replay would report"
 )
 # The indices of a wrapper's parameters, bucket by bucket.
@@ -132,7 +133,8 @@ class Buckets:
                 wrapper.require_forward_param_sync = True
             elif strangers or path in self._unrecorded:
                 logger.warning(
-                    "the snapshot does not know the DistributedDataParallel wrapper %s (unmatched in it: %s): it is left as it is. "
+                    "the snapshot does not know the DistributedDataParallel wrapper %s (unmatched "
+                    "in it: %s): it is left as it is. "
                     "Wrap the model as it was wrapped when the snapshot was taken",
                     _quoted(path),
                     ", ".join(map(_quoted, strangers)) or "none",
@@ -166,8 +168,10 @@ class Buckets:
         }
         if any(self._carry_out(again, ranks)):
             raise RuntimeError(
-                f"DistributedDataParallel could not be given the buckets of the run so far ({failures}), nor a new reducer. "
-                "Remove hooks from its parameters until the Checkpointer is made, or start without the snapshot"
+                "DistributedDataParallel could not be given the buckets of the run so far "
+                f"({failures}), nor a new reducer. "
+                "Remove hooks from its parameters until the Checkpointer is made, or start without "
+                "the snapshot"
             )
 
     def _plans(self, everyone: list[_Said]) -> dict[str, _Plan]:
@@ -308,7 +312,10 @@ def _bound(wrapper: Any, parameters: list[Any]) -> str:
         # bucket that is also the last.
         return "a static graph with a communication hook"
     if wrapper._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in parameters):
-        return "a wrapper that steps optimizers in its backward pass cannot get a new reducer after its first forward"
+        return (
+            "a wrapper that steps optimizers in its backward pass cannot get a new reducer "
+            "after its first forward"
+        )
     return ""
 
 

@@ -72,7 +72,9 @@ class LiveSources:
         return self._items
 
     def packed_now(self) -> list[PackedState]:
-        """0-dimensional state as it is kept now: who copies it later must not find what has taken its place."""
+        """0-dimensional state as it is kept now: who copies it later must not find what has taken
+        its place.
+        """
         return [
             PackedState(
                 i,

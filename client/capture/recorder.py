@@ -239,8 +239,8 @@ class Recorder:
         """A replay is over at the top of ``step``. Its snapshot is there; it can be parked like any other.
 
         Args:
-            rng_forward: random state at the first forward of ``step``, as it was recorded. If it is parked before its forward is reached,
-                it must not be known less well than it was.
+            rng_forward: random state at the first forward of ``step``, as it was recorded. If it is
+                parked before its forward is reached, it must not be known less well than it was.
         """
         if self._parking is not None and self.plan is not None:
             self._binding.kept.look(self.plan.state_specs(self._binding))
@@ -294,7 +294,10 @@ class Recorder:
                 "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
             )
         if self._stats.pending_gradients == _PENDING_LIMIT and not self._stats.snapshots:
-            text = f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds gradients that it has not used; call zero_grad() within the step"
+            text = (
+                f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds "
+                "gradients that it has not used; call zero_grad() within the step"
+            )
             logger.error("%s", text)
             self._memory.session.notice("error", "not_protected", text)
 
@@ -386,7 +389,8 @@ class Recorder:
         self._chain.cut()
         self._stats.chain_breaks += 1
         self._tape.take()
-        self._drop_unneeded()  # the floor may have moved since: no more generations are made while these are here
+        # The floor may have moved since: no more generations are made while these are here.
+        self._drop_unneeded()
         self._in_a_row += 1
         # A rank that lags behind for long would fill the log: 1, 2, 4, 8, … tell as much.
         if self._in_a_row & (self._in_a_row - 1) == 0:
@@ -484,7 +488,10 @@ class Recorder:
 
 def _came_apart(optimizer: str, step: int) -> str:
     return (
-        f"optimizer {optimizer} drew random numbers before step {step}, for the first time: ranks whose generators differ have other values "
-        "from here on, and what they had alike is captured by one of them only. No snapshot is taken any more; after a failure this run goes "
-        "on from the last one. Begin a new run with Checkpointer(..., layout=LayoutOptions(capture_once=False))"
+        f"optimizer {optimizer} drew random numbers before step {step}, for the first time: ranks "
+        "whose generators differ have other values "
+        "from here on, and what they had alike is captured by one of them only. No snapshot is "
+        "taken any more; after a failure this run goes "
+        "on from the last one. Begin a new run with Checkpointer(..., "
+        "layout=LayoutOptions(capture_once=False))"
     )

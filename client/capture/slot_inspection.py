@@ -32,7 +32,9 @@ _CHUNK_BYTES = 256 << 10  # stays in a core's cache for the second look
 
 
 def nan_tensors(segment: MappedSegment, index: int) -> list[str]:
-    """Names of the weights in this slot that hold at least one NaN; empty if the slot was reused meanwhile."""
+    """Names of the weights in this slot that hold at least one NaN; empty if the slot was reused
+    meanwhile.
+    """
     header = segment.header(index)
     if header is None:
         return []

@@ -82,7 +82,9 @@ def write_image(
 def zero_missing(
     segment: MappedSegment, index: int, plan: PhasePlan, missing: Sequence[int]
 ) -> None:
-    """State that does not exist yet is recorded as absent; its bytes are zero, not those of an older image."""
+    """State that does not exist yet is recorded as absent; its bytes are zero, not those of an
+    older image.
+    """
     base = segment.slot_base(index)
     for i in missing:
         start = base + plan.offsets[i]
@@ -252,8 +254,8 @@ class Capture:
         stats: counters to keep.
         session: does the work that is not for the training thread.
         filled: called, off the training thread, when a slot is filled.
-        restless: names of what is known to change before the optimizer's step (large buffers that a forward updates, what user code
-            writes to); added to.
+        restless: names of what is known to change before the optimizer's step (large buffers that a
+            forward updates, what user code writes to); added to.
     """
 
     def __init__(
@@ -299,7 +301,10 @@ class Capture:
         segment = self._table.segments[-1]
         if plan.layout.image_len > segment.geometry.slot_bytes:
             self._stats.no_slot += 1
-            self.need_generation = f"a snapshot of {plan.layout.image_len} bytes does not fit slots of {segment.geometry.slot_bytes}"
+            self.need_generation = (
+                f"a snapshot of {plan.layout.image_len} bytes does not fit "
+                f"slots of {segment.geometry.slot_bytes}"
+            )
             return False
         index = self._claim(segment)
         if index is None:
@@ -351,7 +356,9 @@ class Capture:
             segment.unlock_slot(index)
 
     def take_broken(self) -> bool:
-        """Whether a snapshot that was begun came to nothing since the last call: the chain is broken there."""
+        """Whether a snapshot that was begun came to nothing since the last call: the chain is
+        broken there.
+        """
         broken, self._broken = self._broken, False
         return broken
 
@@ -421,7 +428,8 @@ class Capture:
     def _check(fill: Fill, check: Callable[[], None]) -> None:
         try:
             check()
-        except Exception as error:  # noqa: BLE001 - a snapshot that could not be checked is none; its slot must be given back
+        except Exception as error:  # noqa: BLE001 - see the next line
+            # A snapshot that could not be checked is none; its slot must be given back.
             fill.error = fill.error or error
 
     def _arrive(self, fill: Fill, party: str) -> None:
@@ -481,9 +489,12 @@ class Capture:
         if fill.changed:
             self._restless |= fill.changed
             logger.warning(
-                "snapshot of step %d discarded: %s changed before the optimizer's step, while it may be copied; from now on the "
-                "training thread copies it at the top of each step, which takes longer. The usual cause is a write between the top and "
-                "optimizer.step(), such as weight decay by p.data.mul_(): do it after optimizer.step(), or in the optimizer",
+                "snapshot of step %d discarded: %s changed before the optimizer's step, while it "
+                "may be copied; from now on the "
+                "training thread copies it at the top of each step, which takes longer. The usual "
+                "cause is a write between the top and "
+                "optimizer.step(), such as weight decay by p.data.mul_(): do it after "
+                "optimizer.step(), or in the optimizer",
                 step,
                 some(fill.changed),
             )
@@ -491,8 +502,10 @@ class Capture:
         if hopeless:
             self._hopeless |= hopeless
             logger.error(
-                "snapshot of step %d discarded: %s changed while the training thread copied it, so another thread writes to it. There "
-                "can be no snapshot of a step at whose top that happens: let the thread wait for the training loop",
+                "snapshot of step %d discarded: %s changed while the training thread copied it, so "
+                "another thread writes to it. There "
+                "can be no snapshot of a step at whose top that happens: let the thread wait for "
+                "the training loop",
                 step,
                 some(hopeless),
             )
@@ -510,7 +523,8 @@ class Capture:
             write_image(fill.segment, fill.index, plan, fill.header, packed)
         except values.UnsupportedValue as error:
             return self._refuse(fill, str(error))
-        except Exception as error:  # noqa: BLE001 - the slot must be given back whatever was wrong with its content
+        except Exception as error:  # noqa: BLE001 - see the next line
+            # The slot must be given back whatever was wrong with its content.
             return self._refuse(fill, f"{type(error).__name__}: {error}")
         return True
 

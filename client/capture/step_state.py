@@ -88,7 +88,8 @@ def apply_groups(binding: LiveState, groups: list[list[dict[str, Any]]]) -> None
     live = [o.param_groups for o in binding.optimizers]
     if [len(g) for g in live] != [len(g) for g in groups]:
         raise ValueError(
-            f"parameter groups per optimizer: {[len(g) for g in live]} here, {[len(g) for g in groups]} in the snapshot"
+            f"parameter groups per optimizer: {[len(g) for g in live]} here, "
+            f"{[len(g) for g in groups]} in the snapshot"
         )
     for optimizer_groups, recorded in zip(live, groups, strict=True):
         for group, options in zip(optimizer_groups, recorded, strict=True):
@@ -132,7 +133,9 @@ def grad_flags(binding: LiveState) -> bytes:
 
 
 def zero_grads(binding: LiveState, flags: bytes, names: Iterable[str]) -> None:
-    """Give zero gradients to those of ``names`` that had a gradient tensor at the snapshot and have none now."""
+    """Give zero gradients to those of ``names`` that had a gradient tensor at the snapshot and have
+    none now.
+    """
     wanted = set(names)
     for flag, (name, param) in zip(flags, binding.params.items(), strict=True):
         if name not in wanted:

@@ -31,8 +31,9 @@ class LogFacts:
 
     Attributes:
         neighbours: with whom it exchanges what is logged.
-        domain: itself, and with whom it communicates otherwise within a step, as far as it knows by itself: who is joined by way
-            of a third rank is joined, too, which only the facts of all ranks tell.
+        domain: itself, and with whom it communicates otherwise within a step, as far as it knows by
+            itself: who is joined by way of a third rank is joined, too, which only the facts of all
+            ranks tell.
         alike: other ranks with which it has all operators alike.
         reasons: why others are in the domain, for people.
     """
@@ -60,7 +61,8 @@ class LogFacts:
         ranks = ", ".join(map(str, both))
         what = f"never apart from rank {ranks}, though a boundary is logged"
         todo = (
-            "What all ranks compute together (a gradient norm, a loss to show) goes into ckpt.shared_value(name, compute); "
+            "What all ranks compute together (a gradient norm, a loss to show) goes into "
+            "ckpt.shared_value(name, compute); "
             "sends and receives are told to the log (dest=, source=)"
         )
         return [f"localized recovery: {what}: {'; '.join(self.reasons)}. {todo}"]

@@ -77,12 +77,14 @@ class Link:
     """Attaches to a daemon and keeps the connection.
 
     Args:
-        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again after a loss.
+        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again
+            after a loss.
         attach: what to ask for; repeated after a loss.
         version: this package's version.
         held: the generations whose owner lock this process holds.
         follows: is told.
-        check: how what it says of its settings differs from what this trainer was told to expect; "" if it does not.
+        check: how what it says of its settings differs from what this trainer was told to expect;
+            "" if it does not.
         closed: set when it is to end.
     """
 
@@ -140,7 +142,10 @@ class Link:
                         raise
                     raise DaemonUnavailable(
                         f"attach: {error}",
-                        hint="start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` looks for causes",
+                        hint=(
+                            "start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` "
+                            "looks for causes"
+                        ),
                     ) from error
             time.sleep(0.2)
 
@@ -284,8 +289,10 @@ class Link:
                 raise AttachRefused(
                     RefusalCode.DAEMON_DIFFERS,
                     f"the daemon is not as this trainer's environment says: {different}",
-                    f"restart the daemon with these settings (`kill {pid}` ends it, and its memory stays), or take them out of the "
-                    "trainer's environment; to use it as it is, pass daemon= its endpoint (`ckptctl status` shows it)",
+                    f"restart the daemon with these settings (`kill {pid}` ends it, and its memory "
+                    "stays), or take them out of the "
+                    "trainer's environment; to use it as it is, pass daemon= its endpoint "
+                    "(`ckptctl status` shows it)",
                 )
         elif told != self._settings:
             before, now = dict(self._settings), dict(told)

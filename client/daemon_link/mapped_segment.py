@@ -100,7 +100,8 @@ class MappedSegment:
                 holders = locks.holders_of(path)
                 raise RankTaken(
                     f"{os.path.basename(path)} is owned by another live process (open in pids {holders}); "
-                    "two trainers must not share job, run and rank: end the other, or give this one another run="
+                    "two trainers must not share job, run and rank: end the other, or give this "
+                    "one another run="
                 )
             self._map = _map(path)
         except BaseException:
@@ -337,7 +338,9 @@ class SlotTable:
             try:
                 view = ImageView(segment.slot(index)[: header.image_len])
             except ImageError:
-                return 0  # damaged: anchors nothing, so no suffix can rest on it; the daemon's scrub reports it
+                # Damaged: anchors nothing, so no suffix can rest on it; the daemon's scrub reports
+                # it.
+                return 0
             self.note_anchors(*key, view.anchors)
         return self._anchors[key]
 

@@ -137,7 +137,10 @@ class Retrieval:
                     verify(slot, header.header_digest, map_fn=pool.map)
                 except ImageError as error:
                     what = error.tensor if isinstance(error, DigestMismatch) else str(error)
-                    text = f"slot {record.index} (iteration {record.iteration}) is damaged: {what}; quarantined, another copy or an older suffix is used"
+                    text = (
+                        f"slot {record.index} (iteration {record.iteration}) is damaged: "
+                        f"{what}; quarantined, another copy or an older suffix is used"
+                    )
                     logger.error("%s", text)
                     self._session.notice("error", "digest_mismatch", text)
                     segment.set_state(record.index, SlotState.QUARANTINED)

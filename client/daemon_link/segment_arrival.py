@@ -1,4 +1,6 @@
-"""Snapshots that the daemon brings here from other nodes: mapped at once, waited for when replay needs them."""
+"""Snapshots that the daemon brings here from other nodes: mapped at once, waited for when replay
+needs them.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ class Session:
     """Attach to the daemon behind ``endpoint`` and keep the session alive.
 
     Args:
-        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again after a loss.
+        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again
+            after a loss.
         attach: what to ask for; repeated after a loss.
         listener: whose session it is.
         version: this package's version.
@@ -163,7 +164,9 @@ class Session:
         self._lane.submit(lambda: self.link.send(Notice(level, kind, message[:4000])))
 
     def tell(self, level: str, kind: str, message: str, timeout_s: float) -> bool:
-        """As `notice`, and wait until the daemon has it, as before the end of this process; whether it has."""
+        """As `notice`, and wait until the daemon has it, as before the end of this process; whether
+        it has.
+        """
 
         def say() -> None:
             self.link.send(Notice(level, kind, message[:4000]))

@@ -89,7 +89,9 @@ class SlotFile:
 
     @contextmanager
     def held(self, record: SlotRecord) -> Iterator[memoryview | None]:
-        """The image of a slot that stays as it is in the body; None if the slot holds something else by now."""
+        """The image of a slot that stays as it is in the body; None if the slot holds something
+        else by now.
+        """
         byte = slot_lock_byte(record.index)
         with locks.lock_file(self.path, byte, exclusive=False) as taken:
             yield self.image(record) if taken else None

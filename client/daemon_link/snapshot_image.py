@@ -20,7 +20,8 @@ class SnapshotImage:
     """One snapshot of the suffix: its image, and where in which mapped memory it lies.
 
     Args:
-        view: the verified image, or how to get it: a snapshot that is still on its way is waited for when it is needed.
+        view: the verified image, or how to get it: a snapshot that is still on its way is waited
+            for when it is needed.
     """
 
     def __init__(

@@ -74,7 +74,9 @@ class LayerClock:
         self._steps += 1
 
     def take_s(self) -> float:
-        """The mean time of a step in them since the last call: backward takes about twice as long as forward."""
+        """The mean time of a step in them since the last call: backward takes about twice as long
+        as forward.
+        """
         mean_s = 3 * self._spent_s / max(1, self._steps)
         self._spent_s, self._steps = 0.0, 0
         return mean_s

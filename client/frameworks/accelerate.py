@@ -47,7 +47,8 @@ def checkpointer(
         optimizer: a prepared optimizer, or a list of them.
         state: schedulers, and your own objects. Pass a prepared data loader to ``ckpt.batches`` instead, with
             or without ``use_stateful_dataloader``.
-        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for ``Checkpointer``.
+        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
+            ``Checkpointer``.
     Raises:
         TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
         ValueError: an object prevents an exact resumption; the message says what to do.

@@ -51,9 +51,9 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
             (collators may draw random numbers, but not in workers). None: skip them only if they
             provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
-        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for ``Checkpointer``.
-            The default of ``run=`` is the name of ``output_dir``; the
-            name of a second training in the same process ends with its number.
+        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
+            ``Checkpointer``. The default of ``run=`` is the name of ``output_dir``; the name of a
+            second training in the same process ends with its number.
     Raises:
         TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
         ValueError: when the Trainer is created or

@@ -58,9 +58,9 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
             fetching them took. False: skip them; correct if a sample depends only on its index.
             None: skip them only if they provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
-        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for ``Checkpointer``.
-            The run name of a second ``fit()`` in the same process
-            ends with its number.
+        options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
+            ``Checkpointer``. The run name of a second ``fit()`` in the same process ends with its
+            number.
     Raises:
         TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
         ValueError: when training starts, a setting

@@ -31,8 +31,10 @@ __all__ = [
 ]
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
-    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.uint16: "U16", torch.int32: "I32",
+    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
+    torch.bfloat16: "BF16",
     torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
@@ -132,7 +134,8 @@ def member_bytes(
     """Bytes that this member takes in a snapshot at this level."""
     tensor = local(binding.params[member.param])
     anchored = anchored or member.param in binding.elsewhere | binding.inseparable
-    share = 1.0 if member.start is None else (member.stop - member.start) / max(tensor.shape[0], 1)  # type: ignore[operator]
+    rows = range(tensor.shape[0])[member.start : member.stop]
+    share = 1.0 if member.start is None else len(rows) / max(tensor.shape[0], 1)
     if not anchored:
         return (
             round(tensor.numel() * share) * compute_dtypes.get(member.param, tensor.dtype).itemsize

@@ -26,10 +26,39 @@ from ckptd.client.optimizers.value_trees import is_ignored
 __all__ = ["HiddenState"]
 
 _MOST_LOOKED_AT = 20_000
-_SHARED = {"accelerate", "ckptd", "torch", "triton", "numpy", "__future__", *sys.stdlib_module_names} - {"__main__"}  # fmt: skip
+_SHARED = {
+    "accelerate",
+    "ckptd",
+    "torch",
+    "triton",
+    "numpy",
+    "__future__",
+    *sys.stdlib_module_names,
+} - {"__main__"}
 _NONE = object()
-_DATA = (type(None), bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)  # fmt: skip
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod, property)  # fmt: skip
+_DATA = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+)
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+    staticmethod,
+    classmethod,
+    property,
+)
 
 
 class _Place(NamedTuple):
@@ -99,7 +128,9 @@ class HiddenState:
                 found += [] if _same(now, was) else [place.path]
                 continue
             names = dict.fromkeys([*was, *now])
-            found += [place.path + n for n in names if not _same(now.get(n, _NONE), was.get(n, _NONE))]  # fmt: skip
+            found += [
+                place.path + n for n in names if not _same(now.get(n, _NONE), was.get(n, _NONE))
+            ]
         return found
 
     @contextmanager
@@ -168,12 +199,24 @@ class HiddenState:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            self._note(cell, "", f"closure variable {name} of {who}", lambda c=cell: _content(c), lambda v, c=cell: _fill(c, v))  # type: ignore[misc]  # fmt: skip
+            self._note(
+                cell,
+                "",
+                f"closure variable {name} of {who}",
+                functools.partial(_content, cell),
+                functools.partial(_fill, cell),
+            )
         if _is_shared(function.__globals__.get("__name__", "")):
             return
         for place in ("__defaults__", "__kwdefaults__"):
             if getattr(function, place):
-                self._note(function, place, f"default arguments of {who}", lambda f=function, p=place: getattr(f, p), lambda v, f=function, p=place: setattr(f, p, v))  # type: ignore[misc]  # fmt: skip
+                self._note(
+                    function,
+                    place,
+                    f"default arguments of {who}",
+                    functools.partial(getattr, function, place),
+                    functools.partial(setattr, function, place),
+                )
         self._left += vars(function).values()
 
         def put(table: dict[str, Any]) -> None:
@@ -181,16 +224,22 @@ class HiddenState:
                 del vars(function)[name]
             vars(function).update(table)
 
-        self._places[id(function), ""] = _Place(f"attribute {who}.", lambda: _attributes(vars(function)), put, True)  # fmt: skip
+        self._places[id(function), ""] = _Place(
+            f"attribute {who}.", lambda: _attributes(vars(function)), put, True
+        )
         names = set(_names_in(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
             if not isinstance(value, types.ModuleType):
-                self._note_entry(function.__globals__, name, f"global variable {name} of {function.__module__}")  # fmt: skip
+                self._note_entry(
+                    function.__globals__, name, f"global variable {name} of {function.__module__}"
+                )
             elif not _is_shared(value.__name__):
                 for inner in sorted(names & vars(value).keys()):
                     if not isinstance(vars(value)[inner], types.ModuleType):
-                        self._note_entry(vars(value), inner, f"global variable {inner} of {value.__name__}")  # fmt: skip
+                        self._note_entry(
+                            vars(value), inner, f"global variable {inner} of {value.__name__}"
+                        )
 
     def _note_entry(self, table: dict[str, Any], name: str, path: str) -> None:
         self._note(table, name, path, lambda: table.get(name), lambda v: table.__setitem__(name, v))

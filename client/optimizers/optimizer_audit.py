@@ -50,8 +50,10 @@ Specs = Mapping[str, Sequence[StateSpec]]
 def cannot_be_captured(who: str, refused: NotCapturable) -> str:
     """What is told of it, and what to do."""
     return (
-        f"optimizer {who} keeps {refused.path} ({refused.why}), which cannot be captured: no snapshot is taken, and after a "
-        "failure this run begins anew. Keep it in tensors or plain values (numbers, text, lists, dicts), or made in the "
+        f"optimizer {who} keeps {refused.path} ({refused.why}), which cannot be captured: no "
+        "snapshot is taken, and after a "
+        "failure this run begins anew. Keep it in tensors or plain values (numbers, text, lists, "
+        "dicts), or made in the "
         "optimizer's constructor; or use another optimizer (docs/optimizers.md)"
     )
 
@@ -115,7 +117,8 @@ class KeptState:
     def wrappers(self) -> list[str]:
         """Why an optimizer that is wrapped cannot be captured in parts; empty if none is."""
         return [
-            f"{type(given).__name__} is around {type(optimizer).__name__}, and its own step may depend on all parameters"
+            f"{type(given).__name__} is around {type(optimizer).__name__}, and its own step may "
+            "depend on all parameters"
             for given, optimizer in zip(self._given, self._binding.optimizers, strict=True)
             if given is not optimizer
         ]
@@ -201,7 +204,8 @@ class KeptState:
         if len(packed) > _TOLD_BYTES and not self._told:
             self._told = True
             logger.warning(
-                "optimizer %s keeps %.1f MiB elsewhere than in tensors per parameter: the training thread copies them in "
+                "optimizer %s keeps %.1f MiB elsewhere than in tensors per parameter: the training "
+                "thread copies them in "
                 "each snapshot",
                 self.whose,
                 len(packed) / 2**20,

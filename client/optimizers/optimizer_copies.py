@@ -29,7 +29,8 @@ __all__ = ["CannotCopy", "OptimizerCopier"]
 _DEPTH = 12
 _FUNCTION_OF_C: type = ctypes.CFUNCTYPE(None).__mro__[1]  # of which ctypes makes no name
 _AS_THEY_ARE = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, np.generic, re.Pattern, _FUNCTION_OF_C,
+    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, np.generic,
+    re.Pattern, _FUNCTION_OF_C,
     torch.dtype, torch.device, torch.Size, types.CodeType, type(Ellipsis),
 )  # fmt: skip
 _SEQUENCES = (list, tuple, set, frozenset)
@@ -46,8 +47,8 @@ class OptimizerCopier:
 
     Args:
         known: what is in the place of an object in the copies, by the identity of the object.
-        whole: optimizers that are met are copied, and modules cannot be. Otherwise the one that is copied keeps no other, and a module
-            is shared.
+        whole: optimizers that are met are copied, and modules cannot be. Otherwise the one that is
+            copied keeps no other, and a module is shared.
     """
 
     def __init__(self, known: Mapping[int, Any] | None = None, *, whole: bool = False) -> None:

@@ -67,7 +67,9 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """``independent``: per parameter. ``rowwise``: per row along dimension 0. ``reason`` says what was seen."""
+    """``independent``: per parameter. ``rowwise``: per row along dimension 0. ``reason`` says what
+    was seen.
+    """
 
     independent: bool
     rowwise: bool
@@ -127,7 +129,9 @@ def probe_optimizer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ProbeResult:
-    """Step clones of ``optimizer`` on tiny parameters of this rank and dtype, with the options of ``group``."""
+    """Step clones of ``optimizer`` on tiny parameters of this rank and dtype, with the options of
+    ``group``.
+    """
     saved = capture_rng()
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():

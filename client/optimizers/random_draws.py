@@ -25,7 +25,8 @@ class Draws:
     is through.
 
     Attributes:
-        found: the optimizer that drew, by its number; -1: none was seen to. Nothing is looked at any more once one was.
+        found: the optimizer that drew, by its number; -1: none was seen to. Nothing is looked at
+            any more once one was.
     """
 
     def __init__(self, *, watches: bool) -> None:

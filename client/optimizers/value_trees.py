@@ -9,15 +9,15 @@ stays common. Nodes are plain values, or lists that begin with one of these tags
 =====  =============================================================================================
 ``l``  list; ``t`` tuple; ``q`` deque; ``s`` set or frozenset of plain values
 ``d``  dict: pairs of nodes
-``x``  tensor, whether it wants a gradient, and its strides where it is not contiguous: a product of matrices may have other bits with others
-``w``  tensor that is made of others, such as an 8-bit one of codes and scales: its class, these, and what else it says of itself
-``k``  a tensor that is captured elsewhere: which
-``g``  random number generator: which kind, and its state
-``o``  object: its attributes. One that exists in a fresh process, too, is filled; none is ever made
-``n``  in a key, the identity (``id()``) of a tensor that is captured elsewhere: which; ``a`` an address in it; ``T`` a tuple with some
-``r``  what the n-th of these nodes stands for, once more
-``?``  left as it is in the process that reads this: functions, classes, locks, what never changed
-=====  =============================================================================================
+``x``  tensor, whether it wants a gradient, and its strides where it is not contiguous: a product of
+matrices may have other bits with others ``w``  tensor that is made of others, such as an 8-bit one
+of codes and scales: its class, these, and what else it says of itself ``k``  a tensor that is
+captured elsewhere: which ``g``  random number generator: which kind, and its state ``o``  object:
+its attributes. One that exists in a fresh process, too, is filled; none is ever made ``n``  in a
+key, the identity (``id()``) of a tensor that is captured elsewhere: which; ``a`` an address in it;
+``T`` a tuple with some ``r``  what the n-th of these nodes stands for, once more ``?``  left as it
+is in the process that reads this: functions, classes, locks, what never changed =====
+=============================================================================================
 """
 
 from __future__ import annotations
@@ -63,13 +63,16 @@ _LEAST_ADDRESS = 1 << 16
 _SIMPLE = (type(None), bool, int, float, str, bytes)
 _VALUES = (*_SIMPLE, torch.dtype, torch.device, torch.Size, np.ndarray)
 _IGNORED = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, functools.partial, property,
-    logging.Logger, weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, threading.Event,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
+    functools.partial, property,
+    logging.Logger, weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary, threading.Event,
     type(threading.Lock()), type(threading.RLock()), ctypes.CDLL,
 )  # fmt: skip
 # Communication, compiled code, handles of devices: of the process, not of the run.
 _IGNORED_MODULES = (
-    "torch._C", "torch._dynamo", "torch._inductor", "torch._ops", "torch.cuda", "torch.distributed", "torch.jit", "torch.utils",
+    "torch._C", "torch._dynamo", "torch._inductor", "torch._ops", "torch.cuda",
+    "torch.distributed", "torch.jit", "torch.utils",
     "accelerate", "ckptd", "triton",
 )  # fmt: skip
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -118,8 +121,9 @@ class TreeWriter:
     """Makes one tree.
 
     Args:
-        known: tells of a tensor that is captured elsewhere, or of a number that is the identity of one, what it is; of an address in
-            one ``a``, the distance from its beginning, and what it is; None of others.
+        known: tells of a tensor that is captured elsewhere, or of a number that is the identity of
+            one, what it is; of an address in one ``a``, the distance from its beginning, and what
+            it is; None of others.
         baseline: what may be left out, and which objects may be filled; None while it is made
             (``made`` is that one then).
         skipped: told the identity of what must not be looked into.
@@ -198,7 +202,15 @@ class TreeWriter:
         self._note(value)
         parts = [[n, self.node(getattr(value, n), f"{path}.{n}")] for n in names]
         kind = type(value)
-        return ["w", kind.__module__, kind.__qualname__, context, list(value.shape), list(value.stride()), parts]  # fmt: skip
+        return [
+            "w",
+            kind.__module__,
+            kind.__qualname__,
+            context,
+            list(value.shape),
+            list(value.stride()),
+            parts,
+        ]
 
     def _container(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
@@ -329,7 +341,9 @@ class TreeReader:
                 return live
             made: Tensor = recorded.to(live.device) if isinstance(live, Tensor) else recorded
             if strides:
-                made = torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device).copy_(made)  # fmt: skip
+                made = torch.empty_strided(
+                    made.shape, strides, dtype=made.dtype, device=made.device
+                ).copy_(made)
         return made.requires_grad_(wants_grad)
 
     def _wrapper(self, node: Any, live: Any, place: int) -> Any:

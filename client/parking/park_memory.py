@@ -39,7 +39,9 @@ _PAGE = 4096
 
 
 def parked_records(memory: RankMemory) -> list[SlotRecord]:
-    """What this rank has parked here and what still counts, oldest first; anchors are those of a dense image."""
+    """What this rank has parked here and what still counts, oldest first; anchors are those of a
+    dense image.
+    """
     records = [r for r in _records(memory) if r.sealed]
     known = epoch_table(records, memory.table.epochs)
     counts = [r for r in records if not is_stale(r, known)]
@@ -118,7 +120,9 @@ class ParkMemory(AuxiliarySegments):
     # -- size ------------------------------------------------------------------------------------
 
     def fit(self, plan: SnapshotPlan, step: int) -> None:
-        """Have room for the state as ``plan`` knows it; where that is there, do nothing. Waits for nothing."""
+        """Have room for the state as ``plan`` knows it; where that is there, do nothing. Waits for
+        nothing.
+        """
         if plan is not self._plan:
             self._plan, self._layout = plan, plan.everything(self._binding)
         self._collect(step)

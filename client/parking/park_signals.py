@@ -145,7 +145,9 @@ class _Sigterm:
             writer.send(bytes([number]))
 
     def _wait_for_copies(self) -> None:
-        """The user's handler may end this process at once: what can be parked now is parked before. Bounded."""
+        """The user's handler may end this process at once: what can be parked now is parked before.
+        Bounded.
+        """
         waits = any(p.possible or p.copying for p in self._parkings)
         # The signal may have come in the middle of what the thread would wait for.
         if waits and not any(p.locked for p in self._parkings):

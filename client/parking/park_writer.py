@@ -149,7 +149,8 @@ class ParkCopy:
         not seal it.
 
         Raises:
-            CopyFailed: there is no room, something changed while it was copied, or the device does not answer.
+            CopyFailed: there is no room, something changed while it was copied, or the device does
+                not answer.
         """
         layout = self._slots.layout
         claimed = "an earlier copy never ended" if self._hangs else self._claim(moment)

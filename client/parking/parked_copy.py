@@ -68,7 +68,8 @@ class ParkedCopy(SnapshotImage):
         Raises:
             CorruptionError: what was brought is not what was sealed.
             AttachRefused: there is no memory for it, or nobody holds it any more.
-            DaemonUnavailable: the daemon is away, or it cannot be brought here: no copy of it is whole, or can be reached.
+            DaemonUnavailable: the daemon is away, or it cannot be brought here: no copy of it is
+                whole, or can be reached.
         """
         for source in piece.sources:
             if source.node != session.node_id:

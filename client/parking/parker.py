@@ -121,7 +121,8 @@ class Parking:
 
         Args:
             phase: the place of the step in the schedule.
-            scalars: the step scalars; the snapshot of the step, if there is one, is written from this dictionary.
+            scalars: the step scalars; the snapshot of the step, if there is one, is written from
+                this dictionary.
         """
         try:
             self._note_duration()

@@ -78,8 +78,9 @@ class Outcomes(Generic[T]):
         """Raise on every rank if any rank failed, or if any wants to begin again.
 
         Raises:
-            DaemonUnavailable: names the ranks that failed, and their nodes. Where something else than a missing daemon was the
-                matter, that is raised on the rank where it happened: its type says what to do about it.
+            DaemonUnavailable: names the ranks that failed, and their nodes. Where something else
+                than a missing daemon was the matter, that is raised on the rank where it happened:
+                its type says what to do about it.
             TryAgain: no rank failed, and one wants to begin again.
         """
         failed = [(rank, one) for rank, one in enumerate(self.failures) if one.text]
@@ -146,7 +147,8 @@ class Collectives:
         """What the work of each rank has returned; or all ranks raise.
 
         Raises:
-            DaemonUnavailable: the work of a rank failed; on the rank where it did, that error (`Outcomes.raise_failures`).
+            DaemonUnavailable: the work of a rank failed; on the rank where it did, that error
+                (`Outcomes.raise_failures`).
             TryAgain: the work of a rank raised that, and no rank failed.
         """
         found = self.outcomes(work, kind)
@@ -235,7 +237,9 @@ def _first(texts: Sequence[str]) -> str:
 
 
 def refused(what: str, problems: Mapping[int, str]) -> ValueError:
-    """The error that names the ranks with problems, the first few; a problem that all have stands there once."""
+    """The error that names the ranks with problems, the first few; a problem that all have stands
+    there once.
+    """
     if len(problems) > 1 and len(set(problems.values())) == 1:
         ranks = ", ".join(map(str, list(problems)[:_FAILURES_SHOWN]))
         more = ", …" if len(problems) > _FAILURES_SHOWN else ""
@@ -259,8 +263,10 @@ def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE
         return [payload]
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            f"world_size={identity.world_size}, but torch.distributed is not initialised: call init_process_group() before Checkpointer, "
-            "or, for independent trainers, pass each run=RunOptions(world_size=1, job=...) with a job of its own"
+            f"world_size={identity.world_size}, but torch.distributed is not initialised: call "
+            "init_process_group() before Checkpointer, "
+            "or, for independent trainers, pass each run=RunOptions(world_size=1, job=...) with a "
+            "job of its own"
         )
     if dist.get_world_size() != identity.world_size:
         raise ValueError(

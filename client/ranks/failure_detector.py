@@ -85,7 +85,8 @@ class FailureDetector:
                 own.delete_key(self.gone_key)
                 own.set(f"{self._prefix}/at/{self._rank}", f"{host} {listening.getsockname()[1]}")
                 self._watch(own, listening)
-        except Exception as error:  # noqa: BLE001 - the store ends with the job, in many ways; a rank that waits at it finds that there
+        except Exception as error:  # noqa: BLE001 - see the next line
+            # The store ends with the job, in many ways; a rank that waits at it finds that there.
             logger.debug("rank %d is not watched any more: %s", self._next, error)
         finally:
             self._drop()

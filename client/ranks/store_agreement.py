@@ -80,13 +80,16 @@ class StoreAgreement:
                     return
                 wait_s = min(2 * wait_s, _POLL_MAX_S)
             self._found[what] = found
-        except Exception as error:  # noqa: BLE001 - the store ends with the job, in as many ways as there are backends
+        except Exception as error:  # noqa: BLE001 - see the next line
+            # The store ends with the job, in as many ways as there are backends.
             if not self._closed.is_set():
                 logger.error("this rank could not agree on the %s with the others: %s", what, error)
 
 
 def play(store: Any, prefix: str, steps: Generator[Access, bytes | int, _Result]) -> _Result:
-    """Make the accesses that ``steps`` asks for, one after the other, to keys beneath ``prefix``; its result."""
+    """Make the accesses that ``steps`` asks for, one after the other, to keys beneath ``prefix``;
+    its result.
+    """
     answer: bytes | int | None = None
     while True:
         try:

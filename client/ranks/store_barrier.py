@@ -100,7 +100,9 @@ class StoreBarrier:
 
 
 class _Answers:
-    """A store, and when it last answered: a client waits without end where the store's host has lost power."""
+    """A store, and when it last answered: a client waits without end where the store's host has
+    lost power.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store, self.answered_s = store, time.monotonic()

@@ -19,7 +19,8 @@ class Activity:
     Attributes:
         active: the operators whose anchors were reached.
         frozen_rows: by parameter.
-        whole: everything was active from the start, on all ranks: nothing is frozen, not even what another rank updates.
+        whole: everything was active from the start, on all ranks: nothing is frozen, not even what
+            another rank updates.
     """
 
     def __init__(self, binding: LiveState, operators: Sequence[Operator]) -> None:
@@ -61,7 +62,9 @@ class Activity:
         return {n: self._all_of(n) for n in self._binding.inseparable}
 
     def is_frozen(self, name: str) -> bool:
-        """Whether all of this parameter is frozen (partly frozen fused tensors are stepped and overwritten)."""
+        """Whether all of this parameter is frozen (partly frozen fused tensors are stepped and
+        overwritten).
+        """
         return self.frozen_rows.get(name, []) == self._all_of(name)
 
     def split_params(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -51,7 +51,10 @@ _VERIFIED_PLANS = (
 )
 _NODES_SHOWN = 8
 _FAILURES_SHOWN = 3
-_BESIDE = "To go on from them, stop this trainer and pass run=RunOptions(name=RUN, job=JOB); to free their memory, `ckptctl forget JOB RUN`"
+_BESIDE = (
+    "To go on from them, stop this trainer and pass run=RunOptions(name=RUN, job=JOB); to "
+    "free their memory, `ckptctl forget JOB RUN`"
+)
 
 
 class Recovered(NamedTuple):
@@ -80,13 +83,14 @@ def recover_global(
 
     Args:
         at: go back to this iteration, from memory or storage; what is newer is given up.
-        verify_iterations: how many iterations more than necessary may be replayed, to compare what is loaded; the least of all ranks'
-            counts.
+        verify_iterations: how many iterations more than necessary may be replayed, to compare what
+            is loaded; the least of all ranks' counts.
     Raises:
         ValueError: iteration ``at`` cannot be had; nothing was given up.
-        AttachRefused: there is no memory for what must be brought here, or the run was recovered again meanwhile.
-        DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing without which the
-            run would have to begin anew.
+        AttachRefused: there is no memory for what must be brought here, or the run was recovered
+            again meanwhile.
+        DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing
+            without which the run would have to begin anew.
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
             did not reproduce; on every rank.
     """
@@ -96,7 +100,8 @@ def recover_global(
         # Every rank comes here. Starting over would free what the others hold safely.
         raise DaemonUnavailable(
             f"no plan for the recovery held after {procedure.tried} attempts",
-            hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, `ckptctl events`); nothing was "
+            hint="a node cannot reach the holders of its ranks' snapshots (`ckptctl peers`, "
+            "`ckptctl events`); nothing was "
             "lost: start again when it can, or `ckptctl forget` the run to begin anew",
         )
     agreed.undo.pop_all()  # it is used from here on
@@ -135,7 +140,9 @@ class _GlobalStart:
         self.retrieved = Retrieved([])
 
     def inventory(self, undo: ExitStack) -> RunView:
-        """What the nodes hold of the run; and what is durable, once memory has turned out not to be enough."""
+        """What the nodes hold of the run; and what is durable, once memory has turned out not to be
+        enough.
+        """
         return self._memory.see(self._ranks, storage=self._storage)
 
     def plan(self, view: RunView) -> RecoveryPlan | NoRecovery:
@@ -220,14 +227,19 @@ def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunV
     away = f"; {_nodes(view.silent)} did not answer" if view.silent else ""
     shown = "; ".join(describe_failure(failure) for failure in quarantined[-_FAILURES_SHOWN:])
     raise CorruptionError(
-        f"there is no state left that a replay reproduces. Quarantined are {reported_spans(quarantined)}, because two replays of each "
-        f"came to the same result and not to what was recorded ({shown}). Memory, peers and storage hold nothing else: "
+        "there is no state left that a replay reproduces. Quarantined are "
+        f"{reported_spans(quarantined)}, because two replays of each "
+        f"came to the same result and not to what was recorded ({shown}). Memory, peers and "
+        "storage hold nothing else: "
         f"{plan.reason}{away}",
         operation="recover",
         ids={"job": job, "run": run},
-        hint=f"Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine has changed since, start it as it was "
-        f"after `ckptctl unquarantine {job} {run}` on every node. To train on from what was recorded all the same, do that and pass "
-        f'recovery=RecoveryOptions(on_mismatch="warn"). To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name',
+        hint="Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine "
+        "has changed since, start it as it was "
+        f"after `ckptctl unquarantine {job} {run}` on every node. To train on from what was "
+        "recorded all the same, do that and pass "
+        f'recovery=RecoveryOptions(on_mismatch="warn"). To begin anew, `ckptctl forget {job} '
+        f"{run}` on every node, or pass run= a new name",
     )
 
 
@@ -243,13 +255,17 @@ def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view
     job, run = memory.identity.job, memory.identity.run
     shown = "; ".join(describe_failure(failure) for failure in failures[-_FAILURES_SHOWN:])
     raise CorruptionError(
-        f"the only state left is that of iteration {plan.end}, and no replay can show whether a job that goes on from there is exact: "
+        f"the only state left is that of iteration {plan.end}, and no replay can show whether a "
+        "job that goes on from there is exact: "
         f"{plan.unverified}. Replays of this run did not reproduce what was recorded ({shown})",
         operation="recover",
         ids={"job": job, "run": run},
-        hint="Most often the program keeps something that no snapshot holds: data that is not in state=, an optimizer that counts in an "
-        f"attribute. Nothing was deleted: `ckptctl snapshots` shows it. When the program is as it should be, `ckptctl unquarantine {job} {run}` "
-        "on every node brings back what was quarantined. To go on from that iteration without a comparison, pass recovery=RecoveryOptions(verify_iterations=0). "
+        hint="Most often the program keeps something that no snapshot holds: data that is not in "
+        "state=, an optimizer that counts in an "
+        "attribute. Nothing was deleted: `ckptctl snapshots` shows it. When the program is as it "
+        f"should be, `ckptctl unquarantine {job} {run}` "
+        "on every node brings back what was quarantined. To go on from that iteration without a "
+        "comparison, pass recovery=RecoveryOptions(verify_iterations=0). "
         f"To begin anew, `ckptctl forget {job} {run}` on every node, or pass run= a new name",
     )
 
@@ -268,16 +284,20 @@ def _refuse_to_forget(
             plan.reason,
             operation="recover",
             ids={"job": job, "run": run},
-            hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run started with different "
-            f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new name, to begin anew",
+            hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run "
+            "started with different "
+            f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new "
+            "name, to begin anew",
         )
     if STORE_NODE in view.silent:
         raise DaemonUnavailable(
             f"{plan.reason}; and the store did not answer, or nothing that it holds of this run can be used",
             operation="recover",
             ids={"job": job, "run": run},
-            hint="`ckptctl events` says which. Start again when the store answers. What is damaged is named by "
-            "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, or pass run= a new name",
+            hint="`ckptctl events` says which. Start again when the store answers. What is damaged "
+            "is named by "
+            "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, "
+            "or pass run= a new name",
         )
     if why := _would_be_lost(view, recoverable_before):
         raise DaemonUnavailable(
@@ -308,7 +328,10 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
         lost = [record.node for record in view.records if record.lost]
         missing = f"the record of who took part is damaged on {_nodes(lost)}, and nobody else knows"
     elif shown:
-        missing = "no node is missing, and neither memory nor storage has a state from which all ranks can resume"
+        missing = (
+            "no node is missing, and neither memory nor storage has a state from which all "
+            "ranks can resume"
+        )
     return "; ".join(text for text in (shown, missing) if text)
 
 
@@ -316,20 +339,24 @@ def _how_to_go_on(job: str, run: str, view: RunView) -> str:
     where = _nodes([record.node for record in view.records if record.holds])
     if not view.silent and not any(record.lost for record in view.records):
         return (
-            f"Nothing was deleted, and waiting changes nothing. To begin anew, run `ckptctl forget {job} {run}` on {where} and "
+            "Nothing was deleted, and waiting changes nothing. To begin anew, run `ckptctl forget "
+            f"{job} {run}` on {where} and "
             "start again, or pass run= a new name"
         )
     first = "What is there stays"
     if view.silent:
         first = "Nothing was lost: start again when they are back. If they will not be"
     return (
-        f"{first}, `ckptctl forget {job} {run}` on {where}, or pass run= a new name, to begin anew. A node that "
+        f"{first}, `ckptctl forget {job} {run}` on {where}, or pass run= a new name, to begin "
+        "anew. A node that "
         f"refuses this job's nodes (event peer_refused) lets them in by `ckptctl admit {job} {run} NODE`"
     )
 
 
 def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
-    """Normal for a new run, worth a word for one of which something was held, an error where there is damage."""
+    """Normal for a new run, worth a word for one of which something was held, an error where there
+    is damage.
+    """
     damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
     if not damaged and memory.descriptor is None and not view.held:
         # One rank speaks for all; a warning, so that it is seen without any logging set-up.

@@ -96,7 +96,8 @@ def begin_localized(
 
     Args:
         alike: ranks with which this one has all operators alike, values too.
-        verify_iterations: how many iterations more than necessary may be replayed to compare what is loaded: here one at most.
+        verify_iterations: how many iterations more than necessary may be replayed to compare what
+            is loaded: here one at most.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
@@ -153,7 +154,8 @@ def recovered_locally(start: LocalizedStart) -> Recovered:
         whose = "a peer's" if copied else "its"
         rest = "; random state, scalars and buffers are those of its own snapshot" if copied else ""
         unverified = (
-            f"this rank goes on from {whose} parked state, which was read from the live tensors when the step was cut off, and whose digests "
+            f"this rank goes on from {whose} parked state, which was read from the live tensors "
+            "when the step was cut off, and whose digests "
             f"fit{rest}"
         )
     return Recovered(start.images, start.plan.reason, replayed, unverified)
@@ -315,7 +317,10 @@ class _Part:
         except (AttachRefused, CorruptionError, DaemonUnavailable) as error:
             self.unusable = piece.sources
             where = ", ".join(f"{source.segment} on {source.node}" for source in piece.sources)
-            text = f"planning without the parked state of iteration {piece.record.iteration} ({where}): {error}"
+            text = (
+                f"planning without the parked state of iteration {piece.record.iteration} "
+                f"({where}): {error}"
+            )
             self.memory.session.notice("error", "parked_unusable", text)
             raise
 
@@ -349,7 +354,8 @@ class _Part:
         scalars = image.scalars()
         if self.apart and None in scalars.get("stages", {}).values():
             raise DaemonUnavailable(
-                "what a stage sends is not known (DTensors?): it would ask its neighbours, which are not there",
+                "what a stage sends is not known (DTensors?): it would ask its neighbours, which "
+                "are not there",
                 operation="run isolated",
             )
         ring = self.memory.descriptor

@@ -14,7 +14,8 @@ from ckptd.client.capture.step_state import Stateful
 __all__ = ["likely_causes"]
 
 _FIND_OUT = (
-    "To find out, call ckpt.verify(run_step) after a few steps of a run that was never interrupted: if that fails, too, the step is not "
+    "To find out, call ckpt.verify(run_step) after a few steps of a run that was never "
+    "interrupted: if that fails, too, the step is not "
     "deterministic; if not, it is the restart that differs. docs/troubleshooting.md goes through it"
 )
 
@@ -26,7 +27,8 @@ def likely_causes(
 
     Args:
         what: differed, as the message says it.
-        changed: how this process differs from the one that recorded; "" if not in what is known to change bits.
+        changed: how this process differs from the one that recorded; "" if not in what is known to
+            change bits.
         stateful: the user's objects.
     """
     causes = []
@@ -36,7 +38,8 @@ def likely_causes(
         causes.append("an object in state= does not give back all that it needs to go on")
     if not any(_is_loader(item) for item in stateful.values()):
         causes.append(
-            "the batches are others: the position of a loader that is neither in state= nor read through ckpt.batches(loader) is not restored"
+            "the batches are others: the position of a loader that is neither in state= nor read "
+            "through ckpt.batches(loader) is not restored"
         )
     elif any(getattr(item, "num_workers", 0) for item in stateful.values()):
         causes.append(
@@ -49,9 +52,15 @@ def likely_causes(
             + ("" if workspace else ", with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
         )
     causes += [
-        "something random or timed that no snapshot has (a generator of your own, the clock, an order of a set)",
+        (
+            "something random or timed that no snapshot has (a generator of your own, the clock, an "
+            "order of a set)"
+        ),
         "the step computes something from all gradients by hand: pass it through ckpt.record(name, value)",
-        "memory was corrupted: `ckptctl snapshots` shows what was quarantined, and the machine's log has its memory errors",
+        (
+            "memory was corrupted: `ckptctl snapshots` shows what was quarantined, and the machine's "
+            "log has its memory errors"
+        ),
     ]
     listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
     return f"Likely causes, the likeliest first: {listed}. {_FIND_OUT}"

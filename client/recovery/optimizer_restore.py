@@ -62,7 +62,9 @@ def load_scalar_state(
 
 
 def round_frozen_masters(binding: LiveState, frozen: Rows) -> None:
-    """A frozen master holds the rounded weight: the user's own copy-back then leaves the weight as recorded."""
+    """A frozen master holds the rounded weight: the user's own copy-back then leaves the weight as
+    recorded.
+    """
     with torch.no_grad():
         for name, ranges in frozen.items():
             if name not in binding.masters or name in binding.elsewhere:

@@ -85,7 +85,9 @@ class Rehearsal:
         self, live: LiveState, memory: RankMemory, recorder: Recorder, engine: CopyEngine
     ) -> None:
         self._live, self._memory, self._recorder, self._engine = live, memory, recorder, engine
-        self._left = {i: {n for n in live.owner if live.owner[n][0] == i} for i in range(len(live.optimizers))}  # fmt: skip
+        self._left = {
+            i: {n for n in live.owner if live.owner[n][0] == i} for i in range(len(live.optimizers))
+        }
         self._snapshots = dict.fromkeys(self._left, 0)
         self._running: dict[int, SteppedCopy] = {}
         self._failed: dict[int, _Failure] = {}
@@ -133,7 +135,8 @@ class Rehearsal:
             self._tries -= 1
             if not self._tries:
                 self._skip(error)
-        except Exception as error:  # noqa: BLE001 - the user's optimizer ran in it; it is told, and training goes on
+        except Exception as error:  # noqa: BLE001 - see the next line
+            # The user's optimizer ran in it; it is told, and training goes on.
             self._skip(error)
         finally:
             restore_rng(rng)
@@ -150,13 +153,15 @@ class Rehearsal:
         begun = time.perf_counter()
         try:
             self._judge(optimizer, copy, differences(self._live, copy, optimizer))
-        except Exception as error:  # noqa: BLE001 - of somebody else's types; it is told, and training goes on
+        except Exception as error:  # noqa: BLE001 - see the next line
+            # Of somebody else's types; it is told, and training goes on.
             self._skip(error)
         finally:
             self.took_s += time.perf_counter() - begun
         if not self._left:
             logger.info(
-                "resume rehearsed: from a snapshot, optimizer %s makes the same of %d of %d parameters (%.0f ms in all)",
+                "resume rehearsed: from a snapshot, optimizer %s makes the same of %d of %d "
+                "parameters (%.0f ms in all)",
                 self._live.kept.whose,
                 self._num_tensors,
                 len(self._live.owner),
@@ -255,7 +260,8 @@ class Rehearsal:
             failure = self._failed[index]
             if found:
                 raise CannotCopy(
-                    f"a copy with all that is in memory does not step as it does ({_told(found)} differ), so a copy tells nothing"
+                    f"a copy with all that is in memory does not step as it does ({_told(found)} "
+                    "differ), so a copy tells nothing"
                 )
             self._refuse(index, failure)
         elif found:
@@ -288,9 +294,12 @@ class Rehearsal:
             else "those that were taken are given up, and after a failure this run begins anew"
         )
         self._recorder.refuse(
-            f"optimizer {who} keeps state which cannot be captured: loaded into a copy of it, the snapshot of iteration {failure.iteration} does not lead "
-            f"to what its step makes of {_told(failure.paths)}.{where} No snapshot is taken any more; {kept}. Keep that state in `state` or in attributes of "
-            "the optimizer (tensors, numbers, text, lists, dicts), or use another optimizer; if a resume may differ there, pass recovery=RecoveryOptions(rehearse=False) "
+            f"optimizer {who} keeps state which cannot be captured: loaded into a copy of it, the "
+            f"snapshot of iteration {failure.iteration} does not lead "
+            f"to what its step makes of {_told(failure.paths)}.{where} No snapshot is taken any "
+            f"more; {kept}. Keep that state in `state` or in attributes of "
+            "the optimizer (tensors, numbers, text, lists, dicts), or use another optimizer; if a "
+            "resume may differ there, pass recovery=RecoveryOptions(rehearse=False) "
             "(docs/optimizers.md)"
         )
         if not resumed:
@@ -305,7 +314,8 @@ class Rehearsal:
         why = str(error) if known else f"{type(error).__name__}: {error}"
         logger.log(
             logging.INFO if self._memory.identity.rank else logging.WARNING,
-            "no rehearsal of a resume for optimizer %s, so what it may keep outside of its state is not looked for: %s (docs/optimizers.md)",
+            "no rehearsal of a resume for optimizer %s, so what it may keep outside of its state "
+            "is not looked for: %s (docs/optimizers.md)",
             self._live.kept.whose,
             why,
         )
@@ -338,7 +348,8 @@ class Rehearsal:
 
     def _too_little(self, needed: int, budget: int) -> None:
         raise CannotCopy(
-            f"a copy with what a step takes beside it needs {needed * _WITH_TEMPORARIES / 2**20:.1f} MiB on {self._engine.device}, "
+            "a copy with what a step takes beside it needs "
+            f"{needed * _WITH_TEMPORARIES / 2**20:.1f} MiB on {self._engine.device}, "
             f"{budget / 2**20:.1f} MiB may be used"
         )
 
@@ -351,7 +362,12 @@ class Rehearsal:
         """Of its copy: weight, master, gradient and state."""
         live = self._live
         tensors = [live.params[name], live.held(name), live.held(name)]
-        tensors += [p for v in live.state(name).values() if isinstance(v, torch.Tensor) for p in plain_parts(v)]  # fmt: skip
+        tensors += [
+            p
+            for v in live.state(name).values()
+            if isinstance(v, torch.Tensor)
+            for p in plain_parts(v)
+        ]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 

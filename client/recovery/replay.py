@@ -83,9 +83,11 @@ class Replay:
         images: the suffix, oldest first, already verified.
         stateful: the user's objects by name.
         tape: supplies recorded values during replayed steps.
-        freezing: ``drop`` or ``inputs`` (see ``client.freeze``); it is ``none`` from when it shows that nothing is frozen.
+        freezing: ``drop`` or ``inputs`` (see ``client.freeze``); it is ``none`` from when it shows
+            that nothing is frozen.
         handing: between the ranks that have something alike; None if each has recorded all of its own.
-        begins_dense: the oldest image anchors everything, on all ranks: nothing is frozen, not even what another rank updates.
+        begins_dense: the oldest image anchors everything, on all ranks: nothing is frozen, not even
+            what another rank updates.
     """
 
     def __init__(
@@ -149,7 +151,9 @@ class Replay:
 
     @property
     def bucket_layouts(self) -> dict[str, list[list[int]]]:
-        """How DDP reduced gradients; the first snapshots of a run may have been taken before that was known."""
+        """How DDP reduced gradients; the first snapshots of a run may have been taken before that
+        was known.
+        """
         found: dict[str, list[list[int]]] = self._scalars(0).get("buckets", {})
         if not found and any(
             isinstance(m, DistributedDataParallel) for m in self._binding.model.modules()
@@ -214,7 +218,9 @@ class Replay:
         self._progress.on(ReplayEvent.BEGIN)  # last: a loop that fails here begins it once more
 
     def first_forward(self) -> None:
-        """The first forward of the resumed run: undo what creating a data iterator drew from the generators."""
+        """The first forward of the resumed run: undo what creating a data iterator drew from the
+        generators.
+        """
         if not self._first_forward_done:
             self._first_forward_done = True
             recorded = self._scalars(0).get("rng_forward")
@@ -269,7 +275,8 @@ class Replay:
         """The top of the next step: compare, load, activate. After the last snapshot the state is dense.
 
         Returns:
-            What was recomputed otherwise than it was recorded. It is in the log, too; whoever calls decides what follows.
+            What was recomputed otherwise than it was recorded. It is in the log, too; whoever calls
+                decides what follows.
         """
         self._progress.on(ReplayEvent.ADVANCE)
         at = self._progress.position
@@ -499,9 +506,11 @@ class Replay:
 
     def _report(self, found: list[str], iteration: int) -> None:
         text = (
-            f"replay of iteration {iteration - 1} did not reproduce what was recorded at iteration {iteration}: "
+            f"replay of iteration {iteration - 1} did not reproduce the values recorded at iteration "
+            f"{iteration}: "
             f"{found[0]}" + (f" and {len(found) - 1} more" if len(found) > 1 else "") + ". "
-            "Either the step is not deterministic (other thread count, non-deterministic kernels, data that is not in state=) or memory was corrupted"
+            "Either the step is not deterministic (other thread count, non-deterministic kernels, "
+            "data that is not in state=) or memory was corrupted"
         )
         self.mismatches.append(text)
         logger.error("%s", text)

@@ -122,8 +122,10 @@ class ReplicaBroadcast:
         """Every member sends what is its to send; a collective call of each group that has any of it.
 
         Args:
-            mine: of some operators, the parts that are loaded now, and their parameters that have no optimizer state.
-            among: the operators that are handed over; None: all. The same on all members, as far as they have them.
+            mine: of some operators, the parts that are loaded now, and their parameters that have
+                no optimizer state.
+            among: the operators that are handed over; None: all. The same on all members, as far as
+                they have them.
         Returns:
             what others told of parameters that have no optimizer state.
         """
@@ -189,7 +191,8 @@ def _settle(
     for rank, theirs in held.items():
         if theirs is None or theirs.operators != mine.operators:
             raise ValueError(
-                f"the snapshots of this rank rely on those of rank {rank} for {operators[indices[0]].name} and others, but those are of "
+                f"the snapshots of this rank rely on those of rank {rank} for "
+                f"{operators[indices[0]].name} and others, but those are of "
                 "other operators; start with the parallel layout that the run had, or pass run= a new name"
             )
     senders: dict[int, set[int]] = {}
@@ -197,7 +200,8 @@ def _settle(
         having = [rank for rank, h in held.items() if h is not None and _has(h.bitmap, place)]
         if not having:
             raise ValueError(
-                f"no rank of {list(group.ranks)} has recorded {operators[index].name}; pass run= a new name to start over"
+                f"no rank of {list(group.ranks)} has recorded {operators[index].name}; pass run= a "
+                "new name to start over"
             )
         if len(having) < len(group.ranks):
             senders.setdefault(min(having), set()).add(index)
@@ -210,8 +214,10 @@ def _check_reachable(
     for i, owner in enumerate(owners):
         if owner not in (EVERY_RANK, rank) and i not in shared:
             raise ValueError(
-                f"{operators[i].name} was captured on rank {owner}, with which this rank shares nothing now: no wrapper (nor replicated=) "
-                "tells that it is replicated; start with the parallel layout that the run had, or pass run= a new name"
+                f"{operators[i].name} was captured on rank {owner}, with which this rank shares "
+                "nothing now: no wrapper (nor replicated=) "
+                "tells that it is replicated; start with the parallel layout that the run had, or "
+                "pass run= a new name"
             )
 
 

@@ -43,7 +43,8 @@ class Certificate:
             else f"DIFFERENT: {', '.join(self.differences[:5])}"
         )
         return (
-            f"replayed iterations {self.start}..{self.end - 1} from {self.window} sparse snapshots (freezing: {self.freezing}): "
+            f"replayed iterations {self.start}..{self.end - 1} from {self.window} sparse snapshots "
+            f"(freezing: {self.freezing}): "
             f"{self.tensors} tensors, {self.nbytes} bytes, random state, groups and user state {verdict}"
         )
 

@@ -75,7 +75,8 @@ def newest_window(memory: RankMemory, ranks: Collectives) -> Suffix:
         newest = find_suffix(records, memory.num_operators, end=min(end for _, end in ends))
     starts = {start for start, _ in ranks.gather(_bounds(newest), tuple[int, int])}
     if isinstance(newest, NoSuffix):
-        raise ValueError(f"there is no complete window to verify yet: {newest.reason}")  # noqa: TRY004 - a state, not a type
+        text = f"there is no complete window to verify yet: {newest.reason}"
+        raise ValueError(text)  # noqa: TRY004 - a state of the run, not a wrong type
     if len(starts) > 1:
         raise ValueError(
             f"the ranks hold no window in common yet: theirs begin at {sorted(starts)} (-1: none)"
@@ -92,8 +93,9 @@ class Recovery:
     """Makes replays of this rank's snapshots.
 
     Args:
-        subject: as it is built now. What several ranks have alike is given to all of them by a replay, whether or not they have
-            the same values now. Its freezing falls back to ``drop`` where an earlier trainer left that hint.
+        subject: as it is built now. What several ranks have alike is given to all of them by a
+            replay, whether or not they have the same values now. Its freezing falls back to
+            ``drop`` where an earlier trainer left that hint.
     """
 
     def __init__(
@@ -117,7 +119,8 @@ class Recovery:
 
         Raises:
             ValueError: the iteration to go back to cannot be had.
-            AttachRefused: the snapshots are of another model, or it is refused by the daemon; nothing was lost.
+            AttachRefused: the snapshots are of another model, or it is refused by the daemon;
+                nothing was lost.
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
         with ranks.all_or_none():

@@ -71,7 +71,8 @@ class Verification:
     Args:
         ranks: of which all replay, or only some.
         on_mismatch: ``raise`` or ``warn``.
-        changed: how this machine differs from the one that recorded; empty: not in what is known to change bits.
+        changed: how this machine differs from the one that recorded; empty: not in what is known to
+            change bits.
         causes: what usually leads to such a difference, for the message.
     """
 
@@ -137,8 +138,10 @@ class Verification:
         self._memory.session.tell_replay(failure)
         self._hint(failure)
         text = (
-            f"{describe_failure(failure)}. Either the step is not deterministic, or the restart differs, or memory was corrupted. "
-            f"{reason}; RecoveryOptions(on_mismatch='warn') trains on regardless. {self._causes(ranks[0].what)}"
+            f"{describe_failure(failure)}. Either the step is not deterministic, or the restart "
+            "differs, or memory was corrupted. "
+            f"{reason}; RecoveryOptions(on_mismatch='warn') trains on regardless. "
+            f"{self._causes(ranks[0].what)}"
         )
         logger.error("%s", reason)
         raise ReplayMismatch(text)

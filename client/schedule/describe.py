@@ -46,7 +46,10 @@ def describe_table(
         )
         for row in rows
     ]
-    total = f"{len(operators)} operators, dense {human(sum(c.anchor_bytes for c in costs))}, compute weights {human(sum(c.compute_bytes for c in costs))}"
+    total = (
+        f"{len(operators)} operators, dense {human(sum(c.anchor_bytes for c in costs))}, "
+        f"compute weights {human(sum(c.compute_bytes for c in costs))}"
+    )
     return "\n".join([*head, lines[0], "-" * len(lines[0]), *lines[1:], total])
 
 

@@ -57,8 +57,8 @@ class FirstPlan:
         """The first update is over: what is shared has the values by which it is compared.
 
         Args:
-            draws: an optimizer draws random numbers, so equal values will not stay equal: they count as different. So it is
-                where one keeps a generator.
+            draws: an optimizer draws random numbers, so equal values will not stay equal: they
+                count as different. So it is where one keeps a generator.
         Raises:
             Refused: an optimizer keeps something that no snapshot can hold.
         """
@@ -83,7 +83,8 @@ class FirstPlan:
         """The plan with which this rank begins, once all have agreed; None until then.
 
         Args:
-            make: makes a plan with a window (None: of the rank's own choice); None where there can be none now.
+            make: makes a plan with a window (None: of the rank's own choice); None where there can
+                be none now.
         """
         if self._shared is not None:
             return self._alike(self._shared, step) if self._memory.session.connected else None

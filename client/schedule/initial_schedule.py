@@ -53,7 +53,8 @@ class InitialSchedule:
 
         Args:
             dense: for this rank only dense snapshots are exact; then all take dense ones.
-            stride: as this rank has seen it; the shortest counts, since one rank may have missed a boundary by itself.
+            stride: as this rank has seen it; the shortest counts, since one rank may have missed a
+                boundary by itself.
         """
         self._propose("window", mine, int(dense), -stride)
         found = self._agreed().largest("window")
@@ -84,7 +85,10 @@ class InitialSchedule:
         self._waits_since = step if self._waits_since is None else self._waits_since
         if step >= self._waits_since + _WAIT_STEPS and not self._warned:
             self._warned = True
-            text = f"no snapshots for {_WAIT_STEPS} steps: not every rank has told yet which window it needs; the logs of the others say why"
+            text = (
+                f"no snapshots for {_WAIT_STEPS} steps: not every rank has told yet which "
+                "window it needs; the logs of the others say why"
+            )
             logger.warning("%s", text)
             self._memory.session.notice("warning", "not_protected", text)
 

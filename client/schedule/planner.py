@@ -78,8 +78,10 @@ class Planner:
 
     Attributes:
         policy: that of the next plan.
-        sharing: what is captured once; as it was told in an earlier life, where plans of that life are gone on with.
-        limits: bytes per step and bytes of memory, as several ranks agreed on them before their first plan; None: as measured here.
+        sharing: what is captured once; as it was told in an earlier life, where plans of that life
+            are gone on with.
+        limits: bytes per step and bytes of memory, as several ranks agreed on them before their
+            first plan; None: as measured here.
     """
 
     def __init__(

@@ -58,7 +58,9 @@ class TrainingSpeed:
     bandwidth: float
 
     def budget_bytes(self, max_overhead: float | None) -> int:
-        """How much may be copied per step; ``max_overhead`` bounds copies that take the trainer's own cores."""
+        """How much may be copied per step; ``max_overhead`` bounds copies that take the trainer's
+        own cores.
+        """
         seconds = 0.8 * self.copy_window_s
         if max_overhead is not None:
             seconds = min(seconds, max_overhead * self.iteration_s)
@@ -77,9 +79,10 @@ class PlanInputs:
         popularity: of each operator; None: each as popular as the others.
         slack: slots beyond what one node needs.
         sharing: what several ranks have alike and one of them captures.
-        before: the plan that this one follows. Other ranks may go over to theirs at another iteration, or not at all, so owners
-            (and, with the same window, phases) stay what they were, and where operators are cut in
-            another way than before, every rank captures all of them.
+        before: the plan that this one follows. Other ranks may go over to theirs at another
+            iteration, or not at all, so owners (and, with the same window, phases) stay what they
+            were, and where operators are cut in another way than before, every rank captures all of
+            them.
     """
 
     policy: str
@@ -127,7 +130,8 @@ def make_plan(
         if wanted is None and plan.schedule.window >= len(operators):
             break
     raise ValueError(
-        f"no ring fits the {inputs.available_bytes} bytes that the daemon has left ({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
+        f"no ring fits the {inputs.available_bytes} bytes that the daemon has left "
+        f"({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
     )
 
 

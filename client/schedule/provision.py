@@ -96,8 +96,8 @@ class Provision:
         """Go on with the plan of an earlier life.
 
         Args:
-            sharing: as it was told then. Were operators cut in another way from now on, other ranks would look in vain for
-                what they leave to this one.
+            sharing: as it was told then. Were operators cut in another way from now on, other ranks
+                would look in vain for what they leave to this one.
         """
         self.plan = plan
         if plan.shares:
@@ -283,7 +283,7 @@ class Provision:
         if not slots.coming and step >= slots.retry_at and self._memory.session.connected:
             slots.ask(self._planner.make_common(plan, changes.calendar.orders), step, why)
 
-    # -- together with the other ranks (see `ckptd.client.schedule.schedule_change.Plans`) --------------------------
+    # -- with the other ranks (see `ckptd.client.schedule.schedule_change.Plans`) ---------------------
 
     def reserves(self) -> bool:
         """Whether memory for something else is on its way."""

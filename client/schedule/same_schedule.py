@@ -23,7 +23,8 @@ class ScheduleStart(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         phases: pairs of an iteration and its phase.
-        span: after how many snapshots phases repeat, at the last of ``phases``; 0: not known (a snapshot may not be here yet).
+        span: after how many snapshots phases repeat, at the last of ``phases``; 0: not known (a
+            snapshot may not be here yet).
         stride: iterations between two snapshots there.
     """
 

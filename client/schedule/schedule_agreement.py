@@ -125,7 +125,8 @@ class ScheduleAgreement:
             except LocalProtocolError as error:
                 logger.error("the ranks cannot agree on changes any more: %s", error)
                 return
-            except Exception as error:  # noqa: BLE001 - the store ends with the job, in as many ways as there are backends
+            except Exception as error:  # noqa: BLE001 - see the next line
+                # The store ends with the job, in as many ways as there are backends.
                 store = None
                 self._failed(ask, error)
                 continue

@@ -153,8 +153,10 @@ class StoreFacts:
     url: str
     """Without user and password."""
     conditional_create: bool
-    """Of several writers with ``if_absent`` exactly one wins; tried out, not believed. (By obstore that holds for objects
-    that travel whole: one that is put in parts is looked for once more just before the last of them.)"""
+    """Of several writers with ``if_absent`` exactly one wins; tried out, not believed. (By obstore
+    that holds for objects that travel whole: one that is put in parts is looked for once more just
+    before the last of them.)
+    """
     multipart: bool
     """Large objects travel in parts, several at a time, and a part that fails is repeated alone."""
 

@@ -26,8 +26,8 @@ def open_store(
     """The store at ``url``; nothing is asked of it yet.
 
     Args:
-        url: ``file:///folder`` or a plain absolute path, ``s3://bucket/path``, ``memory://name``, or any other URL
-            that obstore or fsspec knows.
+        url: ``file:///folder`` or a plain absolute path, ``s3://bucket/path``, ``memory://name``,
+            or any other URL that obstore or fsspec knows.
         options: see `StoreOptions`.
         backend: ``auto`` takes obstore where it is installed and speaks the scheme, else fsspec.
             Folders are always read and written by `LocalStore`; ``memory://`` is fsspec's, which a

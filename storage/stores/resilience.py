@@ -114,6 +114,8 @@ class Circuit:
         return was_closed
 
     def abandoned(self) -> None:
-        """The call that was let through ended without telling anything of the store: the next one may probe."""
+        """The call that was let through ended without telling anything of the store: the next one
+        may probe.
+        """
         if self._state is CircuitState.HALF_OPEN:
             self._state = CircuitState.OPEN

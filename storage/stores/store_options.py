@@ -1,4 +1,6 @@
-"""What a store is opened with: one set of names for all backends, and each backend's own in a nested mapping."""
+"""What a store is opened with: one set of names for all backends, and each backend's own in a
+nested mapping.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ class StoreOptions:
     sign_payload: bool | None = None
     """Whether S3 requests sign the bytes, too, so that the server refuses what was changed on the way.
 
-    It costs a SHA-256 (about 0.7 CPU seconds per GiB, taken from training). TLS protects the bytes as well, and nothing
-    happens to them on loopback, so None means: only over plain http to another host. Digests of our own
-    are checked whenever something is read.
+    It costs a SHA-256 (about 0.7 CPU seconds per GiB, taken from training). TLS protects the bytes
+    as well, and nothing happens to them on loopback, so None means: only over plain http to another
+    host. Digests of our own are checked whenever something is read.
     """
     part_bytes: int = 16 * _MIB
     """Size of a part of a multipart upload, and of a request when reading."""

@@ -29,7 +29,9 @@ class TurnReason(StrEnum):
 
     RATE = "rate"  # its address connects too often
     ADDRESS = "address"  # its address has too many strangers: the oldest one goes
-    STRANGERS = "strangers"  # there are too many strangers, or no room for one more: the oldest one of the address with the most goes
+    # There are too many strangers, or no room for one more: the oldest one of the address with the
+    # most goes.
+    STRANGERS = "strangers"
     SILENT = "silent"  # it did not show in time who it is
     FULL = "full"  # there are as many connections as there may be, and no stranger among them
     PEER = "peer"  # its node has too many connections: the oldest one goes

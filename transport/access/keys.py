@@ -3,7 +3,8 @@
     <folder>/node.key           the public key, for others to trust
     <folder>/node.key_secret    both keys, 0600
     <folder>/trusted/<node>.key the public key of another node; the file's name is the node's id
-    <folder>/trusted/<node>~previous.key  the key that node had before, for as long as it is accepted beside the new one
+    <folder>/trusted/<node>~previous.key  the key that node had before, for as long as it is
+    accepted beside the new one
 
 The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may
 hold ``expires``, unix seconds: the key counts until then. Changes to ``trusted`` are seen without a
@@ -169,7 +170,8 @@ def trust(
         valid_for_s: the key counts for so long; None: until it is replaced or removed.
         keep_previous_s: the key that the node had counts beside the new one for so long.
     Raises:
-        KeysError: not a node name or key, a duration that is not positive, or the key is another node's already.
+        KeysError: not a node name or key, a duration that is not positive, or the key is another
+            node's already.
     """
     if not NODE_NAME.match(name):
         raise KeysError(f"{name!r} is no node name: 1 to 64 letters, digits, '.', '_', '-'")

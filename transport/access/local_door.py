@@ -63,7 +63,9 @@ class LocalDoor(Doorkeeper):
         self._path = path
 
     def heard(self, fd: int, process: int) -> None:
-        """A message of ours came over this connection, from this process (0 or less: it has no number here)."""
+        """A message of ours came over this connection, from this process (0 or less: it has no
+        number here).
+        """
         self.identified(fd, _source(process), _source(process) if process > 0 else "")
 
     def _visitor(self, fd: int, connection: socket.socket) -> Visitor | None:

@@ -59,7 +59,9 @@ class ChunkLane(Protocol):
         """Begin to connect; ValueError if the address is none."""
 
     def stop(self) -> None:
-        """Break the connection off: no buffer is referred to any more soon afterwards. Its chunks are lost."""
+        """Break the connection off: no buffer is referred to any more soon afterwards. Its chunks
+        are lost.
+        """
 
     def send(self, chunk: Chunk) -> bool:
         """Send a chunk, or ask for it; false if it could not be, and the chunk is the caller's again."""

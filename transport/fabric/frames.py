@@ -133,7 +133,9 @@ class Data(Struct, frozen=True, array_like=True, gc=False, tag=9):
 
 
 class FaultReply(Struct, frozen=True, array_like=True, gc=False, tag=10):
-    """Not done. ``fault`` is a `Fault`, or "open": this connection was never opened, or that was forgotten."""
+    """Not done. ``fault`` is a `Fault`, or "open": this connection was never opened, or that was
+    forgotten.
+    """
 
     op: Number
     fault: Short

@@ -100,7 +100,9 @@ class LocalRegion:
             self._leaving.append((view, gone))
 
     def revoke(self) -> bool:
-        """Refuse every further request from now on; whether nothing touches the buffer any more. Never waits."""
+        """Refuse every further request from now on; whether nothing touches the buffer any more.
+        Never waits.
+        """
         self._owner.remove(self)
         with self._changed:
             self._closed = True

@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_CREDITS = 128  # chunks under way towards us, all peers together
 TRUST_S = 1.0  # between two looks at the keys of those that are connected
 ENDING_S = 2.0  # for libzmq to let go of buffers of closed connections
-MAX_SOCKETS = 65_536  # of libzmq, whose default of 1,023 is 341 connections that ask; descriptors are the limit
+# Of libzmq, whose default of 1,023 is 341 connections that ask; descriptors are the limit.
+MAX_SOCKETS = 65_536
 RECEIVE_QUEUE, SEND_QUEUE = 128, 1024  # messages of one connection
 HANDSHAKE_MS = 5_000
 FRAME_COST_BYTES = 64  # what a frame takes on the wire beside its content, or a little more
@@ -116,7 +117,8 @@ class ZmqFabric:
         endpoint: where to listen, ``tcp://host:port``; port 0 takes a free one (see ``address``).
         serve: called on our thread with each request of a peer.
         keys: our keys and whom we trust; None: nobody is authenticated.
-        gate: called before each chunk that is put; while it returns false chunks wait, for half a second at most.
+        gate: called before each chunk that is put; while it returns false chunks wait, for half a
+            second at most.
         tell: gets the lines about connections that were refused; they go to the log otherwise.
     Raises:
         ValueError: the endpoint is none, is not safe, or cannot be listened at.

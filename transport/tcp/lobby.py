@@ -44,9 +44,9 @@ class Lobby:
     Args:
         first_bytes: how many a visitor has to say.
         expected: how many may come from an address because they have tickets.
-        enter: called on the lobby's thread with a visit that is complete. Returns whose it is, and what to call then: from there on
-            its connection is the callee's, which calls `gone` in the end. Or None: it is nobody's,
-            and was closed.
+        enter: called on the lobby's thread with a visit that is complete. Returns whose it is, and
+            what to call then: from there on its connection is the callee's, which calls `gone` in
+            the end. Or None: it is nobody's, and was closed.
     """
 
     def __init__(

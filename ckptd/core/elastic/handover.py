@@ -112,12 +112,8 @@ def _moving_experts(
             "an expert lies on a node that has no rank", operation="plan handover"
         )
     sent = moves.sent_bytes.tolist()
-    source = {
-        (layer, expert, target): giver
-        for layer, expert, target, giver in zip(
-            moves.layer.tolist(), moves.expert.tolist(), moves.receiver.tolist(), moves.source.tolist(), strict=True
-        )
-    }  # fmt: skip
+    keys = zip(moves.layer.tolist(), moves.expert.tolist(), moves.receiver.tolist(), strict=True)
+    source = dict(zip(keys, moves.source.tolist(), strict=True))
     return _expert_gives(chosen, layers, wanted.counts, source), sent, len(source)
 
 

@@ -84,7 +84,8 @@ def _check_equal(seats: Sequence[Seat], ranks: Sequence[int]) -> None:
     for rank in ranks:
         if seats[rank].slots != seats[first].slots:
             raise ValueError(
-                f"rank {rank} was started with slots={seats[rank].slots}, rank {first} on the same node {seats[first].node} with "
+                f"rank {rank} was started with slots={seats[rank].slots}, rank {first} on the same "
+                f"node {seats[first].node} with "
                 f"slots={seats[first].slots}: ranks of one node have as many slots each"
             )
 

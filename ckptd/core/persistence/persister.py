@@ -297,7 +297,9 @@ class Persister:
             self._overtake("its slots are needed for newer snapshots", now_s, effects)
 
     def _crowded(self, current: _Checkpoint) -> bool:
-        """Whether what is held, beside the newest suffix, leaves fewer slots than the trainer needs to go on."""
+        """Whether what is held, beside the newest suffix, leaves fewer slots than the trainer needs
+        to go on.
+        """
         newest = spanning_suffix(self._newest, self._num_operators, self._span)
         if newest is None:
             return False
@@ -442,7 +444,8 @@ class Persister:
         if firm:
             self._overtaken = 0
             text = (
-                f"checkpoint {records[-1].iteration} keeps its slots until it is stored: newer snapshots may have to "
+                f"checkpoint {records[-1].iteration} keeps its slots until it is stored: newer "
+                "snapshots may have to "
                 "wait for it; more memory for the daemon would prevent that"
             )
             effects.append(Note("warning", "persist_firm", text))

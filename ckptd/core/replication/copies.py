@@ -33,8 +33,8 @@ class Copies:
 
     Attributes:
         local: by iteration: sealed, of the living history, the one that counts.
-        aim: suffixes of the local ring that end here are brought to the targets, and are the next that may become the floor: the
-            ring gives none of them away meanwhile. See `take_aim`.
+        aim: suffixes of the local ring that end here are brought to the targets, and are the next
+            that may become the floor: the ring gives none of them away meanwhile. See `take_aim`.
         keeps_aim: whether the local ring is told of the aim, so that targets can be served by it.
         vouched: the newest end of which this rank has given its word in this epoch. Others may know
             it as the floor before it is known here.
@@ -167,8 +167,9 @@ class Copies:
         common.
 
         Args:
-            target: the one that counts. What it does not take is no aim, but for what was promised already: that stays until the floor
-                or the horizon has passed it by, for others may know of a floor there.
+            target: the one that counts. What it does not take is no aim, but for what was promised
+                already: that stays until the floor or the horizon has passed it by, for others may
+                know of a floor there.
         """
         self._least_end = max(floor, horizon)
         usable = self._usable(target)

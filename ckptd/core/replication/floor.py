@@ -237,7 +237,9 @@ class FloorTree:
         return self._settle()
 
     def restarted(self, child: str) -> None:
-        """Another life of a child counts its reports anew. The last one of the life before holds until then."""
+        """Another life of a child counts its reports anew. The last one of the life before holds
+        until then.
+        """
         if child in self._reports:
             self._reports[child] = (-1, self._reports[child][1])
 

@@ -280,7 +280,9 @@ def spanning_suffix(
 def _ends_from(
     newest: Mapping[int, SlotRecord], num_operators: int, span: int, least: int, most: int | None
 ) -> Iterator[Suffix]:
-    """The complete suffixes that end at iteration ``least`` or later, and at ``most`` or earlier, in order."""
+    """The complete suffixes that end at iteration ``least`` or later, and at ``most`` or earlier,
+    in order.
+    """
     for iteration in sorted(newest):
         if iteration >= least and (most is None or iteration <= most):
             found = spanning_suffix(newest, num_operators, span, end=iteration)

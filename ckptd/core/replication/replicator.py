@@ -230,7 +230,9 @@ class Replicator:
         return self._effects
 
     def _validate(self) -> None:
-        """A slot is held exactly as long as somebody may read it; who holds nothing is current with nothing."""
+        """A slot is held exactly as long as somebody may read it; who holds nothing is current with
+        nothing.
+        """
         targets = self._targets.values()
         held = Counter(t.key for t in targets if t.phase in HOLDING)
         assert self._holders == held, f"held for {self._holders}, read for {held}"
@@ -427,9 +429,12 @@ class Replicator:
             if not target.stale:
                 target.stale = True
                 text = (
-                    f"{target.node} refuses iteration {event.key.iteration}: it knows of another history of this run, "
-                    "which counts. Ranks that a restart replaces end by themselves. If training goes on, a node that "
-                    "was away has come back with that history: this job's snapshots have no replicas there, and its "
+                    f"{target.node} refuses iteration {event.key.iteration}: it knows of another "
+                    "history of this run, "
+                    "which counts. Ranks that a restart replaces end by themselves. If training "
+                    "goes on, a node that "
+                    "was away has come back with that history: this job's snapshots have no "
+                    "replicas there, and its "
                     "next start goes on from the other history (ckptctl whatif)"
                 )
                 self._effects.append(Note("warning", "replication_stale", text))
@@ -523,7 +528,9 @@ class Replicator:
             self._back_off(target, "unknown", reason)
 
     def _unknown(self, target: ReplicationTarget, reason: str) -> None:
-        """The lease means nothing there: it was restarted, and may have lost everything that it ever told of."""
+        """The lease means nothing there: it was restarted, and may have lost everything that it
+        ever told of.
+        """
         target.held.clear()
         self._copies.recount(target)
         self._reopen(target, reason, at_once=target.unknowns == 0)

@@ -71,7 +71,10 @@ def reorder(
         phases=tuple(map(tuple, phases)),
         phase_bytes=phase_bytes,
         peak_bytes=max(phase_bytes),
-        reason=f"{moved} operators change places with neighbours, since experts are used otherwise than before; window {schedule.window}",
+        reason=(
+            f"{moved} operators change places with neighbours, since experts are used otherwise "
+            f"than before; window {schedule.window}"
+        ),
     )
 
 

@@ -266,7 +266,8 @@ class Switching:
 
     Args:
         patience_s: how long a rank that prepares or is ready waits for all to be ready.
-        apart_s: how long after an attempt that was dropped this rank proposes another; doubled with each further one.
+        apart_s: how long after an attempt that was dropped this rank proposes another; doubled with
+            each further one.
         apart_max_s: at most.
     """
 
@@ -292,7 +293,8 @@ class Switching:
         """Propose a change; False while another one is open, or the last attempt is too recent.
 
         Args:
-            margin_s: how long it takes all to hear of something; grows by itself with every attempt that came to nothing.
+            margin_s: how long it takes all to hear of something; grows by itself with every attempt
+                that came to nothing.
         """
         if self.stage is not Stage.IDLE or now_s < self._not_before_s:
             return False
@@ -350,7 +352,9 @@ class Switching:
                 self._decided(event, now_s)
 
     def _on(self, event: SwitchEvent) -> None:
-        """Every transition goes through here; what a stage asks of the store has not been told when it begins."""
+        """Every transition goes through here; what a stage asks of the store has not been told when
+        it begins.
+        """
         before, self.stage = self.stage, TRANSITIONS.after(self.stage, event, attempt=self.number)
         if self.stage is not before:
             self._told = False

@@ -396,7 +396,8 @@ def read_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> 
 def set_slot_state(
     buf: memoryview, geometry: SegmentGeometry, index: int, state: SlotState
 ) -> None:
-    """Store the state word of slot ``index``, alone and at once: every transition of a slot goes through here.
+    """Store the state word of slot ``index``, alone and at once: every transition of a slot goes
+    through here.
 
     Where the tests ask for it, an illegal one raises. Otherwise it does not: what the word was is no
     more certain than the memory that other processes share with this one.

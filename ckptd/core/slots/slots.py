@@ -166,7 +166,8 @@ def epoch_after(highest: int, drawn: int) -> int:
     epoch = ((max(highest, 0) >> _DRAWN_BITS) + 1 << _DRAWN_BITS) + drawn
     if epoch > _MAX_EPOCH:
         raise ValueError(
-            f"no epoch follows {highest}: give the job another run=, or `ckptctl forget` this one on all nodes"
+            f"no epoch follows {highest}: give the job another run=, or `ckptctl forget` this one "
+            "on all nodes"
         )
     return epoch
 
@@ -195,7 +196,8 @@ def other_histories(
     of the others counts: not even what lies before the start of an epoch that does.
 
     Args:
-        follows: the epoch before an epoch, where that is known. Where it is not, the highest of these epochs with a shorter past is taken for it.
+        follows: the epoch before an epoch, where that is known. Where it is not, the highest of
+            these epochs with a shorter past is taken for it.
         empty: epochs of which nothing is held.
         complete: all nodes have answered that may hold something.
     """

@@ -45,7 +45,8 @@ class Lending:
     """All loans of this node that are ending.
 
     Args:
-        settlers: workers that break off what peers do, and do nothing else: making memory must not wait behind them.
+        settlers: workers that break off what peers do, and do nothing else: making memory must not
+            wait behind them.
         still_here: whether a segment has not been removed meanwhile.
         failed: told what did not work, and why.
     """

@@ -95,7 +95,9 @@ class Leasing:
             self._build(plan)
 
     def use(self, number: int, peer: str) -> tuple[Segment, str] | None:
-        """The replica of a lease, and the boot of the peer that took it; None if this peer has no such lease."""
+        """The replica of a lease, and the boot of the peer that took it; None if this peer has no
+        such lease.
+        """
         lease = self._leases.get(number)
         if lease is None or lease.peer != peer:
             return None

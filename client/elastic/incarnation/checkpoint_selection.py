@@ -42,7 +42,8 @@ def choose_with_storage(
     Raises:
         TryAgain: on all ranks: something was brought from storage, or could not be, so all look again.
         ElasticError: something is held, and of no iteration all; and nothing is durable.
-        DaemonUnavailable: on all ranks: storage is needed, and does not answer, or what is wanted of it cannot be brought.
+        DaemonUnavailable: on all ranks: storage is needed, and does not answer, or what is wanted
+            of it cannot be brought.
     """
     chosen, lacking = None, None
     try:

@@ -38,8 +38,8 @@ class Wishes:
     """What must be the same on all ranks.
 
     Args:
-        placement: how many replicas experts have, and at which steps the ranks meet to look at the load: one that does not would leave the
-            others waiting.
+        placement: how many replicas experts have, and at which steps the ranks meet to look at the
+            load: one that does not would leave the others waiting.
     """
 
     job: str
@@ -140,7 +140,8 @@ def look(
         unusable: images that are passed over.
     Raises:
         ValueError: on all ranks: they were started with other wishes, or some of them without a daemon.
-        DaemonUnavailable: on all ranks: one cannot tell where it is, or what lies there (which that one raises itself).
+        DaemonUnavailable: on all ranks: one cannot tell where it is, or what lies there (which that
+            one raises itself).
     """
     inventories: list[Inventory] = []
 
@@ -173,12 +174,14 @@ def _check_equal(everybody: Sequence[_RankHere]) -> None:
     for other, one in enumerate(everybody):
         if one.wishes != everybody[0].wishes:
             raise ValueError(
-                f"rank {other} was started with {one.wishes}, rank 0 with {everybody[0].wishes}: they must be the same"
+                f"rank {other} was started with {one.wishes}, rank 0 with {everybody[0].wishes}: "
+                "they must be the same"
             )
         if one.kept != everybody[0].kept:
             without = 0 if one.kept else other
             raise ValueError(
-                f"rank {without} was started with daemon=None, rank {other - without} was not: pass it on all ranks or on none"
+                f"rank {without} was started with daemon=None, rank {other - without} was not: "
+                "pass it on all ranks or on none"
             )
 
 

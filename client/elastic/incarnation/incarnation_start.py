@@ -56,7 +56,8 @@ def start_world(here: Here | Exception, wishes: Wishes, ranks: Collectives) -> S
     Raises:
         ValueError: ranks have other wishes.
         ElasticError: fewer slots than experts, or a state that is held in part only, and not durable either.
-        DaemonUnavailable: a rank has no daemon, or cannot read what only its node holds; or storage is needed, and does not answer.
+        DaemonUnavailable: a rank has no daemon, or cannot read what only its node holds; or storage
+            is needed, and does not answer.
     """
     procedure = _Procedure(here, wishes, ranks)
     agreed = agree_on_plan(ranks, procedure)

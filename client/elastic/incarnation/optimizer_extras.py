@@ -27,7 +27,10 @@ from ckptd.core.elastic.incarnations import ExpertLayers
 __all__ = ["KeptApart", "check_recorded_equal"]
 
 Node = Any
-_BY_POSITION = "it may go by the position of a parameter, and ranks have other experts after a change of the world"
+_BY_POSITION = (
+    "it may go by the position of a parameter, and ranks have other experts after a "
+    "change of the world"
+)
 
 
 class KeptApart:
@@ -106,7 +109,11 @@ class KeptApart:
 
     def _pair(self, key: Node, node: Node, fresh: Node, path: str) -> Node:
         self._fit_key(key, path)
-        before = next((v for k, v in fresh[1] if values.equal(k, key)), None) if _is_a("d", fresh) else None  # fmt: skip
+        before = (
+            next((v for k, v in fresh[1] if values.equal(k, key)), None)
+            if _is_a("d", fresh)
+            else None
+        )
         return [key, self._fit(node, before, f"{path}[{_told(key)}]")]
 
     def _fit_key(self, key: Node, path: str) -> None:
@@ -149,7 +156,11 @@ class KeptApart:
             return True
         probe = self._binding.probe(name)
         held = local(self._binding.held(name))
-        return (probe is not None and probe.independent) or {1, held.numel(), *held.shape}.issuperset(tensor.shape)  # fmt: skip
+        return (probe is not None and probe.independent) or {
+            1,
+            held.numel(),
+            *held.shape,
+        }.issuperset(tensor.shape)
 
     def digests(self, kept: Mapping[str, Any]) -> dict[str, str]:
         """Of each attribute, by its path: equal on two ranks where it has nothing of a rank in it;
@@ -194,8 +205,10 @@ def check_recorded_equal(digests: Mapping[str, str], whose: int, ranks: Collecti
         unlike = sorted(k for k in common.keys() | found.keys() if common.get(k) != found.get(k))
         if unlike:
             raise ValueError(
-                f"{unlike[0]} was not the same on ranks {first} and {other}, which recorded it, and rank {joins[0]} joins: nobody knows what "
-                "it should have there. Start as many ranks as before, or pass run= a new name to begin anew; an optimizer of an elastic job "
+                f"{unlike[0]} was not the same on ranks {first} and {other}, which recorded it, "
+                f"and rank {joins[0]} joins: nobody knows what "
+                "it should have there. Start as many ranks as before, or pass run= a new name to "
+                "begin anew; an optimizer of an elastic job "
                 "should keep the same on all ranks"
             )
 

@@ -39,7 +39,8 @@ def with_shards(
         groups = unwrap_optimizer(optimizer).param_groups
         if any(id(p) in replicas for group in groups for p in group["params"]):
             raise ValueError(
-                f"{type(optimizer).__name__} updates replicas of experts, which get their weights from the shards: make it after shards(), of "
+                f"{type(optimizer).__name__} updates replicas of experts, which get their weights "
+                "from the shards: make it after shards(), of "
                 "model.parameters() as they are then"
             )
     return nn.ModuleDict({_MODEL: model, _SHARDS: shards}), [*optimizers, shards.optimizer]
@@ -55,7 +56,8 @@ def same_call(ranks: Collectives, call: str) -> None:
     other = [rank for rank, word in enumerate(said) if word != said[0]]
     if other:
         raise ValueError(
-            f"rank 0 called {said[0]}, rank {other[0]} {said[other[0]]}: either all ranks have their experts' optimizer on shards, and call "
+            f"rank 0 called {said[0]}, rank {other[0]} {said[other[0]]}: either all ranks have "
+            "their experts' optimizer on shards, and call "
             "shards() before checkpointer(), or none does"
         )
 
@@ -73,7 +75,8 @@ def check_strategy(
     anew = "or pass run= a new name to begin anew"
     if shards is None and recorded is not None:
         raise ValueError(
-            f"the state of this run has the experts' optimizer on shards: call shards() before checkpointer(), {anew}"
+            "the state of this run has the experts' optimizer on shards: call shards() before "
+            f"checkpointer(), {anew}"
         )
     if shards is None:
         return
@@ -85,7 +88,8 @@ def check_strategy(
     for layer in layers.names:
         if recorded.get(layer) != here[layer]:
             raise ValueError(
-                f"the state of this run is of another model: the experts of {layer} have the parameters {_first(here[layer])} here, and "
+                f"the state of this run is of another model: the experts of {layer} have the "
+                f"parameters {_first(here[layer])} here, and "
                 f"{_first(recorded.get(layer, [[]]))} in the state; pass run= a new name to begin anew"
             )
 

@@ -77,7 +77,8 @@ def _fill(
         local.close()
     seconds = {"ship_s": shipped - began, "load_s": time.perf_counter() - began}
     logger.info(
-        "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from snapshots alone",
+        "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from "
+        "snapshots alone",
         rank,
         loader.nbytes,
         seconds["load_s"],

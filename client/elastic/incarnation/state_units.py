@@ -37,7 +37,8 @@ class EntryRows:
     """Rows of one entry.
 
     Args:
-        kind, key: what it is of the parameter: ``param``, ``master``, or ``optim`` with the name of the state; or a ``buffer``.
+        kind, key: what it is of the parameter: ``param``, ``master``, or ``optim`` with the name of
+            the state; or a ``buffer``.
         offset, nbytes: where it lies in the image.
     """
 

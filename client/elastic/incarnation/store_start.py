@@ -92,8 +92,9 @@ class Storage:
             speakers: the rank that speaks for each node.
             enough: whether memory holds a whole state: then a store that does not answer stops nobody.
         Raises:
-            DaemonUnavailable: on all ranks: memory is not enough, and no store that is configured answers, or all that is there is damaged;
-                or one has answered this start before: then it holds what memory does not.
+            DaemonUnavailable: on all ranks: memory is not enough, and no store that is configured
+                answers, or all that is there is damaged; or one has answered this start before:
+                then it holds what memory does not.
         """
         # What looked damaged to an earlier start is looked at once more; what this one has found
         # stays passed over.
@@ -142,9 +143,11 @@ class Storage:
         usable = [c for c in seen[0].checkpoints if (c.world, c.iteration) not in damaged]
         if damaged and not usable and not enough:
             raise DaemonUnavailable(
-                f"nothing stored of {self._job}/{self._run} can be used: {len(damaged)} checkpoints are damaged",
+                f"nothing stored of {self._job}/{self._run} can be used: {len(damaged)} "
+                "checkpoints are damaged",
                 operation="start a world",
-                hint="`ckptctl events` and `ckptctl checkpoints verify` name what is damaged. To begin anew remove it with "
+                hint="`ckptctl events` and `ckptctl checkpoints verify` name what is damaged. To "
+                "begin anew remove it with "
                 "`ckptctl checkpoints rm`, or pass run= a new name",
             )
         return DurableState(tuple(able), seen[0].worlds, tuple(usable))
@@ -164,7 +167,8 @@ class Storage:
         """
         shares = share_out(missing, wanted.sizes, stored.nodes)
         logger.warning(
-            "the job goes on from storage: iteration %d of world %d, of which %d of %d images are brought here",
+            "the job goes on from storage: iteration %d of world %d, of which %d of %d images are "
+            "brought here",
             wanted.iteration,
             wanted.world,
             len(missing),

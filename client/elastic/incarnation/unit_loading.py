@@ -88,7 +88,8 @@ class Loader:
         """Load units as they travel (`LocalState.unit`), one after the other.
 
         Raises:
-            ValueError: a tensor has another shape or dtype here, or shards of one parameter are not of one step.
+            ValueError: a tensor has another shape or dtype here, or shards of one parameter are not
+                of one step.
         """
         view, at = memoryview(stream), 0
         while at < len(view):
@@ -115,7 +116,8 @@ class Loader:
         for name, item in self._stateful.items():
             if name not in scalars["state"]:
                 raise ValueError(
-                    f"state[{name!r}] is not in what was recorded, which has {sorted(scalars['state'])}: pass the same state="
+                    f"state[{name!r}] is not in what was recorded, which has "
+                    f"{sorted(scalars['state'])}: pass the same state="
                 )
             item.load_state_dict(values.unpack(scalars["state"][name]))
         apply_groups(self._binding, scalars["groups"])  # a scheduler's load may touch them
@@ -165,7 +167,8 @@ class Loader:
             fitted = self._rules.fitted({**kept, "entries": entries, "keys": keys})
         except NotCapturable as refused:
             raise ValueError(
-                f"the optimizer ({binding.kept.whose}) kept {refused.path}: {refused.why}. Pass run= a new name to begin anew"
+                f"the optimizer ({binding.kept.whose}) kept {refused.path}: {refused.why}. Pass "
+                "run= a new name to begin anew"
             ) from None
         binding.kept.load(values.pack(fitted, "what the optimizer keeps"), names)
 
@@ -184,7 +187,8 @@ class Loader:
         known = self._facts.setdefault(name, facts)
         if name in self._firsts and not values.equal(known, facts):
             raise ValueError(
-                f"what the optimizer keeps of {name} beside its elements is not the same in the shards of all ranks: "
+                f"what the optimizer keeps of {name} beside its elements is not the same in the "
+                "shards of all ranks: "
                 f"{known} and {facts}; an optimizer of shards must keep the same on each"
             )
         self._facts[name] = facts
@@ -233,7 +237,8 @@ def _tensor(data: memoryview, dtype: str, shape: Sequence[int]) -> Tensor:
 def _copy(name: str, live: Tensor, data: Tensor) -> None:
     if live.shape != data.shape or live.dtype != data.dtype:
         raise ValueError(
-            f"{name} is {live.dtype} {list(live.shape)} here, and was {data.dtype} {list(data.shape)} in the state of this run: "
+            f"{name} is {live.dtype} {list(live.shape)} here, and was {data.dtype} "
+            f"{list(data.shape)} in the state of this run: "
             "pass run= a new name to begin anew"
         )
     with torch.no_grad():

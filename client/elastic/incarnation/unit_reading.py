@@ -1,4 +1,6 @@
-"""Units read out of images on this node: verified once, and held against reuse for as long as they are read."""
+"""Units read out of images on this node: verified once, and held against reuse for as long as they
+are read.
+"""
 
 from __future__ import annotations
 

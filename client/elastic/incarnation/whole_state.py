@@ -71,7 +71,8 @@ def whole_state_of(
         masters: as for ``Checkpointer``.
         shards: None: each replica of an expert has its optimizer.
     Raises:
-        ValueError: ``state`` cannot be captured, or has a name that is the job's; or something is updated by two optimizers.
+        ValueError: ``state`` cannot be captured, or has a name that is the job's; or something is
+            updated by two optimizers.
     """
     _check_names(state, LOADS)
     stateful = {**check_state(state), LOADS: history}

@@ -105,9 +105,17 @@ def reported_placement(
             int(speed),
         )
         for number, (name, slots, ranks, own, domain, speed) in enumerate(
-            zip(placing.names, cluster.slots.tolist(), cluster.ranks, labels, cluster.domains, speeds, strict=True)
+            zip(
+                placing.names,
+                cluster.slots.tolist(),
+                cluster.ranks,
+                labels,
+                cluster.domains,
+                speeds,
+                strict=True,
+            )
         )
-    ]  # fmt: skip
+    ]
     report = Elastic(
         _rows(loads_LE),
         tuple(nodes),

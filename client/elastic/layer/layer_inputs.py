@@ -39,10 +39,16 @@ class LayerInputProblem(IntEnum):
 
 _WORDS = {
     LayerInputProblem.TOKENS: "tokens are not a tensor [T, H] of float16, bfloat16, float32 or float64",
-    LayerInputProblem.EXPERTS: "experts are not a tensor [T, K] of int32 or int64, with a row for each token and a choice at least",
+    LayerInputProblem.EXPERTS: (
+        "experts are not a tensor [T, K] of int32 or int64, with a row for "
+        "each token and a choice at least"
+    ),
     LayerInputProblem.WEIGHTS: "weights are not floating point of the shape of experts, [T, K]",
-    LayerInputProblem.NO_SUCH_EXPERT: "a token is routed to an expert that there is not: experts are numbered from 0",
-    LayerInputProblem.UNSUMMED: "an expert's weights were changed by a gradient that was not summed over its replicas, which now differ: "
+    LayerInputProblem.NO_SUCH_EXPERT: (
+        "a token is routed to an expert that there is not: experts are numbered from 0"
+    ),
+    LayerInputProblem.UNSUMMED: "an expert's weights were changed by a gradient that was not "
+    "summed over its replicas, which now differ: "
     "call sync_gradients() after each backward, before the optimizer's step",
 }
 
