@@ -43,6 +43,7 @@ class FirstPlan:
         # Of what is shared, after the first update: alike at the start says little.
         self._values: Mapping[Replicas, str] | None = None
         self._own: SnapshotPlan | None = None
+        self._own_is_dense = False
         # The plan that was told to the ranks with which it shares, and whether they have answered.
         # It is kept until it is in use: what they leave to this rank goes by it.
         self._shared: SnapshotPlan | None = None
@@ -113,6 +114,7 @@ class FirstPlan:
             self._own = make(None)
             if self._own is None:
                 return None
+            self._own_is_dense = planner.dense
             self._common_plan(self._own)
         agreed_on = windows.first(
             min(self._own.schedule.window, self.longest),
@@ -143,8 +145,9 @@ class FirstPlan:
         make: Callable[[int | None], SnapshotPlan | None],
     ) -> SnapshotPlan | None:
         """This rank's own plan, or another one where the ranks agreed on something else."""
-        if dense and not self._planner.dense:
-            logger.info("dense snapshots, since on another rank no others are exact")
+        if dense and not self._own_is_dense:
+            # This rank may have found out by itself, too, after it had made its plan.
+            logger.info("dense snapshots, since no others are exact on every rank")
             self._planner.policy = "dense"
             return make(None)
         if not dense and window != own.schedule.window:
