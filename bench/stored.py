@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,9 @@ def _fill(segment: Segment, index: int, size: int) -> tuple[w.SnapshotId, memory
         phase=iteration % WINDOW,
         header_digest=seal(image),
         epoch=1,
+    )
+    write_slot_header(
+        segment.buffer, segment.geometry, index, replace(header, state=SlotState.FILLING)
     )
     write_slot_header(segment.buffer, segment.geometry, index, header)
     return w.SnapshotId(segment.generation, iteration, 1, iteration + 1), image

@@ -134,8 +134,10 @@ def member_bytes(
     """Bytes that this member takes in a snapshot at this level."""
     tensor = local(binding.params[member.param])
     anchored = anchored or member.param in binding.elsewhere | binding.inseparable
-    rows = range(tensor.shape[0])[member.start : member.stop]
-    share = 1.0 if member.start is None else len(rows) / max(tensor.shape[0], 1)
+    share = 1.0
+    if member.start is not None:
+        assert member.stop is not None
+        share = (member.stop - member.start) / max(tensor.shape[0], 1)
     if not anchored:
         return (
             round(tensor.numel() * share) * compute_dtypes.get(member.param, tensor.dtype).itemsize

@@ -21,7 +21,7 @@ JOB = textwrap.dedent(
     from pathlib import Path
     import torch
     from torch import nn
-    from ckptd.client import Checkpointer
+    from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 
     def native_threads():
         names = [(p / "comm").read_text() for p in Path("/proc/self/task").iterdir()]
@@ -42,7 +42,7 @@ JOB = textwrap.dedent(
 
     train()
     before = native_threads()
-    ckpt = Checkpointer(model, optimizer, job="threads", run=sys.argv[2], daemon=sys.argv[1], window=2)
+    ckpt = Checkpointer(model, optimizer, run=RunOptions(job="threads", name=sys.argv[2]), daemon=sys.argv[1], snapshots=SnapshotOptions(window=2))
     for _ in ckpt.steps(8):
         train()
     print(json.dumps({"before": before, "after": native_threads(), "snapshots": ckpt.stats()["snapshots"]}))

@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,17 @@ def net(width: int = 8, *, hidden: str = "hidden", dtype: torch.dtype = torch.fl
     return nn.ModuleDict(layers | {"out": nn.Linear(width, 8)}).to(dtype)
 
 
-def train(model: nn.Module, daemon: DaemonProcess, steps: int = 8, **options: Any) -> Checkpointer:
+def train(
+    model: nn.Module,
+    daemon: DaemonProcess,
+    steps: int = 8,
+    state: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Checkpointer:
     """Some steps of training with snapshots; the checkpointer is closed, its snapshots stay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"job": "e2e", "window": 2, "daemon": daemon.endpoint, "timeout_s": 5.0, **options}
-    with contextlib.closing(Checkpointer(model, optimizer, **grouped(**options))) as ckpt:
+    with contextlib.closing(Checkpointer(model, optimizer, state, **grouped(**options))) as ckpt:
         for _ in ckpt.steps(steps):
             torch.stack([p.float().square().sum() for p in model.parameters()]).sum().backward()
             optimizer.step()

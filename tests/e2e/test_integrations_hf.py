@@ -76,7 +76,7 @@ def test_a_checkpoint_of_the_trainer_that_a_kill_cut_off(
     codes = live(JOB, [[named], [anew], [last]])
     told = "\n".join(life.log for life in (plain, *run.lives, *other.lives))
     assert codes == [[1], [KILLED], [0]], told
-    assert "checkpoint-10' is half-written: trainer_state.json" in named.log, told
+    assert "checkpoint-10' is half-written: its last file, trainer_state.json" in named.log, told
     assert re.search(r"ignoring the half-written checkpoint \S*checkpoint-10 ", last.log), told
     assert re.search(r"training starts at \S*checkpoint-5\.", anew.log), told
     assert resumed_at(last.log) in (8, 9), told

@@ -133,6 +133,10 @@ class Ends(pl.Callback):  # type: ignore[misc]
     def __init__(self, batches: int) -> None:
         self._batches = batches
 
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """A life that goes on from the end has nothing to do."""
+        self.on_train_batch_end(trainer)
+
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.total.ready >= self._batches:
             trainer.should_stop = True

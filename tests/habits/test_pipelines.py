@@ -21,7 +21,7 @@ MODULE = "tests.habits.pipelines"
 REFUSED = {
     "augmented, persistent workers": r"persistent_workers=False.*skip=True",
     "augmented, any order of workers": r"Set in_order=True",
-    "stateful in state=, 2 workers": r"remove it from state=, batches\(loader\) keeps",
+    "stateful in state=, 2 workers": r"remove it from state=; batches\(loader\) keeps",
     "a loader in state=": r"remove it from state= and fetch from ckpt.batches\(loader\)",
     "an iterator": r"pass its loader or dataset",
     "fetched before the loop": r"call next\(batches\) in the body",

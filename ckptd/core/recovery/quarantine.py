@@ -195,7 +195,7 @@ def describe_failure(failure: ReplayFailure) -> str:
     what = "another rank's state" if worst is None else f"rank {worst.rank}: {worst.what}"
     digests = "" if worst is None else f" (recorded {worst.expected}, recomputed {worst.got})"
     return (
-        f"the replay of iteration {last - 1} did not reproduce the values recorded at iteration "
+        f"replay of iteration {last - 1} did not reproduce the values recorded at iteration "
         f"{last}: {what}{digests}; "
         f"it began at iteration {first}"
     )

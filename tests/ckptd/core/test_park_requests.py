@@ -59,4 +59,4 @@ def test_nobody_to_ask_is_an_answer() -> None:
     answers: list[Parks] = []
     ParkRequests().ask([], 10.0, answers.append)
     assert told(answers) == [[]]
-    assert "no trainer" in render.parks(answers[0])
+    assert "no attached trainer" in render.parks(answers[0])

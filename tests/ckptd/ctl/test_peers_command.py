@@ -141,7 +141,7 @@ def test_an_export_that_lacks_a_ranks_share_says_where_that_is(net: Net, tmp_pat
         wanted = ("export", "--to", str(tmp_path / "m"), "--job", "job", "--run", "run")
         text = ctl(net[0], *wanted, "--rank", "7", code=4)
         assert "rank 1 captured w for all ranks" in text
-        assert "rank 1's may be on n1 or n2" in text
+        assert "those of rank 1 may be on n1 or n2" in text
     finally:
         there.unlink()
 

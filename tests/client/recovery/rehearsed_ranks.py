@@ -91,6 +91,10 @@ def main(
     told = {"resumed": ckpt.resumed_from, "weights": weights, "steps": done}
     sys.stdout.write(json.dumps(told) + "\n")
     ckpt.close()
+    if world_size > 1:
+        # gloo's threads abort a process that ends while its peer is gone.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
