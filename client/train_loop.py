@@ -302,8 +302,8 @@ class LoopSide:
 
     def forward_begins(self, *called: Any) -> None:
         """The model is called."""
-        if self._rehearses or torch._C._current_graph_task_id() != -1:
-            return  # no forward of a step; or recomputation inside a backward
+        if not self._in_step():
+            return
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.first_forward)
         self.replaying.first_forward()
@@ -314,6 +314,12 @@ class LoopSide:
     def forward_ended(self, *called: Any) -> None:
         """That call is over."""
         self._precision.leave()
+        if self.recorder is not None and self._in_step():
+            self._survive(self.recorder, self.recorder.forward_ended)
+
+    def _in_step(self) -> bool:
+        """False for a forward that rehearses a pipeline, and for recomputation inside a backward."""
+        return not self._rehearses and torch._C._current_graph_task_id() == -1
 
     @contextlib.contextmanager
     def _rehearsing(self) -> Iterator[None]:

@@ -173,6 +173,11 @@ class Recorder:
         if self._capture is not None:
             self._capture.first_forward(capture_rng)
 
+    def forward_ended(self) -> None:
+        """A forward of the model is over."""
+        if self._capture is not None:
+            self._capture.forward_ended()
+
     def before_optimizer_step(self) -> None:
         """The optimizer is about to change what is being copied."""
         if self._capture is not None:

@@ -4,17 +4,18 @@ The training thread chooses the slot, gathers the step scalars and hands a prepa
 to the engine; everything else happens beside it. A slot is filled when two parties have arrived:
 the copies, and the model's first forward of the step, at which the random state is recorded once
 more (a data iterator created in the first step of a resumed run draws from the global generators,
-and replay must undo exactly that). The later one writes the image. The third party comes before the
-optimizer's step: whoever looks whether a source changed too early. Until then the slot's lock is
-kept, so that nobody seals what may be torn; a trainer that dies in between lets go of it, and what
-was filled is sealed without that last look. (On a device the copies may be over only after it, and
-all three are awaited.)
+and replay must undo exactly that). The later one writes the image. The third party is the training
+thread, which reads the sources once more when the copies are complete: at the end of a forward, or
+before the optimizer's step at the latest. Until then the slot's lock is kept, so that nobody seals
+what may be torn; a trainer that dies in between releases it, and what was filled is sealed without
+that last look. (On a device the copies may be over only after the optimizer's step, and all three
+are awaited.)
 
 If a source changed while it was copied, the snapshot is discarded, not sealed: a torn copy must
 never be recoverable. That is told by version counters and, since not every write moves one, by
 samples (``ckptd.cuda.samples``): elements of each tensor are read at the top and compared with the
-finished copy and with the tensor before the optimizer's step. All tensors that differ are known
-from then on to change beside training, and are copied at once, before the top is over.
+finished copy and with the tensor after it. All tensors that differ are known from then on to change
+beside training, and are copied at once, before the top is over.
 """
 
 from __future__ import annotations
@@ -151,6 +152,11 @@ class Fill:
         with self._lock:
             told, self._told = self._told, True
             return not told
+
+    def is_copied(self) -> bool:
+        """True once the copies are complete and compared with the samples of the top."""
+        with self._lock:
+            return "copies" not in self._awaited
 
     def check_versions(self) -> None:
         self.changed |= {
@@ -375,6 +381,17 @@ class Capture:
         if fill is not None and "rng_forward" not in fill.scalars and "forward" in fill._awaited:
             fill.scalars["rng_forward"] = rng()
             self._arrive(fill, "forward")
+
+    def forward_ended(self) -> None:
+        """A forward of the model is over (training thread).
+
+        If the copies are complete, nothing that the step still writes can tear them: the sources
+        are read now, so that the snapshot is sealed and replicated while the step goes on. A host
+        that is ahead of its device leaves them to `settle`.
+        """
+        fill = self._fill
+        if fill is not None and self._engine.host_waits and fill.is_copied():
+            self._look(fill)
 
     def settle(self) -> float:
         """Wait until the sources may change again; returns the seconds waited (training thread)."""
