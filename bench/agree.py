@@ -127,17 +127,13 @@ def dcp_plan(model: nn.Module) -> None:
     group.reduce_scatter("plan", local, whole)
 
 
-def rank_main(
-    rank: int, world: int, folder: str, endpoint: str, rounds: int, out: Queue[Any]
-) -> None:
+def rank_main(rank: int, world: int, folder: str, endpoint: str, rounds: int, out: Queue[Any]) -> None:
     """All rounds of one rank; tells its seconds by variant."""
     torch.set_num_threads(1)
     logging.getLogger("ckptd").setLevel(logging.ERROR)  # resuming is a warning
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
     measured = [once(endpoint, f"{world}-{number}") for number in range(rounds + 1)]
     out.put([measured[1:], rank])  # the first one warms up
     dist.barrier()
@@ -162,9 +158,7 @@ def real(world: int, folder: Path, endpoint: str, rounds: int) -> dict[str, floa
             if process.is_alive():
                 process.kill()
     return {
-        variant: statistics.median(
-            max(rank[number][variant] for rank in told) for number in range(rounds)
-        )
+        variant: statistics.median(max(rank[number][variant] for rank in told) for number in range(rounds))
         for variant in VARIANTS
     }
 
@@ -222,9 +216,7 @@ def main() -> None:
         world = num_nodes * RANKS_PER_NODE
         decode_s, plan_s, mib = planned(num_nodes, args.rounds)
         met_s = statistics.median(met(world, number) for number in range(1, args.rounds + 1))
-        metrics.update(
-            {f"decode_s_{world}": decode_s, f"plan_s_{world}": plan_s, f"met_s_{world}": met_s}
-        )
+        metrics.update({f"decode_s_{world}": decode_s, f"plan_s_{world}": plan_s, f"met_s_{world}": met_s})
         metrics[f"inventories_mib_{world}"] = mib
         rows.append([str(world), *(f"{v:.3f}" for v in (decode_s, plan_s, met_s)), f"{mib:.1f}"])
     print()

@@ -124,9 +124,7 @@ def dispatch_gpu_times(ranks: int, experts: int) -> dict[str, Metric]:
         RuntimeError: the kernels give other numbers than the CPU.
     """
     tokens_RE, replicas_RE, nodes_R = _dispatch_case(ranks, experts)
-    planner = DeviceDispatcher(
-        torch.from_numpy(replicas_RE), "cuda", nodes=torch.from_numpy(nodes_R)
-    )
+    planner = DeviceDispatcher(torch.from_numpy(replicas_RE), "cuda", nodes=torch.from_numpy(nodes_R))
     tokens = torch.from_numpy(tokens_RE).cuda()
 
     def one_rank() -> tuple[DeviceSends, Tensor]:

@@ -69,9 +69,7 @@ def config_of(args: Any) -> MoEConfig:
 def work(args: Any) -> None:
     """Settles, then answers each line on stdin, a number of iterations, with milliseconds for each."""
     torch.set_num_threads(1)
-    job = Job(
-        device="cuda", batch_size=args.batch_size, corpus=load_corpus(), config=config_of(args)
-    )
+    job = Job(device="cuda", batch_size=args.batch_size, corpus=load_corpus(), config=config_of(args))
     endpoint, _, kind = args.worker.partition("#")
     if endpoint == "peers":
         print(json.dumps(peers(job)), flush=True)
@@ -148,11 +146,7 @@ def peers(job: Job) -> dict[str, float]:
                 begun = time.perf_counter()
                 response = async_save(state, checkpoint_id=f"{folder}/{name}", async_stager=stager)
                 times.append(1e3 * (time.perf_counter() - begun))
-                future = (
-                    response.upload_completion
-                    if isinstance(response, AsyncSaveResponse)
-                    else response
-                )
+                future = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
                 assert isinstance(future, Future)
                 future.result(timeout=600)
             found[f"stall_ms_dcp_{name}"] = median(times[1:])
@@ -173,9 +167,7 @@ def begin_us(count: int, numel: int, *, rounds: int) -> tuple[float, float]:
     memory = HostMemory(memoryview(mmap.mmap(-1, count * nbytes)))
     engine.register(memory, [(0, count * nbytes)])
     tensors = [torch.randn(numel, device="cuda") for _ in range(count)]
-    items = [
-        CopyItem(t, None, None, torch.float32, i * nbytes, nbytes) for i, t in enumerate(tensors)
-    ]
+    items = [CopyItem(t, None, None, torch.float32, i * nbytes, nbytes) for i, t in enumerate(tensors)]
     times: list[float] = []
     rates: list[float] = []
     for _ in range(rounds + 2):
@@ -242,9 +234,7 @@ def main() -> None:
         kinds = {"ckptd": "sliding", "fixed": "fixed", "dense": "dense"}
         roles = {"plain": "plain"} | {name: f"{endpoint}#{kind}" for name, kind in kinds.items()}
         workers = {name: worker(args, role) for name, role in roles.items()}
-        variants = {
-            name: (lambda one=one: one.block_ms(args.block)) for name, one in workers.items()
-        }
+        variants = {name: (lambda one=one: one.block_ms(args.block)) for name, one in workers.items()}
         samples = interleave(variants, rounds=args.rounds, warmup=2)
         stats = {name: last_words(one) for name, one in workers.items()}
     for name, label in (("ckptd", "cuda"), ("fixed", "cuda_window8"), ("dense", "cuda_dense")):

@@ -110,9 +110,7 @@ class Model:
 class Pipeline:
     """A run that loses its middle stage again and again."""
 
-    def __init__(
-        self, args: argparse.Namespace, stages: int, mode: str, folder: Path, endpoint: str
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, stages: int, mode: str, folder: Path, endpoint: str) -> None:
         self._stages, self._window = stages, args.window
         shape = argparse.Namespace(
             stages=stages, replicas=1, steps=STEPS, window=args.window

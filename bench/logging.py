@@ -81,9 +81,7 @@ def work(args: Any) -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(args.rank)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{args.meet}", rank=args.rank, world_size=STAGES
-    )
+    dist.init_process_group("gloo", init_method=f"file://{args.meet}", rank=args.rank, world_size=STAGES)
     model = Stage(
         width=args.width,
         hidden=2 * args.width,
@@ -193,9 +191,7 @@ def summarise(
 ) -> dict[str, float | int | str]:
     pairs = zip(samples["without"], samples["with"], strict=True)
     if not all(stage["log_iterations"] for stage in stages):
-        raise RuntimeError(
-            "nothing was logged: there was no memory for it, or --settle is too small"
-        )
+        raise RuntimeError("nothing was logged: there was no memory for it, or --settle is too small")
     logged = [stage["log_bytes"] / stage["log_iterations"] for stage in stages]
     return {
         "logging_fraction": median([ours / plain - 1.0 for plain, ours in pairs]),

@@ -60,9 +60,7 @@ class Job:
         self.steps: Iterator[int] = iter(range(10**9))
         self.ckpt: Checkpointer | None = None
 
-    def attach(
-        self, run: str, daemon: str, window: int | None, replicas: int | None = None
-    ) -> Checkpointer:
+    def attach(self, run: str, daemon: str, window: int | None, replicas: int | None = None) -> Checkpointer:
         """From here on this run is snapshotted at every iteration."""
         self.ckpt = Checkpointer(
             self.model,
@@ -158,9 +156,7 @@ def worker(args: Any, device: str, endpoint: str) -> Worker:
     return made
 
 
-def compare(
-    args: Any, device: str, endpoint: str
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+def compare(args: Any, device: str, endpoint: str) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Milliseconds per iteration without and with us, and ckptd's own statistics."""
     plain = worker(args, device, "plain")
     ours = worker(args, device, endpoint)

@@ -119,9 +119,7 @@ def fresh() -> str:
     return f"run-{next(_count)}"
 
 
-def plain(
-    files: Any, folder: str, snapshots: Snapshots, *, sync: bool = False
-) -> tuple[float, float]:
+def plain(files: Any, folder: str, snapshots: Snapshots, *, sync: bool = False) -> tuple[float, float]:
     """The same bytes, one object per snapshot; seconds of wall time, and of this process' CPU time."""
     files.makedirs(folder, exist_ok=True)
     contents = [bytes(view) for view in snapshots.views]
@@ -195,9 +193,7 @@ def training(args: Any, server: S3Server) -> dict[str, float | int | str]:
             stored = Job(args, stack.enter_context(own_daemon(memory)))
         for job in (without, stored):
             stack.callback(job.ckpt.close)
-        samples = interleave(
-            {"without": without.step, "stored": stored.step}, rounds=args.steps, warmup=16
-        )
+        samples = interleave({"without": without.step, "stored": stored.step}, rounds=args.steps, warmup=16)
         store = open_store(url, options)
         stack.callback(store.close)
         deadline_s = time.monotonic() + 120

@@ -51,9 +51,7 @@ def by_placement(
     }
 
 
-def shown(
-    placements: Mapping[str, ExpertPlacement], loads_LE: NDArray[np.int64], cluster: Cluster
-) -> None:
+def shown(placements: Mapping[str, ExpertPlacement], loads_LE: NDArray[np.int64], cluster: Cluster) -> None:
     header = ["nodes lost", *(str(k) for k in range(1, cluster.num_nodes)), "straggler factor"]
     rows = [
         [
@@ -131,9 +129,7 @@ def main() -> None:
         metrics[f"printed_straggler_{name}"] = straggler_factor(placement, loads_LE, cluster)
 
     bounded = {
-        f"straggler factor <= {bound}": place(
-            allocation, loads_LE, cluster, max_straggler=bound
-        ).placement
+        f"straggler factor <= {bound}": place(allocation, loads_LE, cluster, max_straggler=bound).placement
         for bound in BOUNDS
     }
     shown(bounded, loads_LE, cluster)

@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{args.name}, from {from_s:g} s on, {args.speed:g} times as fast, for {stretch.end_s:g} s; hosts: {changes}"
     )
     with ExitStack() as stack:
-        scratch = args.logs or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptd-spot-"))
-        )
+        scratch = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptd-spot-")))
         outcomes, problems = _play_all(args, setting, scratch)
     _report(args, from_s, setting, outcomes)
     if args.plot:
@@ -114,24 +112,16 @@ def _play_all(
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--name", choices=sorted(STORED), default="g4dn", help="a stored trace")
-    options.add_argument(
-        "--hosts", type=int, default=5, help="at most so many; the trace is scaled"
-    )
+    options.add_argument("--hosts", type=int, default=5, help="at most so many; the trace is scaled")
     options.add_argument(
         "--from", dest="from_s", type=float, help="second of the trace; default: where most happens"
     )
     options.add_argument("--speed", type=float, default=6.0, help="times as fast as it was")
-    options.add_argument(
-        "--seconds", type=float, default=240.0, help="that it takes, for each strategy"
-    )
+    options.add_argument("--seconds", type=float, default=240.0, help="that it takes, for each strategy")
     options.add_argument("--strategies", nargs="+", default=list(_NAMES), choices=_NAMES)
     options.add_argument("--seed", type=int, default=0, help="of the draw of hosts that are lost")
-    options.add_argument(
-        "--batch", type=int, default=40, help="samples of a step, all ranks together"
-    )
-    options.add_argument(
-        "--sample-ms", type=float, default=20.0, help="of a sample on a host, for a device"
-    )
+    options.add_argument("--batch", type=int, default=40, help="samples of a step, all ranks together")
+    options.add_argument("--sample-ms", type=float, default=20.0, help="of a sample on a host, for a device")
     options.add_argument(
         "--every",
         type=int,
@@ -286,11 +276,7 @@ def _over_time(setting: Setting, outcomes: Mapping[str, Outcome]) -> list[list[s
         scale = setting.batch / (end_s - start_s)
         cells = (
             f"{one.found.useful_between(start_s, end_s) * scale:.0f}"
-            + (
-                f" ({one.predicted.useful_between(start_s, end_s) * scale:.0f})"
-                if one.predicted
-                else ""
-            )
+            + (f" ({one.predicted.useful_between(start_s, end_s) * scale:.0f})" if one.predicted else "")
             for one in outcomes.values()
         )
         hosts = _hosts(setting.stretch, start_s, end_s)
@@ -329,9 +315,7 @@ def plot(path: Path, setting: Setting, outcomes: Mapping[str, Outcome]) -> None:
             if what is None:
                 continue
             done = [what.useful_between(*span) * batch for span in spans]
-            total.plot(
-                ends, [sum(done[: n + 1]) for n in range(len(done))], style, color=color, label=how
-            )
+            total.plot(ends, [sum(done[: n + 1]) for n in range(len(done))], style, color=color, label=how)
             if how:
                 middle = [sum(span) / 2 for span in spans]
                 rates = [d / (end - start) for d, (start, end) in zip(done, spans, strict=True)]

@@ -146,9 +146,7 @@ class Job:
     def __init__(self, args: argparse.Namespace, cluster: Cluster, folder: Path) -> None:
         self._cluster, self._folder = cluster, folder
         settings = {"replicas": "1", "memory": f"{16 * args.state_mib + 64}MiB"}
-        self._daemons = {
-            host.name: HostDaemon(host, folder, settings=settings) for host in cluster.hosts
-        }
+        self._daemons = {host.name: HostDaemon(host, folder, settings=settings) for host in cluster.hosts}
         self.torchrun = TorchrunJob(
             cluster,
             [
@@ -230,9 +228,7 @@ class Job:
         told = lives[-1]
         dense = self.events(LAST, "dense", since_s=lost_s)[-1]
         fresh = max(
-            next(
-                e["time_s"] for e in self.events(rank, "step", since_s=lost_s) if e["step"] > newest
-            )
+            next(e["time_s"] for e in self.events(rank, "step", since_s=lost_s) if e["step"] > newest)
             for rank in range(NUM_RANKS)
         )
         if told["resumed_from"] is None:
@@ -249,9 +245,7 @@ class Job:
             "fresh": fresh - dense["time_s"],
         }
         found["load"] = (
-            told["time_s"]
-            - told["met_s"]
-            - sum(found[name] for name in ("attach", "plan", "first"))
+            told["time_s"] - told["met_s"] - sum(found[name] for name in ("attach", "plan", "first"))
         )
         found["recovery"] = fresh - told["started_s"]
         found["total"] = fresh - lost_s
@@ -286,9 +280,7 @@ def measure(args: argparse.Namespace, job: Job) -> list[dict[str, float]]:
 def main() -> None:
     options = parser(__doc__)
     options.set_defaults(rounds=3)
-    options.add_argument(
-        "--state-mib", type=int, default=64, help="weights and optimizer, per rank"
-    )
+    options.add_argument("--state-mib", type=int, default=64, help="weights and optimizer, per rank")
     options.add_argument("--window", type=int, default=4)
     options.add_argument("--worker", type=Path, help="used by the benchmark itself")
     args = options.parse_args()

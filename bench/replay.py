@@ -30,9 +30,7 @@ from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 
 __all__ = ["main", "recover_once"]
 
-Times = dict[
-    int, list[tuple[float, float]]
-]  # share of frozen bytes in percent: (body, boundary) ms
+Times = dict[int, list[tuple[float, float]]]  # share of frozen bytes in percent: (body, boundary) ms
 SHARES = (0, 50, 90)
 JOB = "bench-replay"
 
@@ -99,9 +97,7 @@ def recover_once(args: Any, endpoint: str, *, fused: bool, run: str) -> Times:
         share = round(100 * (1 - (index + 1) / args.window)) if replaying else 0
         times[share].append((body, boundary))
     if not any(share > 0 for share in times):
-        raise RuntimeError(
-            "nothing was replayed: the second attach did not find the first's snapshots"
-        )
+        raise RuntimeError("nothing was replayed: the second attach did not find the first's snapshots")
     print(f"{'fused' if fused else 'ModuleList':<11} {ckpt.stats()['replayed_steps']:.0f} replayed")
     ckpt.close()
     del model, optimizer, ckpt
@@ -122,9 +118,7 @@ def summarise(rounds: list[Times], prefix: str) -> dict[str, float | int | str]:
         pairs = pooled[share]
         whole = median([body + boundary for body, boundary in pairs])
         metrics[f"{prefix}replay_cost_{wanted}_frozen"] = whole / normal_ms
-        metrics[f"{prefix}replay_body_cost_{wanted}_frozen"] = (
-            median([body for body, _ in pairs]) / normal_ms
-        )
+        metrics[f"{prefix}replay_body_cost_{wanted}_frozen"] = median([body for body, _ in pairs]) / normal_ms
         metrics[f"{prefix}replay_boundary_ms_{wanted}_frozen"] = median([b for _, b in pairs])
     return metrics
 

@@ -75,9 +75,7 @@ def work(args: Any) -> None:
     """
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{args.store}", rank=rank, world_size=NUM_RANKS
-    )
+    dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=rank, world_size=NUM_RANKS)
     job = DataParallelJob(batch_size=args.batch_size)
     if args.worker != "plain":
         job.attach(args.worker, args.endpoint, args.window, REPLICAS[args.worker])
@@ -98,9 +96,7 @@ def work(args: Any) -> None:
 class Ranks:
     """The other end of `work`: both ranks of one job."""
 
-    def __init__(
-        self, args: Any, variant: str, daemons: Sequence[HostDaemon], folder: Path
-    ) -> None:
+    def __init__(self, args: Any, variant: str, daemons: Sequence[HostDaemon], folder: Path) -> None:
         self._processes = [
             subprocess.Popen(
                 [

@@ -100,9 +100,7 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad()
             next(steps)
-        raise RuntimeError(
-            f"no {snapshots} snapshots in {MAX_STEPS} iterations: {self.ckpt.stats()}"
-        )
+        raise RuntimeError(f"no {snapshots} snapshots in {MAX_STEPS} iterations: {self.ckpt.stats()}")
 
     def detach(self) -> None:
         """Leave the daemon; the model and the optimizer stay as they are."""
@@ -157,9 +155,7 @@ def storage_metrics(size_mib: int, rounds: int) -> dict[str, float | int | str]:
         stack.callback(store.close)
         (checkpoint,) = read_catalog(store, "job", RUN).committed
         stored = read_manifest(store, checkpoint.manifests[0].key).snapshots
-        slots = [
-            memoryview(bytearray(b"\1") * s.image_len) for s in stored
-        ]  # touched, as slots are
+        slots = [memoryview(bytearray(b"\1") * s.image_len) for s in stored]  # touched, as slots are
         pool = stack.enter_context(ThreadPoolExecutor(4))
         files = s3_files(server)
 

@@ -92,9 +92,7 @@ class ManySmall(nn.Module):
         super().__init__()
         self.width = width
         self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
-            )
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
             for _ in range(num_blocks)
         )
 
@@ -111,9 +109,7 @@ class FewLarge(nn.Module):
     def __init__(self, width: int, num_matrices: int) -> None:
         super().__init__()
         self.width = width
-        self.matrices = nn.ParameterList(
-            torch.randn(width, width) / width for _ in range(num_matrices)
-        )
+        self.matrices = nn.ParameterList(torch.randn(width, width) / width for _ in range(num_matrices))
 
     def forward(self, x_ND: Tensor) -> Tensor:
         for matrix in self.matrices:
@@ -193,9 +189,7 @@ def main() -> None:
     options.add_argument("--block", type=int, default=8, help="iterations between two changes")
     options.add_argument("--window", type=int, default=None, help="default: measured by ckptd")
     options.add_argument("--blocks", type=int, default=160, help="of the model with small tensors")
-    options.add_argument(
-        "--large", type=int, default=8, help="matrices of the model with large ones"
-    )
+    options.add_argument("--large", type=int, default=8, help="matrices of the model with large ones")
     options.add_argument("--moe-mib", type=int, default=96, help="state of the mixture of experts")
     options.add_argument("--large-width", type=int, default=1024)
     args = options.parse_args()

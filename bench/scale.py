@@ -94,9 +94,7 @@ def communication(num_ranks: int, *, replicated: bool) -> dict[int, Communicatio
     }
 
 
-def beside(
-    ranks: list[PlacedRank], kind: str, operators: int, iterations: range
-) -> list[HeldRecords]:
+def beside(ranks: list[PlacedRank], kind: str, operators: int, iterations: range) -> list[HeldRecords]:
     """Parked states, or boundary logs, of every rank on its own node."""
     records = tuple(
         SlotRecord(0, t % 16, SlotState.SEALED, t, -1, t, 1 << 20, anchors=(1 << operators) - 1)
@@ -168,9 +166,7 @@ def main() -> None:
         plans.append(made)
 
     metrics["plan_s"] = median([clock_ms(plan) for _ in range(args.rounds)]) / 1e3
-    metrics["decode_s"] = (
-        median([clock_ms(lambda: from_wire(wire)) for _ in range(args.rounds)]) / 1e3
-    )
+    metrics["decode_s"] = median([clock_ms(lambda: from_wire(wire)) for _ in range(args.rounds)]) / 1e3
     metrics["plan_vs_decode"] = float(metrics["plan_s"]) / float(metrics["decode_s"])
     metrics["holdings_mib"] = len(wire) / 2**20
     metrics["ranks_moved"] = sum(size > 0 for size in plans[-1].moved_bytes.values())

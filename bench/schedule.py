@@ -55,9 +55,7 @@ def plan(count: int, *, seed: int) -> tuple[Schedule, float]:
 
     def work() -> None:
         order = order_operators(costs, popularity)
-        planned.append(
-            plan_schedule(costs, budget_bytes=int(floor * FLOOR_AND_A_QUARTER), order=order)
-        )
+        planned.append(plan_schedule(costs, budget_bytes=int(floor * FLOOR_AND_A_QUARTER), order=order))
 
     took_ms = clock_ms(work)
     return planned[-1], took_ms

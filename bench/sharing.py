@@ -40,9 +40,7 @@ def work(args: Any) -> None:
     torch.set_num_threads(args.threads)
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{args.store}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = DistributedDataParallel(MoETransformer(MoEConfig()), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -84,9 +84,7 @@ def _fill(segment: Segment, index: int, size: int) -> tuple[w.SnapshotId, memory
         left -= nbytes
     iteration, told = index + 1, segment.descriptor
     identity = {"job": told.job, "run": told.run, "rank": "0", "world_size": "1"}
-    layout = ImageLayout.build(
-        entries, identity=identity, num_operators=2, anchors=1 << iteration % WINDOW
-    )
+    layout = ImageLayout.build(entries, identity=identity, num_operators=2, anchors=1 << iteration % WINDOW)
     image = segment.image(index, SlotHeader(image_len=layout.image_len))
     layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=0)
     random = np.random.default_rng(iteration)
@@ -105,9 +103,7 @@ def _fill(segment: Segment, index: int, size: int) -> tuple[w.SnapshotId, memory
         header_digest=seal(image),
         epoch=1,
     )
-    write_slot_header(
-        segment.buffer, segment.geometry, index, replace(header, state=SlotState.FILLING)
-    )
+    write_slot_header(segment.buffer, segment.geometry, index, replace(header, state=SlotState.FILLING))
     write_slot_header(segment.buffer, segment.geometry, index, header)
     return w.SnapshotId(segment.generation, iteration, 1, iteration + 1), image
 

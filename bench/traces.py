@@ -82,9 +82,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument(
-        "--real", action="store_true", help="real processes; with --help: its options"
-    )
+    options.add_argument("--real", action="store_true", help="real processes; with --help: its options")
     options.add_argument("--trace", type=Path, help="another trace: rows of time and nodes alive")
     options.add_argument("--unit", choices=sorted(UNITS), default="s", help="of its times")
     options.add_argument("--most-nodes", type=int, default=0, help="never use more than so many")
@@ -98,9 +96,7 @@ def _arguments() -> argparse.Namespace:
 
 def _traces(args: argparse.Namespace) -> dict[str, Trace]:
     files = {args.trace.stem: (args.trace, args.unit)} if args.trace else STORED
-    traces = {
-        name: parse(path.read_text(), unit_s=UNITS[unit]) for name, (path, unit) in files.items()
-    }
+    traces = {name: parse(path.read_text(), unit_s=UNITS[unit]) for name, (path, unit) in files.items()}
     if args.most_nodes:
         traces = {name: trace.at_most(args.most_nodes) for name, trace in traces.items()}
     return traces
@@ -115,9 +111,7 @@ def _run(trace: Trace, seed: int, strategy: Elastic | Fixed) -> Outcome:
 # --- what is printed -------------------------------------------------------------------------------------
 
 
-def _report(
-    name: str, trace: Trace, job: Job, outcomes: Mapping[str, list[Outcome]]
-) -> dict[str, Metric]:
+def _report(name: str, trace: Trace, job: Job, outcomes: Mapping[str, list[Outcome]]) -> dict[str, Metric]:
     ideal = _node_seconds(trace, 0.0, trace.end_s) * job.node_samples_per_s
     there_s = _seconds_with_nodes(trace)
     print(
@@ -181,8 +175,7 @@ def _over_time(trace: Trace, job: Job, outcomes: Mapping[str, list[Outcome]]) ->
     for start_s, end_s in _bins(trace, BINS):
         span_s = end_s - start_s
         done = (
-            found[0].result.useful_between(start_s, end_s) * job.batch / span_s
-            for found in outcomes.values()
+            found[0].result.useful_between(start_s, end_s) * job.batch / span_s for found in outcomes.values()
         )
         nodes = _node_seconds(trace, start_s, end_s) / span_s
         rows.append([f"{start_s / 3600:.1f}", f"{nodes:.1f}", *(f"{rate:.1f}" for rate in done)])

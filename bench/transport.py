@@ -56,17 +56,13 @@ def _nothing(node: str, body: bytes, answer: Callable[[bytes], None]) -> None:
     """Nobody asks."""
 
 
-def _fabric(
-    kind: str, node: str, chunk_bytes: int, connections: int, keys: Path | None
-) -> ZmqFabric:
+def _fabric(kind: str, node: str, chunk_bytes: int, connections: int, keys: Path | None) -> ZmqFabric:
     options = FabricOptions(chunk_bytes=chunk_bytes, connections_per_peer=connections)
     known = None if keys is None else Keys.load(keys)
     if kind == "zmq":
         return ZmqFabric(node, LOOPBACK, serve=_nothing, keys=known, options=options)
     streams = StreamOptions(plaintext=kind == "stream")
-    return StreamFabric(
-        node, LOOPBACK, serve=_nothing, keys=known, options=options, streams=streams
-    )
+    return StreamFabric(node, LOOPBACK, serve=_nothing, keys=known, options=options, streams=streams)
 
 
 def _filled(size_bytes: int) -> memoryview:

@@ -90,8 +90,6 @@ def _parser() -> argparse.ArgumentParser:
             metavar="VALUE",
             nargs="?" if isinstance(field.default, bool) else None,
             const="true" if isinstance(field.default, bool) else None,
-            help=f"{field_docs()[field.name]} Allowed: {field.metadata['allowed']}.".replace(
-                "%", "%%"
-            ),
+            help=f"{field_docs()[field.name]} Allowed: {field.metadata['allowed']}.".replace("%", "%%"),
         )
     return parser

@@ -28,8 +28,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
     numeric = [
-        bool(rows) and all(isinstance(row[i], int | float) for row in rows)
-        for i in range(len(header))
+        bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))
     ]
     lines = []
     for line in [list(header), *cells]:

@@ -38,8 +38,7 @@ class Workers:
         self._todo: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
-            for i in range(threads)
+            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
         self.pending = 0
         for thread in self._threads:

@@ -133,9 +133,7 @@ class Checkpointer:
                 logger.warning("%s", start_unprotected(model, optimizer, layout.masters, source))
             return
         self._options = options = CheckpointerOptions.of(given)
-        self._subject = subject = examine(
-            model, optimizer, state, options=options, ledger=self._loop.ledger
-        )
+        self._subject = subject = examine(model, optimizer, state, options=options, ledger=self._loop.ledger)
         self._binding, self._identity = subject.binding, subject.identity
         self._operators = subject.operators
         self._program = this_program(subject.binding, subject.stateful)
@@ -174,9 +172,7 @@ class Checkpointer:
             self._ranks = self._ranks.on_node(self._memory.session.node_id)
             if self._identity.world_size > 1:
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, snapshots)
-                self._sharing = agree_on_sharing(
-                    self._binding, shared.replicas, own_bytes, self._ranks
-                )
+                self._sharing = agree_on_sharing(self._binding, shared.replicas, own_bytes, self._ranks)
             self._protect(self._memory)
             self._loop.rehearse(self._memory, self._engine, wanted=recovery.rehearse)
             if recovery.park:
@@ -411,9 +407,7 @@ class Checkpointer:
         if self._loop.parking is not None:
             head.append(self._loop.parking.describe())
         owners = plan.owners if plan is not None else []
-        return describe_table(
-            operators, costs, plan.schedule if plan is not None else None, owners, head
-        )
+        return describe_table(operators, costs, plan.schedule if plan is not None else None, owners, head)
 
     def verify(self, run_step: Callable[[int], Any]) -> Certificate:
         """Replay the newest window in process and compare with the live state: a certificate that
@@ -510,9 +504,7 @@ class Checkpointer:
             sharing=self._sharing,
         )
         stateful = self._subject.stateful
-        scalars = StepScalars(
-            self._binding, stateful, self._loop.tape, self._buckets, self._program
-        )
+        scalars = StepScalars(self._binding, stateful, self._loop.tape, self._buckets, self._program)
         self._loop.protect(self._subject, context, Recorder(context, scalars), ranks=self._ranks)
 
     def _begin_parking(self) -> None:

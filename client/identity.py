@@ -61,9 +61,7 @@ class Identity:
         }
 
 
-def identify(
-    job: str | None, run: str | None, rank: int | None, world_size: int | None
-) -> Identity:
+def identify(job: str | None, run: str | None, rank: int | None, world_size: int | None) -> Identity:
     """Complete what was given from torchrun's environment (``RANK``, ``WORLD_SIZE``,
     ``TORCHELASTIC_RUN_ID``).
 
@@ -86,9 +84,7 @@ def identify(
             origins.append("torchrun made up a run id, which is not used")
     rank = rank if rank is not None else _number("RANK", 0)
     world_size = world_size if world_size is not None else _number("WORLD_SIZE", 1)
-    RunOptions(
-        name=run, job=job, rank=rank, world_size=world_size
-    )  # what cannot be used is refused
+    RunOptions(name=run, job=job, rank=rank, world_size=world_size)  # what cannot be used is refused
     return Identity(job, run, rank, world_size, "; ".join(origins))
 
 

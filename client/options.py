@@ -242,9 +242,7 @@ class RecoveryOptions:
 
     def __post_init__(self) -> None:
         if self.resume_at is not None and not _is_count(self.resume_at):
-            raise ValueError(
-                f"resume_at={self.resume_at!r}: pass the number of an iteration, or None"
-            )
+            raise ValueError(f"resume_at={self.resume_at!r}: pass the number of an iteration, or None")
         _check_choice("on_mismatch", self.on_mismatch, "raise", "warn")
         if not _is_count(self.verify_iterations):
             raise ValueError(
@@ -256,9 +254,7 @@ class RecoveryOptions:
         if self.rehearse not in (True, False):
             raise ValueError(f"rehearse={self.rehearse!r}: pass True or False")
         _check_switch("park", self.park, "where boundaries are logged")
-        if self.park_after_s is not None and not (
-            _is_number(self.park_after_s) and self.park_after_s > 0
-        ):
+        if self.park_after_s is not None and not (_is_number(self.park_after_s) and self.park_after_s > 0):
             raise ValueError(f"park_after_s={self.park_after_s!r}: pass seconds above 0, or None")
 
 
@@ -442,9 +438,7 @@ def _not_a_keyword(
 
 
 def _call(kind: type, values: Mapping[str, Any]) -> str:
-    return (
-        f"{kind.__name__}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
-    )
+    return f"{kind.__name__}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
 
 
 def _shown(value: object) -> str:

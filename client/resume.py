@@ -108,9 +108,7 @@ def tell_differences(recorded: Program, here: Program, what: str, *, rank: int) 
     """
     if text := "; ".join(differences(recorded, here)):
         level = logging.INFO if rank else logging.WARNING
-        logger.log(
-            level, "THIS PROGRAM DIFFERS from the one that began the run: %s. %s", text, what
-        )
+        logger.log(level, "THIS PROGRAM DIFFERS from the one that began the run: %s. %s", text, what)
 
 
 def _not_compared(found: Resumption) -> str:

@@ -25,25 +25,19 @@ class Guard:
         self._session, self._stats = session, stats
         self._failures = 0
 
-    def run(
-        self, recorder: Recorder, step: int, work: Callable[..., object], *args: object
-    ) -> bool:
+    def run(self, recorder: Recorder, step: int, work: Callable[..., object], *args: object) -> bool:
         """Call ``work``. False: that failed once too often, and ``recorder`` has given up."""
         try:
             work(*args)
         except Exception as error:  # whatever it is, it is told, and training goes on
             self._failures += 1
-            logger.error(
-                "snapshots failed at step %d (%d in a row)", step, self._failures, exc_info=error
-            )
+            logger.error("snapshots failed at step %d (%d in a row)", step, self._failures, exc_info=error)
             text = f"step {step}: {type(error).__name__}: {error}"
             self._session.notice("error", "snapshot_failed", text)
             recorder.abort()
             self._stats.failed += 1
             if self._failures >= _FAILURES_IN_A_ROW:
-                logger.error(
-                    "no more snapshots are taken in this run; training goes on unprotected"
-                )
+                logger.error("no more snapshots are taken in this run; training goes on unprotected")
                 recorder.give_up()
                 return False
         else:

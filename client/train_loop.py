@@ -112,9 +112,7 @@ class LoopSide:
         assert self.recorder is not None
         self.replaying.resume(found)
         self._counter.enabled = False
-        self.recorder.resume(
-            found.plan, last=found.replay.end, phase=found.phase, sharing=found.sharing
-        )
+        self.recorder.resume(found.plan, last=found.replay.end, phase=found.phase, sharing=found.sharing)
 
     def install(self, model: nn.Module, keep: contextlib.ExitStack, owner: object) -> None:
         """Put hooks and taps in; closing ``keep`` undoes it.
@@ -266,9 +264,7 @@ class LoopSide:
                 rehearse = partial(self.rehearsal.before_update, number, args, kwargs)
         return before_update(args, kwargs, partial(self._weights_are_about_to_change, rehearse))
 
-    def _weights_are_about_to_change(
-        self, rehearse: Callable[[Any], None] | None, loss: Any
-    ) -> None:
+    def _weights_are_about_to_change(self, rehearse: Callable[[Any], None] | None, loss: Any) -> None:
         self.replaying.before_optimizer_step()
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.before_optimizer_step)

@@ -133,9 +133,7 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     for name, item in found.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(item, method, None)):
-                advice = (
-                    advice_for_state(item) or "pass objects with state_dict() and load_state_dict()"
-                )
+                advice = advice_for_state(item) or "pass objects with state_dict() and load_state_dict()"
                 raise ValueError(  # noqa: TRY004 - one kind of error for all that users pass
                     f"state[{name!r}] is a {type(item).__name__} without {method}(): {advice}"
                 )
@@ -144,12 +142,8 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     return found
 
 
-def _all_operators(
-    model: nn.Module, binding: LiveState, grouping: Grouping | None
-) -> list[Operator]:
+def _all_operators(model: nn.Module, binding: LiveState, grouping: Grouping | None) -> list[Operator]:
     """The model's operators, and one for each parameter that only an optimizer knows."""
     found = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=grouping)
     extras = [n for n in binding.params if n.startswith("extra/")]
-    return found + [
-        Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra") for n in extras
-    ]
+    return found + [Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra") for n in extras]

@@ -137,11 +137,7 @@ def _to_tensor(parts: list[Any]) -> torch.Tensor:
     dtype, shape, raw, device = parts
     if not raw:
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    tensor = (
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        .view(getattr(torch, dtype))
-        .reshape(shape)
-    )
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
     # RNG states and the like live on the host; a device that is not here must not stop a restore.
     return (
         tensor.to(device)

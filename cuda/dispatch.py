@@ -85,9 +85,7 @@ class DeviceDispatcher:
         KernelsUnavailable: Triton is not installed, or cannot compile or start the kernels.
     """
 
-    def __init__(
-        self, replicas: Tensor, device: torch.device | str, *, nodes: Tensor | None = None
-    ) -> None:
+    def __init__(self, replicas: Tensor, device: torch.device | str, *, nodes: Tensor | None = None) -> None:
         replicas_RE = _checked(replicas.cpu())
         self.shape = (len(replicas_RE), replicas_RE.shape[1])
         self.device = torch.device(device)
@@ -278,9 +276,7 @@ def _leg(groups: Tensor, device: torch.device) -> _Leg:
     sizes = torch.bincount(groups)
     starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     order = torch.argsort(groups, stable=True)
-    return _Leg(
-        order.to(torch.int32).to(device), starts.to(torch.int32).to(device), int(sizes.max())
-    )
+    return _Leg(order.to(torch.int32).to(device), starts.to(torch.int32).to(device), int(sizes.max()))
 
 
 def _block(size: int) -> int:

@@ -66,9 +66,7 @@ def quotas_kernel(
     here = tl.load(replicas + at, mask=mask, other=0)
     last = tl.load(upto + at, mask=mask, other=0)
     turn, rest, wrapped = turn[None, :], rest[None, :], wrapped[None, :]
-    extra = _extras_before(last, turn, rest, wrapped) - _extras_before(
-        last - here, turn, rest, wrapped
-    )
+    extra = _extras_before(last, turn, rest, wrapped) - _extras_before(last - here, turn, rest, wrapped)
     quota = here * (total // slots)[None, :] + extra
     own = tl.load(tokens + rank[:, None] * row + expert[None, :], mask=mask, other=0)
     kept = tl.minimum(own, quota)

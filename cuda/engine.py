@@ -76,11 +76,7 @@ class HostMemory:
         raw = self.tensor[offset : offset + nbytes]
         if nbytes and offset % dtype.itemsize:
             raise ValueError(f"offset {offset} is not aligned to {dtype}")
-        return (
-            raw.view(dtype).reshape(tuple(shape))
-            if nbytes
-            else torch.empty(tuple(shape), dtype=dtype)
-        )
+        return raw.view(dtype).reshape(tuple(shape)) if nbytes else torch.empty(tuple(shape), dtype=dtype)
 
 
 class CopyEngine(Protocol):
@@ -217,10 +213,7 @@ class CpuEngine:
             except Exception as caught:  # noqa: BLE001 - re-raised in the caller below
                 errors.append(caught)
 
-        threads = [
-            threading.Thread(target=run, args=(share,), name="ckptd-restore")
-            for share in shares[1:]
-        ]
+        threads = [threading.Thread(target=run, args=(share,), name="ckptd-restore") for share in shares[1:]]
         for thread in threads:
             thread.start()
         run(shares[0])
@@ -238,9 +231,7 @@ class CpuEngine:
             try:
                 job()
             except Exception:
-                logger.exception(
-                    "in the copy thread"
-                )  # it must live: the trainer waits for it at every step
+                logger.exception("in the copy thread")  # it must live: the trainer waits for it at every step
             finally:
                 self._idle.set()
 
@@ -331,9 +322,7 @@ def measure_bandwidth(tensors: Sequence[Tensor], *, limit_bytes: int = 128 << 20
     if not total:
         return 1e9
     cuda = any(t.device.type == "cuda" for t in sample)
-    targets = [
-        torch.zeros_like(t, device="cpu", pin_memory=cuda, requires_grad=False) for t in sample
-    ]
+    targets = [torch.zeros_like(t, device="cpu", pin_memory=cuda, requires_grad=False) for t in sample]
     best = float("inf")
     for _ in range(3):
         started = time.perf_counter()

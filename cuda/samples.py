@@ -131,9 +131,7 @@ class SamplePlan:
         if self._span is None:
             there = self.device.type != "cpu"
             span = AddressSpan(self.base, self._num_words, device=there)
-            self._span = (
-                torch.as_tensor(span, device=self.device) if there else np.asarray(span).view("u8")
-            )
+            self._span = torch.as_tensor(span, device=self.device) if there else np.asarray(span).view("u8")
         return self._span
 
     # -- what Samples needs ------------------------------------------------------------------------
@@ -186,9 +184,7 @@ class SamplePlan:
 
         self._owners = np.repeat(np.arange(len(places), dtype=np.int32), counts)
         nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._begins, self._lengths = _stretches(
-            nth, each([p.elements for p in places]), each(counts)
-        )
+        self._begins, self._lengths = _stretches(nth, each([p.elements for p in places]), each(counts))
         self._turns = np.random.default_rng(0).integers(0, 1 << 32, total, dtype=np.uint64)
         self._starts = each([p.start for p in places])
         self._sizes = each([p.size for p in places])
@@ -206,7 +202,7 @@ class SamplePlan:
         self._casts = [
             (np.flatnonzero(each([(p.tensor.dtype, p.image_dtype) == pair for p in places], np.bool_)), *pair)
             for pair in sorted(pairs, key=str)
-        ]  # fmt: skip
+        ]
         self.base = min(p.start for p in places) & ~7
         # From the word of a sample to that of its copy, where both lie alike in their words.
         apart = self._offsets - self._starts + self.base
@@ -300,9 +296,18 @@ class _Place:
             # Elements may lie across two words: of each, as much as is certain to be in one.
             mask = image_mask = (1 << 8 * (start & -start)) - 1
         return cls(
-            number, item.tensor, start, view.numel(), size, tuple(view.shape),
-            None if dense else view.stride(), item.offset, item.dtype, mask, image_mask,
-        )  # fmt: skip
+            number,
+            item.tensor,
+            start,
+            view.numel(),
+            size,
+            tuple(view.shape),
+            None if dense else view.stride(),
+            item.offset,
+            item.dtype,
+            mask,
+            image_mask,
+        )
 
     @property
     def casts(self) -> bool:
@@ -360,9 +365,7 @@ def _differ_when_cast(
     narrow = torch.from_numpy(copied.astype(_INTEGERS[target.itemsize])).view(target)
     bits = _INTEGERS[target.itemsize]
     expected = whole.to(target)
-    found = expected.view(torch.uint8).numpy().view(bits) != narrow.view(torch.uint8).numpy().view(
-        bits
-    )
+    found = expected.view(torch.uint8).numpy().view(bits) != narrow.view(torch.uint8).numpy().view(bits)
     both_nan: npt.NDArray[np.bool_] = (expected.isnan() & narrow.isnan()).numpy()
     differs: npt.NDArray[np.bool_] = found & ~both_nan
     return differs

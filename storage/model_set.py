@@ -265,8 +265,7 @@ def render_import(
             "created_at_ns": created_at_ns,
             "tool": tool,
             "files": [
-                {"name": f.name, "size": f.size, "digests": [d.hex() for d in f.digests]}
-                for f in files
+                {"name": f.name, "size": f.size, "digests": [d.hex() for d in f.digests]} for f in files
             ],
             "groups": {name: dict(options) for name, options in groups.items()},
         }
@@ -336,9 +335,7 @@ def _part_of(name: str) -> str:
     return OPTIMIZER if name.startswith(OPTIMIZER) else MODEL
 
 
-def _tensors(
-    files: SetFiles, names: Iterable[str], known: Mapping[str, _WireFile]
-) -> dict[str, SetTensor]:
+def _tensors(files: SetFiles, names: Iterable[str], known: Mapping[str, _WireFile]) -> dict[str, SetTensor]:
     found: dict[str, SetTensor] = {}
     for name in names:
         for tensor in _file_tensors(files, name, known.get(name)):
@@ -372,9 +369,7 @@ def _file_tensors(files: SetFiles, name: str, told: _WireFile | None) -> list[Se
         raise SetError(f"{where} is no whole safetensors file: {error}") from error
     if header.end != size:
         raise SetError(f"{where} has {size} bytes, its tensors end at {header.end}")
-    tensors = [
-        SetTensor(t.name, t.dtype, t.shape, name, t.offset, t.nbytes) for t in header.tensors
-    ]
+    tensors = [SetTensor(t.name, t.dtype, t.shape, name, t.offset, t.nbytes) for t in header.tensors]
     if told is None:
         return tensors
     if len(told.digests) != len(tensors):

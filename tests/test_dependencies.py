@@ -51,12 +51,8 @@ def test_the_lock_holds_every_dependency_but_torch() -> None:
     locked = _locked()
     for wanted in _wanted():
         name = canonicalize_name(wanted.name)
-        if (
-            name == "torch"
-        ):  # by version only, in constraints.txt: each accelerator has a build of its own
-            assert (
-                f"torch=={version('torch').split('+')[0]}" in (ROOT / "constraints.txt").read_text()
-            )
+        if name == "torch":  # by version only, in constraints.txt: each accelerator has a build of its own
+            assert f"torch=={version('torch').split('+')[0]}" in (ROOT / "constraints.txt").read_text()
             continue
         assert name in locked, f"{wanted} is not in requirements.lock: run `make lock`"
         for requirement, _ in locked[name]:

@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 USES_TORCH = ("ckptd.client", "ckptd.cuda")
 CONTRACTS = {
     contract["id"]: contract
-    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
-        "contracts"
-    ]
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 }
 PURE = ("ckptd.core", "ckptd.errors", "ckptd.units", "ckptd.unpacking")
 KNOWN_ENGINES = {
@@ -109,21 +107,34 @@ def test_engines_import_nothing_of_ours(graph: grimp.ImportGraph) -> None:
                 own = imported == engine or imported.startswith(engine + ".") or imported in BELOW
                 assert own or not imported.startswith("ckptd"), f"{module} imports {imported}"
     for module in BELOW:
-        assert not [
-            m for m in graph.find_modules_directly_imported_by(module) if m.startswith("ckptd")
-        ]
+        assert not [m for m in graph.find_modules_directly_imported_by(module) if m.startswith("ckptd")]
 
 
 @pytest.mark.parametrize("package", PURE)
-def test_the_core_imports_only_itself_and_pure_libraries(
-    graph: grimp.ImportGraph, package: str
-) -> None:
+def test_the_core_imports_only_itself_and_pure_libraries(graph: grimp.ImportGraph, package: str) -> None:
     # `sys` is asked for the byte order and nothing else.
     pure_stdlib = {
-        "__future__", "base64", "bisect", "collections", "dataclasses", "enum", "fractions",
-        "functools", "hashlib", "heapq", "itertools", "math", "operator", "re", "statistics", "struct", "sys", "types",
-        "typing", "zlib",
-    }  # fmt: skip
+        "__future__",
+        "base64",
+        "bisect",
+        "collections",
+        "dataclasses",
+        "enum",
+        "fractions",
+        "functools",
+        "hashlib",
+        "heapq",
+        "itertools",
+        "math",
+        "operator",
+        "re",
+        "statistics",
+        "struct",
+        "sys",
+        "types",
+        "typing",
+        "zlib",
+    }
     for module in {package} | graph.find_descendants(package):
         elastic = module.startswith("ckptd.core.elastic.")
         libraries = {"msgspec", "xxhash"} | ({"numpy", "scipy"} if elastic else set())
@@ -136,8 +147,7 @@ def test_the_core_imports_only_itself_and_pure_libraries(
 def test_imports_are_acyclic(graph: grimp.ImportGraph) -> None:
     own = {module for module in graph.modules if module.startswith("ckptd")}
     imports = {
-        module: {m for m in graph.find_modules_directly_imported_by(module) if m in own}
-        for module in own
+        module: {m for m in graph.find_modules_directly_imported_by(module) if m in own} for module in own
     }
     list(graphlib.TopologicalSorter(imports).static_order())  # a cycle raises, and names itself
 

@@ -32,9 +32,7 @@ def trees() -> dict[str, list[Row]]:
     """Headline: its rows."""
     found: dict[str, list[Row]] = {}
     text = PAGE.read_text()
-    for title, block in re.findall(
-        r"^## (.*?)$.*?^```path\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
-    ):
+    for title, block in re.findall(r"^## (.*?)$.*?^```path\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         rows: list[Row] = []
         above: list[Row] = []
         for line in block.splitlines():

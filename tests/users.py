@@ -15,9 +15,7 @@ __all__ = ["DAEMON", "GROUP", "STRANGER", "TRAINER", "needs_users", "spawn_as"]
 ROOT = Path(__file__).resolve().parents[1]
 DAEMON, TRAINER, STRANGER, GROUP = 54_101, 54_102, 54_103, 54_110
 
-needs_users = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can start processes of several users"
-)
+needs_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of several users")
 
 # Everything is imported before the change: the other user may not be able to read what root runs from.
 _CHANGE = """

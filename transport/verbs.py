@@ -153,9 +153,7 @@ class FabricCounters:
     chunk_retries: int = 0
     refused: int = 0  # requests refused: region, bounds, access
     bad_digests: int = 0
-    forged: int = (
-        0  # encrypted streams that were broken off because somebody else's bytes came on them
-    )
+    forged: int = 0  # encrypted streams that were broken off because somebody else's bytes came on them
     garbage: int = 0  # frames that are nothing of ours
     unauthenticated: int = 0  # connections refused for their key
     revoked: int = 0  # connections and streams ended because their key is not trusted any more

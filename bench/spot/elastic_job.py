@@ -84,9 +84,7 @@ def train(args: argparse.Namespace, log: Log) -> None:
     for number in job.steps(_FOREVER):
         step = before.steps + number
         if not told:
-            log.write(
-                "ready", step=step, ranks=job.world_size, source=came_from, why=job.plan.reason
-            )
+            log.write("ready", step=step, ranks=job.world_size, source=came_from, why=job.plan.reason)
             told = True
         loss = training.forward_backward(step, job.rank, job.world_size)
         dist.all_reduce(loss)  # before the step is done: who has done it needs nobody to tell of it

@@ -110,9 +110,7 @@ class GroupExperts(nn.Module):
     number of tokens.
     """
 
-    def __init__(
-        self, make_expert: Callable[[int], nn.Module], place: int, size: int, group: Any
-    ) -> None:
+    def __init__(self, make_expert: Callable[[int], nn.Module], place: int, size: int, group: Any) -> None:
         super().__init__()
         self._size, self._each, self._group = size, EXPERTS // size, group
         own = range(place * self._each, (place + 1) * self._each)
@@ -141,9 +139,7 @@ class GroupExperts(nn.Module):
         whose = torch.arange(self._each).repeat(self._size).repeat_interleave(coming.flatten())
         by_expert = whose.argsort(stable=True)
         parts = torch.split(inside[by_expert], coming.sum(0).tolist())
-        done = torch.cat(
-            [expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)]
-        )
+        done = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
         back = _exchanged(done[by_expert.argsort()], takes, sends, self._group)
         outputs = back[order.argsort()].view(*experts_TK.shape, -1)
         found: Tensor = (outputs * weights_TK.unsqueeze(-1)).sum(1)

@@ -150,9 +150,7 @@ class Saves:
         names = [folder.name.split("-") for folder in folders]
         return sorted((int(n[0]), int(n[1]), f) for n, f in zip(names, folders, strict=True))
 
-    def write(
-        self, step: int, number: int | None, state: Mapping[str, Any], group: Any = None
-    ) -> float:
+    def write(self, step: int, number: int | None, state: Mapping[str, Any], group: Any = None) -> float:
         """Write this rank's part, and wait for the others; a collective call of ``group``. The
         seconds that took.
 

@@ -117,9 +117,7 @@ def lives_of(events: Iterable[Event], begun_s: float, end_s: float) -> list[Life
         ready_s = max(e["time_s"] for e in ready) - begun_s
         source = str(ready[0]["source"])
         saves_s = tuple(e["seconds"] for e in told if e["event"] == "saved")
-        found.append(
-            Life(met_s, ready_s, ready[0]["ranks"], source, tuple(sorted(done.items())), saves_s)
-        )
+        found.append(Life(met_s, ready_s, ready[0]["ranks"], source, tuple(sorted(done.items())), saves_s))
     return sorted(found, key=lambda life: life.met_s)
 
 
@@ -156,9 +154,7 @@ def _trained_until(life: Life, until_s: float, stretch: Trace) -> float:
     return cuts[0] if cuts[0] <= min(until_s, life.last_s + longest_s) else life.last_s
 
 
-def _add_gap(
-    seconds: dict[str, float], start_s: float, end_s: float, stretch: Trace, fewest: int
-) -> None:
+def _add_gap(seconds: dict[str, float], start_s: float, end_s: float, stretch: Trace, fewest: int) -> None:
     halt_s = _with_fewer(stretch, start_s, end_s, fewest)
     seconds["halt"] += halt_s
     seconds["restart"] += end_s - start_s - halt_s
@@ -174,9 +170,7 @@ def _with_fewer(stretch: Trace, start_s: float, end_s: float, fewest: int) -> fl
     )
 
 
-def wrong_losses(
-    expected: Mapping[int, float], events: Iterable[Event], *, close: float
-) -> list[str]:
+def wrong_losses(expected: Mapping[int, float], events: Iterable[Event], *, close: float) -> list[str]:
     """Steps that nobody did before later ones, and losses that are not the expected ones; those of
     repeated steps, too.
 
@@ -279,15 +273,12 @@ def measured_job(
         gather_most_s=0.0,
     )
     rates = [
-        bare.iteration_s(life.ranks, placed(bare, life.ranks)[1] if elastic else 1.0)
-        / life.iteration_s
+        bare.iteration_s(life.ranks, placed(bare, life.ranks)[1] if elastic else 1.0) / life.iteration_s
         for life in found.lives
         if life.iteration_s
         for _ in life.done_s  # a life counts by its steps
     ]
-    known = [
-        s for s in (pauses.after_coming_s, pauses.start_s, pauses.after_loss_s) if s is not None
-    ]
+    known = [s for s in (pauses.after_coming_s, pauses.start_s, pauses.after_loss_s) if s is not None]
     if not rates or not known:
         return None
     loss_s = known[0] if pauses.after_loss_s is None else pauses.after_loss_s

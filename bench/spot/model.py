@@ -134,9 +134,7 @@ def growing_part() -> float:
     """The part x of an iteration that grows with the tokens of the busiest rank; see the module."""
     loads_LE = layer_loads(SKEWED[:_M_EXPERTS], 12, 0)
     cluster = Cluster.uniform(_M_NODES, 6)
-    plan = place(
-        allocate(loads_LE, cluster, THRESHOLD), loads_LE, cluster, max_straggler=MAX_STRAGGLER
-    )
+    plan = place(allocate(loads_LE, cluster, THRESHOLD), loads_LE, cluster, max_straggler=MAX_STRAGGLER)
     ours, fixed = (
         straggler_factor(plan.placement, loads_LE, cluster),
         fixed_straggler(loads_LE, _M_GROUP),

@@ -171,9 +171,7 @@ def play(setting: Setting, strategy: Strategy, folder: Path, say: Callable[[str]
                 stage.wait_until(begun + event.at_s)
                 stage.change(event)
                 late_s = max(late_s, time.monotonic() - begun - event.at_s)
-                say(
-                    f"{event.at_s:5.0f} s: {len(stage.places.where)} hosts, {stage.last_step() + 1} steps"
-                )
+                say(f"{event.at_s:5.0f} s: {len(stage.places.where)} hosts, {stage.last_step() + 1} steps")
             stage.wait_until(begun + setting.stretch.end_s)
         finally:
             stage.job.stop()
@@ -201,9 +199,7 @@ class Places:
 class _Stage:
     """The job over a cluster of which some hosts are there."""
 
-    def __init__(
-        self, setting: Setting, strategy: Strategy, cluster: Cluster, folder: Path
-    ) -> None:
+    def __init__(self, setting: Setting, strategy: Strategy, cluster: Cluster, folder: Path) -> None:
         self._log, saves = folder / "events", folder / "saves"
         self._log.mkdir()
         saves.mkdir()

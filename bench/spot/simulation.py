@@ -159,9 +159,7 @@ def simulate(events: Sequence[Membership], end_s: float, strategy: Strategy) -> 
     job = _Job(strategy, events[0].at_s if events else end_s)
     for event in events:
         if not job.now_s <= event.at_s <= end_s:
-            raise ValueError(
-                f"an event at {event.at_s:g} s, after {job.now_s:g} and until {end_s:g} s"
-            )
+            raise ValueError(f"an event at {event.at_s:g} s, after {job.now_s:g} and until {end_s:g} s")
         job.wake_until(event.at_s)
         job.change(event)
     job.wake_until(end_s)
@@ -177,9 +175,7 @@ class _Job:
         self._mode, self._why = Mode.HALT, "no node yet"
         self._alive: set[int] = set()
         self._gone: set[int] = set()
-        self._position = (
-            0  # completed when the present mode began, or will be when the pause is over
-        )
+        self._position = 0  # completed when the present mode began, or will be when the pause is over
         self._high = 0
         self._switch: Switch | None = None
         self.periods: list[Period] = []
@@ -190,9 +186,7 @@ class _Job:
             self.advance(wake_s)
             self._ask(frozenset(), ())
             if self._strategy.wake_s() <= wake_s:
-                raise ValueError(
-                    f"a strategy that was woken at {wake_s:g} s wants to be woken then again"
-                )
+                raise ValueError(f"a strategy that was woken at {wake_s:g} s wants to be woken then again")
         self.advance(until_s)
 
     def advance(self, to_s: float) -> None:

@@ -156,9 +156,7 @@ class Elastic(_Base):
     def rebuild(self, view: View) -> Switch | Halt:
         job, nodes = self.job, tuple(sorted(view.alive))
         if len(nodes) * job.slots < job.experts:
-            return Halt(
-                f"{len(nodes)} nodes hold {len(nodes) * job.slots} of {job.experts} experts"
-            )
+            return Halt(f"{len(nodes)} nodes hold {len(nodes) * job.slots} of {job.experts} experts")
         self.gather.used()
         plan, straggler = placed(job, len(nodes))
         iteration_s = self.every_iteration_s(len(nodes), straggler)
@@ -191,11 +189,7 @@ class Elastic(_Base):
             return "replicas"
         if not self.snapshots:
             return "storage"
-        return (
-            "snapshots"
-            if (holds_LNE | self._copies(holds_LNE))[:, there].any(axis=1).all()
-            else "storage"
-        )
+        return "snapshots" if (holds_LNE | self._copies(holds_LNE))[:, there].any(axis=1).all() else "storage"
 
     @staticmethod
     def _copies(holds_LNE: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -290,8 +284,6 @@ class Fixed(_Base):
             else:
                 left.append(node)
         lacking = [
-            place
-            for place in range(self.group)
-            for _ in range(wanted - list(kept.values()).count(place))
+            place for place in range(self.group) for _ in range(wanted - list(kept.values()).count(place))
         ]
         return kept | dict(zip(left, lacking, strict=False))

@@ -64,9 +64,7 @@ class Trace:
         Raises:
             ValueError: there is none so long before the end.
         """
-        starts = [
-            c.at_s for c in self.changes if c.nodes >= fewest and c.at_s + span_s <= self.end_s
-        ]
+        starts = [c.at_s for c in self.changes if c.nodes >= fewest and c.at_s + span_s <= self.end_s]
         if not starts:
             raise ValueError(f"{span_s:g} s with {fewest} nodes at the begin: not in this trace")
 

@@ -32,10 +32,21 @@ __all__ = [
 
 IPC_PATH_LIMIT = 107  # sun_path of a unix socket, less the terminating zero
 _UNITS = {
-    "": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-}  # fmt: skip
+    "": 1,
+    "B": 1,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
@@ -172,9 +183,7 @@ def parse_labels(text: str) -> dict[str, str]:
     labels: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = part.partition("=")
-        names = re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key) and re.fullmatch(
-            r"[A-Za-z0-9._:/-]{1,128}", value
-        )
+        names = re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key) and re.fullmatch(r"[A-Za-z0-9._:/-]{1,128}", value)
         if not equals or not names or key in labels:
             raise ValueError(f"{part!r} is not a new key=value")
         labels[key] = value

@@ -292,8 +292,7 @@ def _exposed(
         return ()
     remedy = f"chmod {'go' if group_reads or owner_needs_no_group else 'o'}-r {file.path}"
     problem = (
-        f"other users can read the configuration file {file.path} (mode {file.mode:04o}), "
-        "which contains"
+        f"other users can read the configuration file {file.path} (mode {file.mode:04o}), which contains"
     )
     return (f"{problem} credentials in {' and '.join(secretive)}: run `{remedy}`",)
 

@@ -149,9 +149,7 @@ class DaemonConfig:
     """Options for the store, such as {"endpoint_url": "http://10.0.0.9:9000", "region": "eu-1"}. Prefer
     credentials from the environment (AWS_ACCESS_KEY_ID, …) or from the node's role."""
 
-    store_backend: str = _key(
-        "auto", choice_value("auto", "obstore", "fsspec"), "auto, obstore or fsspec"
-    )
+    store_backend: str = _key("auto", choice_value("auto", "obstore", "fsspec"), "auto, obstore or fsspec")
     """Library that accesses the store. auto: obstore, which needs the least CPU, if it is installed and
     supports the URL; otherwise fsspec, which supports most URLs."""
 

@@ -32,9 +32,7 @@ class ParkRequests:
         self._open: list[_Request] = []
         self._last = 0
 
-    def ask(
-        self, ranks: Iterable[RankKey], until_s: float, answer: Callable[[Parks], None]
-    ) -> None:
+    def ask(self, ranks: Iterable[RankKey], until_s: float, answer: Callable[[Parks], None]) -> None:
         """Ask these ranks; ``answer`` is called once, at once if there are none."""
         self._last += 1
         self._open.append(_Request(self._last, until_s, answer, set(ranks)))

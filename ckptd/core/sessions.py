@@ -300,9 +300,7 @@ def _other_run_hint(key: RankKey) -> str:
     )
 
 
-def _taken_by_others(
-    key: RankKey | None, segments: Sequence[SegmentFacts], memory: MemoryFacts
-) -> int:
+def _taken_by_others(key: RankKey | None, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
     return memory.replica_bytes + sum(size for _, size in _ranks(key, segments, memory))
 
 

@@ -63,12 +63,8 @@ def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Diagnosis
     checks: tuple[Callable[[], Diagnosis], ...] = (
         lambda: check_daemon(config.listen),
         lambda: check_settings(loaded.warnings),
-        lambda: check_folder(
-            "runtime folder", Path(config.runtime_dir), config.trainer_group, users
-        ),
-        lambda: check_folder(
-            "segment folder", Path(config.segment_dir), config.trainer_group, users
-        ),
+        lambda: check_folder("runtime folder", Path(config.runtime_dir), config.trainer_group, users),
+        lambda: check_folder("segment folder", Path(config.segment_dir), config.trainer_group, users),
         lambda: check_segment_filesystem(config),
         lambda: check_remove_ipc(Path(config.segment_dir)),
         lambda: check_damaged_files(Path(config.segment_dir)),
@@ -253,20 +249,14 @@ def check_remove_ipc(folder: Path, *, root: Path = Path("/"), uid: int | None = 
     if not (root / "run/systemd/system").is_dir():
         return Diagnosis(name, Grade.OK, "this machine does not run systemd")
     if uid < _FIRST_LOGIN_USER:
-        return Diagnosis(
-            name, Grade.OK, f"user {uid} is a system user: logind removes none of its files"
-        )
+        return Diagnosis(name, Grade.OK, f"user {uid} is a system user: logind removes none of its files")
     if (root / "var/lib/systemd/linger" / user_name(uid)).exists():
-        return Diagnosis(
-            name, Grade.OK, f"user {uid} lingers: logind removes none of its files at logout"
-        )
+        return Diagnosis(name, Grade.OK, f"user {uid} lingers: logind removes none of its files at logout")
     setting, where = _remove_ipc(root)
     if setting in ("no", "false", "0", "off"):
         return Diagnosis(name, Grade.OK, f"RemoveIPC={setting} ({where})")
     if not folder.is_relative_to("/dev/shm"):
-        return Diagnosis(
-            name, Grade.OK, f"{folder} is not in /dev/shm, the folder that logind clears"
-        )
+        return Diagnosis(name, Grade.OK, f"{folder} is not in /dev/shm, the folder that logind clears")
     return Diagnosis(
         name,
         Grade.WARN,
@@ -304,9 +294,7 @@ def check_memlock(setting: str) -> Diagnosis:
     swap = "no swap is on" if not _swap_is_on() else "swap is on"
     grade = Grade.FAIL if setting == "on" else Grade.WARN if _swap_is_on() else Grade.OK
     fix = "" if grade is Grade.OK else "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`"
-    return Diagnosis(
-        "memlock", grade, f"limit {text} (hard {hard}), {swap}; mlock = {setting}", fix
-    )
+    return Diagnosis("memlock", grade, f"limit {text} (hard {hard}), {swap}; mlock = {setting}", fix)
 
 
 def check_hugepages(path: Path) -> Diagnosis:
@@ -314,9 +302,7 @@ def check_hugepages(path: Path) -> Diagnosis:
     try:
         text = path.read_text(encoding="ascii")
     except OSError:
-        return Diagnosis(
-            "huge pages", Grade.OK, "the kernel does not support them for shared memory"
-        )
+        return Diagnosis("huge pages", Grade.OK, "the kernel does not support them for shared memory")
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "advise", "within_size", "force"):
         return Diagnosis("huge pages", Grade.OK, f"shmem_enabled is {chosen}")
@@ -348,12 +334,8 @@ def check_ptrace(path: Path) -> Diagnosis:
     try:
         scope = path.read_text(encoding="ascii").strip()
     except OSError:
-        return Diagnosis(
-            "ptrace", Grade.OK, "no Yama: processes of one user can read each other's memory"
-        )
-    return Diagnosis(
-        "ptrace", Grade.OK, f"yama ptrace_scope is {scope}; ckptd does not need ptrace"
-    )
+        return Diagnosis("ptrace", Grade.OK, "no Yama: processes of one user can read each other's memory")
+    return Diagnosis("ptrace", Grade.OK, f"yama ptrace_scope is {scope}; ckptd does not need ptrace")
 
 
 def check_clock() -> Diagnosis:
@@ -398,9 +380,7 @@ def check_peer_data(config: DaemonConfig) -> Diagnosis:
     if not config.peer_listen:
         return Diagnosis(name, Grade.OK, "snapshots stay on this node")
     if config.peer_security == "plain":
-        return Diagnosis(
-            name, Grade.WARN, "peers are not authenticated", "set peer_security to curve"
-        )
+        return Diagnosis(name, Grade.WARN, "peers are not authenticated", "set peer_security to curve")
     if config.peer_data == "zmq":
         return Diagnosis(name, Grade.OK, "CURVE")
     try:
@@ -408,9 +388,7 @@ def check_peer_data(config: DaemonConfig) -> Diagnosis:
     except ValueError as error:
         return Diagnosis(name, Grade.FAIL, str(error), "pip install 'cryptography>=47'")
     if first is Cipher.PLAINTEXT:
-        return Diagnosis(
-            name, Grade.WARN, "snapshots are sent unencrypted", "set peer_data to stream"
-        )
+        return Diagnosis(name, Grade.WARN, "snapshots are sent unencrypted", "set peer_data to stream")
     return Diagnosis(name, Grade.OK, first.title)
 
 
@@ -428,9 +406,7 @@ def check_versions() -> Diagnosis:
     if missing:
         lacking = ", ".join(missing)
         grade = Grade.WARN if missing == ["torch"] else Grade.FAIL
-        return Diagnosis(
-            "versions", grade, f"{detail}; not installed: {lacking}", f"pip install {lacking}"
-        )
+        return Diagnosis("versions", grade, f"{detail}; not installed: {lacking}", f"pip install {lacking}")
     return Diagnosis("versions", Grade.OK, detail)
 
 

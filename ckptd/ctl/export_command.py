@@ -76,9 +76,7 @@ def run_import(args: argparse.Namespace) -> CommandOutcome:
             report = import_to_folder(source, Path(args.to), force=args.force, watch=_watch(args))
         else:
             if args.job is None or args.run is None:
-                raise ExportError(
-                    "name the JOB and the RUN that start from the model, or a folder with --to"
-                )
+                raise ExportError("name the JOB and the RUN that start from the model, or a folder with --to")
             place, _ = configured_place(args.store, args.store_options, args.store_backend)
             with opened(place, args.timeout) as store:
                 report = import_to_store(
@@ -95,9 +93,7 @@ def run_import(args: argparse.Namespace) -> CommandOutcome:
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ckptctl export`, except --job, --run and --rank."""
-    parser.add_argument(
-        "--iteration", type=int, help="iteration of the snapshot (default: the newest)"
-    )
+    parser.add_argument("--iteration", type=int, help="iteration of the snapshot (default: the newest)")
     parser.add_argument("--to", required=True, metavar="PATH", help="file or folder to write")
     parser.add_argument(
         "--format",
@@ -147,8 +143,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         required=True,
         metavar="PATH",
-        help="a folder or file of Hugging Face safetensors, or a checkpoint of "
-        "torch.distributed.checkpoint",
+        help="a folder or file of Hugging Face safetensors, or a checkpoint of torch.distributed.checkpoint",
     )
     parser.add_argument(
         "--format",
@@ -159,9 +154,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", metavar="FOLDER", help="write to a folder instead of a store")
     _add_store(parser, "URL or folder of the store (default: as configured)")
-    parser.add_argument(
-        "--model-key", default="model", help='key of the model in a DCP ("": its root)'
-    )
+    parser.add_argument("--model-key", default="model", help='key of the model in a DCP ("": its root)')
     parser.add_argument(
         "--optimizer-key", default="optim", help='key of the optimizer ("": do not import it)'
     )
@@ -184,9 +177,7 @@ def _source(
     place, _ = configured_place(args.store, args.store_options, args.store_backend)
     with (
         opened(place, args.timeout) as store,
-        open_stored(
-            store.store, place.shown, args.job, args.run, args.iteration, rank=args.rank
-        ) as stored,
+        open_stored(store.store, place.shown, args.job, args.run, args.iteration, rank=args.rank) as stored,
     ):
         yield stored
 
@@ -230,9 +221,7 @@ def _export_text(report: ExportReport) -> str:
     if report.optimizer_tensors:
         parts.insert(1, f"{report.optimizer_tensors} of the optimizer's state")
     converted = f" ({report.converted} converted to compute precision)" if report.converted else ""
-    joined = f", with what {named_ranks(report.joined_ranks)} captured for it" * bool(
-        report.joined_ranks
-    )
+    joined = f", with what {named_ranks(report.joined_ranks)} captured for it" * bool(report.joined_ranks)
     line = (
         f"{report.path}: {', '.join(parts)}, iteration {report.iteration} of {report.job}/{report.run} "
         f"rank {report.rank}{joined}{converted}"
@@ -241,9 +230,7 @@ def _export_text(report: ExportReport) -> str:
 
 
 def _import_text(report: ImportReport) -> str:
-    state = f", {report.optimizer_tensors} of the optimizer's state" * bool(
-        report.optimizer_tensors
-    )
+    state = f", {report.optimizer_tensors} of the optimizer's state" * bool(report.optimizer_tensors)
     line = (
         f"{report.tensors} tensors{state}, {format_bytes(report.size_bytes)}: "
         f"Checkpointer(…, recovery=RecoveryOptions(start_from={report.start_from!r}))"

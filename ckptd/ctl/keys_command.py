@@ -46,9 +46,7 @@ def add_keys_commands(parser: argparse.ArgumentParser, common: argparse.Argument
     trusting = add("trust", "trust a node: it may connect to this one, and this one to it")
     trusting.add_argument("node", help="its node id")
     trusting.add_argument("key", help="its public key, or the file node.key that contains it")
-    trusting.add_argument(
-        "--valid-days", type=float, help="days until the key expires (default: never)"
-    )
+    trusting.add_argument("--valid-days", type=float, help="days until the key expires (default: never)")
     trusting.add_argument(
         "--keep-previous-hours",
         type=float,

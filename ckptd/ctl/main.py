@@ -117,9 +117,7 @@ def _snapshots(args: argparse.Namespace) -> int:
     _show(
         args,
         found,
-        lambda: render.snapshots(
-            found, operators=args.operators, verify_iterations=args.verify_iterations
-        ),
+        lambda: render.snapshots(found, operators=args.operators, verify_iterations=args.verify_iterations),
     )
     return 0
 
@@ -129,9 +127,7 @@ def _iterations(args: argparse.Namespace) -> int:
         job, run = args.job, args.run
         if job is None or run is None:
             job, run = choose_run(client, args)
-    found = saved_iterations(
-        job, run, daemon=_endpoint(args), verify_iterations=args.verify_iterations
-    )
+    found = saved_iterations(job, run, daemon=_endpoint(args), verify_iterations=args.verify_iterations)
     _show(args, found, lambda: render.iterations(job, run, found))
     return 0 if found else EXIT_FAILED
 
@@ -202,9 +198,7 @@ def _admit(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    return _show_outcome(
-        args, run_export(args, lambda: _segment_dir(args), partial(_whereabouts, args))
-    )
+    return _show_outcome(args, run_export(args, lambda: _segment_dir(args), partial(_whereabouts, args)))
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -291,9 +285,7 @@ def _segment_dir(args: argparse.Namespace) -> str:
         return _settings(args).config.segment_dir
 
 
-def _whereabouts(
-    args: argparse.Namespace, job: str, run: str, iteration: int
-) -> Mapping[int, Sequence[str]]:
+def _whereabouts(args: argparse.Namespace, job: str, run: str, iteration: int) -> Mapping[int, Sequence[str]]:
     """The nodes that hold other ranks' snapshots, by rank; empty if no daemon can answer (the caller
     then reports that the nodes are not known).
     """
@@ -360,9 +352,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(
-        name: str, function: Callable[[argparse.Namespace], int], text: str, *parents: Any
-    ) -> Any:
+    def add(name: str, function: Callable[[argparse.Namespace], int], text: str, *parents: Any) -> Any:
         sub = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
         sub.set_defaults(function=function)
         return sub
@@ -380,9 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     events = add("events", _events, "list the events of this node")
     events.add_argument("--follow", action="store_true", help="keep printing new events")
     events.add_argument("--since", type=int, default=0, help="only events after this number")
-    events.add_argument(
-        "--limit", type=int, default=1000, help="print at most this many (default 1000)"
-    )
+    events.add_argument("--limit", type=int, default=1000, help="print at most this many (default 1000)")
     text = "park: attached trainers copy their state to memory now, and a restart resumes from that copy"
     park = add("park", _park, text)
     park.add_argument("job", nargs="?", help="only this job")
@@ -440,12 +428,8 @@ def _parser() -> argparse.ArgumentParser:
     add_elastic_commands(elastic, [common, which])
     keys = add("keys", _keys, "manage this node's keys and the peers that it trusts")
     add_keys_commands(keys, common)
-    stored = add(
-        "checkpoints", _checkpoints, "list, verify, pin and remove checkpoints in object storage"
-    )
+    stored = add("checkpoints", _checkpoints, "list, verify, pin and remove checkpoints in object storage")
     add_checkpoints_commands(stored, common)
-    add_verify_arguments(
-        add("verify", _verify, "verify every checkpoint in a store; needs no daemon")
-    )
+    add_verify_arguments(add("verify", _verify, "verify every checkpoint in a store; needs no daemon"))
     add("wait", _wait, "wait until the daemon answers, for at most --timeout")
     return parser

@@ -88,9 +88,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
         raise RefusedError("internal", str(error)) from error
 
 
-def ask_whereabouts(
-    client: ControlClient, job: str, run: str, iteration: int
-) -> dict[int, tuple[str, ...]]:
+def ask_whereabouts(client: ControlClient, job: str, run: str, iteration: int) -> dict[int, tuple[str, ...]]:
     """By rank, the nodes that hold its snapshot of this iteration; if there are none, the node
     on which the rank trains.
     """
@@ -140,10 +138,7 @@ def as_json(answer: WhatIf) -> dict[str, Any]:
 
 def render_peers(answer: m.Peers) -> str:
     """The peers, the replication of the local ranks, and the replicas on this node."""
-    listen = (
-        answer.endpoint
-        or "no peer listener (CKPTD_PEER_LISTEN is not set): snapshots stay on this node"
-    )
+    listen = answer.endpoint or "no peer listener (CKPTD_PEER_LISTEN is not set): snapshots stay on this node"
     peers = [
         [
             p.node,
@@ -226,9 +221,7 @@ def _compared(plan: RecoveryPlan | NoRecovery) -> str:
     if isinstance(plan, NoRecovery):
         return ""
     if plan.start < plan.needed:
-        return (
-            f"; {plan.needed - plan.start} of the replayed iterations only verify the loaded values"
-        )
+        return f"; {plan.needed - plan.start} of the replayed iterations only verify the loaded values"
     return f"; no additional iteration verifies the loaded values: {plan.unverified}"
 
 

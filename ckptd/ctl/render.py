@@ -52,23 +52,15 @@ def iterations(job: str, run: str, found: Sequence[SavedIteration]) -> str:
     """A table of the iterations, newest first."""
     if not found:
         return f"no iteration of {job}/{run} is saved on all ranks"
-    rows = [
-        [str(each.iteration), str(each.replay_from), "yes" if each.durable else "no"]
-        for each in found
-    ]
+    rows = [[str(each.iteration), str(each.replay_from), "yes" if each.durable else "no"] for each in found]
     return format_table(["iteration", "replayed from", "in storage"], rows)
 
 
-def snapshots(
-    answer: m.Snapshots, *, operators: bool, verify_iterations: int = VERIFY_ITERATIONS
-) -> str:
+def snapshots(answer: m.Snapshots, *, operators: bool, verify_iterations: int = VERIFY_ITERATIONS) -> str:
     """One block per rank: its slots, then the iteration that can be recovered and its cost for
     a trainer with these ``verify_iterations``.
     """
-    ranks = [
-        _rank(rank, operators=operators, verify_iterations=verify_iterations)
-        for rank in answer.ranks
-    ]
+    ranks = [_rank(rank, operators=operators, verify_iterations=verify_iterations) for rank in answer.ranks]
     replays = [_replays(run) for run in answer.replays]
     return "\n\n".join([*(ranks or ["no snapshots in memory"]), *replays])
 
@@ -78,8 +70,7 @@ def events(found: Sequence[m.EventInfo]) -> str:
     if not found:
         return "no events"
     return "\n".join(
-        f"{event.seq:>6}  {_when(event.time_ns)}  {event.level:<7}  {event.kind:<16}  "
-        f"{event.message}"
+        f"{event.seq:>6}  {_when(event.time_ns)}  {event.level:<7}  {event.kind:<16}  {event.message}"
         for event in found
     )
 
@@ -90,11 +81,7 @@ def parks(answer: m.Parks) -> str:
         return "no attached trainer can park"
     return "\n".join(
         f"{rank.job}/{rank.run} rank {rank.rank}: "
-        + (
-            f"parked at iteration {rank.iteration}"
-            if rank.iteration >= 0
-            else f"not parked: {rank.reason}"
-        )
+        + (f"parked at iteration {rank.iteration}" if rank.iteration >= 0 else f"not parked: {rank.reason}")
         for rank in answer.ranks
     )
 
@@ -137,10 +124,7 @@ def _sessions(sessions: Sequence[m.SessionStatus]) -> str:
             session.step if session.step >= 0 else "-",
             format_bytes(session.segment_bytes),
             format_age(session.attached_s),
-            ", ".join(
-                f"{name} {value:.4g}"
-                for name, value in list(session.metrics.items())[:_SHOWN_METRICS]
-            )
+            ", ".join(f"{name} {value:.4g}" for name, value in list(session.metrics.items())[:_SHOWN_METRICS])
             or "-",
         )
         for session in sessions
@@ -169,8 +153,18 @@ def _segments(segments: Sequence[m.SegmentStatus]) -> str:
         for segment in segments
     ]
     header = (
-        "job", "run", "rank", "gen", "holds", "size", "slots", "states", "newest", "owner", "memory",
-    )  # fmt: skip
+        "job",
+        "run",
+        "rank",
+        "gen",
+        "holds",
+        "size",
+        "slots",
+        "states",
+        "newest",
+        "owner",
+        "memory",
+    )
     return format_table(header, rows)
 
 
@@ -199,9 +193,18 @@ def _durable(durable: m.DurableStatus) -> str:
         for rank in durable.ranks
     ]
     header = (
-        "job", "run", "rank", "committed", "under way", "stride", "skipped", "abandoned", "uploaded",
-        "took", "last trouble",
-    )  # fmt: skip
+        "job",
+        "run",
+        "rank",
+        "committed",
+        "under way",
+        "stride",
+        "skipped",
+        "abandoned",
+        "uploaded",
+        "took",
+        "last trouble",
+    )
     return f"{title}\n{format_table(header, rows)}"
 
 
@@ -213,9 +216,18 @@ def _rank(rank: m.RankSnapshots, *, operators: bool, verify_iterations: int) -> 
     used = [slot for slot in rank.slots if slot.state != "free"]
     free = len(rank.slots) - len(used)
     header = (
-        "iteration", "size", "anchored", "compute", "state", "replicated", "durable", "gen", "slot",
-        "age", "digest",
-    )  # fmt: skip
+        "iteration",
+        "size",
+        "anchored",
+        "compute",
+        "state",
+        "replicated",
+        "durable",
+        "gen",
+        "slot",
+        "age",
+        "digest",
+    )
     lines = [title, format_table(header, [_slot(slot, rank) for slot in used])]
     if free:
         lines.append(f"and {free} free slots")

@@ -157,9 +157,7 @@ def import_to_store(
     prefix = import_prefix(job, run)
     if store.info(prefix + MANIFEST) is not None:
         if not force:
-            raise ExportError(
-                f"{shown_url}/{prefix} holds an import already; pass --force to replace it"
-            )
+            raise ExportError(f"{shown_url}/{prefix} holds an import already; pass --force to replace it")
         store.delete([prefix + MANIFEST])  # first of all: from here on it is none any more
     store.delete([info.key for info in store.list(prefix)])
 
@@ -181,9 +179,7 @@ def import_to_store(
     return _report(source, f"{shown_url.rstrip('/')}/{prefix.rstrip('/')}", files, total)
 
 
-def _write(
-    source: ImportSource, folder: Path, moved: Moved, finished: Callable[[Path], None]
-) -> int:
+def _write(source: ImportSource, folder: Path, moved: Moved, finished: Callable[[Path], None]) -> int:
     """Write the set file by file, its manifest last; how many files it has."""
     files: list[SetFile] = []
     for part in (MODEL, OPTIMIZER):
@@ -252,11 +248,7 @@ class _DcpSource:
             part: {t.name: (i, TensorEntry(t.name, t.dtype, t.shape)) for i, t in numbered}
             for part in (MODEL, OPTIMIZER)
             for numbered in [
-                [
-                    (i, t)
-                    for i, t in enumerate(told.tensors)
-                    if (t.kind == "model") == (part == MODEL)
-                ]
+                [(i, t) for i, t in enumerate(told.tensors) if (t.kind == "model") == (part == MODEL)]
             ]
         }
 

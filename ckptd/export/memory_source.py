@@ -41,9 +41,7 @@ class SlotSource:
         views: the images that contain its tensors, by rank.
     """
 
-    def __init__(
-        self, origin: Origin, joined: JoinedSnapshot, views: Mapping[int, ImageView]
-    ) -> None:
+    def __init__(self, origin: Origin, joined: JoinedSnapshot, views: Mapping[int, ImageView]) -> None:
         self.origin, self.facts = origin, joined.facts
         self.tensors: Sequence[ImageTensor] = joined.tensors
         self.scalars_len = views[origin.rank].scalars_len

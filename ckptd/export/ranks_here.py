@@ -121,16 +121,12 @@ def why_missing(missing: SharesMissing, whereabouts: Whereabouts) -> ExportError
     known = whereabouts(key.job, key.run, iteration)
     params = list(dict.fromkeys(s.param for shares in missing.shares.values() for s in shares))
     nodes = [
-        f"those of rank {rank} may be on {' or '.join(known[rank])}"
-        for rank in ranks
-        if known.get(rank)
+        f"those of rank {rank} may be on {' or '.join(known[rank])}" for rank in ranks if known.get(rank)
     ]
     unknown = [rank for rank in ranks if not known.get(rank)]
     if unknown:
         nodes.append(f"this node does not know the nodes that hold those of {named_ranks(unknown)}")
-    held_here = [
-        f"of rank {r} it holds {ranges(found)}" for r, found in missing.here.items() if found
-    ]
+    held_here = [f"of rank {r} it holds {ranges(found)}" for r, found in missing.here.items() if found]
     return ExportError(
         f"{slot} is not whole: {named_ranks(ranks)} captured {first_of(params, _MOST_NAMED)} for "
         "all ranks that "

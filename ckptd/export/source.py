@@ -98,9 +98,7 @@ def facts_of(client: bytes, rank: int) -> SnapshotFacts:
     try:
         recorded = unpack(_decoder, client)
     except ValueError as error:
-        if (
-            b"owners" in client
-        ):  # otherwise a part of the model could be in other images without notice
+        if b"owners" in client:  # otherwise a part of the model could be in other images without notice
             raise ExportError(
                 f"the descriptor of rank {rank} has malformed owners of operators ({error}); "
                 "export with the version of ckptd that trained"

@@ -108,9 +108,7 @@ def open_stored(
     lacks = lacking(own.image.tensors, facts.shares)
     others = open_images(store, checkpoint, snapshot, lacks) if lacks else {}
     joined = join(own.rank, own.image, facts, lacks, {r: i.image for r, i in others.items()})
-    origin = Origin(
-        job, run, own.rank, manifest.world_size, snapshot.iteration, shown_url, tuple(others)
-    )
+    origin = Origin(job, run, own.rank, manifest.world_size, snapshot.iteration, shown_url, tuple(others))
     source = StoredSource(store, origin, joined, {own.rank: own, **others})
     try:
         yield source

@@ -151,6 +151,4 @@ def _damage_of(rank: int, iteration: int) -> Iterator[None]:
 
 
 def _text(rank: int, iteration: int, what: str) -> str:
-    return (
-        f"the stored snapshot of iteration {iteration} of rank {rank} is damaged: {what}; {_ADVICE}"
-    )
+    return f"the stored snapshot of iteration {iteration} of rank {rank} is damaged: {what}; {_ADVICE}"

@@ -24,9 +24,7 @@ from ckptd.memory.segment_file import Segment, open_segment
 __all__ = ["ASIDE", "Adopted", "Adoption", "tell_adopted"]
 
 ASIDE = ".bad"  # the end of what was put aside
-_SPARE_DESCRIPTORS = (
-    64  # for the socket, for peers and for trainers: segments wait before these are gone
-)
+_SPARE_DESCRIPTORS = 64  # for the socket, for peers and for trainers: segments wait before these are gone
 # Not the path of a regular file: no segment of ours, and none later either.
 _NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 

@@ -105,9 +105,7 @@ class FileMapping:
         return self._region.cut
 
 
-_regions: list[
-    _Region
-] = []  # the newest first: an address may be taken again before `_forget` has run
+_regions: list[_Region] = []  # the newest first: an address may be taken again before `_forget` has run
 _installing = threading.Lock()
 _kept: list[Any] = []  # what the kernel calls must stay
 

@@ -106,9 +106,7 @@ class Housekeeper:
                 segment.key,
             )
             self.settle(segment)
-            self._slow.submit(
-                partial(self._store.lock_in_memory, segment), _nothing, self._slow_failed
-            )
+            self._slow.submit(partial(self._store.lock_in_memory, segment), _nothing, self._slow_failed)
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         """Look after files and owners that went, slots that wait, runs that expired, the scrub."""
@@ -151,9 +149,7 @@ class Housekeeper:
             return
         where = f"{segment.key} generation {segment.generation}"
         for index in report.freed:
-            self._events.add(
-                "warning", "slot_freed", f"{where} slot {index} was being filled", segment.key
-            )
+            self._events.add("warning", "slot_freed", f"{where} slot {index} was being filled", segment.key)
         for index in report.damaged:
             self._events.add(
                 "error",
@@ -189,8 +185,7 @@ class Housekeeper:
         self._events.add(
             "info",
             "removed",
-            f"{segment.key} generation {segment.generation} "
-            f"({format_bytes(segment.file_bytes)}): {why}",
+            f"{segment.key} generation {segment.generation} ({format_bytes(segment.file_bytes)}): {why}",
             segment.key,
         )
         self._slow.submit(segment.close, _nothing, self._slow_failed)
@@ -234,9 +229,7 @@ class Housekeeper:
         if not segment.cut:
             self._store.discard(segment)
             text = f"{segment.path.name} was removed or replaced behind our back"
-            self._events.add(
-                "error", "segment_vanished", f"{text}; its snapshots are lost", segment.key
-            )
+            self._events.add("error", "segment_vanished", f"{text}; its snapshots are lost", segment.key)
             return
         size = os.fstat(segment.fd).st_size
         others = set(locks.holders_of(segment.path)) - {os.getpid()}

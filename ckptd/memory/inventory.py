@@ -130,11 +130,7 @@ def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:
     if not known:
         return []
     alike = [s for s in known if s.descriptor.num_operators == known[-1].descriptor.num_operators]
-    return [
-        slot_record(segment, index, header)
-        for segment in alike
-        for index, header in segment.headers()
-    ]
+    return [slot_record(segment, index, header) for segment in alike for index, header in segment.headers()]
 
 
 def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
@@ -146,9 +142,7 @@ def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
 
 def log_records(segment: Segment) -> list[SlotRecord]:
     """The slots of a boundary log; nothing in them is anchored."""
-    return [
-        header_record(header, segment.generation, index, b"") for index, header in segment.headers()
-    ]
+    return [header_record(header, segment.generation, index, b"") for index, header in segment.headers()]
 
 
 def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
@@ -234,8 +228,7 @@ def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, .
         return tuple(names)
     ours = (-1, rank)
     return tuple(
-        name if owner in ours else f"{name} (rank {owner})"
-        for name, owner in zip(names, owners, strict=True)
+        name if owner in ours else f"{name} (rank {owner})" for name, owner in zip(names, owners, strict=True)
     )
 
 
@@ -249,9 +242,7 @@ def own_memory() -> tuple[int, int, int]:
 
 def _slot_infos(segments: Iterable[Segment]) -> tuple[SlotInfo, ...]:
     found = [
-        _slot_info(segment, index, header)
-        for segment in segments
-        for index, header in segment.headers()
+        _slot_info(segment, index, header) for segment in segments for index, header in segment.headers()
     ]
     return tuple(sorted(found, key=lambda slot: (slot.iteration, slot.sequence)))
 

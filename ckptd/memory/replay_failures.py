@@ -172,9 +172,7 @@ class Quarantine:
         self._known[key] = failures
         path = self._path(*key)
         try:
-            replace_private_file(
-                path, msgspec.msgpack.encode(_File(_FORMAT, failures)), synced=False
-            )
+            replace_private_file(path, msgspec.msgpack.encode(_File(_FORMAT, failures)), synced=False)
         except OSError as error:
             text = f"{path.name} cannot be written: {error}; a daemon after this one will not know of it"
             logger.error("%s", text)

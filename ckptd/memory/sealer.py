@@ -100,9 +100,7 @@ def scrub_slot(
         return SealOutcome(SealVerdict.INTACT, header.iteration)
 
 
-def _seal(
-    segment: Segment, index: int, header: SlotHeader, map_fn: DigestMap | None
-) -> SealOutcome:
+def _seal(segment: Segment, index: int, header: SlotHeader, map_fn: DigestMap | None) -> SealOutcome:
     started = time.perf_counter_ns()
     try:
         digest = seal(segment.image(index, header), map_fn=map_fn)
@@ -120,9 +118,7 @@ def _seal(
         digest_ns=took,
     )
     write_slot_header(segment.buffer, segment.geometry, index, sealed)
-    return SealOutcome(
-        SealVerdict.SEALED, header.iteration, digest_ns=took, image_len=header.image_len
-    )
+    return SealOutcome(SealVerdict.SEALED, header.iteration, digest_ns=took, image_len=header.image_len)
 
 
 def _lock_soon(fd: int, byte: int) -> bool:

@@ -109,9 +109,7 @@ class SegmentMaker:
         self._store.enter(plan, segment)
         made(segment)
 
-    def _not_built(
-        self, plan: SegmentPlan, refused: Callable[[Refused], None], error: BaseException
-    ) -> None:
+    def _not_built(self, plan: SegmentPlan, refused: Callable[[Refused], None], error: BaseException) -> None:
         self._store.cancel(plan)
         if isinstance(error, CannotReserve):
             refusal = Refused(error.code, error.message, error.hint)

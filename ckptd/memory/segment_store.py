@@ -384,8 +384,7 @@ class SegmentStore:
         """Whether its rank went on without it, in a segment that was made later."""
         key = RankKey(told.job, told.run, told.rank)
         return max(self._generations(key), default=-1) > told.generation or any(
-            segment.descriptor.created_at_ns > told.created_at_ns
-            for segment in self.all_of_rank(key)
+            segment.descriptor.created_at_ns > told.created_at_ns for segment in self.all_of_rank(key)
         )
 
     def _generations(self, key: RankKey, *, aside: bool = False) -> list[int]:
@@ -460,8 +459,7 @@ class SegmentStore:
                 raise CannotReserve(
                     RefusalCode.SEGMENT_FS,
                     f"{format_bytes(file_bytes)} cannot be locked in memory: {why_not}",
-                    "raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit), or set "
-                    "CKPTD_MLOCK=auto",
+                    "raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit), or set CKPTD_MLOCK=auto",
                 )
             write_prologue(buffer, plan.geometry, plan.descriptor)
             if self._group is not None:
@@ -472,9 +470,7 @@ class SegmentStore:
             os.close(fd)
             raise
         mlocked = self._mlock != "off" and why_not is None
-        return Segment(
-            plan.path, plan.descriptor, plan.geometry, mapping, fd, file_bytes, mlocked=mlocked
-        )
+        return Segment(plan.path, plan.descriptor, plan.geometry, mapping, fd, file_bytes, mlocked=mlocked)
 
 
 def _facts(told: SegmentDescriptor, held: _Held, owned: bool = False) -> SegmentFacts:

@@ -113,9 +113,7 @@ class SlotDoubts:
         self._events.count("examine_again")
         if not doubt.told:
             doubt.told = True
-            text = (
-                f"{segment.path.name} slot {index} cannot be examined now, and is later: {error!r}"
-            )
+            text = f"{segment.path.name} slot {index} cannot be examined now, and is later: {error!r}"
             logger.error("%s", text, exc_info=error)
             self._events.add("error", "scrub_failed", text, segment.key)
         self._next()

@@ -104,9 +104,7 @@ class Daemon(SlotListener):
             group=group,
             remake_folder=self._remake_folder,
         )
-        self._housekeeper = Housekeeper(
-            config, store, self._events, self._sealers, self._slow, pool, self
-        )
+        self._housekeeper = Housekeeper(config, store, self._events, self._sealers, self._slow, pool, self)
         self._poller = zmq.Poller()
         self._watcher = PidfdWatcher(self._poller)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

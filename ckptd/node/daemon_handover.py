@@ -40,9 +40,7 @@ def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
                 raise
             if not told:
                 told = True
-                logger.warning(
-                    "waiting for the end of the daemon that uses the %s %s", what, folder
-                )
+                logger.warning("waiting for the end of the daemon that uses the %s %s", what, folder)
         time.sleep(_LOOK_S)
 
 

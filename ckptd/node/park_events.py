@@ -78,8 +78,7 @@ class ParkEvents:
         if header.state is SlotState.FILLED:
             return True
         text = (
-            f"parked at iteration {header.iteration}: process {left.session.pid} ended before "
-            "it could tell"
+            f"parked at iteration {header.iteration}: process {left.session.pid} ended before it could tell"
         )
         self._events.add("info", "parked", text, left.session.key)
         return False

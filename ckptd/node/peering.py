@@ -108,9 +108,7 @@ class Peering:
         )
         self._guard = RunGuard(access, events, record_of=self.records.of, clock=node.clock)
         self.neighbours = Neighbours(node, self.fabric, self)
-        self._news = RunNews(
-            node, self.records, link=self.neighbours.link, note_epoch=self._note_epoch
-        )
+        self._news = RunNews(node, self.records, link=self.neighbours.link, note_epoch=self._note_epoch)
         self._updates = RecordUpdates(
             node.node_id,
             record_of=self.records.of,
@@ -119,9 +117,7 @@ class Peering:
             clock=node.clock,
         )
         self._stored: StoreLink | None = None
-        self.fetches = Fetches(
-            node, self.maker, self.replicas, workers, link=self._holder, doubt=doubt
-        )
+        self.fetches = Fetches(node, self.maker, self.replicas, workers, link=self._holder, doubt=doubt)
         self._digesters = self._own_workers("image-digest")
         self._digests = ImageDigests(
             self._digesters,
@@ -209,9 +205,7 @@ class Peering:
         self.neighbours.meet(cards)
         return self.neighbours.to_ask(cards)
 
-    def _with_stored(
-        self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen
-    ) -> None:
+    def _with_stored(self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen) -> None:
         """And what is durable."""
         if self._stored is None:
             answer(seen)

@@ -30,9 +30,7 @@ Answer = Callable[[m.Reply], None]
 class Reservations:
     """Lays out segments for attached ranks, has them made and filled, and answers."""
 
-    def __init__(
-        self, store: SegmentStore, maker: SegmentMaker, events: EventLog, peering: Peering
-    ) -> None:
+    def __init__(self, store: SegmentStore, maker: SegmentMaker, events: EventLog, peering: Peering) -> None:
         self._store, self._maker, self._events, self._peering = store, maker, events, peering
 
     def reserve(
@@ -44,9 +42,7 @@ class Reservations:
         except SegmentError as error:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, str(error))
         if descriptor.holds_snapshots == isinstance(message, m.ReserveBeside):
-            text = (
-                f"{type(message).__name__} with the descriptor of a segment for {descriptor.kind}"
-            )
+            text = f"{type(message).__name__} with the descriptor of a segment for {descriptor.kind}"
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, text)
         return self._make(
             session,
@@ -81,9 +77,7 @@ class Reservations:
         if (wrong := _contradiction(descriptor, session.wish)) is not None:
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, wrong)
         what = f"{num_slots} slots of {format_bytes(slot_bytes)}"
-        return self._maker.make(
-            plan, what=what, made=partial(self._made, made), refused=answer, final=final
-        )
+        return self._maker.make(plan, what=what, made=partial(self._made, made), refused=answer, final=final)
 
     def _made(self, made: Callable[[Segment], None], segment: Segment) -> None:
         self._events.add(
@@ -114,9 +108,7 @@ class Reservations:
                 answer(m.Refused(RefusalCode.BAD_MESSAGE, text))
                 return
             if not all(0 < image_len <= found.slot_bytes for image_len in images):
-                text = (
-                    f"images of {min(images)} to {max(images)} bytes, slots of {found.slot_bytes}"
-                )
+                text = f"images of {min(images)} to {max(images)} bytes, slots of {found.slot_bytes}"
                 hint = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
                 answer(m.Refused(RefusalCode.BAD_MESSAGE, f"{text} bytes", hint))
                 return

@@ -37,9 +37,7 @@ __all__ = ["Service"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_UNANSWERED = (
-    64  # requests of one connection; a client has one at a time, and some that it gave up
-)
+_MAX_UNANSWERED = 64  # requests of one connection; a client has one at a time, and some that it gave up
 
 
 class Service:
@@ -117,9 +115,7 @@ class Service:
             m.AdmitNodes: self._admit_nodes,
         }
 
-    def handle(
-        self, identity: bytes, message: m.Message, answer: Answer, process: int = -1
-    ) -> None:
+    def handle(self, identity: bytes, message: m.Message, answer: Answer, process: int = -1) -> None:
         """Serve one message; `answer` is called once, now or later, or never for a one-way one.
 
         Args:
@@ -239,23 +235,17 @@ class Service:
 
     def _park(self, message: m.Park, answer: Answer) -> None:
         asked = [
-            s.key
-            for s in self.sessions
-            if message.job in ("", s.key.job) and message.run in ("", s.key.run)
+            s.key for s in self.sessions if message.job in ("", s.key.job) and message.run in ("", s.key.run)
         ]
         for key in asked:
             self._events.add("info", "park_asked", f"{key} is asked to park", key)
         self.trainers.parks.ask(asked, self._clock() + message.wait_s, answer)
 
-    def _park_outcome(
-        self, session: TrainerSession, message: m.ParkOutcome, _: Answer
-    ) -> m.Reply | None:
+    def _park_outcome(self, session: TrainerSession, message: m.ParkOutcome, _: Answer) -> m.Reply | None:
         self.trainers.parks.outcome(session.key, message.number, message.iteration, message.reason)
         return None
 
-    def _tell_elastic(
-        self, session: TrainerSession, message: m.TellElastic, _: Answer
-    ) -> m.Reply | None:
+    def _tell_elastic(self, session: TrainerSession, message: m.TellElastic, _: Answer) -> m.Reply | None:
         self._elastic.tell(session.key, message.elastic, self._clock())
         return None
 
@@ -277,9 +267,7 @@ class Service:
         self.trainers.retire(session)
         self.trainers.park_events.ended(session)
         final = ", and its run is over" if message.final else ""
-        self._events.add(
-            "info", "detached", f"process {session.pid} left {session.key}{final}", session.key
-        )
+        self._events.add("info", "detached", f"process {session.pid} left {session.key}{final}", session.key)
         self._peering.leave(session.key, final=message.final)
         # What a replay did not reproduce is not to replace what is durable.
         doubted = open_failures(self._peering.quarantine.failures(session.key.job, session.key.run))
@@ -301,9 +289,7 @@ class Service:
         try:
             refused = self._peering.join(session.key, message)
         except OSError as error:
-            text = (
-                f"who takes part in {session.key.job}/{session.key.run} cannot be written: {error}"
-            )
+            text = f"who takes part in {session.key.job}/{session.key.run} cannot be written: {error}"
             self._events.add("error", "run_not_recorded", text, session.key)
             return m.Refused(
                 RefusalCode.SEGMENT_FS,
@@ -319,9 +305,7 @@ class Service:
                 "the job was recovered again meanwhile: end this trainer, and start it with the others",
             )
         if self._tier is not None:
-            self._tier.join(
-                session.key, session.wish.world_size, message.epoch, message.epoch_start
-            )
+            self._tier.join(session.key, session.wish.world_size, message.epoch, message.epoch_start)
         return m.Done()
 
     def _tell_replay(self, session: TrainerSession, message: m.TellReplay, _: Answer) -> m.Reply:

@@ -41,9 +41,7 @@ def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
     cards = []
     for node, endpoint in parse_peers(config.peers).items():
         if config.peer_security == "curve" and node not in known:
-            raise UnusableFolder(
-                f"the key of peer {node} is not known: run `ckptctl keys trust {node} KEY`"
-            )
+            raise UnusableFolder(f"the key of peer {node} is not known: run `ckptctl keys trust {node} KEY`")
         cards.append(NodeCard(node, endpoint, known.get(node, "")))
     return tuple(cards)
 
@@ -111,9 +109,7 @@ def make_fabric(
             limits=limits,
         )
         if config.peer_data == "zmq":
-            return ZmqFabric(
-                node, where, serve=serve, keys=keys, options=options, gate=gate, tell=tell
-            )
+            return ZmqFabric(node, where, serve=serve, keys=keys, options=options, gate=gate, tell=tell)
         plaintext = config.peer_data == "stream-plaintext"
         streams = StreamOptions(config.peer_data_port, data_limits, plaintext)
         return StreamFabric(

@@ -64,9 +64,7 @@ class PeerLink:
         """Send what needs no answer; lost if the peer is away."""
         self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=_ignore)
 
-    def put(
-        self, source: memoryview, target: RegionKey, *, deadline_s: float, done: Done
-    ) -> Transfer:
+    def put(self, source: memoryview, target: RegionKey, *, deadline_s: float, done: Done) -> Transfer:
         """`Peer.put`; ``done`` is called on the loop thread."""
         return self._peer.put(
             source,

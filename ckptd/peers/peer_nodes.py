@@ -33,9 +33,7 @@ __all__ = ["NeighbourListener", "Neighbours"]
 
 _HELLOS_PER_DEADLINE = 10
 _SURVEY_S = 3.0
-_SURVEY_SILENT_S = (
-    0.5  # one that missed its last hellos is probably what the job is recovering from
-)
+_SURVEY_SILENT_S = 0.5  # one that missed its last hellos is probably what the job is recovering from
 _FORGET_DEADLINES = 4  # without an answer, until a node that has no part in any run is forgotten
 _MAX_PEERS = 65_536
 _PEER_DESCRIPTORS = 4  # three of our connection to it, and one of its connection to us

@@ -31,7 +31,5 @@ class QuietGate:
 def _asks(segment: Segment) -> bool:
     try:
         return segment.quiet
-    except (
-        ValueError
-    ):  # unmapped by the loop thread meanwhile: its trainer asks for nothing any more
+    except ValueError:  # unmapped by the loop thread meanwhile: its trainer asks for nothing any more
         return False

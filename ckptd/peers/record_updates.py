@@ -19,9 +19,7 @@ from ckptd.transport.control.messages import GetHoldings, Holdings, NodeCard, Ru
 __all__ = ["RecordUpdates"]
 
 _EVERY_S = 5.0  # for one run: whoever is refused may ask as often as it likes
-_AT_A_TIME = (
-    4  # of hundreds of members one that lives is enough, and each tells everything that it holds
-)
+_AT_A_TIME = 4  # of hundreds of members one that lives is enough, and each tells everything that it holds
 _MAX_RUNS = 4096
 _TRIES = 12  # after a start; members that are down for longer ask this node themselves when they are back
 

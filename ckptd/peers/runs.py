@@ -224,9 +224,7 @@ class Run:
     def status(self, now_s: float) -> list[ReplicationStatus]:
         """Every local rank, for `ckptctl peers`; its log, too, where it is to be replicated."""
         told = [self._status(r, "snapshots", now_s) for _, r in sorted(self.ranks.items())]
-        wanted = (
-            rank for rank in sorted(self.logs) if self._store.replicated_logs_of(self._key(rank))
-        )
+        wanted = (rank for rank in sorted(self.logs) if self._store.replicated_logs_of(self._key(rank)))
         return told + [self._status(self.logs[rank], "log", now_s) for rank in wanted]
 
     def _status(self, replication: RankReplication, kind: str, now_s: float) -> ReplicationStatus:
@@ -343,9 +341,7 @@ class Run:
         ranks = [
             PlacedRank(rank, m.card.node, max(1, size))
             for m in reachable
-            for rank, size in zip(
-                m.ranks, itertools.chain(m.ring_bytes, itertools.repeat(0)), strict=False
-            )
+            for rank, size in zip(m.ranks, itertools.chain(m.ring_bytes, itertools.repeat(0)), strict=False)
         ]
         domains = tuple(name for name in self._node.config.domains.split(",") if name)
         return plan_placement(nodes, ranks, replicas=wanted, domains=domains, without=without)
@@ -358,9 +354,7 @@ class Run:
             return
         if self._secured(rank):
             told = self.ranks[rank].core.word
-            self._send(
-                self._tree.set_rank(rank, told.last, first=told.first, span=self._window(rank))
-            )
+            self._send(self._tree.set_rank(rank, told.last, first=told.first, span=self._window(rank)))
         self._agreed()
         self._protect_rank(rank)
 
@@ -427,9 +421,7 @@ class Run:
 
     def _adopt(self, tree: FloorTree) -> bool:
         """Take over what the tree knows, whether that is news; an older promise is only ever added to."""
-        fresh = Promise(
-            max(self.promise.floor, tree.floor), max(self.promise.horizon, tree.horizon)
-        )
+        fresh = Promise(max(self.promise.floor, tree.floor), max(self.promise.horizon, tree.horizon))
         if tree.span > self.span:
             self.span = tree.span
             for replication in self.ranks.values():

@@ -98,11 +98,7 @@ class StoredWorlds:
         numbers = [] if name is None else self._numbers(job, name.run)
         if name is None or name.number not in numbers:
             return  # it is called like a world, and is none
-        runs = {
-            n: self._run_of(job, run_of_incarnation(name.run, n))
-            for n in numbers
-            if n < name.number
-        }
+        runs = {n: self._run_of(job, run_of_incarnation(name.run, n)) for n in numbers if n < name.number}
         if not runs:
             return
         newest = _world(self._run_of(job, run).retention.survey())

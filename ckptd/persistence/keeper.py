@@ -91,9 +91,7 @@ class Keeper:
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         # First, since it may be refused: then there are no threads to end.
-        self._signer = (
-            ManifestSigner.load(Path(configure.sign_with)) if configure.sign_with else None
-        )
+        self._signer = ManifestSigner.load(Path(configure.sign_with)) if configure.sign_with else None
         opened = open_store(configure.url, configure.options, configure.backend)
         if configure.signers:
             opened = SignedStore(opened, Signers.load(Path(configure.signers)))

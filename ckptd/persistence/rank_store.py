@@ -224,9 +224,7 @@ class RankStore:
                 found.append(kept)
             return found
 
-    def _check_may_commit(
-        self, views: Views, manifest: RankManifest, relied: frozenset[str]
-    ) -> None:
+    def _check_may_commit(self, views: Views, manifest: RankManifest, relied: frozenset[str]) -> None:
         if not (reason := views.refusal(manifest.checkpoint, relied)):
             return
         if views.refusal(manifest.checkpoint, ()):

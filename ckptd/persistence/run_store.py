@@ -84,9 +84,7 @@ class RunStore:
         self._doubted: set[CheckpointId] = set()
         self._passed_over: set[CheckpointId] = set()  # those that are not offered
         self._complete: deque[tuple[int, int]] = deque(maxlen=16)
-        self.retention = RunRetention(
-            at, policy, look=lambda: self._look().own, doubted=self._doubted
-        )
+        self.retention = RunRetention(at, policy, look=lambda: self._look().own, doubted=self._doubted)
 
     # -- ranks -----------------------------------------------------------------------------------
 
@@ -155,9 +153,7 @@ class RunStore:
         if self._identity is None:
             found = read_identity(self.at.store, self.at.job, self.at.run)
             if found is None:
-                mine = RunIdentity(
-                    self.at.job, self.at.run, secrets.token_hex(8), self.at.wall_ns(), TOOL
-                )
+                mine = RunIdentity(self.at.job, self.at.run, secrets.token_hex(8), self.at.wall_ns(), TOOL)
                 try:
                     key = RunName(self.at.job, self.at.run).key
                     self.at.store.put(key, [memoryview(mine.to_bytes())], if_absent=True)
@@ -165,9 +161,7 @@ class RunStore:
                     pass  # another rank of ours was quicker
                 found = read_identity(self.at.store, self.at.job, self.at.run)
             if found is None:
-                raise ManifestError(
-                    f"run.json of {self.at.title} vanished as soon as it was written"
-                )
+                raise ManifestError(f"run.json of {self.at.title} vanished as soon as it was written")
             self._identity = found
         return self._identity
 
@@ -298,7 +292,7 @@ class RunStore:
             except (ManifestError, ObjectMissing) as error:
                 self._passed_over.add(checkpoint.id)
                 why = f"it cannot be used: {error}"
-                text = f"checkpoint {checkpoint.id} of {self.at.title} cannot be used: {error}"  # fmt: skip
+                text = f"checkpoint {checkpoint.id} of {self.at.title} cannot be used: {error}"
                 self.at.tell("error", "checkpoint_damaged", text)
         raise NothingUsable("", f"checkpoint {end} of {self.at.title}: {why}")
 
@@ -332,9 +326,7 @@ class RunStore:
             descriptor=manifest.descriptor,
             lengths=[s.image_len for s in manifest.snapshots],
             headers=[pack_slot_header(_slot_header(s)) for s in manifest.snapshots],
-            anchors=[
-                s.anchors.to_bytes((s.num_operators + 7) // 8, "little") for s in manifest.snapshots
-            ],
+            anchors=[s.anchors.to_bytes((s.num_operators + 7) // 8, "little") for s in manifest.snapshots],
             digests=[s.image_digest for s in manifest.snapshots],
         )
 

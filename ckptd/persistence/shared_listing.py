@@ -51,9 +51,7 @@ class SharedLook:
         self._seen: Seen | None = None
         self._left = 0
 
-    def get(
-        self, key: Hashable, look: Callable[[], Views], *, sharers: int, fresh: bool = False
-    ) -> Seen:
+    def get(self, key: Hashable, look: Callable[[], Views], *, sharers: int, fresh: bool = False) -> Seen:
         """What ``look`` shows, now or (if it was begun for the same ``key``) a short while ago.
 
         Args:

@@ -131,9 +131,7 @@ class StoreLink:
             return read
         name, index = stored
         path, file_offset = place
-        message = w.ReadRange(
-            self._child.next_id(), name, index, offset, len(target), path, file_offset
-        )
+        message = w.ReadRange(self._child.next_id(), name, index, offset, len(target), path, file_offset)
         self._child.ask(
             message,
             lambda _: read.end(None, ""),
@@ -189,9 +187,7 @@ class StoreLink:
         def found(reply: w.Found) -> None:
             done([stored for stored in reply.checkpoints if self._held(stored) is not None])
 
-        self._ask(
-            lambda: w.OfferStored(self._child.next_id(), job, run, end, listed), found, failed
-        )
+        self._ask(lambda: w.OfferStored(self._child.next_id(), job, run, end, listed), found, failed)
 
     def _ask(
         self,

@@ -156,9 +156,7 @@ def configure_of(config: DaemonConfig) -> w.Configure:
         bytes_per_s=parse_bytes(config.persist_bandwidth),
         deadline_s=config.store_deadline_s,
         read_back=config.persist_check == "full",
-        retain=w.Retain(
-            config.persist_keep_last, config.persist_keep_every, config.persist_keep_for_s
-        ),
+        retain=w.Retain(config.persist_keep_last, config.persist_keep_every, config.persist_keep_for_s),
         sign_with=config.keys_dir if config.store_sign else "",
         signers=config.keys_dir if config.store_signed_only else "",
     )

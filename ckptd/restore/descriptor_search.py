@@ -56,9 +56,7 @@ class DescriptorSearch:
             link = self._link(source.node)
             if segment is not None:
                 geometry = segment.geometry
-                self._found(
-                    FoundDescriptor(segment.descriptor, geometry.num_slots, geometry.slot_bytes)
-                )
+                self._found(FoundDescriptor(segment.descriptor, geometry.num_slots, geometry.slot_bytes))
                 return
             if link is not None:
                 link.ask(

@@ -33,9 +33,7 @@ _PIECE_BYTES = 1 << 20
 
 # Begins to fill a segment with pieces; calls back with the reason of a failure, or "".
 StartFetch = Callable[[Segment, list[FetchPiece], Callable[[str], None]], FetchJob]
-FindDescriptor = Callable[
-    [RankKey, tuple[FetchSource, ...], Callable[[FoundDescriptor | str], None]], None
-]
+FindDescriptor = Callable[[RankKey, tuple[FetchSource, ...], Callable[[FoundDescriptor | str], None]], None]
 
 
 class DrillRun:

@@ -79,9 +79,7 @@ class Fetches:
         """The job that fills a generation of a rank."""
         return self._jobs.get((key, generation))
 
-    def drill(
-        self, key: RankKey, answer: Callable[[DrillReport], None]
-    ) -> Callable[[RunSeen], None]:
+    def drill(self, key: RankKey, answer: Callable[[DrillReport], None]) -> Callable[[RunSeen], None]:
         """A rehearsal of a rank's recovery; it begins when it is told what the nodes hold."""
         rehearsal = DrillRun(
             key,

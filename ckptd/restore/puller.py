@@ -111,9 +111,7 @@ class Pulling:
     def doubt(self, source: FetchSource) -> None:
         """Have the holder verify what it holds."""
         told = self._tools.segment.descriptor
-        message = p.DoubtSlot(
-            told.job, told.run, source.segment, source.slot, self._header.sequence
-        )
+        message = p.DoubtSlot(told.job, told.run, source.segment, source.slot, self._header.sequence)
         self._tools.doubts.elsewhere(source.node, message)
 
     def end(self) -> None:
@@ -239,9 +237,7 @@ class Pulling:
         if completion.ok:
             self._stripes.delivered(source, part, self._tools.clock())
         else:
-            logger.info(
-                "bytes %d to %d from %s: %s", part.start, part.stop, source.node, completion.detail
-            )
+            logger.info("bytes %d to %d from %s: %s", part.start, part.stop, source.node, completion.detail)
             self._tools.events.count(f"fetch.{completion.fault}")
             self._failed(source, flight, completion)
         self._job.progressed()

@@ -207,9 +207,7 @@ class FetchedPiece:
             return True
         return False
 
-    def _copied(
-        self, source: FetchSource, segment: Segment, parts: Sequence[ImagePart], there: bool
-    ) -> None:
+    def _copied(self, source: FetchSource, segment: Segment, parts: Sequence[ImagePart], there: bool) -> None:
         if not self._worker_done():
             return
         if not there:
@@ -317,9 +315,7 @@ class FetchedPiece:
             return
         verdict = self._vouchers.verdict(found.matching)
         if not self._vouchers.digests and not all(_known(s, self._near) for s in self._bringers()):
-            verdict = (
-                Vouching.WRONG
-            )  # what comes over a network counts only if somebody vouches for it
+            verdict = Vouching.WRONG  # what comes over a network counts only if somebody vouches for it
         if verdict is Vouching.WRONG:
             everything = Wrong(0, self.header.image_len, (WHOLE_IMAGE,))
             self._wrong([everything], "fetch_forged")
@@ -333,9 +329,7 @@ class FetchedPiece:
         if self._found(wrong, kind):
             self._job.progressed()
         else:
-            text = (
-                f"iteration {self.header.iteration} does not match its digests, and nobody brought"
-            )
+            text = f"iteration {self.header.iteration} does not match its digests, and nobody brought"
             self._job.failed(f"{text} what is wrong")
 
     def _found(self, wrong: Sequence[Wrong], kind: str) -> bool:
@@ -355,8 +349,7 @@ class FetchedPiece:
         named = " and ".join(self._repairs.named(side) for side in sides)
         why = f"{named} vouch for different contents of it"
         hint = (
-            "find out which of them was changed, and take away the key of the other (`ckptctl "
-            "keys untrust`)"
+            "find out which of them was changed, and take away the key of the other (`ckptctl keys untrust`)"
         )
         self._job.failed(f"iteration {self.header.iteration}: {why}; {hint}")
 

@@ -163,9 +163,7 @@ class _Look:
         self.reply = m.DurableWorlds(
             configured=True,
             worlds=tuple(found.numbers),
-            checkpoints=tuple(
-                m.DurableWorld(c.world, c.end, tuple(c.sizes)) for c in found.checkpoints
-            ),
+            checkpoints=tuple(m.DurableWorld(c.world, c.end, tuple(c.sizes)) for c in found.checkpoints),
             damaged=tuple(found.damaged),
         )
 

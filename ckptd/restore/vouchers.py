@@ -50,9 +50,7 @@ class Vouchers:
 
     def verdict(self, matching: Collection[str]) -> Vouching:
         """On an image that has the digests ``matching``, of `digests`. Nodes are counted, not copies."""
-        own = {
-            digest for source, digest in self._told.items() if digest and source.node == self._us
-        }
+        own = {digest for source, digest in self._told.items() if digest and source.node == self._us}
         if own:
             return Vouching.GOOD if own & {*matching} else Vouching.WRONG
         agree = {source.node for source, digest in self._told.items() if digest in matching}

@@ -283,9 +283,7 @@ def _able(wrapper: Any) -> _Able:
     try:
         parameters, sparse = wrapper._build_params_for_reducer()
         obstacle = "it has sparse gradients" if any(sparse) else ""
-        unnoticed = not (
-            wrapper.static_graph or _never_rebuilt(wrapper) or _is_hooked(wrapper, parameters)
-        )
+        unnoticed = not (wrapper.static_graph or _never_rebuilt(wrapper) or _is_hooked(wrapper, parameters))
         return _Able(len(parameters), obstacle, unnoticed, _bound(wrapper, parameters))
     except Exception as error:  # noqa: BLE001 - told to all ranks, and warned about there
         return _Able(obstacle=f"{type(error).__name__}: {error}")

@@ -64,9 +64,7 @@ class LiveSources:
         # The object may stay and its storage be another (`p.data = x`, vector_to_parameters,
         # swapped weights).
         addresses = [_address(t) for t in live]
-        if addresses != self._addresses or any(
-            a is not b for a, b in zip(live, self._found, strict=True)
-        ):
+        if addresses != self._addresses or any(a is not b for a, b in zip(live, self._found, strict=True)):
             self._addresses, self._found = addresses, live
             self._rebuild([t if self._fits(i, t) else None for i, t in enumerate(live)])
         return self._items
@@ -78,10 +76,7 @@ class LiveSources:
         return [
             PackedState(
                 i,
-                [
-                    _scalar(place.get(key), source.dtype)
-                    for place, key in self._packed_places[source.dtype]
-                ],
+                [_scalar(place.get(key), source.dtype) for place, key in self._packed_places[source.dtype]],
             )
             for i, source in enumerate(self.plan.sources)
             if source is not None and source.kind == "packed"
@@ -131,8 +126,7 @@ class LiveSources:
             else:
                 self._places.append(buffers[source.name])
         self._packed_places = {
-            dtype: [(states[name], key) for name, key in pairs]
-            for dtype, pairs in self.plan.packed.items()
+            dtype: [(states[name], key) for name, key in pairs] for dtype, pairs in self.plan.packed.items()
         }
 
     def _rebuild(self, live: list[Tensor | None]) -> None:
@@ -155,11 +149,7 @@ class LiveSources:
         if not self._lacks:
             return []
         pairs = zip(self.plan.sources, self._live, strict=True)
-        return [
-            i
-            for i, (s, t) in enumerate(pairs)
-            if s is not None and s.kind != "packed" and t is None
-        ]
+        return [i for i, (s, t) in enumerate(pairs) if s is not None and s.kind != "packed" and t is None]
 
     def _fits(self, index: int, tensor: Tensor | None) -> bool:
         """Whether this is what was planned: optimizer state may take another shape or dtype, or

@@ -44,9 +44,7 @@ def this_program(binding: LiveState, stateful: Mapping[str, Stateful]) -> Progra
         "options": _options(binding),
         "script": _script(),
         "arguments": _arguments(sys.argv[1:]),
-        "data": {
-            name: text for name, item in stateful.items() if (text := _data_of(item)) is not None
-        },
+        "data": {name: text for name, item in stateful.items() if (text := _data_of(item)) is not None},
     }
 
 
@@ -83,9 +81,7 @@ def apply_options(
     Where a scheduler moves the learning rate, its base becomes the script's, and today's rate is
     scaled alike.
     """
-    for optimizer, before, now in zip(
-        binding.optimizers, recorded["options"], here["options"], strict=True
-    ):
+    for optimizer, before, now in zip(binding.optimizers, recorded["options"], here["options"], strict=True):
         for at, group in enumerate(optimizer.param_groups):
             scheduled = "initial_lr" in group
             for name in now:
@@ -126,9 +122,7 @@ def _options(binding: LiveState) -> list[dict[str, list[Any]]]:
         names = dict.fromkeys(k for group in groups for k in group if k != "params")
         rows = {name: [_plain(group.get(name)) for group in groups] for name in names}
         known = {name: row for name, row in rows.items() if all(v is not ... for v in row)}
-        found.append(
-            {n: row[:1] if all(v == row[0] for v in row) else row for n, row in known.items()}
-        )
+        found.append({n: row[:1] if all(v == row[0] for v in row) else row for n, row in known.items()})
     return found
 
 

@@ -129,9 +129,7 @@ class Recorder:
         pace = self._pace
         stall = pace.boundary_s, pace.wait_s + pace.device_s
         inline = isinstance(self._engine, CpuEngine) and self._engine.inline
-        last = pace.top(
-            time.perf_counter(), inline_copy_s=self._engine.last_copy_s if inline else 0.0
-        )
+        last = pace.top(time.perf_counter(), inline_copy_s=self._engine.last_copy_s if inline else 0.0)
         if last is not None:
             self._stats.note_stall(*stall)
             self._choose_copy_mode(last)
@@ -216,9 +214,7 @@ class Recorder:
         else:
             self._pace.device_waited(waited)
 
-    def resume(
-        self, plan: SnapshotPlan, *, last: int, phase: int, sharing: ReplicatedParams
-    ) -> None:
+    def resume(self, plan: SnapshotPlan, *, last: int, phase: int, sharing: ReplicatedParams) -> None:
         """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
         self._provision.resume(plan, sharing)
         self._draws.watches = plan.shares
@@ -403,9 +399,7 @@ class Recorder:
         self._provision.missed(step, reason)
 
     def _scalars(self, plan: SnapshotPlan) -> dict[str, Any]:
-        return self.scalars.gather(
-            plan, 1 if self._changes is None else self._changes.calendar.stride
-        )
+        return self.scalars.gather(plan, 1 if self._changes is None else self._changes.calendar.stride)
 
     # -- getting ready ---------------------------------------------------------------------------
 

@@ -45,11 +45,7 @@ def nan_tensors(segment: MappedSegment, index: int) -> list[str]:
     found = []
     for entry in view:
         dtype = _FLOATS.get(entry.dtype)
-        if (
-            dtype is None
-            or entry.name.startswith(("optim/", "buffer/", "ckptd."))
-            or not entry.nbytes
-        ):
+        if dtype is None or entry.name.startswith(("optim/", "buffer/", "ckptd.")) or not entry.nbytes:
             continue
         if dtype in _INFINITY and _holds_nan(view.data(entry.name), dtype):
             found.append(entry.name)

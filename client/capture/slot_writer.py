@@ -80,9 +80,7 @@ def write_image(
     segment.write_header(index, filled)
 
 
-def zero_missing(
-    segment: MappedSegment, index: int, plan: PhasePlan, missing: Sequence[int]
-) -> None:
+def zero_missing(segment: MappedSegment, index: int, plan: PhasePlan, missing: Sequence[int]) -> None:
     """State that does not exist yet is recorded as absent; its bytes are zero, not those of an
     older image.
     """
@@ -159,16 +157,12 @@ class Fill:
             return "copies" not in self._awaited
 
     def check_versions(self) -> None:
-        self.changed |= {
-            name for tensor, version, name in self.versions if tensor._version != version
-        }
+        self.changed |= {name for tensor, version, name in self.versions if tensor._version != version}
 
     def check_copy(self) -> None:
         """Whether the copy holds what was sampled at the top."""
         image = self.segment.memory.words
-        changed, at_once = self.split.names_of(
-            self.samples.unlike(image, self.segment.slot_base(self.index))
-        )
+        changed, at_once = self.split.names_of(self.samples.unlike(image, self.segment.slot_base(self.index)))
         self.changed |= changed
         self.changed_at_once |= at_once
 
@@ -479,9 +473,7 @@ class Capture:
             self._stats.snapshots += 1
             self._stats.snapshot_bytes = fill.plan.layout.image_len
             if self._engine.last_copy_s:
-                self._stats.capture_gb_per_s = (
-                    fill.plan.layout.image_len / self._engine.last_copy_s / 1e9
-                )
+                self._stats.capture_gb_per_s = fill.plan.layout.image_len / self._engine.last_copy_s / 1e9
             self._filled(fill.segment, fill.index, fill.header.iteration)
 
     def _tell(self, fill: Fill) -> None:
@@ -571,9 +563,7 @@ class Capture:
             )
             if choice.index is None:
                 waiting = [
-                    r
-                    for r in records
-                    if r.state is SlotState.FILLED and (r.generation, r.index) not in taken
+                    r for r in records if r.state is SlotState.FILLED and (r.generation, r.index) not in taken
                 ]
                 if waiting:
                     # The daemon is away or behind. Sealing takes milliseconds; a broken chain would
@@ -584,9 +574,7 @@ class Capture:
                     self._sealing_s += time.perf_counter() - started
                     self._stats.sealed_here += 1
                     continue
-                if not drained and (
-                    self._unsettled or any(r.state is SlotState.FILLING for r in records)
-                ):
+                if not drained and (self._unsettled or any(r.state is SlotState.FILLING for r in records)):
                     # Steps shorter than a thread switch outrun whoever finishes the snapshots: let
                     # it catch up.
                     drained = True

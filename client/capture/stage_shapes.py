@@ -52,9 +52,7 @@ def shapes_of(stage: Any) -> StageShapes | None:
     everything = [each for found in told.values() for each in found or () if each is not None]
     if not all(hasattr(each, "stride") for each in everything):
         return None
-    return {
-        role: [_told(each) for each in found] for role, found in told.items() if found is not None
-    }
+    return {role: [_told(each) for each in found] for role, found in told.items() if found is not None}
 
 
 def sends_dtensors(stage: Any) -> bool:
@@ -118,9 +116,7 @@ def _metadata(like: Any, shapes: StageShapes) -> Any:
         return tuple(
             None
             if each is None
-            else _TensorMeta(
-                torch.Size(each[0]), tuple(each[1]), getattr(torch, each[2]), bool(each[3])
-            )
+            else _TensorMeta(torch.Size(each[0]), tuple(each[1]), getattr(torch, each[2]), bool(each[3]))
             for each in told
         )
 

@@ -54,9 +54,7 @@ def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:
     Raises:
         UnsupportedValue: naming the path of a value that no snapshot can hold.
     """
-    return {
-        name: values.pack(item.state_dict(), f"state[{name!r}]") for name, item in stateful.items()
-    }
+    return {name: values.pack(item.state_dict(), f"state[{name!r}]") for name, item in stateful.items()}
 
 
 def gather_groups(binding: LiveState) -> list[list[dict[str, Any]]]:
@@ -65,10 +63,7 @@ def gather_groups(binding: LiveState) -> list[list[dict[str, Any]]]:
     Without functions and other objects, too: see ``ckptd.client.optimizers.optimizer_audit``.
     """
     return [
-        [
-            {k: _copy_of(v) for k, v in g.items() if k != "params" and plain(v)}
-            for g in o.param_groups
-        ]
+        [{k: _copy_of(v) for k, v in g.items() if k != "params" and plain(v)} for g in o.param_groups]
         for o in binding.optimizers
     ]
 

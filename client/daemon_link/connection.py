@@ -109,9 +109,7 @@ class Link:
         self.lane = WorkerThread("ckptd-link", self._look_for_daemon, self._failed, closed)
         self.connected = False
         self.outages = 0
-        self.changes = (
-            0  # how often a daemon with other settings answered in the place of the one before
-        )
+        self.changes = 0  # how often a daemon with other settings answered in the place of the one before
 
     def open_within(self, timeout_s: float) -> None:
         """Connect and attach.
@@ -186,9 +184,7 @@ class Link:
             raise WireError("unexpected", what)
         return found
 
-    def ask(
-        self, message: Any, answer: type[Answer], operation: str, timeout_s: float = ANSWER_S
-    ) -> Answer:
+    def ask(self, message: Any, answer: type[Answer], operation: str, timeout_s: float = ANSWER_S) -> Answer:
         """Ask, and wait here for the answer.
 
         Raises:

@@ -81,9 +81,7 @@ class Generations:
         newer = self._segments[self._segments.index(used) + 1 :]
         return [segment for segment in newer if made_for(segment) != made_for(used)]
 
-    def unneeded(
-        self, table: SlotTable, num_operators: int, *, connected: bool
-    ) -> list[MappedSegment]:
+    def unneeded(self, table: SlotTable, num_operators: int, *, connected: bool) -> list[MappedSegment]:
         """Those that no suffix needs, neither one of this rank nor one to which the ranks may have
         to go back together.
 

@@ -155,9 +155,7 @@ class MappedSegment:
 
     def regions(self) -> list[tuple[int, int]]:
         """(offset, length) of every slot in the mapping."""
-        return [
-            (self.slot_base(i), self.geometry.slot_bytes) for i in range(self.geometry.num_slots)
-        ]
+        return [(self.slot_base(i), self.geometry.slot_bytes) for i in range(self.geometry.num_slots)]
 
     def states(self) -> set[SlotState]:
         """Which states its slots are in; of those whose header is damaged none."""
@@ -231,9 +229,7 @@ class SlotTable:
     before (-1: nowhere).
     """
 
-    def __init__(
-        self, segments: Sequence[MappedSegment], *, epoch: int = 0, epoch_start: int = -1
-    ) -> None:
+    def __init__(self, segments: Sequence[MappedSegment], *, epoch: int = 0, epoch_start: int = -1) -> None:
         self.segments = list(segments)
         self.epoch, self.epoch_start = epoch, epoch_start
         self._anchors: dict[tuple[int, int, int], int] = {}

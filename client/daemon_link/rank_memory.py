@@ -217,9 +217,7 @@ class RankMemory:
         finally:
             self._stats.recover_plan_s += time.perf_counter() - begun
 
-    def retrieve(
-        self, pieces: Sequence[SnapshotToLoad], view: RunView, undo: ExitStack
-    ) -> Retrieved:
+    def retrieve(self, pieces: Sequence[SnapshotToLoad], view: RunView, undo: ExitStack) -> Retrieved:
         """Have the pieces here, or on their way (`Retrieval.retrieve`)."""
         return self._retrieval.retrieve(pieces, view.everybody, undo)
 
@@ -295,9 +293,7 @@ class RankMemory:
         self.epoch, self.epoch_start = epoch, start
         self.table.epoch, self.table.epoch_start = epoch, start
 
-    def _newer_than_table_of(
-        self, piece: SnapshotToLoad, held: Iterable[HeldRecords]
-    ) -> list[MappedSegment]:
+    def _newer_than_table_of(self, piece: SnapshotToLoad, held: Iterable[HeldRecords]) -> list[MappedSegment]:
         """Own generations that are newer than the plan's and of another operator table."""
         at = piece.sources[0]
         newest = next(h for h in held if (h.node, h.segment) == (at.node, at.segment))
@@ -484,9 +480,7 @@ class RankMemory:
         """What the other ranks may have to go back to is not among them (while the daemon is away
         nobody can tell).
         """
-        return self._segments.unneeded(
-            self.table, self.num_operators, connected=self.session.connected
-        )
+        return self._segments.unneeded(self.table, self.num_operators, connected=self.session.connected)
 
     def _table(self, segments: Sequence[MappedSegment]) -> SlotTable:
         return SlotTable(segments, epoch=self.epoch, epoch_start=self.epoch_start)

@@ -32,9 +32,7 @@ class SeesRun(Protocol):
 
     card: NodeCard
 
-    def see_run(
-        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False
-    ) -> RunSeen: ...
+    def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +45,7 @@ class RunView:
     idle: tuple[NodeCard, ...] = ()  # nodes that answered and have no rank now
     silent: tuple[str, ...] = ()  # nodes that took part before and did not answer
     drawn: int = 0  # by lot, by rank 0
-    known_epoch: int = (
-        -1
-    )  # the highest that any node knows of; nothing may have been sealed in it yet
+    known_epoch: int = -1  # the highest that any node knows of; nothing may have been sealed in it yet
     parked: tuple[HeldRecords, ...] = ()
     logs: tuple[HeldRecords, ...] = ()
     facts: Mapping[int, RankFacts] = field(default_factory=dict)  # by rank, as far as there are any

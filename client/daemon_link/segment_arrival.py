@@ -52,15 +52,11 @@ class Arrivals:
             self._stats.fetch_first_s = self._stats.fetch_first_s or self._stats.fetch_last_s
             return ImageView(segment.slot(index)[: record.image_len])
 
-        return SnapshotImage(
-            record.iteration, view, segment.memory, segment.slot_base(index), record.phase
-        )
+        return SnapshotImage(record.iteration, view, segment.memory, segment.slot_base(index), record.phase)
 
     def _wait_for(self, index: int, record: SlotRecord) -> None:
         segment = self._segment
-        wait_until_sealed(
-            self._session, segment.generation, record.iteration, lambda: segment.header(index)
-        )
+        wait_until_sealed(self._session, segment.generation, record.iteration, lambda: segment.header(index))
 
 
 def wait_until_sealed(

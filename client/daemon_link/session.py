@@ -115,9 +115,7 @@ class Session:
             check=check,
         )
         self._lane = self.link.lane
-        self._desk = WorkerThread(
-            "ckptd-desk", self._look_at_slots, lambda error: None, self._closed
-        )
+        self._desk = WorkerThread("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
         self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
         # Generations that this trainer was told of, and has not given back.
@@ -170,9 +168,7 @@ class Session:
 
         def say() -> None:
             self.link.send(Notice(level, kind, message[:4000]))
-            self.link.request(
-                Ping(), Pong, timeout_s
-            )  # answered in order: then it has read what came before
+            self.link.request(Ping(), Pong, timeout_s)  # answered in order: then it has read what came before
 
         try:
             self._lane.call(say, timeout_s)
@@ -256,9 +252,7 @@ class Session:
         self.drop(found.generation)  # asked for under another plan, and no longer wanted
         return self.reserve(slot_bytes, num_slots, descriptor, patient=patient)
 
-    def reserve_auxiliary(
-        self, slot_bytes: int, num_slots: int, descriptor: bytes
-    ) -> Future[SegmentInfo]:
+    def reserve_auxiliary(self, slot_bytes: int, num_slots: int, descriptor: bytes) -> Future[SegmentInfo]:
         """Ask for a segment that holds no snapshots (a boundary log, parked state), and wait for nothing.
 
         The result is one of `reserve`'s errors, or the segment.
@@ -269,9 +263,7 @@ class Session:
         wanted = ReserveBeside(slot_bytes, num_slots, descriptor)
         return self._lane.begin(lambda: self._ask_for_memory(wanted))
 
-    def see_run(
-        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False
-    ) -> RunSeen:
+    def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen:
         """What is held of a run, on this node and on those that took part before and are not ``known``.
 
         Args:

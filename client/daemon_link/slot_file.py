@@ -55,9 +55,7 @@ class SlotFile:
         self.descriptor: SegmentDescriptor
         self._geometry, self.descriptor = read_prologue(self._buffer)
         if self.descriptor.kind != kind:
-            raise SegmentError(
-                f"{path.name} holds {self.descriptor.kind}", operation=f"read {kind}"
-            )
+            raise SegmentError(f"{path.name} holds {self.descriptor.kind}", operation=f"read {kind}")
 
     def keep_from_children(self) -> None:
         """A forked child does not have it mapped: a data loader's worker would keep its memory for

@@ -42,9 +42,7 @@ class SnapshotImage:
         return self._view
 
     def scalars(self) -> dict[str, Any]:
-        found: dict[str, Any] = values.unpack(
-            bytes(self.view.data(SCALARS)[: self.view.scalars_len])
-        )
+        found: dict[str, Any] = values.unpack(bytes(self.view.data(SCALARS)[: self.view.scalars_len]))
         return found
 
     def state_layout(self) -> dict[str, Any]:
@@ -53,9 +51,7 @@ class SnapshotImage:
 
     def tensor(self, name: str) -> Tensor:
         entry = self.view.tensor(name)
-        return self.memory.view(
-            self.base + entry.offset, entry.nbytes, DTYPES[entry.dtype], entry.shape
-        )
+        return self.memory.view(self.base + entry.offset, entry.nbytes, DTYPES[entry.dtype], entry.shape)
 
     def sources(self) -> Iterable[tuple[EntrySource, str]]:
         for entry in self.view:

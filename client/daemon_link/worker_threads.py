@@ -33,9 +33,7 @@ class WorkerThread:
         closed: threading.Event,
     ) -> None:
         self._look, self._failed, self._closed = look, failed, closed
-        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(
-            _QUEUE_LIMIT
-        )
+        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(_QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:

@@ -142,11 +142,7 @@ class Batches(Iterator[Any]):
         forget_prepared(self._loader)
         skipped = position.skippable if self._skips and has_indices(self._loader) else 0
         with contextlib.ExitStack() as stack:
-            after = (
-                stack.enter_context(skipping(self._loader, 0))
-                if has_indices(self._loader)
-                else None
-            )
+            after = stack.enter_context(skipping(self._loader, 0)) if has_indices(self._loader) else None
             if self._reused and not reuses_workers(self._loader):
                 inner = torch_loader(self._loader)
                 assert inner is not None

@@ -146,13 +146,9 @@ def _check_seeds(data: Any) -> None:
     left, seen = [getattr(data, "_ex_iterable", None)], 0
     while left and seen < _SOURCES:
         source, seen = left.pop(), seen + 1
-        seeds = getattr(
-            getattr(getattr(source, "generator", None), "bit_generator", None), "seed_seq", None
-        )
+        seeds = getattr(getattr(getattr(source, "generator", None), "bit_generator", None), "seed_seq", None)
         entropy = getattr(seeds, "entropy", None)
-        if (
-            isinstance(entropy, int) and entropy >> 64
-        ):  # a seed from the operating system has 128 bits
+        if isinstance(entropy, int) and entropy >> 64:  # a seed from the operating system has 128 bits
             raise ValueError(
                 "the dataset is shuffled (or interleaved) without a seed, so the next start has "
                 "another order: pass a seed, "
@@ -178,12 +174,9 @@ def check_in_state(item: Any) -> None:
 
 def advice_for_state(item: Any) -> str:
     """The advice for a loader or iterator without a state in ``state=``; empty for other objects."""
-    if isinstance(item, DataLoader) or (
-        isinstance(item, Iterator) and not hasattr(item, "state_dict")
-    ):
+    if isinstance(item, DataLoader) or (isinstance(item, Iterator) and not hasattr(item, "state_dict")):
         return (
-            "remove it from state= and fetch from ckpt.batches(loader), which keeps the "
-            "position in the data"
+            "remove it from state= and fetch from ckpt.batches(loader), which keeps the position in the data"
         )
     return ""
 

@@ -80,9 +80,7 @@ class DataPosition:
         self.consumed += 1
         self._at_fetch = before
 
-    def watch(
-        self, iterator: Iterator[Any], note: Callable[[Any], object] | None = None
-    ) -> Iterator[Any]:
+    def watch(self, iterator: Iterator[Any], note: Callable[[Any], object] | None = None) -> Iterator[Any]:
         """Wrap ``iterator`` and count its batches; it can be called again after its end. Calls
         ``note`` with each batch.
         """

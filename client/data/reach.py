@@ -92,9 +92,7 @@ class Reach:
         self._known = list(self._find())
         # A restarted job builds unchanged attributes itself; its seeds and epochs may differ.
         self._built = {
-            path: found.value
-            for path, found in self._known
-            if found.name and found.name not in _COUNTS
+            path: found.value for path, found in self._known if found.name and found.name not in _COUNTS
         }
 
     @property
@@ -121,9 +119,7 @@ class Reach:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the result of ``capture``; objects that it does not name keep their initial state."""
         self.look()
-        late = [
-            f for p, f in self._known if f.value is None and isinstance(state.get(p), torch.Tensor)
-        ]
+        late = [f for p, f in self._known if f.value is None and isinstance(state.get(p), torch.Tensor)]
         for found in late:  # the first iterator creates it
             setattr(found.owner, found.name, torch.Generator())
         if late:
@@ -202,11 +198,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         attributes: dict[str, Any] = getattr(value, "__dict__", {})
         library = _of_library(value)
         # Only instance attributes: a property may have side effects.
-        yield from (
-            (n, v)
-            for n, v in list(attributes.items())
-            if not library or n in (*_FOLLOWED, *_COUNTS)
-        )
+        yield from ((n, v) for n, v in list(attributes.items()) if not library or n in (*_FOLLOWED, *_COUNTS))
         if not library:
             yield from _used_by_methods(type(value))
 
@@ -269,6 +261,4 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         version, internal, gauss = state
-        generator.setstate(
-            (version, tuple(np.frombuffer(internal, dtype=np.uint32).tolist()), gauss)
-        )
+        generator.setstate((version, tuple(np.frombuffer(internal, dtype=np.uint32).tolist()), gauss))

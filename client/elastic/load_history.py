@@ -104,9 +104,7 @@ def forecast(
     move_s: float,
 ) -> Forecast:
     """What placing the experts anew for these loads would change."""
-    plan = place(
-        allocate(loads_LE, cluster, threshold), loads_LE, cluster, max_straggler=max_straggler
-    )
+    plan = place(allocate(loads_LE, cluster, threshold), loads_LE, cluster, max_straggler=max_straggler)
     return Forecast(
         expert_s,
         straggler_factor(placement, loads_LE, cluster),

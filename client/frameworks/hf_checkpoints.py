@@ -25,9 +25,7 @@ _ARGUMENT = "resume_from_checkpoint"
 _WRITTEN_LAST = "trainer_state.json"
 
 
-def complete_checkpoints_only(
-    trainer: Any, below: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def complete_checkpoints_only(trainer: Any, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``below`` (``trainer.train``): ``resume_from_checkpoint=True`` means the newest complete
     checkpoint, or none if there is none.
 

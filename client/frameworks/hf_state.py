@@ -77,9 +77,7 @@ class TrainerProgress:
             setattr(self._trainer.state, name, value)
         for name, value in recorded["trainer"].items():
             on_device = isinstance(value, torch.Tensor)
-            setattr(
-                self._trainer, name, value.to(self._trainer.args.device) if on_device else value
-            )
+            setattr(self._trainer, name, value.to(self._trainer.args.device) if on_device else value)
         exporting = self._exporting()
         for name, attributes in recorded["callbacks"]:
             found = next((c for c in exporting if type(c).__name__ == name), None)

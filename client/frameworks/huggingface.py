@@ -33,8 +33,15 @@ from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywor
 
 __all__ = ["CkptdCallback"]
 
-_NEEDED = ("epoch", "epochs_trained", "model", "resume_from_checkpoint", "steps_in_epoch",
-           "steps_trained_in_current_epoch", "train_dataloader")  # fmt: skip
+_NEEDED = (
+    "epoch",
+    "epochs_trained",
+    "model",
+    "resume_from_checkpoint",
+    "steps_in_epoch",
+    "steps_trained_in_current_epoch",
+    "train_dataloader",
+)
 
 
 class CkptdCallback(TrainerCallback):  # type: ignore[misc]
@@ -125,11 +132,7 @@ def _train(
     """``Trainer.train``, which loads no half-written checkpoint where the trainer has this callback."""
     mine = any(each is reference() for each in trainer.callback_handler.callbacks)
     train = partial(below, trainer)
-    return (
-        complete_checkpoints_only(trainer, train, *args, **kwargs)
-        if mine
-        else train(*args, **kwargs)
-    )
+    return complete_checkpoints_only(trainer, train, *args, **kwargs) if mine else train(*args, **kwargs)
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
@@ -174,9 +177,7 @@ def _check_arguments(args: Any) -> None:
 
 
 def _check_trainer(trainer: Trainer) -> None:
-    parameters = (
-        inspect.signature(Trainer._run_epoch).parameters if hasattr(Trainer, "_run_epoch") else {}
-    )
+    parameters = inspect.signature(Trainer._run_epoch).parameters if hasattr(Trainer, "_run_epoch") else {}
     if not all(name in parameters for name in _NEEDED):
         import transformers
 

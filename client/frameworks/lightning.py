@@ -132,9 +132,7 @@ def _check(trainer: Any, pl_module: Any) -> None:
             "or ModelParallelStrategy (FSDP2)"
         )
     loop = trainer.fit_loop.epoch_loop
-    if not all(
-        hasattr(loop, name) for name in ("advance", "on_run_start", "automatic_optimization")
-    ):
+    if not all(hasattr(loop, name) for name in ("advance", "on_run_start", "automatic_optimization")):
         raise ValueError(
             "CkptdCallback does not support the loops of this version of Lightning: install a "
             "supported one with `pip install 'ckptd[lightning]'`"

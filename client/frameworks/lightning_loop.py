@@ -120,9 +120,7 @@ class LightningLoop:
         if not resuming:
             # Lightning's set-up created the first epoch's iterator from a random state that is lost.
             # Create it again from a known one, and leave the random state as if this had not happened.
-            position.loader = _iterator_of(fetcher) is created_before and not _is_resumed(
-                self._trainer
-            )
+            position.loader = _iterator_of(fetcher) is created_before and not _is_resumed(self._trainer)
         if position.loader:
             self._create_again(fetcher)
         if resuming:
@@ -171,9 +169,7 @@ class LightningLoop:
         below(fetcher)
         self._position.fetched(before)
 
-    def _batch_to_device(
-        self, below: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _batch_to_device(self, below: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._trainer.training:
             self._driver.checkpointer.note_batch(batch)
         return below(batch, *args, **kwargs)

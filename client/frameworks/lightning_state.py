@@ -149,8 +149,6 @@ def _packs(callback: Any) -> bool:
     try:
         values.pack(callback.state_dict(), type(callback).__name__)
     except values.UnsupportedValue as error:
-        logger.warning(
-            "the state of the callback %s is not captured: %s", type(callback).__name__, error
-        )
+        logger.warning("the state of the callback %s is not captured: %s", type(callback).__name__, error)
         return False
     return True

@@ -110,9 +110,7 @@ def _state_dict(job: WriteJob, fetch: Fetch) -> tuple[dict[str, Any], dict[str, 
 class _Recorded:
     """What a dense snapshot records of the optimizers beside large tensors."""
 
-    def __init__(
-        self, job: WriteJob, entries: Mapping[str, tuple[int, DcpTensor]], fetch: Fetch
-    ) -> None:
+    def __init__(self, job: WriteJob, entries: Mapping[str, tuple[int, DcpTensor]], fetch: Fetch) -> None:
         def load(name: str) -> Any:
             return values.unpack(fetch(entries[name][0]).numpy().tobytes())
 
@@ -160,15 +158,11 @@ class _Recorded:
         }
         listed = [{**recorded[i][j], "params": names} for (i, j), names in members.items()]
         # A parameter that is called by a number alone would take the place of a group in the list.
-        if not any(
-            f"param_groups.{at}.{option}" in flat for at, g in enumerate(listed) for option in g
-        ):
+        if not any(f"param_groups.{at}.{option}" in flat for at, g in enumerate(listed) for option in g):
             flat["param_groups"] = listed
         return flat, notes
 
-    def _members(
-        self, recorded: list[list[dict[str, Any]]]
-    ) -> dict[tuple[int, int], list[str]] | None:
+    def _members(self, recorded: list[list[dict[str, Any]]]) -> dict[tuple[int, int], list[str]] | None:
         """The parameters of each group; None if that is not known."""
         owners = self._groups
         if not owners:

@@ -61,11 +61,7 @@ class StoredState:
             raise ValueError(f"no tensor under the key {self._model!r}; keys are like {some}")
         notes = []
         if passed_over:
-            more = (
-                f" and {len(passed_over) - _MOST_NAMED} more"
-                if len(passed_over) > _MOST_NAMED
-                else ""
-            )
+            more = f" and {len(passed_over) - _MOST_NAMED} more" if len(passed_over) > _MOST_NAMED else ""
             notes.append(f"passed over: {', '.join(passed_over[:_MOST_NAMED])}{more}")
         return Contents(tensors, self._options(), notes)
 

@@ -169,9 +169,7 @@ def _entry(found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         TensorProperties(dtype=_expect(dtype, torch.dtype)),
         _expect(fields["size"], torch.Size),
         [
-            ChunkStorageMetadata(
-                _expect(chunk["offsets"], torch.Size), _expect(chunk["sizes"], torch.Size)
-            )
+            ChunkStorageMetadata(_expect(chunk["offsets"], torch.Size), _expect(chunk["sizes"], torch.Size))
             for chunk in chunks
         ],
     )

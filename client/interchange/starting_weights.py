@@ -130,9 +130,7 @@ class _Start:
                 problems += _differences(name, stored, self._live[name])
         problems += self._optimizer_problems()
         if problems:
-            more = (
-                f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
-            )
+            more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
             raise StartMismatch(
                 f"start_from={self._shown!r} does not fit this model: "
                 f"{'; '.join(problems[:_MOST_NAMED])}{more}"

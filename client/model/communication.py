@@ -154,11 +154,7 @@ class Communication:
         if all(rank in self.joined or rank == dist.get_rank() for rank in ranks):
             return
         name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
-        what = (
-            "collectives over"
-            if certain
-            else "perhaps collectives (its backend does not tell) over"
-        )
+        what = "collectives over" if certain else "perhaps collectives (its backend does not tell) over"
         for rank in ranks:
             self._join(rank, f"{what} process group {name!r} of {len(ranks)} ranks")
 
@@ -196,8 +192,7 @@ def _count(group: Any) -> int:
     """Over the backends of all kinds of devices; ``_UNKNOWN`` where they do not count."""
     try:
         return sum(
-            int(group._get_backend(device)._get_sequence_number_for_group())
-            for device in group._device_types
+            int(group._get_backend(device)._get_sequence_number_for_group()) for device in group._device_types
         )
     except (AttributeError, RuntimeError, TypeError):
         return _UNKNOWN

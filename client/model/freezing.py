@@ -234,9 +234,7 @@ def choose_freezing(
     if spread and not obstacle:
         obstacle = "each rank updates other parameters and needs the sum of all ranks' gradients"
     if wanted == "inputs" and obstacle:
-        raise ValueError(
-            f"freeze='inputs' would not be exact here: {obstacle}; use 'auto' or 'drop'"
-        )
+        raise ValueError(f"freeze='inputs' would not be exact here: {obstacle}; use 'auto' or 'drop'")
     if wanted == "drop":
         return "drop", "asked for"
     if obstacle:
@@ -256,9 +254,7 @@ def _inputs_obstacle(model: nn.Module, masters: bool) -> str:
         kind = type(module)
         if "DistributedDataParallel" in kind.__name__:
             return "DistributedDataParallel expects every gradient"
-        if any(
-            base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in kind.__mro__
-        ):
+        if any(base.__name__ in ("FSDPModule", "FullyShardedDataParallel") for base in kind.__mro__):
             return "FSDP shards are not the graph's leaves"
     if any(hasattr(p, "to_local") for p in model.parameters()):
         return "parameters are DTensors"

@@ -73,9 +73,7 @@ class LiveState:
         self.params: dict[str, Tensor] = dict(named_parameters(model))
         owner = self._owners()
         self.masters = (
-            find_masters(self.params, owner.values())
-            if masters is None
-            else _by_plain_name(masters, model)
+            find_masters(self.params, owner.values()) if masters is None else _by_plain_name(masters, model)
         )
         self._check_masters(masters is not None, {id(t) for t, _, _ in owner.values()})
         self._recorded: dict[str, tuple[StateSpec, ...]] = {}
@@ -206,9 +204,7 @@ class LiveState:
         """
         if self._inseparable is None:
             self._inseparable = frozenset(
-                n
-                for n in self.owner
-                if hasattr(self.held(n), "to_local") and not self.rows_allowed(n)
+                n for n in self.owner if hasattr(self.held(n), "to_local") and not self.rows_allowed(n)
             )
         return self._inseparable
 
@@ -228,9 +224,7 @@ class LiveState:
         """
         if name not in self.owner or name in self.elsewhere:
             return ()
-        live = state_specs(
-            local(self.held(name)), {k: _local_value(v) for k, v in self.state(name).items()}
-        )
+        live = state_specs(local(self.held(name)), {k: _local_value(v) for k, v in self.state(name).items()})
         if any(s.is_tensor for s in live):
             if all(s.kind != "none" for s in live):
                 return live
@@ -301,9 +295,7 @@ def find_masters(params: Mapping[str, Tensor], owned: Any) -> dict[str, Tensor]:
         if id(param) in held_ids or param.dtype not in (torch.bfloat16, torch.float16):
             continue
         for i, master in enumerate(free):
-            if master.shape == param.shape and torch.equal(
-                local(master).to(param.dtype), local(param)
-            ):
+            if master.shape == param.shape and torch.equal(local(master).to(param.dtype), local(param)):
                 pairs[name] = free.pop(i)
                 break
     return pairs

@@ -28,9 +28,7 @@ type_grouping = Callable[[str, "Tensor"], "str | None"]
 Grouping = Mapping[str, Sequence[str]] | type_grouping
 
 # Names under which the field's models keep the module that routes tokens to experts.
-_GATE_NAMES = frozenset(
-    {"gate", "router", "gating", "switch", "wg", "gate_network", "shared_expert_gate"}
-)
+_GATE_NAMES = frozenset({"gate", "router", "gating", "switch", "wg", "gate_network", "shared_expert_gate"})
 _COUNT_ATTRIBUTES = (
     "num_experts",
     "num_local_experts",
@@ -98,14 +96,10 @@ def discover_operators(
         operators += container.operators(params, taken, rows_allowed)
     operators += _dense_operators(params, taken)
     order = {name: i for i, name in enumerate(params)}
-    return sorted(
-        operators, key=lambda op: order[op.members[0].param] + (op.members[0].start or 0) * 1e-9
-    )
+    return sorted(operators, key=lambda op: order[op.members[0].param] + (op.members[0].start or 0) * 1e-9)
 
 
-def _grouped(
-    params: Mapping[str, Tensor], grouping: Grouping | None, taken: set[str]
-) -> list[Operator]:
+def _grouped(params: Mapping[str, Tensor], grouping: Grouping | None, taken: set[str]) -> list[Operator]:
     if grouping is None:
         return []
     found: dict[str, list[ParameterRows]] = {}
@@ -148,9 +142,7 @@ class _ExpertContainer:
     def operators(
         self, params: Mapping[str, Tensor], taken: set[str], rows_allowed: Callable[[str], bool]
     ) -> list[Operator]:
-        found = (
-            self._fused(params, taken, rows_allowed) if self.fused else self._listed(params, taken)
-        )
+        found = self._fused(params, taken, rows_allowed) if self.fused else self._listed(params, taken)
         for gate in self.gates:
             names = [n for n in params if n.startswith(gate + ".") and n not in taken]
             if names:
@@ -187,9 +179,7 @@ class _ExpertContainer:
         self, params: Mapping[str, Tensor], taken: set[str], rows_allowed: Callable[[str], bool]
     ) -> list[Operator]:
         names = [
-            n
-            for n in _own(params, self.name)
-            if n not in taken and _is_fused(params[n], len(self.numbers))
+            n for n in _own(params, self.name) if n not in taken and _is_fused(params[n], len(self.numbers))
         ]
         held = {n: _experts_held(params[n]) for n in names if rows_allowed(n)}
         taken.update(names)
@@ -216,9 +206,7 @@ class _ExpertContainer:
         ]
 
 
-def _expert_containers(
-    model: nn.Module, params: Mapping[str, Tensor]
-) -> Iterator[_ExpertContainer]:
+def _expert_containers(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[_ExpertContainer]:
     """Modules that hold experts: by name, by a sibling that routes to as many targets, and by shape."""
     modules = dict(named_modules(model))
     for name, module in modules.items():
@@ -228,17 +216,13 @@ def _expert_containers(
             numbers = _listed_experts(modules, name, gates)
             if numbers is not None:
                 yield _ExpertContainer(name, numbers, False, gates)
-        elif "expert" in leaf or any(
-            "expert" in n for n, _ in module.named_parameters(recurse=False)
-        ):
+        elif "expert" in leaf or any("expert" in n for n, _ in module.named_parameters(recurse=False)):
             count = _fused_count(modules, name, gates, [params[n] for n in _own(params, name)])
             if count is not None:
                 yield _ExpertContainer(name, range(count), True, gates)
 
 
-def _listed_experts(
-    modules: Mapping[str, nn.Module], name: str, gates: Sequence[str]
-) -> list[int] | None:
+def _listed_experts(modules: Mapping[str, nn.Module], name: str, gates: Sequence[str]) -> list[int] | None:
     """The numbers of the experts that are children of this module; None where there is no evidence
     that they are experts.
 

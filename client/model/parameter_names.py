@@ -28,9 +28,7 @@ _CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _T = TypeVar("_T", bound=Tensor)
 
 
-def named_modules(
-    model: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
     """As ``model.named_modules()``, without the wrappers."""
     seen: set[int] = set()
 
@@ -57,9 +55,7 @@ def named_parameters(
     return _members(model, _parameters_of, remove_duplicate)
 
 
-def named_buffers(
-    model: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
     """As ``model.named_buffers()``, by names without the wrappers."""
     return _members(model, _buffers_of, remove_duplicate)
 

@@ -105,9 +105,7 @@ class ReplicatedParams:
                 found.setdefault(group, []).append(i)
         return dict(sorted(found.items(), key=lambda item: item[0].ranks))
 
-    def ranks_with_same_operators(
-        self, operators: Sequence[Operator], rank: int
-    ) -> tuple[int, ...]:
+    def ranks_with_same_operators(self, operators: Sequence[Operator], rank: int) -> tuple[int, ...]:
         """Other ranks that have all of these operators, as ``rank`` has them."""
         groups = [self.group_of(operator) for operator in operators]
         if not groups or any(group is None for group in groups):
@@ -115,9 +113,7 @@ class ReplicatedParams:
         common = set.intersection(*(set(group.ranks) for group in groups if group is not None))
         return tuple(sorted(common - {rank}))
 
-    def mean_costs(
-        self, operators: Sequence[Operator], costs: Sequence[OperatorCost]
-    ) -> list[OperatorCost]:
+    def mean_costs(self, operators: Sequence[Operator], costs: Sequence[OperatorCost]) -> list[OperatorCost]:
         """What each operator takes in this rank's snapshots, were each shared one cut evenly."""
         found = list(costs)
         for group, indices in self.groups(operators).items():
@@ -173,8 +169,7 @@ class ReplicatedParams:
         found = {}
         for group, indices in self.groups(operators).items():
             planned = [
-                [identity_of(operators[i]), phase_of.get(i, 0), owners[i], len(phases)]
-                for i in indices
+                [identity_of(operators[i]), phase_of.get(i, 0), owners[i], len(phases)] for i in indices
             ]
             packed = msgspec.msgpack.encode([planned, values.get(group, "")])
             found[group] = xxhash.xxh3_64_intdigest(packed) >> 1
@@ -244,9 +239,7 @@ def _replicated_axes(param: Any) -> list[int]:
     return [axis for axis, placement in enumerate(param.placements) if placement.is_replicate()]
 
 
-def _given_by_user(
-    binding: LiveState, patterns: Mapping[str, Any]
-) -> Iterator[tuple[str, Replicas]]:
+def _given_by_user(binding: LiveState, patterns: Mapping[str, Any]) -> Iterator[tuple[str, Replicas]]:
     plain = names_with_wrappers(binding.model)
     for pattern, over in patterns.items():
         group = over.get_group() if hasattr(over, "get_group") else over
@@ -282,9 +275,7 @@ def _spread_by_optimizer(binding: LiveState, name: str) -> bool:
     owner = binding.owner.get(name)
     if owner is None:
         return False
-    return binding.keepers[owner[0]] is not binding.optimizers[owner[0]] or (
-        name in binding.inseparable
-    )
+    return binding.keepers[owner[0]] is not binding.optimizers[owner[0]] or (name in binding.inseparable)
 
 
 def agree_on_sharing(

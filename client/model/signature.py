@@ -38,21 +38,16 @@ def signature(binding: LiveState) -> list[list[Any]]:
             if s.kind in ("like", "tensor")
         ]
     rows += [
-        ["master weights of", n, str(m.dtype)[6:], list(local(m).shape)]
-        for n, m in binding.masters.items()
+        ["master weights of", n, str(m.dtype)[6:], list(local(m).shape)] for n, m in binding.masters.items()
     ]
-    rows += [
-        ["buffer", n, str(b.dtype)[6:], list(local(b).shape)] for n, b in binding.buffers().items()
-    ]
+    rows += [["buffer", n, str(b.dtype)[6:], list(local(b).shape)] for n, b in binding.buffers().items()]
     return rows
 
 
 _STATE = "optimizer state {!r} of"
 
 
-def recorded_specs(
-    binding: LiveState, recorded: Sequence[Sequence[Any]]
-) -> dict[str, tuple[StateSpec, ...]]:
+def recorded_specs(binding: LiveState, recorded: Sequence[Sequence[Any]]) -> dict[str, tuple[StateSpec, ...]]:
     """The optimizer state tensors of a signature, by parameter."""
     found: dict[str, tuple[StateSpec, ...]] = {}
     for kind, name, dtype, shape in recorded:

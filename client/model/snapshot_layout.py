@@ -31,13 +31,23 @@ __all__ = [
 ]
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
-    torch.uint16: "U16", torch.int32: "I32",
-    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
     torch.bfloat16: "BF16",
-    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+}
 SCALARS = "ckptd.scalars"
 # What a fresh process must know to rebuild optimizer state, the same in every image of a plan.
 STATIC = "ckptd.optim_layout"
@@ -139,9 +149,7 @@ def member_bytes(
         assert member.stop is not None
         share = (member.stop - member.start) / max(tensor.shape[0], 1)
     if not anchored:
-        return (
-            round(tensor.numel() * share) * compute_dtypes.get(member.param, tensor.dtype).itemsize
-        )
+        return round(tensor.numel() * share) * compute_dtypes.get(member.param, tensor.dtype).itemsize
     total = tensor.numel() * tensor.dtype.itemsize
     if member.param in binding.masters:
         total += tensor.numel() * binding.masters[member.param].dtype.itemsize
@@ -235,9 +243,7 @@ def build_phase(
         static_offset=layout.offset_of(STATIC),
         static=state.static,
         packed=state.packed,
-        state_keys={
-            n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in state.specs.items()
-        },
+        state_keys={n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in state.specs.items()},
     )
 
 
@@ -254,9 +260,7 @@ def _state_layout(
             for s in specs
             if s.kind == "scalar" and s.dtype is not None
         }
-    packed = {
-        SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed_of.items()
-    }
+    packed = {SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed_of.items()}
     return {"keys": keys, "scalars": scalars, "packed": packed}
 
 
@@ -302,17 +306,13 @@ def _entries_of(
     sources = [(EntrySource("param", name, "", a, b, dtype), shape)]
     if full:
         if name in binding.masters:
-            sources.append(
-                (EntrySource("master", name, "", a, b, binding.masters[name].dtype), shape)
-            )
+            sources.append((EntrySource("master", name, "", a, b, binding.masters[name].dtype), shape))
         for spec in state.specs.get(name, ()):
             if spec.kind == "like" and spec.dtype is not None:
                 sources.append((EntrySource("optim", name, spec.key, a, b, spec.dtype), shape))
             elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
                 assert whole, f"{name}: rows of a parameter whose optimizer state is not per row"
-                sources.append(
-                    (EntrySource("optim", name, spec.key, None, None, spec.dtype), spec.shape)
-                )
+                sources.append((EntrySource("optim", name, spec.key, None, None, spec.dtype), spec.shape))
     return [(_entry(entry_name(s), s.dtype, sh), s) for s, sh in sources]
 
 

@@ -91,9 +91,7 @@ class HiddenState:
     @property
     def is_compiled(self) -> bool:
         """Whether `torch.compile` is around some of that code."""
-        return any(
-            hasattr(place.get(), "_torchdynamo_orig_callable") for place in self._places.values()
-        )
+        return any(hasattr(place.get(), "_torchdynamo_orig_callable") for place in self._places.values())
 
     def copied(self, copier: OptimizerCopier) -> list[Any]:
         """Of each value a copy.
@@ -128,9 +126,7 @@ class HiddenState:
                 found += [] if _same(now, was) else [place.path]
                 continue
             names = dict.fromkeys([*was, *now])
-            found += [
-                place.path + n for n in names if not _same(now.get(n, _NONE), was.get(n, _NONE))
-            ]
+            found += [place.path + n for n in names if not _same(now.get(n, _NONE), was.get(n, _NONE))]
         return found
 
     @contextmanager
@@ -169,9 +165,7 @@ class HiddenState:
         elif type(value) in (list, tuple, dict):
             parts = value.values() if isinstance(value, dict) else value
             self._left += [p for p in parts if isinstance(p, (type, *_FUNCTIONS))]
-        elif hasattr(value, "__dict__") and not isinstance(
-            value, Tensor | nn.Module | types.ModuleType
-        ):
+        elif hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | types.ModuleType):
             self._look_at_object(value)
 
     def _look_at_object(self, value: object) -> None:
@@ -196,9 +190,7 @@ class HiddenState:
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         who = function.__qualname__
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._note(
                 cell,
                 "",
@@ -237,9 +229,7 @@ class HiddenState:
             elif not _is_shared(value.__name__):
                 for inner in sorted(names & vars(value).keys()):
                     if not isinstance(vars(value)[inner], types.ModuleType):
-                        self._note_entry(
-                            vars(value), inner, f"global variable {inner} of {value.__name__}"
-                        )
+                        self._note_entry(vars(value), inner, f"global variable {inner} of {value.__name__}")
 
     def _note_entry(self, table: dict[str, Any], name: str, path: str) -> None:
         self._note(table, name, path, lambda: table.get(name), lambda v: table.__setitem__(name, v))

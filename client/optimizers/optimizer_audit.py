@@ -170,9 +170,7 @@ class KeptState:
             if not isinstance(value, Tensor) or not _plannable(value):
                 continue
             if key in planned and planned[key].is_tensor:
-                self._volatile.add(
-                    (name, key)
-                )  # another shape now: it was planned once, and that is enough
+                self._volatile.add((name, key))  # another shape now: it was planned once, and that is enough
             if (name, key) not in self._volatile:
                 unknown = f"optimizer state {key!r} of {name}"
         return unknown
@@ -218,9 +216,7 @@ class KeptState:
         Raises:
             Refused: something that no snapshot can hold.
         """
-        found: dict[str, Any] = values.unpack(
-            values.pack(self._walk()[0], "what the optimizer keeps")
-        )
+        found: dict[str, Any] = values.unpack(values.pack(self._walk()[0], "what the optimizer keeps"))
         return found
 
     def keeps_generators(self) -> bool:
@@ -249,9 +245,7 @@ class KeptState:
         writers: list[TreeWriter] = []
 
         def writer() -> TreeWriter:
-            writers.append(
-                TreeWriter(self._tell_known, self._baseline, lambda value: id(value) in skipped)
-            )
+            writers.append(TreeWriter(self._tell_known, self._baseline, lambda value: id(value) in skipped))
             return writers[-1]
 
         attributes, groups, foreign = [], [], []
@@ -303,11 +297,7 @@ class KeptState:
 
     def _entries(self, writer: TreeWriter, name: str, keys: Iterable[str]) -> list[list[Any]]:
         state = self._binding.state(name)
-        return [
-            [k, writer.node(state[k], f"state[{name}][{k!r}]")]
-            for k in keys
-            if not _simple(state[k])
-        ]
+        return [[k, writer.node(state[k], f"state[{name}][{k!r}]")] for k in keys if not _simple(state[k])]
 
     def _skipped(self) -> set[int]:
         """Identities of what is captured otherwise."""
@@ -349,9 +339,7 @@ class KeptState:
             self._known.setdefault(id(tensor), ref)
             if plain_tensor(tensor) and tensor.numel():
                 self._alike.setdefault(_place(tensor), ref)
-                self._places.append(
-                    (tensor.data_ptr(), tensor.numel() * tensor.element_size(), ref)
-                )
+                self._places.append((tensor.data_ptr(), tensor.numel() * tensor.element_size(), ref))
         self._places.sort(key=lambda place: place[0])
 
     def _captured(self) -> Iterable[tuple[list[str], Tensor]]:
@@ -479,10 +467,7 @@ class KeptState:
                 return found
             names = self._binding.owner
         of = [n for n in names if self._binding.owner[n][0] == optimizer]
-        a, b = (
-            _as_node({n: e for n, e in tree["entries"].items() if n in of})
-            for tree in (theirs, mine)
-        )
+        a, b = (_as_node({n: e for n, e in tree["entries"].items() if n in of}) for tree in (theirs, mine))
         path = unlike(a, b)
         return f"state{path}" if path else ""
 
@@ -490,8 +475,7 @@ class KeptState:
         for part, kind in (("attributes", "o"), ("foreign", "d")):
             # An attribute may have come earlier in one life than in another.
             a, b = (
-                sorted(found[part][optimizer], key=lambda pair: str(pair[0]))
-                for found in (recorded, live)
+                sorted(found[part][optimizer], key=lambda pair: str(pair[0])) for found in (recorded, live)
             )
             path = unlike([kind, a], [kind, b])
             if path:

@@ -29,10 +29,25 @@ __all__ = ["CannotCopy", "OptimizerCopier"]
 _DEPTH = 12
 _FUNCTION_OF_C: type = ctypes.CFUNCTYPE(None).__mro__[1]  # of which ctypes makes no name
 _AS_THEY_ARE = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, np.generic,
-    re.Pattern, _FUNCTION_OF_C,
-    torch.dtype, torch.device, torch.Size, types.CodeType, type(Ellipsis),
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    enum.Enum,
+    np.generic,
+    re.Pattern,
+    _FUNCTION_OF_C,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    types.CodeType,
+    type(Ellipsis),
+)
 _SEQUENCES = (list, tuple, set, frozenset)
 # Of the process, or of a scheduler that wraps the original.
 _NOT_ITS_OWN = ("step", "zero_grad")
@@ -105,9 +120,7 @@ class OptimizerCopier:
     def _inner(self, value: torch.optim.Optimizer, path: str) -> torch.optim.Optimizer:
         if self._whole:
             return self.optimizer(value, state=True)
-        raise CannotCopy(
-            f"it keeps another optimizer in `.{path}`, whose step updates your parameters"
-        )
+        raise CannotCopy(f"it keeps another optimizer in `.{path}`, whose step updates your parameters")
 
     def _container(self, value: Any, path: str, depth: int) -> Any:
         made: Any
@@ -131,9 +144,7 @@ class OptimizerCopier:
 
     def _other(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, types.MethodType):
-            return types.MethodType(
-                value.__func__, self.value(value.__self__, f"{path}.__self__", depth + 1)
-            )
+            return types.MethodType(value.__func__, self.value(value.__self__, f"{path}.__self__", depth + 1))
         if type(value) is functools.partial:
             args = [self.value(part, path, depth + 1) for part in value.args]
             named = {k: self.value(v, path, depth + 1) for k, v in value.keywords.items()}
@@ -142,9 +153,7 @@ class OptimizerCopier:
             return value.clone_state()
         if isinstance(value, nn.Module):
             if self._whole:
-                raise CannotCopy(
-                    f"it keeps a module in `.{path}`, whose parameters are the model's"
-                )
+                raise CannotCopy(f"it keeps a module in `.{path}`, whose parameters are the model's")
             return value
         if is_ignored(value):
             return value

@@ -181,9 +181,7 @@ def _probe(
                 specs,
             )
     if ndim < 2:
-        return ProbeResult(
-            True, _rowwise(weight, specs, run, ndim), "independent per parameter", specs
-        )
+        return ProbeResult(True, _rowwise(weight, specs, run, ndim), "independent per parameter", specs)
     rowwise = _rowwise(weight, specs, run, ndim)
     return ProbeResult(
         True,
@@ -202,9 +200,7 @@ def _rowwise(
     if ndim == 0 or any(s.kind == "tensor" for s in specs):
         return False
     base = run("base")
-    return all(
-        not _difference(base, run("base", rows), slice(0, 1)) for rows in ("other", "zero", "large")
-    )
+    return all(not _difference(base, run("base", rows), slice(0, 1)) for rows in ("other", "zero", "large"))
 
 
 def _run(
@@ -226,9 +222,7 @@ def _run(
         torch.nn.Parameter(draw(_BYSTANDER[:ndim], 0.5)),
         torch.nn.Parameter(draw(_BYSTANDER[:ndim], 0.5)),
     )
-    gradients = [
-        [draw(tuple(p.shape), 0.1) for p in (before, subject, after)] for _ in range(_STEPS)
-    ]
+    gradients = [[draw(tuple(p.shape), 0.1) for p in (before, subject, after)] for _ in range(_STEPS)]
     if rows != "same" and ndim:
         with torch.no_grad():
             subject[1:] = {
@@ -263,9 +257,7 @@ def clone_optimizer(
     # Its groups, which hold the original's parameters, are put in place below.
     clone = OptimizerCopier({id(optimizer.param_groups): []}).optimizer(optimizer, state=False)
     options = {
-        k: v.clone() if isinstance(v, Tensor) else copy.copy(v)
-        for k, v in group.items()
-        if k != "params"
+        k: v.clone() if isinstance(v, Tensor) else copy.copy(v) for k, v in group.items() if k != "params"
     }
     if isinstance(options.get("lr"), float | int) and options["lr"] == 0:
         options["lr"] = 1e-3  # a warm-up that starts at zero would hide every dependence
@@ -334,17 +326,13 @@ def observe_state(
             type(clone).step(clone)
         return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
     except Exception as error:  # noqa: BLE001 - the user's optimizer: the first update will tell
-        logger.info(
-            "what %s keeps is seen after its first update: %s", type(optimizer).__name__, error
-        )
+        logger.info("what %s keeps is seen after its first update: %s", type(optimizer).__name__, error)
         return otherwise
     finally:
         restore_rng(saved)
 
 
-def _difference(
-    a: tuple[Tensor, dict[str, Any]], b: tuple[Tensor, dict[str, Any]], rows: slice
-) -> str:
+def _difference(a: tuple[Tensor, dict[str, Any]], b: tuple[Tensor, dict[str, Any]], rows: slice) -> str:
     """The name of the first thing that differs within ``rows``; empty if all is identical to the bit."""
     weight_a, weight_b = a[0], b[0]
     if not _same_bits(

@@ -44,9 +44,7 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
     return closure if callable(closure) else None
 
 
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
-) -> Arguments:
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
     """The arguments of a step with another closure in the place of theirs."""
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": closure}

@@ -63,18 +63,37 @@ _LEAST_ADDRESS = 1 << 16
 _SIMPLE = (type(None), bool, int, float, str, bytes)
 _VALUES = (*_SIMPLE, torch.dtype, torch.device, torch.Size, np.ndarray)
 _IGNORED = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
-    functools.partial, property,
-    logging.Logger, weakref.ref, weakref.WeakSet, weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary, threading.Event,
-    type(threading.Lock()), type(threading.RLock()), ctypes.CDLL,
-)  # fmt: skip
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    type,
+    functools.partial,
+    property,
+    logging.Logger,
+    weakref.ref,
+    weakref.WeakSet,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    threading.Event,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    ctypes.CDLL,
+)
 # Communication, compiled code, handles of devices: of the process, not of the run.
 _IGNORED_MODULES = (
-    "torch._C", "torch._dynamo", "torch._inductor", "torch._ops", "torch.cuda",
-    "torch.distributed", "torch.jit", "torch.utils",
-    "accelerate", "ckptd", "triton",
-)  # fmt: skip
+    "torch._C",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._ops",
+    "torch.cuda",
+    "torch.distributed",
+    "torch.jit",
+    "torch.utils",
+    "accelerate",
+    "ckptd",
+    "triton",
+)
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
@@ -171,9 +190,7 @@ class TreeWriter:
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
             raise NotCapturable(
                 path,
-                f"nested deeper than {MAX_DEPTH}"
-                if depth > MAX_DEPTH
-                else f"more than {MAX_NODES} values",
+                f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_NODES} values",
             )
 
     def _note(self, value: object) -> None:
@@ -188,9 +205,7 @@ class TreeWriter:
             return self._wrapper(value, path)
         if not plain_tensor(value):
             what = type(value).__name__ if type(value) is not Tensor else str(value.layout)
-            raise NotCapturable(
-                path, f"type {what}: a tensor whose memory is not all there is of it"
-            )
+            raise NotCapturable(path, f"type {what}: a tensor whose memory is not all there is of it")
         self._note(value)
         self.num_bytes += value.numel() * value.element_size()
         return ["x", value.detach(), value.requires_grad and value.is_leaf, strides_of(value)]
@@ -217,11 +232,7 @@ class TreeWriter:
         if kind in (list, tuple, deque):
             self._note(value)
             parts = [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
-            return (
-                ["q", value.maxlen, parts]
-                if kind is deque
-                else ["l" if kind is list else "t", parts]
-            )
+            return ["q", value.maxlen, parts] if kind is deque else ["l" if kind is list else "t", parts]
         if kind in (set, frozenset):
             if not plain(value):
                 raise NotCapturable(path, f"type {kind.__name__} of objects")
@@ -241,9 +252,7 @@ class TreeWriter:
         """Of a dict. Tensors, their identities and their addresses are other ones in each process."""
         known = self._known(key) if isinstance(key, Tensor) or _is_large(key) else None
         if known is not None:
-            return (
-                [*known] if known[0] == "a" else ["k" if isinstance(key, Tensor) else "n", *known]
-            )
+            return [*known] if known[0] == "a" else ["k" if isinstance(key, Tensor) else "n", *known]
         if isinstance(key, Tensor) or not plain(key):
             raise NotCapturable(f"{path}[...]", f"a key of type {type(key).__qualname__}")
         if type(key) is tuple and any(map(_is_large, key)):
@@ -341,9 +350,9 @@ class TreeReader:
                 return live
             made: Tensor = recorded.to(live.device) if isinstance(live, Tensor) else recorded
             if strides:
-                made = torch.empty_strided(
-                    made.shape, strides, dtype=made.dtype, device=made.device
-                ).copy_(made)
+                made = torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device).copy_(
+                    made
+                )
         return made.requires_grad_(wants_grad)
 
     def _wrapper(self, node: Any, live: Any, place: int) -> Any:
@@ -352,13 +361,9 @@ class TreeReader:
         # The optimizer has been made, so its tensors' class is there. Nothing is imported, and
         # nothing else is called.
         if not (
-            isinstance(kind, type)
-            and issubclass(kind, Tensor)
-            and hasattr(kind, "__tensor_unflatten__")
+            isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")
         ):
-            raise ValueError(
-                f"the snapshot has a tensor of {module}.{name}, which is not imported here"
-            )
+            raise ValueError(f"the snapshot has a tensor of {module}.{name}, which is not imported here")
         same = type(live) is kind and list(live.shape) == shape
         inner = {n: self.put(part, getattr(live, n) if same else None) for n, part in parts}
         if same and all(getattr(live, n) is part for n, part in inner.items()):
@@ -371,9 +376,7 @@ class TreeReader:
         if target is None:
             target = [] if node[0] != "q" else deque(maxlen=node[1])
         self._made[place] = target
-        parts = [
-            self.put(part, old[i] if i < len(old) else None) for i, part in enumerate(node[-1])
-        ]
+        parts = [self.put(part, old[i] if i < len(old) else None) for i, part in enumerate(node[-1])]
         if node[0] == "t":
             return tuple(parts)
         target.clear()
@@ -439,7 +442,7 @@ _GENERATORS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
 _BIT_GENERATORS = {
     kind.__name__: kind
     for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
-}  # fmt: skip
+}
 
 
 def left_alone(node: Any) -> bool:
@@ -558,11 +561,7 @@ def _generator_state(value: object) -> tuple[str, Any] | None:
 
 def _name(value: object) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _fingerprint(value: object) -> object:

@@ -157,9 +157,7 @@ class ParkGate:
     def awaited(self, patience_s: float) -> Moment | None:
         """The moment; where an optimizer is stepping, the next one, if it comes in time."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._moments is not MomentState.UPDATING, timeout=patience_s
-            )
+            self._changed.wait_for(lambda: self._moments is not MomentState.UPDATING, timeout=patience_s)
             return self.moment
 
     def begin_copy(self, moment: Moment) -> bool:

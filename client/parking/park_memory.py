@@ -95,9 +95,7 @@ class ParkMemory(AuxiliarySegments):
         engine: copies into them.
     """
 
-    def __init__(
-        self, memory: RankMemory, binding: LiveState, engine: CopyEngine, stats: Stats
-    ) -> None:
+    def __init__(self, memory: RankMemory, binding: LiveState, engine: CopyEngine, stats: Stats) -> None:
         super().__init__(memory, memory.parks, engine)
         self._binding, self._stats = binding, stats
         self._plan: SnapshotPlan | None = None
@@ -233,9 +231,7 @@ class ParkMemory(AuxiliarySegments):
         if segment is None or layout is None:
             return f"there is no room for it: {self.refused or 'the daemon is still making it'}"
         for index in range(segment.geometry.num_slots):
-            segment.seal(
-                index
-            )  # what an earlier trainer had filled, if the daemon has not done it yet
+            segment.seal(index)  # what an earlier trainer had filled, if the daemon has not done it yet
         records = _records(self._memory)
         for record in self._in_order(segment, records):
             if not segment.try_lock_slot(record.index):

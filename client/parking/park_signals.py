@@ -86,9 +86,7 @@ class _Sigterm:
                 after_in_parent=self._after_fork,
                 after_in_child=self._after_fork_in_child,
             )
-        threading.Thread(
-            target=self._listen, args=(reader,), name="ckptd-term", daemon=True
-        ).start()
+        threading.Thread(target=self._listen, args=(reader,), name="ckptd-term", daemon=True).start()
         return ""
 
     def _uninstall(self) -> None:
@@ -161,9 +159,7 @@ class _Sigterm:
                 try:
                     self._park_all(reader)
                 except Exception:
-                    logger.exception(
-                        "parking before SIGTERM"
-                    )  # the signal must do what it does all the same
+                    logger.exception("parking before SIGTERM")  # the signal must do what it does all the same
                 self._settled.set()
                 self._end()
         reader.close()

@@ -254,15 +254,11 @@ class ParkCopy:
         offsets = {
             layout.offsets[i]: (kept[s.name], layout.layout.entries[i].nbytes)
             for i, s in enumerate(layout.sources)
-            if s is not None
-            and s.kind == "buffer"
-            and s.name in kept
-            and layout.layout.entries[i].nbytes
+            if s is not None and s.kind == "buffer" and s.name in kept and layout.layout.entries[i].nbytes
         }
         for tensor, nbytes in offsets.values():
             if tensor.numel() * tensor.element_size() != nbytes:
                 raise CopyFailed("a buffer has another size than when this was planned")
         return [
-            replace(i, tensor=offsets[i.offset][0]) if i.nbytes and i.offset in offsets else i
-            for i in items
+            replace(i, tensor=offsets[i.offset][0]) if i.nbytes and i.offset in offsets else i for i in items
         ]

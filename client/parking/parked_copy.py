@@ -58,9 +58,7 @@ class ParkedCopy(SnapshotImage):
         super().__init__(record.iteration, view, HostMemory(private), 0, record.phase)
 
     @classmethod
-    def read(
-        cls, session: BringsLogs, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]
-    ) -> ParkedCopy:
+    def read(cls, session: BringsLogs, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]) -> ParkedCopy:
         """From a file on this node, or brought here by the daemon; waits until it is here.
 
         What is damaged here is left to the daemon: it mends it from other copies, or puts it in quarantine.
@@ -86,9 +84,7 @@ class ParkedCopy(SnapshotImage):
         return cls._brought(session, piece, cards)
 
     @classmethod
-    def _here(
-        cls, session: BringsLogs, record: SlotRecord, source: SnapshotCopy
-    ) -> ParkedCopy | None:
+    def _here(cls, session: BringsLogs, record: SlotRecord, source: SnapshotCopy) -> ParkedCopy | None:
         """None if it cannot be read in place; the daemon may be able to."""
         name = source.segment
         if name != os.path.basename(name):  # a node has told this name
@@ -104,9 +100,7 @@ class ParkedCopy(SnapshotImage):
             return None
 
     @classmethod
-    def _brought(
-        cls, session: BringsLogs, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]
-    ) -> ParkedCopy:
+    def _brought(cls, session: BringsLogs, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]) -> ParkedCopy:
         record = piece.record
         rank = parse_segment_file_name(piece.sources[0].segment, "parked").rank
         wanted = (fetch_piece(piece, sealed_at_ns=0),)

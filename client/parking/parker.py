@@ -107,9 +107,7 @@ class Parking:
             "no step has begun whose state can be parked: the first ones are measured, and a replay is none"
         )
         self._one_at_a_time = threading.Lock()
-        self._requests: queue.Queue[tuple[str, Callable[[Parked], None]] | None] = queue.Queue(
-            _REQUESTS
-        )
+        self._requests: queue.Queue[tuple[str, Callable[[Parked], None]] | None] = queue.Queue(_REQUESTS)
         self._thread = threading.Thread(target=self._serve, name="ckptd-park", daemon=True)
         self._thread.start()
         memory.park_when_asked(self._asked_by_the_daemon)
@@ -301,9 +299,7 @@ class Parking:
 
     # -- moments ---------------------------------------------------------------------------------
 
-    def _moment_of(
-        self, step: int, plan: SnapshotPlan, phase: int, scalars: dict[str, Any]
-    ) -> Moment:
+    def _moment_of(self, step: int, plan: SnapshotPlan, phase: int, scalars: dict[str, Any]) -> Moment:
         if plan is not self._placed_for:
             self._placed_for = plan
             known = self._binding.buffers().keys()

@@ -241,9 +241,7 @@ class BoundaryLog(SilentLog):
         # A rank that has stopped logging still reads logs: no other rank would send the tensor.
         if self._silent() or (self._iteration is None and not self.given_up):
             return False
-        if self.isolated is not None and self.isolated.feed(
-            buffer, kind, stage, micro_batch, index, source
-        ):
+        if self.isolated is not None and self.isolated.feed(buffer, kind, stage, micro_batch, index, source):
             return True
         self.receives([source])
         return False
@@ -298,11 +296,7 @@ class BoundaryLog(SilentLog):
         """
         versions = [(i.tensor, _version(i.tensor)) for i in items]
         check = not self._in_order
-        samples = (
-            None
-            if self._engine.inline
-            else SamplePlan(items, self._engine.device).draw(fill.iteration)
-        )
+        samples = None if self._engine.inline else SamplePlan(items, self._engine.device).draw(fill.iteration)
         errors: list[BaseException] = []
 
         def copied(error: BaseException | None) -> None:
@@ -474,9 +468,7 @@ class BoundaryLog(SilentLog):
         self._stats.log_skipped += 1
         self._skips_in_a_row += 1
         if self._skips_in_a_row & (self._skips_in_a_row - 1) == 0:
-            logger.warning(
-                "iteration %d is not logged (%d in a row): %s", step, self._skips_in_a_row, why
-            )
+            logger.warning("iteration %d is not logged (%d in a row): %s", step, self._skips_in_a_row, why)
 
     def _log_differences(self, step: int | None, differences: Sequence[str]) -> None:
         shown = "; ".join(differences[:_MOST_DIFFERENCES])

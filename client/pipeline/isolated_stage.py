@@ -145,15 +145,11 @@ class IsolatedStage:
         reference = weakref.ref(self)
         for stage in found:
             for name in _RECEIVES:
-                self._feeding.enter_context(
-                    layered(stage, name, partial(_receiving, reference, stage, name))
-                )
+                self._feeding.enter_context(layered(stage, name, partial(_receiving, reference, stage, name)))
             for name in _SENDS:
                 self._feeding.enter_context(layered(stage, name, partial(_sending, reference)))
 
-    def received(
-        self, stage: Any, name: str, micro_batch: int, operations: Sequence[Any]
-    ) -> list[Any]:
+    def received(self, stage: Any, name: str, micro_batch: int, operations: Sequence[Any]) -> list[Any]:
         """Fill the buffers of receive operations from ranks that do not run; returns the other operations."""
         kind, step, infos = _RECEIVES[name]
         sender = int(stage.stage_index) + step

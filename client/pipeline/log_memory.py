@@ -277,9 +277,7 @@ class LogMemory(AuxiliarySegments):
         """
         table = self._memory.table
         waiting = [
-            r
-            for r in table.records()
-            if r.state is SlotState.FILLED and r.image_len <= _QUICKLY_SEALED_BYTES
+            r for r in table.records() if r.state is SlotState.FILLED and r.image_len <= _QUICKLY_SEALED_BYTES
         ]
         if not waiting:
             return False

@@ -55,9 +55,7 @@ class LogReader:
         self._epochs = epochs
         whose = {(f.descriptor.job, f.descriptor.run, f.descriptor.rank) for f in self._files}
         if len(whose) > 1:
-            raise SegmentError(
-                f"the files belong to several ranks: {sorted(whose)}", operation="read log"
-            )
+            raise SegmentError(f"the files belong to several ranks: {sorted(whose)}", operation="read log")
 
     def iterations(self) -> list[int]:
         """The iterations with a complete log, in order."""

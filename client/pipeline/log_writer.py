@@ -61,9 +61,7 @@ class Room:
 
     def at_least(self, other: Room) -> Room:
         """The maximum of both sizes."""
-        return Room(
-            max(self.num_records, other.num_records), max(self.data_bytes, other.data_bytes)
-        )
+        return Room(max(self.num_records, other.num_records), max(self.data_bytes, other.data_bytes))
 
     @property
     def slot_bytes(self) -> int:
@@ -150,9 +148,7 @@ class LogFill:
             name = padding_name(len(self._entries))
             self._entries.append(TensorEntry(name, "U8", (padding,)))
         name = record_name(key)
-        self._entries.append(
-            TensorEntry(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
-        )
+        self._entries.append(TensorEntry(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape)))
         item = CopyItem(tensor, None, None, tensor.dtype, self._end + padding, nbytes)
         self._end += padding + nbytes
         self.num_records += 1
@@ -181,9 +177,7 @@ class LogFill:
                 self.segment.set_state(self.index, SlotState.FREE)
                 return False
             slot = self.segment.slot(self.index)
-            layout.write_header(
-                slot, iteration=self.iteration, previous=self.header.previous, scalars_len=0
-            )
+            layout.write_header(slot, iteration=self.iteration, previous=self.header.previous, scalars_len=0)
             filled = replace(
                 self.header,
                 state=SlotState.FILLED,

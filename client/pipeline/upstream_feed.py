@@ -97,8 +97,7 @@ class FedLogs:
         batch_bytes: int = _BATCH_BYTES,
     ) -> None:
         self._feeds = {
-            neighbour: _Feed(session, neighbour, of, cards, batch_bytes)
-            for neighbour, of in logged.items()
+            neighbour: _Feed(session, neighbour, of, cards, batch_bytes) for neighbour, of in logged.items()
         }
         try:
             for feed in self._feeds.values():
@@ -278,9 +277,7 @@ class _Feed:
             return None
         descriptor = file.descriptor
         return (
-            file
-            if (descriptor.job, descriptor.run, descriptor.rank) == (job, run, self._neighbour)
-            else None
+            file if (descriptor.job, descriptor.run, descriptor.rank) == (job, run, self._neighbour) else None
         )
 
     def _damaged_here(self, iteration: int, error: CorruptionError) -> None:
@@ -314,9 +311,7 @@ class _Feed:
                 logger.warning("%s", self._lost(iteration, f"{error}; requesting it again"))
                 self._put_back(batch)
 
-    def _arrived(
-        self, batch: _Batch, iteration: int, log: SnapshotToLoad
-    ) -> dict[RecordKey, Tensor]:
+    def _arrived(self, batch: _Batch, iteration: int, log: SnapshotToLoad) -> dict[RecordKey, Tensor]:
         assert batch.info is not None
         try:
             file = batch.file = batch.file or self._mapped(batch.info.path)

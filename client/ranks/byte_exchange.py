@@ -101,9 +101,7 @@ def _cut(parts: Chunks, width: int) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def _round(
-    pieces: Sequence[bytes], counts: Sequence[int], device: torch.device, group: Any
-) -> list[bytes]:
+def _round(pieces: Sequence[bytes], counts: Sequence[int], device: torch.device, group: Any) -> list[bytes]:
     sent = torch.frombuffer(bytearray(b"".join(pieces)) or bytearray(1), dtype=torch.uint8)
     sent = sent[: sum(map(len, pieces))].to(device)
     got = torch.empty(sum(counts), dtype=torch.uint8, device=device)

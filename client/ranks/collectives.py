@@ -181,9 +181,7 @@ class Collectives:
             failed = error
         return self._outcomes(packed, failed, kind)
 
-    def check(
-        self, work: Callable[[], T], kind: type[T], *, what: str, unlike: str = ""
-    ) -> list[T]:
+    def check(self, work: Callable[[], T], kind: type[T], *, what: str, unlike: str = "") -> list[T]:
         """What the work of each rank has returned; or all ranks raise the same ``ValueError``.
 
         Args:

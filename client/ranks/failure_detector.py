@@ -138,9 +138,7 @@ class FailureDetector:
         if text:
             if text != self._reported:
                 logger.info("%s", text)
-            store.set(
-                self.gone_key, text
-            )  # each time: another rank may have taken back what it said there
+            store.set(self.gone_key, text)  # each time: another rank may have taken back what it said there
         elif (
             self._reported
             and store.check([self.gone_key])

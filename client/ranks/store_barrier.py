@@ -89,9 +89,7 @@ class StoreBarrier:
         )
         while not waiting.over.wait(_GONE_S):
             if time.monotonic() - store.answered_s > store_connection.STORE_ANSWER_S:
-                raise _store_gone(
-                    f"it has not answered for {store_connection.STORE_ANSWER_S:.0f} s"
-                )
+                raise _store_gone(f"it has not answered for {store_connection.STORE_ANSWER_S:.0f} s")
         if isinstance(waiting.error, RuntimeError):  # what torch's stores raise
             raise _store_gone(str(waiting.error).partition("\n")[0]) from waiting.error
         if waiting.error is not None:
@@ -183,9 +181,7 @@ def arrive(store: Any, prefix: str, number: int, *, rank: int, world_size: int) 
             _forget(store, f"{prefix}/{number - 1}", blocks)
 
 
-def _verdict(
-    store: Any, here: str, rank: int, world_size: int, deadline_s: float, gone_key: str
-) -> str:
+def _verdict(store: Any, here: str, rank: int, world_size: int, deadline_s: float, gone_key: str) -> str:
     began = time.monotonic()
     least_s = world_size / _LOOKS_PER_S
     wait_s = max(_POLL_S, least_s)

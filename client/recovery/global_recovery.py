@@ -46,9 +46,7 @@ logger = get_logger(__name__)
 # Nodes may come and go while a plan is made. One more is for storage, which is looked at only if
 # memory is not enough.
 _ATTEMPTS = 8
-_VERIFIED_PLANS = (
-    2  # of these the first: what is only for comparing must not keep the run from coming back
-)
+_VERIFIED_PLANS = 2  # of these the first: what is only for comparing must not keep the run from coming back
 _NODES_SHOWN = 8
 _FAILURES_SHOWN = 3
 _BESIDE = (
@@ -113,9 +111,7 @@ def recover_global(
         return plan.reason
     rank = memory.identity.rank
     with ranks.all_or_none():
-        images = memory.resume(
-            plan.per_rank[rank], procedure.retrieved, view, epoch=plan.epoch, end=plan.end
-        )
+        images = memory.resume(plan.per_rank[rank], procedure.retrieved, view, epoch=plan.epoch, end=plan.end)
     return Recovered(images, _why(plan, view), _replayed(plan, rank), plan.unverified, plan.dense)
 
 
@@ -178,9 +174,7 @@ class _GlobalStart:
             plan = replace(plan, unverified="the snapshots for it could not be had")
         if wanted:
             _refuse_what_cannot_be_compared(memory, plan, view)
-        self._recoverable_before = (
-            True  # it may be no more, when what is damaged here is quarantined
-        )
+        self._recoverable_before = True  # it may be no more, when what is damaged here is quarantined
         return plan
 
     def retrieve(self, view: RunView, plan: RecoveryPlan | NoRecovery, undo: ExitStack) -> None:
@@ -201,9 +195,7 @@ class _GlobalStart:
 
 def _replayed(plan: RecoveryPlan, rank: int) -> Replayed:
     """All ranks have the same boundaries where they have snapshots of the same iterations."""
-    iterations = {
-        tuple(piece.record.iteration for piece in pieces) for pieces in plan.per_rank.values()
-    }
+    iterations = {tuple(piece.record.iteration for piece in pieces) for pieces in plan.per_rank.values()}
     return Replayed(snapshots_used(plan.per_rank[rank]), len(iterations) == 1)
 
 
@@ -270,9 +262,7 @@ def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view
     )
 
 
-def _refuse_to_forget(
-    memory: RankMemory, plan: NoRecovery, view: RunView, recoverable_before: bool
-) -> None:
+def _refuse_to_forget(memory: RankMemory, plan: NoRecovery, view: RunView, recoverable_before: bool) -> None:
     """Raise where what is missing may be had later.
 
     Raises:
@@ -329,8 +319,7 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
         missing = f"the record of who took part is damaged on {_nodes(lost)}, and nobody else knows"
     elif shown:
         missing = (
-            "no node is missing, and neither memory nor storage has a state from which all "
-            "ranks can resume"
+            "no node is missing, and neither memory nor storage has a state from which all ranks can resume"
         )
     return "; ".join(text for text in (shown, missing) if text)
 

@@ -130,9 +130,7 @@ def _try_plans(
     return _begin(memory, ranks, procedure.part, agreed.plan)
 
 
-def _begin(
-    memory: RankMemory, ranks: Collectives, part: _Part, plan: LocalizedPlan
-) -> LocalizedStart:
+def _begin(memory: RankMemory, ranks: Collectives, part: _Part, plan: LocalizedPlan) -> LocalizedStart:
     """All ranks have what they need: the new history begins. A collective call."""
     with ExitStack() as undo:
         undo.callback(part.feeds.close)
@@ -237,9 +235,7 @@ class _Procedure:
             self._tried.append(plan)
         return plan
 
-    def retrieve(
-        self, view: RunView, plan: LocalizedPlan | NotLocalized, undo: ExitStack
-    ) -> ScheduleStart:
+    def retrieve(self, view: RunView, plan: LocalizedPlan | NotLocalized, undo: ExitStack) -> ScheduleStart:
         """Have what this rank's part needs; returns by which schedule it would go on.
 
         Raises:
@@ -318,8 +314,7 @@ class _Part:
             self.unusable = piece.sources
             where = ", ".join(f"{source.segment} on {source.node}" for source in piece.sources)
             text = (
-                f"planning without the parked state of iteration {piece.record.iteration} "
-                f"({where}): {error}"
+                f"planning without the parked state of iteration {piece.record.iteration} ({where}): {error}"
             )
             self.memory.session.notice("error", "parked_unusable", text)
             raise

@@ -20,9 +20,7 @@ _FIND_OUT = (
 )
 
 
-def likely_causes(
-    what: str, *, changed: str, stateful: Mapping[str, Stateful], device: torch.device
-) -> str:
+def likely_causes(what: str, *, changed: str, stateful: Mapping[str, Stateful], device: torch.device) -> str:
     """In one sentence each, numbered.
 
     Args:
@@ -42,9 +40,7 @@ def likely_causes(
             "through ckpt.batches(loader) is not restored"
         )
     elif any(getattr(item, "num_workers", 0) for item in stateful.values()):
-        causes.append(
-            "the batches are others: samples are made with random numbers in loader workers"
-        )
+        causes.append("the batches are others: samples are made with random numbers in loader workers")
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
         causes.append(

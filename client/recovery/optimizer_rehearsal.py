@@ -218,9 +218,7 @@ class _Load(Replay):
         image: SnapshotImage,
         names: Collection[str],
     ) -> None:
-        super().__init__(
-            binding, operators, engine, [image], stateful={}, tape=Tape(), freezing="none"
-        )
+        super().__init__(binding, operators, engine, [image], stateful={}, tape=Tape(), freezing="none")
         self._only = set(names)
         self._loaded: Rows = {}
 
@@ -230,9 +228,7 @@ class _Load(Replay):
         rows are in the snapshots of another rank.
         """
         active = self.active_rows()
-        both = {
-            n: common(active[n], merge(rows)) for n, rows in self._loaded.items() if n in active
-        }
+        both = {n: common(active[n], merge(rows)) for n, rows in self._loaded.items() if n in active}
         return {name: rows for name, rows in both.items() if rows}
 
     def _targets(
@@ -248,9 +244,7 @@ class _Load(Replay):
         return found
 
 
-def anchored_names(
-    live: LiveState, operators: Sequence[Operator], image: SnapshotImage
-) -> list[str]:
+def anchored_names(live: LiveState, operators: Sequence[Operator], image: SnapshotImage) -> list[str]:
     """The parameters of which this snapshot holds all that their optimizer needs."""
     activity = Activity(live, operators)
     activity.activate(image.view.anchors)

@@ -81,9 +81,7 @@ class Rehearsal:
         took_s: seconds of the training thread so far.
     """
 
-    def __init__(
-        self, live: LiveState, memory: RankMemory, recorder: Recorder, engine: CopyEngine
-    ) -> None:
+    def __init__(self, live: LiveState, memory: RankMemory, recorder: Recorder, engine: CopyEngine) -> None:
         self._live, self._memory, self._recorder, self._engine = live, memory, recorder, engine
         self._left = {
             i: {n for n in live.owner if live.owner[n][0] == i} for i in range(len(live.optimizers))
@@ -363,10 +361,7 @@ class Rehearsal:
         live = self._live
         tensors = [live.params[name], live.held(name), live.held(name)]
         tensors += [
-            p
-            for v in live.state(name).values()
-            if isinstance(v, torch.Tensor)
-            for p in plain_parts(v)
+            p for v in live.state(name).values() if isinstance(v, torch.Tensor) for p in plain_parts(v)
         ]
         return sum(t.numel() * t.element_size() for t in tensors)
 

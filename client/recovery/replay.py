@@ -155,9 +155,7 @@ class Replay:
         was known.
         """
         found: dict[str, list[list[int]]] = self._scalars(0).get("buckets", {})
-        if not found and any(
-            isinstance(m, DistributedDataParallel) for m in self._binding.model.modules()
-        ):
+        if not found and any(isinstance(m, DistributedDataParallel) for m in self._binding.model.modules()):
             found = self.newest_scalars.get("buckets", {})  # waits until that snapshot is here
         return found
 
@@ -494,9 +492,7 @@ class Replay:
         self.compared += optimizer_differences(self._binding, image, complete, found)
         scalar_differences(self._binding, self._stateful, scalars, found)
         # What it keeps for all parameters together may come of frozen ones, too, which were not updated.
-        if not self._activity.frozen_rows and (
-            other := self._binding.kept.difference(scalars.get("kept"))
-        ):
+        if not self._activity.frozen_rows and (other := self._binding.kept.difference(scalars.get("kept"))):
             found.add(other)
         return found
 

@@ -110,8 +110,6 @@ class ReplayProgress:
         ascending = list(self._iterations)
         assert ascending == sorted({*ascending}), f"not in order: {ascending}"
         if self.state in (ReplayState.REPLAYING, ReplayState.DENSE):
-            assert (self.state is ReplayState.DENSE) == self.at_end, (
-                f"{self.state} at {self.reached}"
-            )
+            assert (self.state is ReplayState.DENSE) == self.at_end, f"{self.state} at {self.reached}"
         elif self.state is not ReplayState.ABANDONED:
             assert self.position == 0, f"{self.state} at {self.reached}"

@@ -107,9 +107,7 @@ class ReplicaBroadcast:
             mine = int(checksum(operators), 16) >> 1
             sums = _Wire(group.replicas).tell(mine)
             if len(set(sums)) > 1:
-                found.append(
-                    f"what ranks {list(group.replicas.ranks)} have alike, which is not now"
-                )
+                found.append(f"what ranks {list(group.replicas.ranks)} have alike, which is not now")
         return found
 
     def hand(
@@ -170,8 +168,7 @@ def arrange(
     # Only now: a rank that raises before this would leave the others waiting.
     _check_reachable(operators, owners, rank, {i for indices in groups.values() for i in indices})
     found = [
-        _settle(group, indices, operators, by_rank, mine[group.key])
-        for group, indices in groups.items()
+        _settle(group, indices, operators, by_rank, mine[group.key]) for group, indices in groups.items()
     ]
     return ReplicaBroadcast(rank, [g for g in found if g is not None])
 

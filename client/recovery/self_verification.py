@@ -38,9 +38,7 @@ class Certificate:
 
     def __str__(self) -> str:
         verdict = (
-            "identical to the bit"
-            if self.identical
-            else f"DIFFERENT: {', '.join(self.differences[:5])}"
+            "identical to the bit" if self.identical else f"DIFFERENT: {', '.join(self.differences[:5])}"
         )
         return (
             f"replayed iterations {self.start}..{self.end - 1} from {self.window} sparse snapshots "
@@ -62,9 +60,7 @@ class DenseState:
         self._kept = binding.kept.gather()
         self.rng = capture_rng()
         self._groups = gather_groups(binding)
-        self._packed_state = {
-            name: values.pack(item.state_dict()) for name, item in stateful.items()
-        }
+        self._packed_state = {name: values.pack(item.state_dict()) for name, item in stateful.items()}
 
     @property
     def nbytes(self) -> int:
@@ -174,11 +170,7 @@ def _tensors(binding: LiveState) -> dict[str, Tensor]:
     found.update({f"buffer/{n}": local(b) for n, b in binding.buffers().items()})
     for name in binding.owner:
         found.update(
-            {
-                f"optim/{k}/{name}": local(v)
-                for k, v in binding.state(name).items()
-                if isinstance(v, Tensor)
-            }
+            {f"optim/{k}/{name}": local(v) for k, v in binding.state(name).items() if isinstance(v, Tensor)}
         )
     return found
 

@@ -155,9 +155,7 @@ class Recovery:
             found.replayed,
             on_mismatch=self._on_mismatch,
             changed=changed,
-            causes=partial(
-                likely_causes, changed=changed, stateful=self._stateful, device=self._device
-            ),
+            causes=partial(likely_causes, changed=changed, stateful=self._stateful, device=self._device),
         )
         return Resumption(
             replay,
@@ -185,9 +183,7 @@ class Recovery:
         """
         if any(hint & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
             self.freezing = "drop"
-            self.freezing_reason = (
-                "an earlier replay with 'inputs' did not reproduce what was recorded"
-            )
+            self.freezing_reason = "an earlier replay with 'inputs' did not reproduce what was recorded"
 
     def _plan_of(self, memory: RankMemory) -> SnapshotPlan:
         newest = memory.table.segments[-1]
@@ -265,7 +261,5 @@ def _wanted_iteration(resume_at: int | None) -> int | None:
     """Where this start goes back to; None: the newest."""
     if resume_at is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return resume_at
-    logger.warning(
-        "resume_at=%d was for the first start; this one goes on from the newest state", resume_at
-    )
+    logger.warning("resume_at=%d was for the first start; this one goes on from the newest state", resume_at)
     return None

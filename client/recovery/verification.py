@@ -118,9 +118,7 @@ class Verification:
         evidence = self._ranks.gather(_Evidence(used, self._changed), _Evidence)
         snapshots = tuple(sorted({snapshot for each in evidence for snapshot in each.snapshots}))
         changed = next((each.changed for each in evidence if each.changed), "")
-        result = xxhash.xxh3_128_hexdigest(
-            msgspec.msgpack.encode([(r.rank, r.count, r.got) for r in ranks])
-        )
+        result = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([(r.rank, r.count, r.got) for r in ranks]))
         failure = ReplayFailure(
             boundary,
             snapshots,
@@ -154,9 +152,7 @@ class Verification:
                 self._memory.take_back_hint(HINT_DROP_GRADIENTS)
         elif failure.freezing == "inputs":
             # User code may read all gradients in a way that no tap sees; dropping them is exact for it.
-            logger.error(
-                "the next start of this run replays with freezing 'drop' instead of 'inputs'"
-            )
+            logger.error("the next start of this run replays with freezing 'drop' instead of 'inputs'")
             self._memory.leave_hint(HINT_DROP_GRADIENTS)
 
 

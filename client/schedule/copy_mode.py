@@ -38,9 +38,7 @@ class CopyModeChooser:
     def note(self, iteration_s: float) -> bool:
         """An iteration under the current mode took this long; returns whether the next one copies inline."""
         position = self._count % _BLOCK
-        if (
-            not self.decided and position
-        ):  # the first of a block still carries the other mode's copy
+        if not self.decided and position:  # the first of a block still carries the other mode's copy
             self._times[self.inline].append(iteration_s)
         self._count += 1
         if self.decided:
@@ -50,9 +48,7 @@ class CopyModeChooser:
             threaded, inline = (statistics.median(self._times[mode]) for mode in (False, True))
             self.inline = inline < _MARGIN * threaded
             self.decided, self._count = True, 0
-            self.reason = (
-                f"threaded {threaded * 1e3:.2f} ms, inline {inline * 1e3:.2f} ms per iteration"
-            )
+            self.reason = f"threaded {threaded * 1e3:.2f} ms, inline {inline * 1e3:.2f} ms per iteration"
         elif self._count % _BLOCK == 0:
             self.inline = not self.inline
         return self.inline

@@ -106,10 +106,7 @@ class TokenCounter:
             **{n: t.tolist() for n, t in self._fused.items() if t is not None},
         }
         fresh = {
-            n: [
-                now - before
-                for now, before in zip(v, self._seen.get(n, [0.0] * len(v)), strict=True)
-            ]
+            n: [now - before for now, before in zip(v, self._seen.get(n, [0.0] * len(v)), strict=True)]
             for n, v in totals.items()
         }
         self._seen = {n: list(v) for n, v in totals.items()}
@@ -158,9 +155,7 @@ class TokenCounter:
         now = list(self.popularity(plan.operators))
         experts = [i for i, op in enumerate(plan.operators) if op.expert is not None]
         before = self._at_last_order
-        if before is not None and not needs_reorder(
-            [before[i] for i in experts], [now[i] for i in experts]
-        ):
+        if before is not None and not needs_reorder([before[i] for i in experts], [now[i] for i in experts]):
             return None
         self._at_last_order = now
         return order_operators(
@@ -189,9 +184,7 @@ class TokenCounter:
     def _count_fused(self, name: str, size: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [local(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            index = next(
-                (t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None
-            )
+            index = next((t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
             if index is None or type(index) is not Tensor:
                 return  # none, or a fake one: somebody looks at shapes only
             with torch.inference_mode(False), torch.no_grad():
@@ -199,9 +192,7 @@ class TokenCounter:
                 if total is None:
                     total = self._fused[name] = torch.zeros(size, device=index.device)
                 flat = index.reshape(-1).long()
-                weights = next(
-                    (t for t in tensors if t.is_floating_point() and t.shape == index.shape), None
-                )
+                weights = next((t for t in tensors if t.is_floating_point() and t.shape == index.shape), None)
                 soft = self._ordering is Ordering.SOFT and weights is not None
                 ones = (
                     weights.detach().reshape(-1).float()

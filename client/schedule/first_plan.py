@@ -34,9 +34,7 @@ class FirstPlan:
         longest: no rank can have a longer window.
     """
 
-    def __init__(
-        self, binding: LiveState, memory: RankMemory, planner: Planner, slots: NewSlots
-    ) -> None:
+    def __init__(self, binding: LiveState, memory: RankMemory, planner: Planner, slots: NewSlots) -> None:
         self._binding, self._memory = binding, memory
         self._planner, self._slots = planner, slots
         self._windows = InitialSchedule(memory)
@@ -130,9 +128,7 @@ class FirstPlan:
         changes.calendar = Calendar(stride=stride)
         plan = self._with_window(self._own, window, dense, make)
         if plan is not None and plan.schedule.window != window:
-            error = ValueError(
-                f"the ranks agreed on {window}, this one can only have {plan.schedule.window}"
-            )
+            error = ValueError(f"the ranks agreed on {window}, this one can only have {plan.schedule.window}")
             self._slots.failed(step, why, error)
             return None
         return plan

@@ -166,9 +166,7 @@ class Planner:
         note_prepared(self._pace, self._stats, started)
         return plan
 
-    def make_common(
-        self, plan: SnapshotPlan, orders: Sequence[Sequence[Sequence[int]]]
-    ) -> SnapshotPlan:
+    def make_common(self, plan: SnapshotPlan, orders: Sequence[Sequence[Sequence[int]]]) -> SnapshotPlan:
         """A plan by the schedule of another one, for what this rank has to capture now.
 
         Args:

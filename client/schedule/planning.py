@@ -100,9 +100,7 @@ class PlanInputs:
     before: SnapshotPlan | None = None
 
 
-def make_plan(
-    binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs
-) -> SnapshotPlan:
+def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs) -> SnapshotPlan:
     """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
 
     Raises:
@@ -203,9 +201,7 @@ def _plan_once(
 def _only_costs_differ(
     before: SnapshotPlan, operators: Sequence[Operator], schedule: Schedule, policy: str
 ) -> bool:
-    alike = [(op.name, op.members) for op in before.operators] == [
-        (op.name, op.members) for op in operators
-    ]
+    alike = [(op.name, op.members) for op in before.operators] == [(op.name, op.members) for op in operators]
     return alike and policy == before.policy_name and schedule.window == before.schedule.window
 
 
@@ -258,12 +254,7 @@ def _split(
         # that its optimizer keeps.
         param = local(binding.params[member.param])
         start, stop = member.range(binding.num_rows(member.param))
-        return (
-            param.numel()
-            * param.element_size()
-            * (stop - start)
-            // max(binding.num_rows(member.param), 1)
-        )
+        return param.numel() * param.element_size() * (stop - start) // max(binding.num_rows(member.param), 1)
 
     shared: dict[int, int] = {}
     for group, indices in sharing.groups(operators).items():
@@ -283,9 +274,7 @@ def _split(
 def _popularity_of(
     parts: Sequence[Operator], operators: Sequence[Operator], popularity: Sequence[float] | None
 ) -> list[float]:
-    known = {
-        op.name: p for op, p in zip(operators, popularity or [0.0] * len(operators), strict=True)
-    }
+    known = {op.name: p for op, p in zip(operators, popularity or [0.0] * len(operators), strict=True)}
     return [known.get(part.name, 0.0) for part in parts]
 
 
@@ -305,8 +294,7 @@ def plan_together(
     costs = sharing.mean_costs(plan.operators, whole)
     fixed = fixed_bytes(binding, scalars_capacity)
     now, *later = (
-        schedule_of(costs, phases, fixed, plan.policy_name)
-        for phases in (plan.schedule.phases, *coming)
+        schedule_of(costs, phases, fixed, plan.policy_name) for phases in (plan.schedule.phases, *coming)
     )
     alike = replace(
         plan,

@@ -144,9 +144,7 @@ class Provision:
         def make(window: int | None) -> SnapshotPlan | None:
             return self._try_plan(why, step, window=window)
 
-        return (
-            make(None) if self.changes is None else self._first.find(step, why, self.changes, make)
-        )
+        return make(None) if self.changes is None else self._first.find(step, why, self.changes, make)
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -225,9 +223,7 @@ class Provision:
         self._lagging = 0
         return wide
 
-    def captures_everything(
-        self, step: int, *, unknown: str, outgrown: int, most_updates: int
-    ) -> bool:
+    def captures_everything(self, step: int, *, unknown: str, outgrown: int, most_updates: int) -> bool:
         """Whether the plan knows all state there is; plans anew where an optimizer began to keep or
         to update more.
 
@@ -240,17 +236,13 @@ class Provision:
         """
         assert self.plan is not None
         key = self._binding.group_key()
-        found = (
-            self._uncaptured or unknown or (f"step scalars of {outgrown} bytes" if outgrown else "")
-        )
+        found = self._uncaptured or unknown or (f"step scalars of {outgrown} bytes" if outgrown else "")
         if key != self._group_key:
             found = "a parameter group"
             self._binding.refresh()
         if not self._planner.dense and most_updates > 1:
             # Frozen operators would need the weights between the two updates, which no snapshot holds.
-            found = (
-                "a second update by one optimizer within a step (only dense snapshots can be exact)"
-            )
+            found = "a second update by one optimizer within a step (only dense snapshots can be exact)"
             self._planner.policy = "dense"
         if not found:
             return True

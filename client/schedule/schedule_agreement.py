@@ -150,9 +150,7 @@ class ScheduleAgreement:
                 if doubt
                 else "the schedule stays as it is"
             )
-            logger.error(
-                "the job's store did not answer (%s): %s; %s", type(ask).__name__, error, kept
-            )
+            logger.error("the job's store did not answer (%s): %s; %s", type(ask).__name__, error, kept)
         self._closed.wait(min(_RETRY_S * 2 ** min(self._outages, 10), _RETRY_MAX_S))
 
     def _answers(self) -> None:

@@ -207,9 +207,7 @@ class ScheduleChanges:
         if self._switches is None:
             identity = self._memory.identity
             prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}/switch"
-            self._switches = ScheduleAgreement(
-                job_store, prefix=prefix, world_size=identity.world_size
-            )
+            self._switches = ScheduleAgreement(job_store, prefix=prefix, world_size=identity.world_size)
         return self._switches
 
     def _perform(self, effect: Effect, step: int) -> None:

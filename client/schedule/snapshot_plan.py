@@ -108,9 +108,7 @@ class SnapshotPlan:
         """What this rank's largest snapshot takes, were these the phases."""
         left_out = self.left_out
         whole = operator_costs(binding, self.operators, self.compute_dtypes)
-        extra = [
-            0 if i in left_out else c.anchor_bytes - c.compute_bytes for i, c in enumerate(whole)
-        ]
+        extra = [0 if i in left_out else c.anchor_bytes - c.compute_bytes for i, c in enumerate(whole)]
         plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
         always = max(p.layout.image_len - sum(extra[i] for i in p.anchored) for p, _ in plans)
         return always + max(sum(extra[i] for i in phase) for phase in phases)
@@ -134,8 +132,7 @@ class SnapshotPlan:
     def use_phases(self, phases: Sequence[Sequence[int]]) -> None:
         """Go on with recorded phases (a reorder after the segment was made)."""
         floor = self.schedule.phase_bytes[0] - sum(
-            self.costs[i].anchor_bytes - self.costs[i].compute_bytes
-            for i in self.schedule.phases[0]
+            self.costs[i].anchor_bytes - self.costs[i].compute_bytes for i in self.schedule.phases[0]
         )
         fixed = floor - sum(c.compute_bytes for c in self.costs)
         self.use(schedule_of(self.costs, phases, fixed, self.policy_name))
@@ -262,12 +259,8 @@ def operator_costs(
         OperatorCost(
             name=op.name,
             kind=op.kind,
-            anchor_bytes=sum(
-                member_bytes(binding, m, compute_dtypes, anchored=True) for m in op.members
-            ),
-            compute_bytes=sum(
-                member_bytes(binding, m, compute_dtypes, anchored=False) for m in op.members
-            ),
+            anchor_bytes=sum(member_bytes(binding, m, compute_dtypes, anchored=True) for m in op.members),
+            compute_bytes=sum(member_bytes(binding, m, compute_dtypes, anchored=False) for m in op.members),
             group=op.group,
         )
         for op in operators
@@ -276,9 +269,7 @@ def operator_costs(
 
 def fixed_bytes(binding: LiveState, scalars_capacity: int) -> int:
     """What every snapshot holds besides operators: buffers and step scalars."""
-    return scalars_capacity + sum(
-        local(b).numel() * b.element_size() for b in binding.buffers().values()
-    )
+    return scalars_capacity + sum(local(b).numel() * b.element_size() for b in binding.buffers().values())
 
 
 def plan_from_payload(

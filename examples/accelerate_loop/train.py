@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
     daemon = None if args.daemon == "none" else args.daemon
-    ckpt = checkpointer(
-        accelerator, model, optimizer, {"scheduler": scheduler}, run=args.run, daemon=daemon
-    )
+    ckpt = checkpointer(accelerator, model, optimizer, {"scheduler": scheduler}, run=args.run, daemon=daemon)
     batches = ckpt.batches(loader)
     loss = torch.zeros(())
     for step in ckpt.steps(args.steps):

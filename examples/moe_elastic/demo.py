@@ -39,9 +39,7 @@ HOSTS, FEWEST = 5, 2
 READY_TIMEOUT_S = 180.0
 CLOSE = 1e-6
 """Of losses in double precision, relative: what another order of sums may have grown to at the end of a run."""
-MEET = (
-    "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300,last_call_timeout=3"
-)
+MEET = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=300,last_call_timeout=3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def report_of(change: Change, events: Sequence[Event]) -> Report | None:
         steps = [e for e in later if e["event"] == "step" and e["time_s"] > begun[0]["time_s"]]
         if len(begun) != change.hosts_after or len(loaded) < len(begun) or not steps:
             continue
-        met = max(e["time_s"] for e in later if e["event"] == "met" and e["time_s"] < begun[0]["time_s"])  # fmt: skip
+        met = max(e["time_s"] for e in later if e["event"] == "met" and e["time_s"] < begun[0]["time_s"])
         longest = max(loaded, key=lambda e: sum(e["seconds"].values()))["seconds"]
         return Report(
             change,
@@ -131,7 +129,7 @@ class Run:
                 host, folder, settings={"labels": f"rack=r{host.index}", "replicas": "1", "memory": "256MiB"}
             )
             for host in cluster.hosts
-        }  # fmt: skip
+        }
         command = [
             *("-m", "--", "examples.moe_elastic.train", "--log", str(folder)),
             *("--steps", str(args.steps), "--step-ms", str(args.step_ms)),
@@ -157,7 +155,7 @@ class Run:
 
     def events(self) -> list[Event]:
         """Of all hosts, in the order of time."""
-        found = [e for host in self.cluster.hosts for e in read_events(self.folder / f"{host.name}.jsonl")]  # fmt: skip
+        found = [e for host in self.cluster.hosts for e in read_events(self.folder / f"{host.name}.jsonl")]
         return sorted(found, key=lambda event: event["time_s"])
 
     def newest_world(self) -> list[Event]:
@@ -242,12 +240,25 @@ def play(run: Run, rng: random.Random, step_s: float, say: Callable[[str], None]
 def _told(run: Run, change: Change, say: Callable[[str], None]) -> Report:
     say(f"--> {change.what}; {change.hosts_before} hosts before, {change.hosts_after} now")
     found = run.back(change)
-    if (
-        change.last_step < 0
-    ):  # a host that comes cuts off the step at which the launcher ends the ranks
-        done = [e for e in run.events() if e["event"] == "step" and change.time_s - 60 < e["time_s"] < change.time_s + found.met_s]  # fmt: skip
-        cut = Change(change.time_s, change.what, change.hosts_before, change.hosts_after, max(e["step"] for e in done))  # fmt: skip
-        found = Report(cut, found.start, found.met_s, found.planned_s, found.loaded_s, found.back_s, found.seconds, found.reason)  # fmt: skip
+    if change.last_step < 0:  # a host that comes cuts off the step at which the launcher ends the ranks
+        done = [
+            e
+            for e in run.events()
+            if e["event"] == "step" and change.time_s - 60 < e["time_s"] < change.time_s + found.met_s
+        ]
+        cut = Change(
+            change.time_s, change.what, change.hosts_before, change.hosts_after, max(e["step"] for e in done)
+        )
+        found = Report(
+            cut,
+            found.start,
+            found.met_s,
+            found.planned_s,
+            found.loaded_s,
+            found.back_s,
+            found.seconds,
+            found.reason,
+        )
     say(f"    on {change.hosts_after} hosts from step {found.start}, back in {found.back_s:.1f} s")
     return found
 
@@ -255,10 +266,10 @@ def _told(run: Run, change: Change, say: Callable[[str], None]) -> Report:
 def undisturbed(folder: Path, args: argparse.Namespace) -> dict[int, float]:
     """The losses of one process with all experts and the whole batch, without ckptd."""
     folder.mkdir()
-    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
-    command = [sys.executable, "-m", "examples.moe_elastic.train", "--daemon", "none", "--log", str(folder)]  # fmt: skip
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-m", "examples.moe_elastic.train", "--daemon", "none", "--log", str(folder)]
     command += ["--steps", str(args.steps), "--slots", str(EXPERTS)]
-    env = {**clean_environment(), **SHARED_CORES, **own, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    env = {**clean_environment(), **SHARED_CORES, **own, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run(command, env=env, check=True, timeout=READY_TIMEOUT_S * 2)
     return losses(read_events(folder / "alone.jsonl"))
 
@@ -298,7 +309,20 @@ def print_reports(reports: Sequence[Report]) -> None:
                 report.back_s,
             ]
         )
-    header = ["what", "hosts", "last step", "goes on at", "redone", "met", "look", "plan", "verify", "give", "attach", "back"]  # fmt: skip
+    header = [
+        "what",
+        "hosts",
+        "last step",
+        "goes on at",
+        "redone",
+        "met",
+        "look",
+        "plan",
+        "verify",
+        "give",
+        "attach",
+        "back",
+    ]
     print("\n" + table(header, rows))
     print(
         "\nTimes in seconds. met: from the change until the ranks of the new world had met (torchrun's heartbeat, interpreters, imports);"
@@ -317,7 +341,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def draw(path: Path, expected: dict[int, float], found: dict[int, float], reports: Sequence[Report]) -> None:  # fmt: skip
+def draw(path: Path, expected: dict[int, float], found: dict[int, float], reports: Sequence[Report]) -> None:
     """Both loss curves, with a mark at each change."""
     import matplotlib
 
@@ -325,8 +349,13 @@ def draw(path: Path, expected: dict[int, float], found: dict[int, float], report
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-    axes.plot(*zip(*sorted(expected.items()), strict=True), color="#9bc4e2", linewidth=5, label="one process, undisturbed")  # fmt: skip
-    axes.plot(*zip(*sorted(found.items()), strict=True), color="#12355b", linewidth=1, label="elastic")  # fmt: skip
+    axes.plot(
+        *zip(*sorted(expected.items()), strict=True),
+        color="#9bc4e2",
+        linewidth=5,
+        label="one process, undisturbed",
+    )
+    axes.plot(*zip(*sorted(found.items()), strict=True), color="#12355b", linewidth=1, label="elastic")
     for report in reports:
         axes.axvline(report.start, color="#c1121f", linewidth=0.8)
         axes.text(report.start, max(expected.values()), f" {report.change.hosts_after}")
@@ -366,7 +395,7 @@ def run_all(args: argparse.Namespace, rng: random.Random) -> tuple[list[str], di
     problems += [f"{r.change.what}: {r.redone} steps done again" for r in reports if r.redone]
     if not any("come from snapshots" in report.reason for report in reports):
         problems.append("no expert came from a snapshot")
-    most = max(abs(found[s] - expected[s]) / abs(expected[s]) for s in expected.keys() & found.keys())  # fmt: skip
+    most = max(abs(found[s] - expected[s]) / abs(expected[s]) for s in expected.keys() & found.keys())
     return problems, {"steps": len(found), "most": most}
 
 

@@ -110,7 +110,7 @@ class PipelineRun:
 
     def __init__(
         self, name: str, folder: Path, args: argparse.Namespace, *, daemon: str, options: Sequence[str] = ()
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.num_ranks = name, args.stages * args.replicas
         self._folder = folder / name
         self._folder.mkdir()
@@ -159,13 +159,9 @@ class PipelineRun:
         while not reached():
             assert self._process is not None, "until() before start()"
             if self._process.poll() is not None and not reached():
-                raise RunFailed(
-                    f"the {self.name} run ended before {what}; it said:\n{self._tail()}"
-                )
+                raise RunFailed(f"the {self.name} run ended before {what}; it said:\n{self._tail()}")
             if time.monotonic() > deadline:
-                raise RunFailed(
-                    f"the {self.name} run did not reach {what}; it said:\n{self._tail()}"
-                )
+                raise RunFailed(f"the {self.name} run did not reach {what}; it said:\n{self._tail()}")
             time.sleep(poll_s)
 
     def kill(self, ranks: Sequence[int]) -> Loss:
@@ -203,9 +199,7 @@ class PipelineRun:
             self._process.wait(timeout=30)
 
     def final(self, rank: int) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = torch.load(
-            self._folder / f"rank-r{rank}.pt", weights_only=True
-        )
+        state: dict[str, torch.Tensor] = torch.load(self._folder / f"rank-r{rank}.pt", weights_only=True)
         return state
 
     def _tail(self) -> str:
@@ -245,7 +239,7 @@ def return_of(loss: Loss, run: PipelineRun) -> Return:
     return Return(tuple(again), max(fresh for _, fresh in times) - loss.time_s)
 
 
-def strike(run: PipelineRun, planned: PlannedLoss, num_stages: int, say: Callable[[str], None]) -> Loss:  # fmt: skip
+def strike(run: PipelineRun, planned: PlannedLoss, num_stages: int, say: Callable[[str], None]) -> Loss:
     """Kill at the planned moment, and wait until every rank does new iterations again."""
     ranks = planned.ranks(num_stages)
     run.until(lambda: run.last_step(0) >= planned.step, f"iteration {planned.step}")
@@ -276,9 +270,7 @@ def print_losses(
     ranks = [f"r{rank}" for rank in range(runs[0][0].num_ranks)]
     print("\niterations done again, by rank (rank r holds stage", f"r % {num_stages}):\n")
     print(table(["#", "killed ranks", "recovery", *ranks, "back s"], rows))
-    print(
-        "\nback s: from the kill until every rank had completed an iteration that none had before."
-    )
+    print("\nback s: from the kill until every rank had completed an iteration that none had before.")
 
 
 def print_summary(undisturbed: PipelineRun, localized: PipelineRun, everybody: PipelineRun) -> None:
@@ -344,9 +336,7 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss]) -> list[str]:
         folder = Path(scratch)
         undisturbed = PipelineRun("undisturbed", folder, args, daemon="none")
         localized = PipelineRun("localized", folder, args, daemon=daemon.endpoint)
-        everybody = PipelineRun(
-            "global", folder, args, daemon=daemon.endpoint, options=["--no-park"]
-        )
+        everybody = PipelineRun("global", folder, args, daemon=daemon.endpoint, options=["--no-park"])
         told: list[tuple[PipelineRun, list[Loss]]] = []
         try:
             for run in (undisturbed, localized, everybody):

@@ -28,9 +28,7 @@ def load_corpus(max_bytes: int = 4_000_000) -> Tensor:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(
-        path
-        for path in root.rglob("*.py")
-        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+        path for path in root.rglob("*.py") if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
     )
     chunks: list[bytes] = []
     size = 0

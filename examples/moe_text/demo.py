@@ -105,9 +105,7 @@ def run_undisturbed(folder: Path, common: list[str], progress: Progress, steps: 
     return trainer
 
 
-def strike(
-    planned: PlannedKill, trainer: Trainer, daemon: Daemon, progress: Progress, steps: int
-) -> Kill:
+def strike(planned: PlannedKill, trainer: Trainer, daemon: Daemon, progress: Progress, steps: int) -> Kill:
     """Follow the run to the planned moment, deliver the kill, and say so."""
 
     def reached(event: Event) -> bool:
@@ -158,9 +156,7 @@ def run_killed(
 
 def print_kills(kills: Sequence[Kill], events: Sequence[Event]) -> None:
     rows = []
-    for number, (kill, recovery) in enumerate(
-        zip(kills, recoveries(kills, events), strict=True), start=1
-    ):
+    for number, (kill, recovery) in enumerate(zip(kills, recoveries(kills, events), strict=True), start=1):
         if recovery is None:
             note = "training went on"
             rows.append([number, kill.victim, kill.last_step, None, None, None, None, note])

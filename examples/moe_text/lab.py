@@ -197,9 +197,7 @@ class Trainer:
                 if until(event):
                     return
             if ended:
-                raise ProcessDied(
-                    f"the {self.name} run ended early; it said:\n{_tail(self.output)}"
-                )
+                raise ProcessDied(f"the {self.name} run ended early; it said:\n{_tail(self.output)}")
             if time.monotonic() > deadline:
                 raise ProcessDied(
                     f"the {self.name} run made no progress for {timeout_s:.0f} s; it said:\n"
@@ -242,9 +240,7 @@ class Trainer:
         assert self._process is not None, "wait() before start()"
         code = self._process.wait(timeout=timeout_s)
         if code != 0:
-            raise ProcessDied(
-                f"the {self.name} run ended with code {code}; it said:\n{_tail(self.output)}"
-            )
+            raise ProcessDied(f"the {self.name} run ended with code {code}; it said:\n{_tail(self.output)}")
 
     def stop(self) -> None:
         """End the process if it still runs (the demo itself was interrupted)."""

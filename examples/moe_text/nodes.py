@@ -103,9 +103,7 @@ class Run:
             *("--run", "nodes", "--daemon", "none" if daemons == "none" else "auto"),
             *("--log", str(self.folder / "rank.jsonl"), "--final", str(self.folder / "rank.pt")),
         ]
-        self.job = TorchrunJob(
-            cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment
-        )
+        self.job = TorchrunJob(cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment)
 
     def _environment(self, host: Host) -> dict[str, str]:
         """What the agent of a host, and so its trainer, needs to find its daemon."""
@@ -143,9 +141,7 @@ class Run:
 
     def final(self, rank: int) -> dict[str, torch.Tensor]:
         """The rank's state at the end."""
-        state: dict[str, torch.Tensor] = torch.load(
-            self.folder / f"rank-r{rank}.pt", weights_only=True
-        )
+        state: dict[str, torch.Tensor] = torch.load(self.folder / f"rank-r{rank}.pt", weights_only=True)
         return state
 
 
@@ -227,9 +223,7 @@ def run_to_end(run: Run) -> None:
     run.job.wait(timeout_s=RUN_TIMEOUT_S)
 
 
-def run_destroyed(
-    run: Run, plan: Sequence[PlannedLoss], progress: Progress
-) -> list[tuple[NodeLoss, str]]:
+def run_destroyed(run: Run, plan: Sequence[PlannedLoss], progress: Progress) -> list[tuple[NodeLoss, str]]:
     """The second run: every planned loss, with where its ranks got their state from."""
     losses = []
     for planned in plan:
@@ -245,13 +239,20 @@ def print_losses(losses: Sequence[tuple[NodeLoss, str]], run: Run) -> None:
     rows: list[list[object]] = []
     for number, (loss, where) in enumerate(losses, start=1):
         found = node_recovery(loss, run.events())
-        lost = ", ".join(
-            f"{host} (rank {rank})" for host, rank in zip(loss.hosts, loss.ranks, strict=True)
-        )
+        lost = ", ".join(f"{host} (rank {rank})" for host, rank in zip(loss.hosts, loss.ranks, strict=True))
         rows.append(
             [number, lost, loss.last_step, found.resumed_at, found.redone, found.start_s, found.back_s, where]
-        )  # fmt: skip
-    header = ["#", "destroyed", "after iteration", "resumed at", "replayed", "restarted s", "back s", "fetched"]  # fmt: skip
+        )
+    header = [
+        "#",
+        "destroyed",
+        "after iteration",
+        "resumed at",
+        "replayed",
+        "restarted s",
+        "back s",
+        "fetched",
+    ]
     print("\n" + table(header, rows))
     print(
         "\nrestarted s: from the loss until rank 0 was attached again (torchrun's heartbeat, interpreter, imports);"
@@ -289,9 +290,7 @@ def print_summary(undisturbed: Run, destroyed: Run) -> None:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Destroy hosts of a training job; compare the bits."
-    )
+    parser = argparse.ArgumentParser(description="Destroy hosts of a training job; compare the bits.")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--losses", type=int, default=5, help="how often hosts are destroyed")
     parser.add_argument("--seed", type=int, default=None, help="of the losses; default: random")

@@ -206,9 +206,7 @@ def draw(
     axes.set_ylabel("training loss (nats per byte)")
     same = all(undisturbed.get(step) == loss for step, loss in killed.items())
     same = same and undisturbed.keys() == killed.keys()
-    axes.set_title(
-        "Losses are equal in every bit of every iteration" if same else "THE RUNS DIFFER"
-    )
+    axes.set_title("Losses are equal in every bit of every iteration" if same else "THE RUNS DIFFER")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -141,9 +141,7 @@ class Run:
             *("--job", JOB, "--run", RUN, "--daemon", "none" if storage is None else "auto"),
             *("--log", str(self.folder / "rank.jsonl"), "--final", str(self.folder / "rank.pt")),
         ]
-        self.job = TorchrunJob(
-            cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment
-        )
+        self.job = TorchrunJob(cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment)
 
     def _environment(self, host: Host) -> dict[str, str]:
         daemon = self.daemons.get(host.name)
@@ -187,9 +185,7 @@ class Run:
 
     def final(self, rank: int) -> dict[str, torch.Tensor]:
         """The rank's state at the end."""
-        state: dict[str, torch.Tensor] = torch.load(
-            self.folder / f"rank-r{rank}.pt", weights_only=True
-        )
+        state: dict[str, torch.Tensor] = torch.load(self.folder / f"rank-r{rank}.pt", weights_only=True)
         return state
 
 
@@ -209,12 +205,8 @@ def lose_everything(
     run.destroy_all()
     last_step = max(run.last_step(rank) for rank in range(NUM_RANKS))
     durable = storage.committed()[0]
-    progress.say(
-        f"--> destroyed all hosts after iteration {last_step}; {durable} is the newest durable"
-    )
-    loss = NodeLoss(
-        begun_s, tuple(h.name for h in run.cluster.hosts), tuple(range(NUM_RANKS)), last_step
-    )
+    progress.say(f"--> destroyed all hosts after iteration {last_step}; {durable} is the newest durable")
+    loss = NodeLoss(begun_s, tuple(h.name for h in run.cluster.hosts), tuple(range(NUM_RANKS)), last_step)
     run.return_empty()
     for rank in range(NUM_RANKS):
         run.job.until(
@@ -255,9 +247,27 @@ def print_report(losses: Sequence[tuple[NodeLoss, int]], undisturbed: Run, destr
     for number, (loss, durable) in enumerate(losses, start=1):
         found = node_recovery(loss, destroyed.events())
         rows.append(
-            [number, " and ".join(loss.hosts), loss.last_step, durable, found.resumed_at, found.redone, found.start_s, found.back_s]
-        )  # fmt: skip
-    header = ["#", "destroyed", "after iteration", "durable", "resumed at", "done again", "restarted s", "back s"]  # fmt: skip
+            [
+                number,
+                " and ".join(loss.hosts),
+                loss.last_step,
+                durable,
+                found.resumed_at,
+                found.redone,
+                found.start_s,
+                found.back_s,
+            ]
+        )
+    header = [
+        "#",
+        "destroyed",
+        "after iteration",
+        "durable",
+        "resumed at",
+        "done again",
+        "restarted s",
+        "back s",
+    ]
     print("\n" + table(header, rows))
     print(
         "\nrestarted s: from the loss until rank 0 was attached again (torchrun's heartbeat, interpreter, imports);"

@@ -151,9 +151,7 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         masters_to_model(model, masters)
         sched.step()
         model.zero_grad()
-        log.write(
-            "step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying)
-        )
+        log.write("step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying))
     log.write("finished", resumed_from=ckpt.resumed_from, stats=ckpt.stats())
     state = final_state(model, masters, optimizer, {"sched": sched, "loader": loader})
     ckpt.close()

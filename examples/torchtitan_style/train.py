@@ -137,9 +137,7 @@ def _local(tensor: Any) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse_config(argv)
-    torch.set_num_threads(
-        1
-    )  # two ranks share a small machine; another number changes the bits of a sum
+    torch.set_num_threads(1)  # two ranks share a small machine; another number changes the bits of a sum
     dist.init_process_group("gloo")
     trainer = Trainer(config)
     trainer.train()

@@ -141,16 +141,12 @@ class Catalog:
         """The same catalog with only these checkpoints, and without the histories that only the others
         show.
         """
-        manifests = {
-            c.id: {c.world_size: dict(c.manifests)} for c in self.checkpoints if c.id in ids
-        }
+        manifests = {c.id: {c.world_size: dict(c.manifests)} for c in self.checkpoints if c.id in ids}
         epochs = _epochs(manifests, self.known_epochs)
         return replace(self, checkpoints=_checkpoints(manifests, epochs, self.pins), epochs=epochs)
 
 
-_ManifestsBySize = dict[
-    int, dict[int, ObjectInfo]
-]  # of one checkpoint: manifests by world size and rank
+_ManifestsBySize = dict[int, dict[int, ObjectInfo]]  # of one checkpoint: manifests by world size and rank
 
 
 class _Found:
@@ -175,9 +171,7 @@ class _Found:
             self.pins.append(name)
         elif isinstance(name, RunName):
             self.identity = info
-        elif not isinstance(
-            name, IncarnationName
-        ):  # it marks another run, and belongs to no checkpoint
+        elif not isinstance(name, IncarnationName):  # it marks another run, and belongs to no checkpoint
             self.foreign.append(info.key)
 
 
@@ -227,9 +221,7 @@ def _checkpoints(
     return tuple(found)
 
 
-def _epochs(
-    manifests: Mapping[CheckpointId, _ManifestsBySize], known: Mapping[int, int]
-) -> dict[int, Epoch]:
+def _epochs(manifests: Mapping[CheckpointId, _ManifestsBySize], known: Mapping[int, int]) -> dict[int, Epoch]:
     """All known histories; if the checkpoints of one disagree about its start, the earliest counts."""
     epochs = {number: Epoch(start, None) for number, start in known.items()}
     for checkpoint, by_size in manifests.items():
@@ -237,9 +229,7 @@ def _epochs(
         epoch = epochs.get(checkpoint.epoch)
         if epoch is not None:
             since = since if epoch.since_ns is None else min(since, epoch.since_ns)
-        start = (
-            checkpoint.epoch_start if epoch is None else min(checkpoint.epoch_start, epoch.start)
-        )
+        start = checkpoint.epoch_start if epoch is None else min(checkpoint.epoch_start, epoch.start)
         epochs[checkpoint.epoch] = Epoch(start, since)
     return epochs
 

@@ -69,9 +69,7 @@ class Checker:
         self._contents: OrderedDict[str, _Contents] = OrderedDict()
         self._memory: deque[StreamBuffers] = deque()
 
-    def check(
-        self, checkpoint: StoredCheckpoint, run_id: str | None, map_fn: MapFunction
-    ) -> set[Finding]:
+    def check(self, checkpoint: StoredCheckpoint, run_id: str | None, map_fn: MapFunction) -> set[Finding]:
         """The findings about a checkpoint; ``run_id`` is that of the run, None if not known."""
         infos = [checkpoint.manifests[rank] for rank in sorted(checkpoint.manifests)]
         found = map_fn(lambda info: list(self._rank(info, run_id)), infos)
@@ -83,9 +81,7 @@ class Checker:
 
     def mention(self, checkpoint: StoredCheckpoint, map_fn: MapFunction) -> set[Finding]:
         """Add the objects of an unfinished checkpoint to ``mentioned``, without checking them."""
-        found = map_fn(
-            lambda info: self._read(info.key, Severity.WARNING), checkpoint.manifests.values()
-        )
+        found = map_fn(lambda info: self._read(info.key, Severity.WARNING), checkpoint.manifests.values())
         return {finding for _, findings in found for finding in findings}
 
     def _rank(self, info: ObjectInfo, run_id: str | None) -> Iterator[Finding]:
@@ -101,9 +97,7 @@ class Checker:
             if self._full and not damaged:
                 yield from self._image(info.key, manifest, snapshot)
 
-    def _read(
-        self, key: str, severity: Severity
-    ) -> tuple[RankManifest | None, tuple[Finding, ...]]:
+    def _read(self, key: str, severity: Severity) -> tuple[RankManifest | None, tuple[Finding, ...]]:
         try:
             manifest = read_manifest(self._store, key)
         except (ManifestError, ObjectMissing, TooLarge) as error:
@@ -148,9 +142,7 @@ class Checker:
         finally:
             self._memory.append(memory)
 
-    def _image(
-        self, key: str, manifest: RankManifest, snapshot: StoredSnapshot
-    ) -> Iterator[Finding]:
+    def _image(self, key: str, manifest: RankManifest, snapshot: StoredSnapshot) -> Iterator[Finding]:
         """Check that a snapshot's extents form the image that was sealed."""
         where = f"iteration {snapshot.iteration}"
         try:
@@ -165,9 +157,7 @@ class Checker:
                 return
             if not has_its_digest(self._store, snapshot):
                 what = "its cryptographic digest does not match, but its xxh3 digests do"
-                yield Finding(
-                    Severity.ERROR, key, f"{where}: {what}: an object or the manifest was forged"
-                )
+                yield Finding(Severity.ERROR, key, f"{where}: {what}: an object or the manifest was forged")
         except (SnapshotDamaged, HeaderError, ObjectDamaged, ObjectMissing, Damaged) as error:
             yield Finding(Severity.ERROR, key, f"{where}: {error}")
 

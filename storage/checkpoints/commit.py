@@ -54,12 +54,7 @@ class Views:
         if newest is not None and newest.id.end >= checkpoint.end and newest.id != checkpoint:
             return f"{newest.id} is committed"
         staying = self._staying()
-        sure = {
-            info.key
-            for c in self.own.checkpoints
-            if c.id in staying
-            for info in c.manifests.values()
-        }
+        sure = {info.key for c in self.own.checkpoints if c.id in staying for info in c.manifests.values()}
         lost = sorted(set(relied) - sure)
         return f"objects that it refers to may be deleted: {lost[0]} was replaced" if lost else ""
 
@@ -72,9 +67,7 @@ class Views:
         """
         complete = [c.id for c in self.shown.checkpoints if c.complete]
         stale = {
-            c.id
-            for c in (*self.shown.checkpoints, *self.own.checkpoints)
-            if c.state is CheckpointState.STALE
+            c.id for c in (*self.shown.checkpoints, *self.own.checkpoints) if c.state is CheckpointState.STALE
         }
         return {
             c.id
@@ -88,9 +81,7 @@ def _may_replace(newer: CheckpointId, older: CheckpointId) -> bool:
     return newer.end > older.end and not abandoned
 
 
-def see(
-    listing: Iterable[ObjectInfo], job: str, run: str, *, known_epochs: Mapping[int, int]
-) -> Views:
+def see(listing: Iterable[ObjectInfo], job: str, run: str, *, known_epochs: Mapping[int, int]) -> Views:
     """Both views of one listing; ``known_epochs`` as in `build_catalog`, the writer's own among them."""
     infos = list(listing)
     return Views(

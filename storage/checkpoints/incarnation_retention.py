@@ -76,9 +76,7 @@ def replacing_incarnation(
     Args:
         incarnations: the incarnations by number.
     """
-    return max(
-        (n for n, each in incarnations.items() if _replaces(each, policy, now_ns)), default=None
-    )
+    return max((n for n, each in incarnations.items() if _replaces(each, policy, now_ns)), default=None)
 
 
 def plan_incarnations(
@@ -108,9 +106,7 @@ def plan_incarnations(
 
 
 def _replaces(incarnation: StoredIncarnation, policy: RetentionPolicy, now_ns: int) -> bool:
-    settled = [
-        c for c in incarnation.catalog.committed if now_ns - c.modified_ns >= policy.settle_ns
-    ]
+    settled = [c for c in incarnation.catalog.committed if now_ns - c.modified_ns >= policy.settle_ns]
     return any(c.id in incarnation.verified for c in settled)
 
 

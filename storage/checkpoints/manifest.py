@@ -117,9 +117,7 @@ class RankManifest:
         prefix = run_prefix(self.job, self.run)
         for snapshot in self.snapshots:
             if snapshot.image_len > self.slot_bytes:
-                raise ManifestError(
-                    f"the image of iteration {snapshot.iteration} is larger than a slot"
-                )
+                raise ManifestError(f"the image of iteration {snapshot.iteration} is larger than a slot")
             if not all(stored.key.startswith(prefix) for stored in snapshot.objects):
                 raise ManifestError(f"an object lies outside {prefix}")
 
@@ -174,9 +172,7 @@ class RankManifest:
             body["signature"] = base64.b64encode(self.signature).decode("ascii")
         data = seal_json(body)
         if len(data) > MAX_MANIFEST_BYTES:
-            raise ManifestError(
-                f"the manifest has {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}"
-            )
+            raise ManifestError(f"the manifest has {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
         return data
 
     def signed_by(self, signer: ManifestSigner | None) -> RankManifest:
@@ -353,9 +349,7 @@ def _snapshot_fields(snapshot: StoredSnapshot, version: int) -> dict[str, object
 def _snapshot(fields: _WireSnapshot) -> StoredSnapshot:
     bitmap = from_base64("anchors", fields.anchors)
     if len(bitmap) != (fields.num_operators + 7) // 8:
-        raise ManifestError(
-            f"{len(bitmap)} bytes of anchors do not fit {fields.num_operators} operators"
-        )
+        raise ManifestError(f"{len(bitmap)} bytes of anchors do not fit {fields.num_operators} operators")
     return StoredSnapshot(
         fields.iteration,
         fields.previous,

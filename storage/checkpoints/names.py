@@ -41,9 +41,7 @@ MAX_RANKS = 99_999
 MAX_INCARNATION = 10**12 - 1
 
 _LABEL = r"[A-Za-z0-9._-]{1,64}"
-_OURS = (
-    rf"(?!\.{{1,2}}/|{re.escape(RESERVED)})({_LABEL})"  # not a path, and not reserved for the store
-)
+_OURS = rf"(?!\.{{1,2}}/|{re.escape(RESERVED)})({_LABEL})"  # not a path, and not reserved for the store
 _COUNT = r"0|[1-9][0-9]{0,18}"
 _HASH = r"[0-9a-f]{32}"
 _TAG = r"[0-9a-f]{16}"

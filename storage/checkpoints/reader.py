@@ -47,9 +47,7 @@ __all__ = [
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-_HEADER_GUESS = (
-    256 << 10
-)  # most headers are smaller; reading this much costs less than a second request
+_HEADER_GUESS = 256 << 10  # most headers are smaller; reading this much costs less than a second request
 _MOST_LISTED = 8
 
 

@@ -175,9 +175,7 @@ def plan_retention(
         for _, info in sorted(checkpoint.manifests.items())
     ]
     staying = [c for c in catalog.checkpoints if c.id in choice.kept]
-    unread = [
-        info.key for c in staying for info in c.manifests.values() if info.key not in references
-    ]
+    unread = [info.key for c in staying for info in c.manifests.values() if info.key not in references]
     if unread:
         note = (
             f"no object is deleted: {len(unread)} manifests could not be read "
@@ -193,9 +191,7 @@ def plan_retention(
     return RetentionPlan(tuple(manifests), tuple(objects), choice.kept, ())
 
 
-def run_of(
-    catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]
-) -> Catalog:
+def run_of(catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]) -> Catalog:
     """The catalog with only the checkpoints of the same run as this one; with all checkpoints if its
     run is not known.
     """
@@ -225,9 +221,7 @@ def _by_run(
     return [catalog.only(ids) for ids in found.values()], unknown
 
 
-def _merged(
-    choices: Iterable[CheckpointChoice], unknown: Iterable[CheckpointId]
-) -> CheckpointChoice:
+def _merged(choices: Iterable[CheckpointChoice], unknown: Iterable[CheckpointId]) -> CheckpointChoice:
     kept = dict.fromkeys(unknown, "its run is not known")
     doomed: dict[CheckpointId, str] = {}
     for choice in choices:
@@ -301,9 +295,7 @@ def _incomplete(
     grace_ns: int,
     now_ns: int,
 ) -> tuple[bool, str]:
-    newer = [
-        c for c in settled if c.id.end > checkpoint.id.end and c.id.epoch >= checkpoint.id.epoch
-    ]
+    newer = [c for c in settled if c.id.end > checkpoint.id.end and c.id.epoch >= checkpoint.id.epoch]
     if not newer:
         return False, "incomplete, and no newer one is committed (long enough ago)"
     if now_ns - checkpoint.modified_ns < grace_ns:

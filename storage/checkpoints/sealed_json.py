@@ -30,9 +30,7 @@ __all__ = [
 MAX_TEXT = 256
 
 _T = TypeVar("_T")
-_encode = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # created once: json.dumps creates one per call
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # created once: json.dumps creates one per call
 _TAIL = re.compile(rb' "digest": "([0-9a-f]{32})"\n\}\n')
 _TAIL_BYTES = len(' "digest": ""\n}\n') + 32
 
@@ -58,9 +56,7 @@ def check_seal(data: bytes) -> None:
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     found = _TAIL.fullmatch(tail)
     if found is None:
-        raise ManifestError(
-            "it does not end with a digest: it is truncated, or ckptd did not write it"
-        )
+        raise ManifestError("it does not end with a digest: it is truncated, or ckptd did not write it")
     if xxhash.xxh3_128_hexdigest(head).encode("ascii") != found[1]:
         raise ManifestError("its digest does not match: its bytes were changed")
 

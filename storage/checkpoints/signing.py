@@ -141,9 +141,7 @@ def trust_signer(folder: Path, name: str, public: str) -> None:
         SigningError: the name or key is malformed, or the file cannot be written.
     """
     if not _NAME.match(name):
-        raise SigningError(
-            f"{name!r} is not a valid name: use 1 to 64 letters, digits, '.', '_', '-'"
-        )
+        raise SigningError(f"{name!r} is not a valid name: use 1 to 64 letters, digits, '.', '_', '-'")
     if not _KEY.fullmatch(public):
         raise SigningError("a signer's key is 64 hexadecimal digits")
     target = Path(folder) / "signers" / f"{name}.pub"

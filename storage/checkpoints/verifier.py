@@ -79,9 +79,7 @@ def verify_store(
         name = parse(info.key)
         if name is None:
             foreign.append(info.key)
-        elif not isinstance(
-            name, IncarnationName
-        ):  # the incarnation that it marks is a run of its own
+        elif not isinstance(name, IncarnationName):  # the incarnation that it marks is a run of its own
             runs.add((name.job, name.run))
     outside = [key for key in foreign if tuple(key.split("/")[:2]) not in runs]
     reports = [_run(store, job, run, full, map_fn, progress) for job, run in sorted(runs)]

@@ -181,9 +181,7 @@ def verify(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = 
         raise DigestMismatch(first.name)
 
 
-def mismatches(
-    buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None
-) -> list[Mismatch]:
+def mismatches(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = None) -> list[Mismatch]:
     """All ranges of the image that differ from the one sealed with ``header_digest``, in order and in
     one pass.
 

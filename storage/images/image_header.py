@@ -36,9 +36,7 @@ from ckptd.storage.images.safetensors_header import HeaderError, parse_safetenso
 
 __all__ = ["Batch", "ParsedHeader", "find_data_offset", "parse_image_header", "read_number"]
 
-_BATCH_BYTES = (
-    4 << 20
-)  # below this, handing a batch to a thread takes longer than hashing it (16 GB/s)
+_BATCH_BYTES = 4 << 20  # below this, handing a batch to a thread takes longer than hashing it (16 GB/s)
 _MAX_CACHED_LAYOUTS = 1024
 _MAX_CACHED_TENSORS = 500_000
 _NUMBER = re.compile(rb" *(-?[0-9]+)")
@@ -140,9 +138,7 @@ def parse_image_header(buf: memoryview) -> tuple[ParsedHeader, int]:
         parsed = _parse_blanked(blanked, num_tensors)
         _parsed_layouts.put(layout_id, parsed)
     if parsed.image_len > len(buf):
-        raise ImageError(
-            f"the image is truncated: it has {parsed.image_len} bytes, the buffer {len(buf)}"
-        )
+        raise ImageError(f"the image is truncated: it has {parsed.image_len} bytes, the buffer {len(buf)}")
     return parsed, layout_id
 
 

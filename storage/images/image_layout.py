@@ -94,9 +94,7 @@ class ImageLayout:
         """The offset of tensor ``name`` in the image; KeyError if unknown."""
         return self._offsets[name]
 
-    def write_header(
-        self, buf: memoryview, *, iteration: int, previous: int, scalars_len: int
-    ) -> None:
+    def write_header(self, buf: memoryview, *, iteration: int, previous: int, scalars_len: int) -> None:
         """Write the header to the beginning of ``buf``, with blank digests.
 
         Raises:

@@ -123,9 +123,7 @@ class _Check:
 
     def _finish(self) -> None:
         """Advance to the next tensor with missing bytes."""
-        while (
-            self._number < len(self._tensors) and self._seen == self._tensors[self._number].nbytes
-        ):
+        while self._number < len(self._tensors) and self._seen == self._tensors[self._number].nbytes:
             if self._hash.digest() != self._digests[self._number]:
                 self._bad.append(self._tensors[self._number].name)
             self._number += 1

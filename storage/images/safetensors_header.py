@@ -62,9 +62,7 @@ def parse_safetensors_header(text: bytes | bytearray) -> SafetensorsHeader:
     return SafetensorsHeader(metadata, tuple(found), end)
 
 
-def render_header(
-    metadata: Mapping[str, str], tensors: Iterable[ImageTensor | TensorEntry]
-) -> bytes:
+def render_header(metadata: Mapping[str, str], tensors: Iterable[ImageTensor | TensorEntry]) -> bytes:
     """The header of ``tensors``, one behind the other in this order, up to where data begins.
 
     An ``offset`` counts for nothing: they are put where there is room for them.

@@ -64,9 +64,7 @@ def parse_header(header: bytes) -> ObjectHeader:
     """
     data_offset = data_offset_of(header[:LENGTH_BYTES])
     if len(header) != data_offset:
-        raise HeaderError(
-            f"the header has {len(header)} bytes, but gives its length as {data_offset}"
-        )
+        raise HeaderError(f"the header has {len(header)} bytes, but gives its length as {data_offset}")
     found = parse_safetensors_header(header[LENGTH_BYTES:])
     if found.metadata is None:
         raise HeaderError("the metadata are missing")

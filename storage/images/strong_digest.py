@@ -58,12 +58,8 @@ def matches(data: Buffer, digest: str, *, threads: int = 1) -> bool:
         ValueError: ``digest`` is malformed.
     """
     if not is_strong_digest(digest):
-        raise ValueError(
-            f"{digest[:80]!r} is not a digest: use blake3: or sha256: and 64 hex digits"
-        )
-    return hmac.compare_digest(
-        strong_digest(data, digest.partition(":")[0], threads=threads), digest
-    )
+        raise ValueError(f"{digest[:80]!r} is not a digest: use blake3: or sha256: and 64 hex digits")
+    return hmac.compare_digest(strong_digest(data, digest.partition(":")[0], threads=threads), digest)
 
 
 class Digesting:
@@ -75,9 +71,7 @@ class Digesting:
 
     def __init__(self, digest: str) -> None:
         if not is_strong_digest(digest):
-            raise ValueError(
-                f"{digest[:80]!r} is not a digest: use blake3: or sha256: and 64 hex digits"
-            )
+            raise ValueError(f"{digest[:80]!r} is not a digest: use blake3: or sha256: and 64 hex digits")
         name, _, self._wanted = digest.partition(":")
         self._made = blake3() if name == "blake3" else hashlib.sha256()
 

@@ -185,9 +185,7 @@ def _verbatim(key: str, size: int, reason: str) -> UploadPlan:
     return UploadPlan(key, size, b"", ((0, size),), (), (Extent(0, size, 0, 0),), 0, reason)
 
 
-def _part(
-    name: ObjectName, head: bytes, parsed: ObjectHeader, found: dict[int, _Place]
-) -> UploadPlan:
+def _part(name: ObjectName, head: bytes, parsed: ObjectHeader, found: dict[int, _Place]) -> UploadPlan:
     """A safetensors file with the image's header and its new tensors."""
     new = [tensor for number, tensor in enumerate(parsed.tensors) if number not in found]
     digests = [digest for number, digest in enumerate(parsed.digests) if number not in found]

@@ -209,9 +209,7 @@ class FsspecS3Store(FsspecStore):
     def _abort_one(self, upload: Mapping[str, Any]) -> int:
         key = upload["Key"][len(self._top) :]
         try:
-            self._request(
-                key, "abort_multipart_upload", **self._at(key), UploadId=upload["UploadId"]
-            )
+            self._request(key, "abort_multipart_upload", **self._at(key), UploadId=upload["UploadId"])
         except (ObjectMissing, UploadGone):
             return 0  # somebody else ended it
         return 1

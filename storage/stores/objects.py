@@ -230,9 +230,7 @@ def check_key(key: str) -> str:
         if len(name) > MAX_NAME_BYTES:
             raise ValueError(f"a part of key {key[:40]!r}… has more than {MAX_NAME_BYTES} bytes")
         if name.startswith(RESERVED):
-            raise ValueError(
-                f"key {key!r} has a part that begins with {RESERVED!r}: those are ours"
-            )
+            raise ValueError(f"key {key!r} has a part that begins with {RESERVED!r}: those are ours")
     return key
 
 

@@ -20,9 +20,7 @@ _S3_SCHEMES = ("s3", "s3a")
 _OBSTORE_SCHEMES = (*_S3_SCHEMES, "gs", "az", "azure", "abfs", "abfss", "adl")
 
 
-def open_store(
-    url: str, options: Mapping[str, Any] | None = None, backend: str = "auto"
-) -> ObjectStore:
+def open_store(url: str, options: Mapping[str, Any] | None = None, backend: str = "auto") -> ObjectStore:
     """The store at ``url``; nothing is asked of it yet.
 
     Args:
@@ -92,9 +90,7 @@ def _fsspec(url: str, options: StoreOptions) -> ObjectStore:
     return _made(url, options, "", opened)
 
 
-def _made(
-    url: str, options: StoreOptions, extra: str, opened: Callable[[], ObjectStore]
-) -> ObjectStore:
+def _made(url: str, options: StoreOptions, extra: str, opened: Callable[[], ObjectStore]) -> ObjectStore:
     """What ``opened`` makes; whatever a client raises of its own kinds comes out as one of the
     seam's, or as ValueError.
     """

@@ -231,9 +231,7 @@ class Resilient:
             opened = self._circuit.failed(self._clock())
             failures = self._circuit.failures
         if opened:
-            text = (
-                f"storage {self._url} is left in peace after {failures} failures in a row: {error}"
-            )
+            text = f"storage {self._url} is left in peace after {failures} failures in a row: {error}"
             self._told(StoreNotice(NoticeKind.OPENED, self._url, text))
 
     def _succeeded(self) -> None:

@@ -93,9 +93,7 @@ class StoreOptions:
         """With what the environment says of the server: the clients read more of it, each its own part."""
         endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
         region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-        return replace(
-            self, endpoint_url=self.endpoint_url or endpoint, region=self.region or region
-        )
+        return replace(self, endpoint_url=self.endpoint_url or endpoint, region=self.region or region)
 
     @property
     def signs_payload(self) -> bool:

@@ -34,8 +34,7 @@ def test_a_recovery_is_read_from_the_logs() -> None:
     before = [(step, float(step), step + 0.5) for step in range(5)]
     events = [
         life(0.0, *before, (5, 5.0, 5.5)) + life(20.0, (6, 25.0, 26.0), (7, 26.0, 27.0)),
-        life(0.0, *before)
-        + life(21.0, (3, 22.0, 22.2), (4, 22.2, 22.8), (5, 23.0, 24.0), (6, 25.0, 26.5)),
+        life(0.0, *before) + life(21.0, (3, 22.0, 22.2), (4, 22.2, 22.8), (5, 23.0, 24.0), (6, 25.0, 26.5)),
     ]
     found = recovery_of(6.0, events, lost=1)
     assert (found.again_lost, found.again_others) == (2, 0)

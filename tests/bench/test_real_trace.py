@@ -103,9 +103,7 @@ def _events() -> list[dict[str, Any]]:
             told: list[tuple[str, float, Mapping[str, Any]]] = [("met", life.met_s, {})]
             ready = {"ranks": life.ranks, "source": life.source, "step": life.done_s[0][0]}
             told.append(("ready", life.ready_s, ready))
-            told += [
-                ("step", at_s + 0.5, {"step": step, "loss": 1.0}) for step, at_s in life.done_s
-            ]
+            told += [("step", at_s + 0.5, {"step": step, "loss": 1.0}) for step, at_s in life.done_s]
             if rank == 0:
                 told += [("saved", 7.2, {"seconds": s}) for s in life.saves_s]
             found += [
@@ -190,10 +188,7 @@ def test_the_simulation_gets_what_was_measured() -> None:
     assert (job.detect_s, job.groups_s) == (3, 10)
     assert job.save_s == pytest.approx(0.5)
     assert (
-        measured_job(
-            account((), STRETCH, fewest=2), Pauses(None, None, None), elastic=True, **sizes
-        )
-        is None
+        measured_job(account((), STRETCH, fewest=2), Pauses(None, None, None), elastic=True, **sizes) is None
     )
     calm = setting((0, 2), (50, 3), end_s=100)
     mode = simulate(calm.membership, 100, strategies(calm)["ours"].predicted(job))
@@ -220,9 +215,7 @@ def test_losses_that_are_wrong_are_told_and_those_of_repeated_steps_count() -> N
 def test_a_stretch_is_drawn(tmp_path: Path) -> None:
     calm = setting((0, 2), (14, 3), end_s=40)
     found = account(LIVES, calm.stretch, fewest=2)
-    job = measured_job(
-        found, Pauses(4, 13, 10), batch=40, experts=8, layers=2, slots=4, elastic=True
-    )
+    job = measured_job(found, Pauses(4, 13, 10), batch=40, experts=8, layers=2, slots=4, elastic=True)
     assert job is not None
     predicted = simulate(calm.membership, 40, strategies(calm)["ours"].predicted(job))
     outcome = real_trace.Outcome(found, Pauses(4, 13, 10), job, predicted, 0.0, 0)

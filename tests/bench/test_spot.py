@@ -35,9 +35,7 @@ def test_a_trace_is_a_step_function() -> None:
     assert (trace.end_s, trace.most) == (30, 4)
     assert parse("0.5,1\n1,1", unit_s=3600).changes == (Change(1800, 1),)
     assert trace.at_most(2).changes == (Change(10, 2),)
-    assert trace.stretch(15, 25, speed=2) == Trace(
-        (Change(0, 3), Change(2.5, 2), Change(2.5, 4)), 5
-    )
+    assert trace.stretch(15, 25, speed=2) == Trace((Change(0, 3), Change(2.5, 2), Change(2.5, 4)), 5)
     assert trace.stretch(5, 9).changes == ()
 
 
@@ -141,9 +139,7 @@ def test_a_loss_in_a_pause_is_a_new_question() -> None:
 
 
 def test_whoever_wants_to_be_woken_is() -> None:
-    strategy = Scripted(
-        Switch(0, 0, 2, 1.0, "a"), None, Switch(1, 7, 2, 0.5, "b"), wakes=(4.0, 7.5)
-    )
+    strategy = Scripted(Switch(0, 0, 2, 1.0, "a"), None, Switch(1, 7, 2, 0.5, "b"), wakes=(4.0, 7.5))
     result = simulate([COME], 10, strategy)
     assert [view.now_s for view in strategy.seen] == [0, 4, 7.5]
     assert result.useful == 7 + 3
@@ -217,9 +213,7 @@ def test_fixed_groups_go_back_to_their_last_checkpoint() -> None:
     strategy = Fixed(TINY, group=2, reconfigures=False)
     # Start: processes 3, groups 2, both nodes read 15 bytes: 3. Then 60 iterations and a bit.
     lost_s = 8 + 60.5 * 8.04
-    result = simulate(
-        events((0, set(), (0, 1)), (lost_s, {0}, ()), (900, set(), (2,))), 1000, strategy
-    )
+    result = simulate(events((0, set(), (0, 1)), (lost_s, {0}, ()), (900, set(), (2,))), 1000, strategy)
     assert pauses(result) == [("started", 8), ("from storage", 8)]
     assert strategy.rollbacks == 1
     # Halted until 900, then from the 50th: 92 s are 11 iterations, of which the first 10 are repeated.
@@ -364,9 +358,7 @@ def test_what_holds_for_any_trace(steps: list[tuple[float, int]], name: str, see
     for change, until_s in zip(changes, ends, strict=True):
         capacity += change.nodes * (until_s - change.at_s) * TINY.node_samples_per_s / TINY.batch
     assert result.computed <= capacity + 1e-6
-    halves = result.useful_between(0, trace.end_s / 2) + result.useful_between(
-        trace.end_s / 2, trace.end_s
-    )
+    halves = result.useful_between(0, trace.end_s / 2) + result.useful_between(trace.end_s / 2, trace.end_s)
     assert halves == pytest.approx(result.useful)
 
 
@@ -386,7 +378,5 @@ def test_a_trace_of_ones_own_is_replayed(
     ours, alone = metrics["mine_ours_goodput"], metrics["mine_lazarus_alone_goodput"]
     assert 0 < ours < metrics["mine_ideal_samples_per_s"]
     assert alone > 0
-    assert metrics["mine_fixed_checkpoints_halt"] == pytest.approx(
-        0.2
-    )  # three nodes are no group of four
+    assert metrics["mine_fixed_checkpoints_halt"] == pytest.approx(0.2)  # three nodes are no group of four
     assert metrics["mine_ours_halt"] == 0

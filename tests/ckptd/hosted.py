@@ -106,9 +106,7 @@ class Setting:
         """As the next daemon finds them, in a store of its own."""
         store = self.store
         return ReplicaStore(
-            SegmentStore(
-                store.folder, store.quota_bytes, store.node_id, mlock="off", hugepages="off"
-            )
+            SegmentStore(store.folder, store.quota_bytes, store.node_id, mlock="off", hugepages="off")
         )
 
     def say(self, message: p.PeerMessage, peer: str = "p") -> queue.SimpleQueue[p.PeerReply]:

@@ -146,9 +146,7 @@ class Trainer:
     def own(self) -> dict[tuple[int, int, int], Snapshot]:
         """What its own segments hold sealed."""
         found: dict[tuple[int, int, int], Snapshot] = {}
-        for path in self.node.segment_dir.glob(
-            f"{self.job.name}~{self.job.run}~r{self.rank}~*.seg"
-        ):
+        for path in self.node.segment_dir.glob(f"{self.job.name}~{self.job.run}~r{self.rank}~*.seg"):
             found |= sealed_in(path)
         return found
 
@@ -229,9 +227,7 @@ class Job:
         anchored = 0
         for image in images:
             view = image.view  # waits until it is there
-            told = [
-                s for (r, i, _, _), s in self.written.items() if (r, i) == (rank, view.iteration)
-            ]
+            told = [s for (r, i, _, _), s in self.written.items() if (r, i) == (rank, view.iteration)]
             found = b"".join(bytes(view.data(tensor.name)) for tensor in view)
             assert any(s.image.endswith(found) for s in told), f"iteration {view.iteration}"
             anchored |= 1 << view.iteration % self.windows[rank]
@@ -252,11 +248,7 @@ class Job:
 
     def holders(self, rank: int, iteration: int) -> list[Node]:
         """The running nodes that hold a true replica of this snapshot, compared byte for byte."""
-        return [
-            n
-            for n in self.net.nodes
-            if n is not self.homes[rank] and self._holds(n, rank, iteration)
-        ]
+        return [n for n in self.net.nodes if n is not self.homes[rank] and self._holds(n, rank, iteration)]
 
     def _holds(self, node: Node, rank: int, iteration: int) -> bool:
         for path in node.replicas(rank):
@@ -273,9 +265,7 @@ class Job:
             and content_of(told.header) == content_of(snapshot.header)
         )
 
-    def await_replicas(
-        self, iteration: int, copies: int, *, ranks: Sequence[int] | None = None
-    ) -> None:
+    def await_replicas(self, iteration: int, copies: int, *, ranks: Sequence[int] | None = None) -> None:
         """Until so many nodes hold this snapshot of every rank."""
         for rank in range(self.world_size) if ranks is None else ranks:
             eventually(

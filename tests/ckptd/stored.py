@@ -34,9 +34,7 @@ __all__ = [
 
 NAMES = (JOB, RUN)
 ENDS = (11, 21, 31)
-FROZEN = {
-    "expert.0.w": 1
-}  # the same in all iterations, and so in the objects of the first one only
+FROZEN = {"expert.0.w": 1}  # the same in all iterations, and so in the objects of the first one only
 
 
 def fill_store(store: ObjectStore, ends: Iterable[int] = ENDS, *, job: str = JOB) -> list[Writer]:

@@ -41,9 +41,7 @@ def busy() -> Iterator[DaemonProcess]:
 
 def run(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_second_daemon_on_the_same_folder_says_who_has_it(busy: DaemonProcess) -> None:
@@ -53,9 +51,7 @@ def test_a_second_daemon_on_the_same_folder_says_who_has_it(busy: DaemonProcess)
     assert f"another ckptd (process {busy.process.pid}) already uses the runtime" in done.stderr
 
 
-def test_a_second_daemon_on_the_same_segments_is_refused_too(
-    busy: DaemonProcess, tmp_path: Path
-) -> None:
+def test_a_second_daemon_on_the_same_segments_is_refused_too(busy: DaemonProcess, tmp_path: Path) -> None:
     done = run("ckptd", "run", "--runtime-dir", str(tmp_path / "r"), env=busy.env)
     assert done.returncode == 3
     assert "already uses the segment folder" in done.stderr

@@ -55,9 +55,7 @@ def is_alive(node: Node) -> bool:
     return node.process.poll() is None
 
 
-@pytest.mark.parametrize(
-    ("data", "short_cut"), [("stream", "false"), ("zmq", "false"), ("stream", "true")]
-)
+@pytest.mark.parametrize(("data", "short_cut"), [("stream", "false"), ("zmq", "false"), ("stream", "true")])
 def test_a_trainer_that_cuts_its_segment_costs_itself_and_not_the_daemon(
     data: str, short_cut: str, tmp_path: Path
 ) -> None:

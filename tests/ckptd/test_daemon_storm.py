@@ -49,9 +49,7 @@ class Trainer:
 
     def attach(self) -> None:
         held = tuple(self._owner_fds)
-        attached = attach(
-            self._client, rank=self._rank, world_size=1, needed_bytes=4 * MIB, held=held
-        )
+        attached = attach(self._client, rank=self._rank, world_size=1, needed_bytes=4 * MIB, held=held)
         known = {segment.generation for segment in self.segments}
         assert {info.generation for info in attached.segments} >= known
 

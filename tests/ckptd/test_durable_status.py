@@ -35,14 +35,10 @@ def test_status_tells_what_is_durable(tmp_path: Path) -> None:
             client.ask(m.Join(1, -1, (here,)), m.Done)
             for iteration in (3, 4, 5):
                 fill(segment, iteration % 6, iteration)
-            eventually(
-                lambda: [r["committed"] for r in durable(daemon)["ranks"]] == [4], "it is committed"
-            )
+            eventually(lambda: [r["committed"] for r in durable(daemon)["ranks"]] == [4], "it is committed")
             for iteration in (6, 7, 8):
                 fill(segment, iteration % 6, iteration)
-            eventually(
-                lambda: [r["committed"] for r in durable(daemon)["ranks"]] == [8], "so is this"
-            )
+            eventually(lambda: [r["committed"] for r in durable(daemon)["ranks"]] == [8], "so is this")
             fill(segment, 9 % 6, 9)
             eventually(lambda: durable(daemon)["ranks"][0]["lag_iterations"] == 1, "9 is seen")
             told = durable(daemon)

@@ -95,9 +95,7 @@ def test_snapshots_logs_and_parked_states_of_the_history_that_counts_are_kept_ap
         slots = tuple(
             HeldSlot(
                 index,
-                pack_slot_header(
-                    replace(HEADER, iteration=i, previous=i - 1, epoch=epoch, epoch_start=-1)
-                ),
+                pack_slot_header(replace(HEADER, iteration=i, previous=i - 1, epoch=epoch, epoch_start=-1)),
                 b"\x07",
             )
             for index, i in enumerate(iterations)

@@ -46,9 +46,7 @@ def folders() -> Iterator[tuple[Path, Path]]:
 def test_several_ranks_get_one_daemon_that_outlives_them(folders: tuple[Path, Path]) -> None:
     runtime, segments = folders
     command = [sys.executable, "-c", ASK, str(runtime), str(segments)]
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    ranks = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     endpoints = {rank.communicate(timeout=60)[0].strip() for rank in ranks}
     assert endpoints == {f"ipc://{runtime}/ckptd.sock"}
     assert [rank.returncode for rank in ranks] == [0, 0, 0]

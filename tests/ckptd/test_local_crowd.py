@@ -117,9 +117,7 @@ def train(client: ControlClient, run: str) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_thousands_of_idle_connections_leave_trainers_alone(
-    daemon: DaemonProcess, processes: int
-) -> None:
+def test_thousands_of_idle_connections_leave_trainers_alone(daemon: DaemonProcess, processes: int) -> None:
     """They took all descriptors of the daemon, and libzmq aborted it: "Too many open files
     (src/ipc_listener.cpp)".
     """

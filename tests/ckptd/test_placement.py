@@ -52,9 +52,7 @@ class Case:
 
 
 @st.composite
-def cases(
-    draw: st.DrawFn, *, missing: bool = True, capacity: bool = False, groups: bool = False
-) -> Case:
+def cases(draw: st.DrawFn, *, missing: bool = True, capacity: bool = False, groups: bool = False) -> Case:
     """Up to 12 nodes in up to 3 zones of up to 4 racks, with 0 to 4 unequal ranks each."""
     rng = draw(st.randoms(use_true_random=False))
     num_zones, num_racks = rng.randint(1, 3), rng.randint(1, 4)
@@ -171,11 +169,7 @@ GAVE_TOO_MUCH = [(0, 17), (0, 17), (0, 40), (1, 40), (2, 40), (2, 17), (3, 40), 
 
 
 @given(cases(capacity=True))
-@example(
-    replace(
-        case_of("xxxbaacxb", GAVE_IN_AN_EXCHANGE, [5]), without=frozenset({"n0", "n1", "n2", "n7"})
-    )
-)
+@example(replace(case_of("xxxbaacxb", GAVE_IN_AN_EXCHANGE, [5]), without=frozenset({"n0", "n1", "n2", "n7"})))
 @example(case_of("abbbc", GAVE_TOO_MUCH))
 @settings(max_examples=300, deadline=None)
 def test_above_the_mean_and_one_ring_no_replica_could_move(case: Case) -> None:
@@ -239,9 +233,7 @@ def test_unequal_ranks_on_a_labelled_cluster_are_balanced_too(seed: int) -> None
     assert max(received.values()) <= sum(received.values()) / 48 + 400
 
 
-def changed(
-    before: ReplicaPlacement, after: ReplicaPlacement, gone: str, ranks: Sequence[PlacedRank]
-) -> int:
+def changed(before: ReplicaPlacement, after: ReplicaPlacement, gone: str, ranks: Sequence[PlacedRank]) -> int:
     """How many ranks that are still there have to send to somebody new."""
     return sum(
         not set(after.targets[facts.rank]) <= set(before.targets[facts.rank])
@@ -251,9 +243,7 @@ def changed(
     )
 
 
-def removals(
-    nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int
-) -> Iterator[int]:
+def removals(nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int) -> Iterator[int]:
     before = plan_placement(nodes, ranks, replicas=replicas)
     for gone in nodes[:: max(1, len(nodes) // 16)]:
         left = [facts for facts in nodes if facts is not gone]
@@ -313,13 +303,9 @@ def test_live_copies_in_other_domains_need_no_replica() -> None:
 
 def test_a_live_copy_in_the_same_rack_does_not_count_where_there_are_others() -> None:
     nodes, ranks = cluster(4, per_node=1, rack=2)
-    together = [
-        replace(facts, state_group="even" if facts.rank % 2 == 0 else "") for facts in ranks
-    ]
+    together = [replace(facts, state_group="even" if facts.rank % 2 == 0 else "") for facts in ranks]
     placement = plan_placement(nodes, together, replicas=1)
-    assert {rank: len(nodes) for rank, nodes in placement.targets.items()} == dict.fromkeys(
-        range(4), 1
-    )
+    assert {rank: len(nodes) for rank, nodes in placement.targets.items()} == dict.fromkeys(range(4), 1)
     alone, ranks_alone = cluster(2, per_node=1, rack=1)
     grouped = [replace(facts, state_group="g") for facts in ranks_alone]
     assert plan_placement(alone, grouped, replicas=1).targets == {0: (), 1: ()}
@@ -363,9 +349,7 @@ def test_a_full_node_is_skipped_and_named() -> None:
     placement = plan_placement(nodes, ranks, replicas=1)
     assert placement.targets == {0: ("n0002",), 1: placement.targets[1], 2: ("n0000",)}
     assert placement.received_bytes["n0001"] == 0
-    assert placement.warnings == (
-        "node n0001: skipped, because the capacity is too small for some replicas",
-    )
+    assert placement.warnings == ("node n0001: skipped, because the capacity is too small for some replicas",)
 
 
 def test_a_node_without_room_for_a_whole_peer_takes_some_of_its_ranks() -> None:
@@ -379,9 +363,7 @@ def test_a_node_without_room_for_a_whole_peer_takes_some_of_its_ranks() -> None:
 
 
 def test_a_small_domain_that_all_others_need_is_named_and_bounded_by_capacity() -> None:
-    nodes = [
-        NodeFacts(f"n{index}", {"rack": "small" if index == 0 else "big"}) for index in range(20)
-    ]
+    nodes = [NodeFacts(f"n{index}", {"rack": "small" if index == 0 else "big"}) for index in range(20)]
     ranks = [PlacedRank(index, f"n{index}", 100) for index in range(20)]
     (warning,) = plan_placement(nodes, ranks, replicas=1).warnings
     assert warning.startswith("node n0: receives 1.855 KiB, the even share is 100 B")
@@ -415,8 +397,7 @@ def test_without_zones_racks_alone_decide() -> None:
 def test_the_reason_has_the_numbers() -> None:
     nodes, ranks = cluster(4, per_node=1, ring=1 << 20)
     assert plan_placement(nodes, ranks, replicas=2).reason == (
-        "8 replicas (2 wanted) of 4 ranks on 4 nodes, of which one receives 2 MiB at most, "
-        "2 MiB on average"
+        "8 replicas (2 wanted) of 4 ranks on 4 nodes, of which one receives 2 MiB at most, 2 MiB on average"
     )
 
 
@@ -451,9 +432,7 @@ def test_the_placement_is_fixed_over_versions() -> None:
         ([NodeFacts("a")], [], -1),
     ],
 )
-def test_contradictions_are_refused(
-    nodes: list[NodeFacts], ranks: list[PlacedRank], replicas: int
-) -> None:
+def test_contradictions_are_refused(nodes: list[NodeFacts], ranks: list[PlacedRank], replicas: int) -> None:
     with pytest.raises(ValueError, match=r"twice|negative|rank 0"):
         plan_placement(nodes, ranks, replicas=replicas)
 

@@ -26,10 +26,7 @@ def mixed_capacities(rng: random.Random) -> Cluster:
     """Machines of five sizes whose capacities are 5 % more than what is needed, all together."""
     sizes = [rng.choice([4, 8, 16, 24, 32]) for _ in range(NODES)]
     room = [int(size * 1.05 * NEED / sum(sizes)) for size in sizes]
-    return [
-        NodeFacts(f"n{i:04}", {"zone": f"{i % 4}", "rack": f"{i % 128}"}, room[i])
-        for i in range(NODES)
-    ]
+    return [NodeFacts(f"n{i:04}", {"zone": f"{i % 4}", "rack": f"{i % 128}"}, room[i]) for i in range(NODES)]
 
 
 def mixed_domains(rng: random.Random) -> Cluster:
@@ -38,9 +35,7 @@ def mixed_domains(rng: random.Random) -> Cluster:
     while len(racks) < NODES:
         racks += [len(set(racks))] * rng.choice([1, 2, 4, 8, 16, 32, 64, 128])
     return [
-        NodeFacts(
-            f"n{i:04}", {"zone": "abc"[(i > 1200) + (i > 1900)], "rack": f"{racks[i]}"}, 19 * RING
-        )
+        NodeFacts(f"n{i:04}", {"zone": "abc"[(i > 1200) + (i > 1900)], "rack": f"{racks[i]}"}, 19 * RING)
         for i in range(NODES)
     ]
 

@@ -58,9 +58,7 @@ def test_options_keep_what_is_not_secret() -> None:
 
 def test_controls_are_escaped() -> None:
     assert one_line("a\nb\x1b[2J\u202ec\x9b\x7f") == "a\\nb\\x1b[2J\\u202ec\\x9b\\x7f"
-    assert (
-        for_terminal("a\n\x1b[97;48;5;52m7\x1b[0m\x1b[2J") == "a\n\x1b[97;48;5;52m7\x1b[0m\\x1b[2J"
-    )
+    assert for_terminal("a\n\x1b[97;48;5;52m7\x1b[0m\x1b[2J") == "a\n\x1b[97;48;5;52m7\x1b[0m\\x1b[2J"
 
 
 def test_colours_of_others_hide_no_text() -> None:
@@ -98,9 +96,7 @@ def test_what_ckptctl_prints_as_json_steers_no_terminal() -> None:
 
 
 def test_the_printed_configuration_steers_no_terminal_either(tmp_path: Path) -> None:
-    printed = render_toml(
-        load_config({"node_id": "n1", "segment_dir": "/dev/shm/a\x7f\u202e"}, environ={})
-    )
+    printed = render_toml(load_config({"node_id": "n1", "segment_dir": "/dev/shm/a\x7f\u202e"}, environ={}))
     assert "\x7f" not in printed
     assert "\u202e" not in printed
     again = tmp_path / "printed.toml"
@@ -121,9 +117,7 @@ def test_print_config_hides_credentials() -> None:
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
-def test_a_log_line_is_one_line_without_secrets(
-    style: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_line_is_one_line_without_secrets(style: str, capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
@@ -153,9 +147,7 @@ def test_what_a_trainer_says_reaches_neither_log_nor_terminal_as_it_is() -> None
     """A notice cleared the screen of whoever looked at the events, and forged lines in the daemon's log."""
     with running_daemon() as daemon, daemon.client() as client:
         attach(client)
-        client.send(
-            Notice("error", "k\x1b[2J", f"\x1b]0;title\x07\nforged ERROR s3://a:{SECRET}@b")
-        )
+        client.send(Notice("error", "k\x1b[2J", f"\x1b]0;title\x07\nforged ERROR s3://a:{SECRET}@b"))
         eventually(lambda: "forged" in daemon.ctl("events").stdout, "it is told")
         for told in (daemon.ctl("events").stdout, daemon.log_text()):
             assert "\x1b" not in told

@@ -16,9 +16,7 @@ from tests.ckptd.running import ROOT
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_only_the_owner_may_read_and_write_whatever_the_umask_is(
-    tmp_path: Path, umask: int
-) -> None:
+def test_only_the_owner_may_read_and_write_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         new_private_file(tmp_path / "new", b"secret")
@@ -53,9 +51,7 @@ os.fsync = killed
 
 
 @pytest.mark.parametrize(("kind", "name"), [("signer", "sign.key"), ("node", "node.key_secret")])
-def test_a_command_that_is_killed_leaves_no_part_of_a_key(
-    tmp_path: Path, kind: str, name: str
-) -> None:
+def test_a_command_that_is_killed_leaves_no_part_of_a_key(tmp_path: Path, kind: str, name: str) -> None:
     """Keys were written under their own names: after a kill (or a power cut) there was an empty
     key, which was damaged and never overwritten.
     """

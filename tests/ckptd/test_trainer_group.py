@@ -44,7 +44,9 @@ from ckptd.core.slots.segment_format import encode_descriptor
 from ckptd.transport.control import messages as m
 from tests.ckptd.running import attach, descriptor
 """
-DAEMON_IMPORTS = "import ckptd.cli, ckptd.node.daemon, encodings.idna, encodings.ascii, gettext, grp, locale, shutil"
+DAEMON_IMPORTS = (
+    "import ckptd.cli, ckptd.node.daemon, encodings.idna, encodings.ascii, gettext, grp, locale, shutil"
+)
 
 
 @pytest.fixture
@@ -79,9 +81,7 @@ def test_a_group_of_users_attaches_to_a_daemon_of_another_user(folder: Path) -> 
     }
     script = "os.mkdir(sys.argv[3])\nos.chmod(sys.argv[3], 0o750)\n"
     script += "os.mkdir(sys.argv[3] + '/keys', 0o700)\nsys.exit(ckptd.cli.main(['run']))\n"
-    daemon = spawn_as(
-        DAEMON, script, f"{folder}/run", imports=DAEMON_IMPORTS, groups=(GROUP,), env=env
-    )
+    daemon = spawn_as(DAEMON, script, f"{folder}/run", imports=DAEMON_IMPORTS, groups=(GROUP,), env=env)
     try:
         socket = folder / "run" / "ckptd.sock"
         eventually(lambda: socket.exists() or daemon.poll() is not None, "it listens")

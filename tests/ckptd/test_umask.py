@@ -42,9 +42,7 @@ def modes(folder: Path, *, files: bool) -> set[int]:
     """Of all files, or of all folders, below a folder and with it."""
     every = [folder, *folder.rglob("*")]
     return {
-        stat.S_IMODE(path.lstat().st_mode)
-        for path in every
-        if (path.is_file() if files else path.is_dir())
+        stat.S_IMODE(path.lstat().st_mode) for path in every if (path.is_file() if files else path.is_dir())
     }
 
 
@@ -66,9 +64,7 @@ def test_a_file_store_has_the_modes_of_the_daemons_umask(
 
 
 @pytest.mark.parametrize(("mask", "file", "folder"), UMASKS)
-def test_exports_have_the_modes_of_the_users_umask(
-    mask: int, file: int, folder: int, tmp_path: Path
-) -> None:
+def test_exports_have_the_modes_of_the_users_umask(mask: int, file: int, folder: int, tmp_path: Path) -> None:
     tool = DaemonProcess()  # only for its environment: it is not started
     with segment_folder() as segments, umask(mask):
         snapshot(segments, 3, entries(w=torch.arange(12.0).reshape(3, 4)))

@@ -120,6 +120,4 @@ def test_all_msgpack_of_others_is_read_by_one_function() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "msgpack" in (text := path.read_text(encoding="utf-8")) and decoding.search(text)
     ]
-    assert [name for name in found if not name.startswith("ckptd/client/")] == [
-        "ckptd/unpacking.py"
-    ]
+    assert [name for name in found if not name.startswith("ckptd/client/")] == ["ckptd/unpacking.py"]

@@ -254,9 +254,7 @@ def _groups(pipeline: Pipeline) -> tuple[Any, Any]:
     """Of the pipeline that this rank is in, and of those that hold the same stage."""
     if pipeline.replicas == 1:
         return dist.group.WORLD, None
-    rows = [
-        list(range(r * pipeline.ranks, (r + 1) * pipeline.ranks)) for r in range(pipeline.replicas)
-    ]
+    rows = [list(range(r * pipeline.ranks, (r + 1) * pipeline.ranks)) for r in range(pipeline.replicas)]
     group, _ = dist.new_subgroups_by_enumeration(rows)
     twins, _ = dist.new_subgroups_by_enumeration([list(c) for c in zip(*rows, strict=True)])
     return group, twins
@@ -265,9 +263,7 @@ def _groups(pipeline: Pipeline) -> tuple[Any, Any]:
 class _Lives:
     """The first life is lived at once; each restart begins from what it left."""
 
-    def __init__(
-        self, pipeline: Pipeline, group: Any, twins: Any, folder: Path, spoil: Spoil | None
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, group: Any, twins: Any, folder: Path, spoil: Spoil | None) -> None:
         self.pipeline, self.group, self.twins, self.folder = pipeline, group, twins, folder
         first, kept = Rank(pipeline, 1, group, twins), Kept()
         self.states = []

@@ -44,9 +44,7 @@ def run_in_ranks(work: Callable[..., None], world_size: int, folder: Path, *args
             process.join()
 
 
-def _rank(
-    rank: int, work: Callable[..., None], world_size: int, folder: str, args: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, work: Callable[..., None], world_size: int, folder: str, args: tuple[Any, ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(

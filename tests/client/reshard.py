@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 def main() -> None:
     checkpoint, folder = map(Path, sys.argv[1:3])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     _compare(checkpoint, folder, world_size)
     # Whatever still knows the group would keep it, and its threads, until the interpreter ends:
     # that aborted now and then.

@@ -133,9 +133,7 @@ class Halves(torch.optim.SGD):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_bad_arguments_are_named(
-    model: MoE, endpoint: str, options: dict[str, Any], message: str
-) -> None:
+def test_bad_arguments_are_named(model: MoE, endpoint: str, options: dict[str, Any], message: str) -> None:
     state = options.pop("state", None)
     optimizer = AdamW(model.parameters())
     with pytest.raises(ValueError, match=message):
@@ -147,9 +145,7 @@ def test_an_optimizer_that_is_none(model: MoE, endpoint: str) -> None:
         Checkpointer(model, nn.Linear(1, 1), daemon=endpoint)
 
 
-def test_a_dependent_optimizer_is_refused_with_reason_and_way_out(
-    model: MoE, endpoint: str
-) -> None:
+def test_a_dependent_optimizer_is_refused_with_reason_and_way_out(model: MoE, endpoint: str) -> None:
     with pytest.raises(
         ValueError, match=r"Halves: the update .*depends on.*SnapshotOptions\(policy='dense'\)"
     ):
@@ -167,12 +163,8 @@ def test_a_dependent_optimizer_is_captured_densely_if_asked(
 def test_freezing_by_inputs_where_it_cannot_be_exact(endpoint: str) -> None:
     low = MoE().bfloat16()
     masters = [p.detach().float() for p in low.parameters()]
-    with pytest.raises(
-        ValueError, match="'inputs' would not be exact here: separate master weights"
-    ):
-        Checkpointer(
-            low, AdamW(masters), daemon=endpoint, recovery=RecoveryOptions(freeze="inputs")
-        )
+    with pytest.raises(ValueError, match="'inputs' would not be exact here: separate master weights"):
+        Checkpointer(low, AdamW(masters), daemon=endpoint, recovery=RecoveryOptions(freeze="inputs"))
 
 
 def test_parameters_on_a_device_without_an_engine(endpoint: str) -> None:
@@ -232,9 +224,7 @@ class TestOff:
 
 
 class TestOn:
-    def test_attaching_draws_no_random_number(
-        self, model: MoE, make: Callable[..., Checkpointer]
-    ) -> None:
+    def test_attaching_draws_no_random_number(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
         optimizer = AdamW(model.parameters())
         before = capture_rng()
         make(model, optimizer)
@@ -300,9 +290,7 @@ class TestOn:
         with pytest.raises(ValueError, match="no complete window to verify yet"):
             make(model, AdamW(model.parameters())).verify(lambda step: None)
 
-    def test_a_run_that_is_further_than_total(
-        self, model: MoE, make: Callable[..., Checkpointer]
-    ) -> None:
+    def test_a_run_that_is_further_than_total(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
         optimizer = AdamW(model.parameters())
         ckpt = make(model, optimizer)
         train(ckpt, model, optimizer, 8)
@@ -359,10 +347,7 @@ class TestOn:
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 7)
         with caplog.at_level(logging.WARNING):
             make(model, optimizer)
-        assert (
-            f"intra-op threads: {threads} when the snapshots were taken, {threads + 7} now"
-            in caplog.text
-        )
+        assert f"intra-op threads: {threads} when the snapshots were taken, {threads + 7} now" in caplog.text
 
     def test_a_replay_that_differs_raises_and_names_the_operator(
         self, model: MoE, make: Callable[..., Checkpointer]
@@ -422,9 +407,7 @@ class TestLeavesNoTrace:
         assert torch.nn.utils.clip_grad._get_total_norm is tap
         assert {t for t in threading.enumerate() if t.name.startswith("ckptd")} == threads
 
-    def test_a_failed_attach_says_what_to_do_and_leaves_nothing(
-        self, model: MoE, tmp_path: Path
-    ) -> None:
+    def test_a_failed_attach_says_what_to_do_and_leaves_nothing(self, model: MoE, tmp_path: Path) -> None:
         threads = {t for t in threading.enumerate() if t.name.startswith("ckptd")}
         with pytest.raises(DaemonUnavailable, match="ckptd run"):
             Checkpointer(
@@ -435,9 +418,7 @@ class TestLeavesNoTrace:
         assert not model._forward_pre_hooks
         assert {t for t in threading.enumerate() if t.name.startswith("ckptd")} == threads
 
-    def test_the_loop_may_go_on_after_close(
-        self, model: MoE, make: Callable[..., Checkpointer]
-    ) -> None:
+    def test_the_loop_may_go_on_after_close(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
         optimizer = AdamW(model.parameters())
         ckpt = make(model, optimizer)
         steps = []
@@ -477,9 +458,7 @@ class TestLeavesNoTrace:
         with make(other, others) as again:
             assert train(again, other, others, 10) == [6, 7, 8, 9]
 
-    def test_the_model_can_still_be_copied(
-        self, model: MoE, make: Callable[..., Checkpointer]
-    ) -> None:
+    def test_the_model_can_still_be_copied(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
         """Averaged weights (EMA) begin with ``copy.deepcopy(model)``, which copies hooks and
         whatever they hold; and a copy's forward must not be taken for the model's own.
         """
@@ -491,9 +470,7 @@ class TestLeavesNoTrace:
         averaged = torch.optim.swa_utils.AveragedModel(model)
         averaged.update_parameters(model)
 
-    def test_the_model_can_still_be_pickled(
-        self, model: MoE, make: Callable[..., Checkpointer]
-    ) -> None:
+    def test_the_model_can_still_be_pickled(self, model: MoE, make: Callable[..., Checkpointer]) -> None:
         """``torch.save(model)`` pickles hooks too."""
         make(model, AdamW(model.parameters()))
         twin = pickle.loads(pickle.dumps(model))
@@ -576,9 +553,7 @@ def test_a_buffer_that_a_kernel_changes_unseen_is_never_torn(
     memory = ckpt._memory
     assert memory is not None
     memory.settle_filled(5)
-    sealed = [
-        r for r in memory.table.records() if r.state is SlotState.SEALED and r.iteration in tops
-    ]
+    sealed = [r for r in memory.table.records() if r.state is SlotState.SEALED and r.iteration in tops]
     assert len(sealed) >= 2
     for image in memory.images(sealed):
         (name,) = (n for n in image.view.names() if n.endswith("norm.running_var"))

@@ -250,9 +250,7 @@ def test_a_shared_value_that_nobody_knows_or_knows_otherwise_is_told(
     job = make()
     job.log.isolated = apart(reader)
     for step in job.ckpt.steps(RESUME, start=LOST):
-        with pytest.raises(
-            CorruptionError, match="no log that is read contains shared value 'norm'"
-        ):
+        with pytest.raises(CorruptionError, match="no log that is read contains shared value 'norm'"):
             job.ckpt.shared_value("norm", lambda: 0)
         job.log.isolated._shared = reader.read
         other = "shared value 0 of the step is 'norm' in the log, but 'loss' is requested"

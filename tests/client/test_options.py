@@ -36,11 +36,34 @@ KINDS = (
 )
 # Every keyword that `Checkpointer` had before there were groups, with a value that says nothing new.
 BEFORE: dict[str, Any] = {
-    "job": "j", "rank": 0, "world_size": 1, "topology": "", "policy": "sliding", "window": 4, "every": 1, "ordering": "hard", "capacities": None,
-    "operators": None, "masters": None, "freeze": "auto", "on_mismatch": "raise", "options": "recorded", "verify_iterations": 1,
-    "max_overhead": 0.01, "inline_copy": None, "nan_check_every": 16, "replicas": 1, "replicated": None, "capture_once": True, "start_from": None,
-    "park": None, "park_after_s": 9.0, "required": True, "resume_at": 3, "timeout_s": 30.0,
-}  # fmt: skip
+    "job": "j",
+    "rank": 0,
+    "world_size": 1,
+    "topology": "",
+    "policy": "sliding",
+    "window": 4,
+    "every": 1,
+    "ordering": "hard",
+    "capacities": None,
+    "operators": None,
+    "masters": None,
+    "freeze": "auto",
+    "on_mismatch": "raise",
+    "options": "recorded",
+    "verify_iterations": 1,
+    "max_overhead": 0.01,
+    "inline_copy": None,
+    "nan_check_every": 16,
+    "replicas": 1,
+    "replicated": None,
+    "capture_once": True,
+    "start_from": None,
+    "park": None,
+    "park_after_s": 9.0,
+    "required": True,
+    "resume_at": 3,
+    "timeout_s": 30.0,
+}
 
 
 def made(**keywords: Any) -> Checkpointer:

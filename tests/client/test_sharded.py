@@ -96,9 +96,7 @@ def test_an_empty_shard_is_a_whole_operator() -> None:
     assert local(net.experts.up).shape == (0, 2, 3)
     operators = discover_operators(net, rows_allowed=lambda name: True)
     names = ["experts.up", "experts.down"]
-    assert [op.members for op in operators if op.name in names] == [
-        (ParameterRows(n),) for n in names
-    ]
+    assert [op.members for op in operators if op.name in names] == [(ParameterRows(n),) for n in names]
 
 
 @pytest.mark.usefixtures("second_of_three")

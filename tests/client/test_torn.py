@@ -144,7 +144,9 @@ def tokens(step: int) -> Tensor:
 def body(model: Net, optimizer: torch.optim.Optimizer, step: int, write: Write | None) -> None:
     batch = tokens(step)
     if hasattr(next(model.parameters()), "to_local"):
-        batch = torch.distributed.tensor.DTensor.from_local(batch, next(model.parameters()).device_mesh, [Replicate()])  # type: ignore[attr-defined]  # fmt: skip
+        batch = torch.distributed.tensor.DTensor.from_local(
+            batch, next(model.parameters()).device_mesh, [Replicate()]
+        )  # type: ignore[attr-defined]
     loss = model(batch).square().mean()
     loss.backward()
     if write is not None:
@@ -195,9 +197,7 @@ def train_and_lose(
     return stats, everything(model, optimizer)
 
 
-def resume(
-    endpoint: str, run: str, write: Write | None, mesh: Any = None
-) -> tuple[list[Tensor], int]:
+def resume(endpoint: str, run: str, write: Write | None, mesh: Any = None) -> tuple[list[Tensor], int]:
     """A fresh model goes on from what is kept, to the same end; and the first step that it ran."""
     model, optimizer = build(9, mesh)
     begun = -1

@@ -22,9 +22,7 @@ PLAIN = (
     | st.text(max_size=20)
     | st.binary(max_size=20)
 )
-HASHABLE = (
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.tuples(st.integers())
-)
+HASHABLE = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.tuples(st.integers())
 NESTED = st.recursive(
     PLAIN,
     lambda inner: (
@@ -102,12 +100,8 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 def test_tensors_keep_nan_payloads_and_signs_of_zero() -> None:
-    tensor = torch.tensor([0x7FC00123, -0x80000000, 0x7F800001], dtype=torch.int32).view(
-        torch.float32
-    )
-    assert torch.equal(
-        values.unpack(values.pack(tensor)).view(torch.int32), tensor.view(torch.int32)
-    )
+    tensor = torch.tensor([0x7FC00123, -0x80000000, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    assert torch.equal(values.unpack(values.pack(tensor)).view(torch.int32), tensor.view(torch.int32))
 
 
 def test_views_and_parameters_arrive_as_plain_tensors_that_own_their_memory() -> None:
@@ -195,18 +189,14 @@ def test_values_that_are_nested_deeply_are_refused_and_end_no_process() -> None:
     """
     deepest = nested(values.MAX_DEPTH)
     assert values.unpack(values.pack(deepest)) == deepest
-    with pytest.raises(
-        values.UnsupportedValue, match=r"state cannot be held.*nested more than 100 deep"
-    ):
+    with pytest.raises(values.UnsupportedValue, match=r"state cannot be held.*nested more than 100 deep"):
         values.pack(nested(values.MAX_DEPTH + 1))
     data = msgpack.packb(1)
     for _ in range(3000):
         data = msgpack.packb(msgpack.ExtType(1, b"\x91" + data))
     with pytest.raises(ValueError, match="nested more than 100 deep"):
         values.unpack(data)
-    assert values.unpack(values.pack(deepest)) == deepest, (
-        "the depth of what was refused is not kept"
-    )
+    assert values.unpack(values.pack(deepest)) == deepest, "the depth of what was refused is not kept"
 
 
 def test_an_unknown_code_is_from_a_newer_version() -> None:
@@ -219,7 +209,5 @@ def test_an_unknown_code_is_from_a_newer_version() -> None:
 
 def test_a_single_element_may_have_any_stride() -> None:
     """Prodigy keeps ``p[::11]`` of a bias of eight: one element, eleven apart, which could not be packed."""
-    strided = (
-        torch.arange(8.0)[::11].clone(memory_format=torch.preserve_format).as_strided((1,), (11,))
-    )
+    strided = torch.arange(8.0)[::11].clone(memory_format=torch.preserve_format).as_strided((1,), (11,))
     assert values.unpack(values.pack(strided)).tolist() == [0.0]

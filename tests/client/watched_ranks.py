@@ -40,14 +40,10 @@ class Ranks:
         quick: seconds, instead of a minute, after which silence counts, of a rank or of the store.
     """
 
-    def __init__(
-        self, folder: Path, port: int, doing: list[str], quick: float | None = None
-    ) -> None:
+    def __init__(self, folder: Path, port: int, doing: list[str], quick: float | None = None) -> None:
         self._folder, self._number = folder, len(doing)
         self.all: list[BaseProcess] = [
-            FORKED.Process(
-                target=_rank, args=(rank, len(doing), port, what, str(folder), quick), daemon=True
-            )
+            FORKED.Process(target=_rank, args=(rank, len(doing), port, what, str(folder), quick), daemon=True)
             for rank, what in enumerate(doing)
         ]
 
@@ -85,9 +81,7 @@ class Ranks:
         return [(self._folder / f"{rank}.ended").read_text() for rank in ranks]
 
 
-def _rank(
-    rank: int, world_size: int, port: int, what: str, folder: str, quick: float | None
-) -> None:
+def _rank(rank: int, world_size: int, port: int, what: str, folder: str, quick: float | None) -> None:
     if quick is not None:
         failure_detector._SILENT_S, failure_detector._BEAT_S = quick, quick / 8
         store_connection.STORE_ANSWER_S = quick

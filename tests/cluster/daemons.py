@@ -127,9 +127,7 @@ def exchange_keys(daemons: Iterable[HostDaemon]) -> None:
     public = {}
     for daemon in every:
         daemon.ctl("keys", "new")
-        public[daemon.host.name] = zmq.auth.load_certificate(daemon.keys_dir / "node.key")[
-            0
-        ].decode()
+        public[daemon.host.name] = zmq.auth.load_certificate(daemon.keys_dir / "node.key")[0].decode()
     for daemon in every:
         for name, key in public.items():
             if name != daemon.host.name:

@@ -29,9 +29,7 @@ def main(folder: Path) -> None:
 
         def write(event: str, **fields: object) -> None:
             host = os.environ["TEST_CLUSTER_HOST"].rpartition(".")[2]
-            log.write(
-                json.dumps({"event": event, "host": host, "time_s": time.time(), **fields}) + "\n"
-            )
+            log.write(json.dumps({"event": event, "host": host, "time_s": time.time(), **fields}) + "\n")
 
         write("life", world_size=dist.get_world_size(), pid=os.getpid())
         model = train(folder, write)

@@ -197,10 +197,7 @@ class Cluster:
         self.network = self._choose(tag)
         segments, runtime = _folders(tag)
         names = [*[f"host{index}" for index in range(self._num_hosts)], "head"]
-        every = [
-            Host(self.network, index, name, tag, segments, runtime)
-            for index, name in enumerate(names)
-        ]
+        every = [Host(self.network, index, name, tag, segments, runtime) for index, name in enumerate(names)]
         leftovers = Leftovers(
             hosts=tuple(host.marker for host in every),
             namespaces=self.network.namespaces,

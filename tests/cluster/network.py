@@ -33,9 +33,7 @@ __all__ = [
 ]
 
 NOBODY = "02:fe:fe:fe:fe:fe"  # a hardware address that no host has
-FIRST_HOST = (
-    11  # last byte of the first host's address: two digits, so that names and numbers sort alike
-)
+FIRST_HOST = 11  # last byte of the first host's address: two digits, so that names and numbers sort alike
 BURST_BYTES = 256 << 10
 QUEUE_MS = 100
 
@@ -144,7 +142,7 @@ class Namespaces:
         """Make the host's namespace and its wire; limits and partitions are as they were."""
         name, port = self.namespace_of(host), f"p{host}"
         _ip("netns", "add", name)
-        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)  # fmt: skip
+        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
         _ip("-n", name, "link", "set", "lo", "up")
         # The same hardware address in every life: the neighbours need not learn a new one.
         _ip("-n", name, "link", "set", "eth0", "address", f"02:cc:00:00:00:{host:02x}", "up")
@@ -239,9 +237,7 @@ class Loopback:
 
 def _free_subnet() -> str:
     """The first three bytes of a private /24 that no interface here has."""
-    done = subprocess.run(
-        ["ip", "-4", "-o", "addr"], capture_output=True, text=True, check=True, timeout=30
-    )
+    done = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, check=True, timeout=30)
     chosen = random.SystemRandom()
     for _ in range(100):
         net = f"10.{chosen.randrange(190, 240)}.{chosen.randrange(1, 255)}"

@@ -69,9 +69,7 @@ class FaultProxy:
     meddle: Callable[[], Meddler] | None = None
     """Called for each new connection: somebody who reads what passes and chooses what is passed on."""
 
-    def __init__(
-        self, target: tuple[str, int], *, listen: tuple[str, int] = ("127.0.0.1", 0)
-    ) -> None:
+    def __init__(self, target: tuple[str, int], *, listen: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.target = target
         self.num_connections = 0
         self.num_corrupted = 0
@@ -208,9 +206,7 @@ class FaultProxy:
             self._open -= ends
         for connection in ends:
             with contextlib.suppress(OSError):
-                connection.shutdown(
-                    socket.SHUT_RDWR
-                )  # what was sent still arrives, unlike with RST
+                connection.shutdown(socket.SHUT_RDWR)  # what was sent still arrives, unlike with RST
             connection.close()
 
 

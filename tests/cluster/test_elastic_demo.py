@@ -65,7 +65,7 @@ def test_who_alone_holds_an_expert() -> None:
 
 
 def test_losses_are_those_of_the_last_time_a_step_was_done_and_differences_are_told() -> None:
-    events = [_event("step", t, step=s, loss=x) for t, s, x in [(1, 0, 5.0), (2, 1, 4.0), (3, 1, 4.5)]]  # fmt: skip
+    events = [_event("step", t, step=s, loss=x) for t, s, x in [(1, 0, 5.0), (2, 1, 4.0), (3, 1, 4.5)]]
     found = losses(events)
     assert found == {0: 5.0, 1: 4.5}
     assert differences({0: 5.0, 1: 4.5}, found) == []

@@ -72,9 +72,7 @@ def namespaces(cluster: Cluster) -> Iterator[Cluster]:
         host.kill_all()
 
 
-def test_hosts_have_addresses_of_their_own_and_reach_each_other(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_hosts_have_addresses_of_their_own_and_reach_each_other(cluster: Cluster, tmp_path: Path) -> None:
     first, second = cluster.hosts
     assert len({cluster.head.address, first.address, second.address, cluster.address}) == 4
     _serve(first, tmp_path / "server")
@@ -83,9 +81,7 @@ def test_hosts_have_addresses_of_their_own_and_reach_each_other(
     assert not _ask(second, first, tmp_path / "client")
 
 
-def test_a_destroyed_host_loses_every_descendant_and_its_memory(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_destroyed_host_loses_every_descendant_and_its_memory(cluster: Cluster, tmp_path: Path) -> None:
     """Also a process in a session of its own, started by one that has ended; the other host keeps
     what it has.
     """

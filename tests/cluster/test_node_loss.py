@@ -33,9 +33,7 @@ class Run(ClusterTraining):
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         settings = {"replicas": "2", "memory": "64MiB"}
-        super().__init__(
-            cluster, folder, num_ranks=NUM_RANKS, total=TOTAL, settings=settings, soon_s=BACK_S
-        )
+        super().__init__(cluster, folder, num_ranks=NUM_RANKS, total=TOTAL, settings=settings, soon_s=BACK_S)
 
     def __enter__(self) -> Self:
         provision_keys(self.daemons.values())

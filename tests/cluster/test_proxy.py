@@ -175,9 +175,7 @@ def test_truncation_ends_in_the_middle_of_a_chunk(proxy: FaultProxy) -> None:
                 assert len(_read(end, 300_000)) == 100_001
 
 
-def test_a_dead_target_resets_and_a_new_one_is_found(
-    proxy: FaultProxy, echo: tuple[str, int]
-) -> None:
+def test_a_dead_target_resets_and_a_new_one_is_found(proxy: FaultProxy, echo: tuple[str, int]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = unused.getsockname()
     proxy.target = nobody
@@ -194,8 +192,6 @@ def test_closing_ends_every_thread(echo: tuple[str, int]) -> None:
         assert _echoed(peer, b"x") == b"x"
         proxy.close()
         eventually(
-            lambda: (
-                not [t for t in threading.enumerate() if t not in before and "serve" not in t.name]
-            ),
+            lambda: not [t for t in threading.enumerate() if t not in before and "serve" not in t.name],
             "the proxy's threads end",
         )

@@ -33,9 +33,7 @@ class Run(ClusterTraining):
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         settings = {"replicas": "1", "memory": "64MiB", "peer_deadline_s": "1"}
-        super().__init__(
-            cluster, folder, num_ranks=NUM_RANKS, total=TOTAL, settings=settings, soon_s=90.0
-        )
+        super().__init__(cluster, folder, num_ranks=NUM_RANKS, total=TOTAL, settings=settings, soon_s=90.0)
         for host in cluster.hosts:
             self.add_address(host)
             listen = f"tcp://{daemon_address(host)}:{PEER_PORT}"

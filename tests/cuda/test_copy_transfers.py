@@ -24,9 +24,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def plan(items: list[CopyItem], *, pack_bytes: int = 4096, small_bytes: int = 256) -> CopyTransfers:
-    return plan_transfers(
-        items, torch.empty(pack_bytes, dtype=torch.uint8), small_bytes=small_bytes
-    )
+    return plan_transfers(items, torch.empty(pack_bytes, dtype=torch.uint8), small_bytes=small_bytes)
 
 
 def through(items: list[CopyItem], transfers: CopyTransfers) -> Tensor:
@@ -94,9 +92,7 @@ def test_a_run_that_does_not_begin_at_a_multiple_of_the_packs_alignment(offset: 
     ],
     ids=["flat", "transposed", "one_row", "column", "batch_of_transposed"],
 )
-def test_what_is_larger_than_the_pack_goes_through_it_in_parts(
-    tensor: Tensor, dtype: torch.dtype
-) -> None:
+def test_what_is_larger_than_the_pack_goes_through_it_in_parts(tensor: Tensor, dtype: torch.dtype) -> None:
     items = [item(tensor.clone(memory_format=torch.preserve_format), 64, dtype)]
     found = plan(items, pack_bytes=1024, small_bytes=1 << 20)
     assert len(found.packs) > 4
@@ -113,21 +109,15 @@ def test_rows_of_a_tensor() -> None:
         assert bool(found.direct) is (cast is torch.float32)
         image = torch.zeros(SIZE, dtype=torch.uint8)
         found.send(image)
-        assert torch.equal(
-            image[128 : 128 + rows.nbytes].view(cast).view(3, 64), tensor[2:5].to(cast)
-        )
+        assert torch.equal(image[128 : 128 + rows.nbytes].view(cast).view(3, 64), tensor[2:5].to(cast))
         tensor[2:5] = 0
         found.receive(image)
-        assert torch.equal(
-            tensor[2:5].to(cast), image[128 : 128 + rows.nbytes].view(cast).view(3, 64)
-        )
+        assert torch.equal(tensor[2:5].to(cast), image[128 : 128 + rows.nbytes].view(cast).view(3, 64))
         assert torch.equal(tensor[5:], untouched)
 
 
 def test_tensors_of_another_device_are_copied_by_themselves() -> None:
-    found = plan_transfers(
-        [item(random(5), 0)], torch.empty(4096, dtype=torch.uint8, device="meta")
-    )
+    found = plan_transfers([item(random(5), 0)], torch.empty(4096, dtype=torch.uint8, device="meta"))
     assert len(found.host) == 1
     assert not found.packs
     image = torch.zeros(SIZE, dtype=torch.uint8)

@@ -30,10 +30,7 @@ SIZES = [(16, 64, 8), (37, 19, 5), (100, 300, 8), (256, 256, 8), (1024, 256, 8),
 # What interprets is slow; one in which programs of all kernels are several.
 SMALL = [(40, 70, 8)]
 DEVICES = [
-    *(
-        pytest.param("cuda", *size, marks=[pytest.mark.gpu, NEEDS_CUDA], id=f"gpu-{size}")
-        for size in SIZES
-    ),
+    *(pytest.param("cuda", *size, marks=[pytest.mark.gpu, NEEDS_CUDA], id=f"gpu-{size}") for size in SIZES),
     *(
         pytest.param(
             "cpu",

@@ -158,9 +158,7 @@ class EngineTests:
         assert parameter.requires_grad
         assert parameter.grad_fn is None
 
-    def test_nan_payloads_and_signs_of_zero_survive(
-        self, engine: CopyEngine, memory: Memory
-    ) -> None:
+    def test_nan_payloads_and_signs_of_zero_survive(self, engine: CopyEngine, memory: Memory) -> None:
         bits = torch.tensor([0x7FC00123, -0x80000000, 0x7F800001], dtype=torch.int32)
         tensor = bits.view(torch.float32).to(self.device)
         self.copy(engine, memory, [item(tensor, 0)])
@@ -268,9 +266,7 @@ class TestCpuEngineInline(EngineTests):
         yield engine
         engine.close()
 
-    def test_the_copy_is_complete_when_begin_returns(
-        self, engine: CopyEngine, memory: Memory
-    ) -> None:
+    def test_the_copy_is_complete_when_begin_returns(self, engine: CopyEngine, memory: Memory) -> None:
         done, tensor = Done(), self.random(64)
         engine.begin([item(tensor, 0)], memory, SLOT, done)
         assert done.calls == [None]
@@ -360,9 +356,7 @@ class TestCudaEngine(EngineTests):
 
     def test_casts_round_as_the_host_does(self, engine: CopyEngine, memory: Memory) -> None:
         """Compute weights in a snapshot are what a later cast of the restored masters gives."""
-        bits = torch.randint(
-            -(2**31), 2**31, (300_000,), generator=torch.Generator().manual_seed(3)
-        )
+        bits = torch.randint(-(2**31), 2**31, (300_000,), generator=torch.Generator().manual_seed(3))
         values = bits.to(torch.int32).view(torch.float32)
         values = values[~values.isnan()].to(self.device)
         found = item(values, 0, dtype=torch.bfloat16)
@@ -409,9 +403,7 @@ def test_engines_by_device() -> None:
     engine = make_engine(torch.device("cpu"))
     assert isinstance(engine, CpuEngine)
     engine.close()
-    with pytest.raises(
-        ValueError, match="no copy engine for device meta: supported are cpu and cuda"
-    ):
+    with pytest.raises(ValueError, match="no copy engine for device meta: supported are cpu and cuda"):
         make_engine(torch.device("meta"))
 
 

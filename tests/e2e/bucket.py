@@ -56,9 +56,7 @@ class Bucket:
     def url(self) -> str:
         return f"s3://{self.bucket}/{self.folder}"
 
-    def settings(
-        self, *, endpoint: str = "", timeout_s: float = 20.0, **others: str
-    ) -> dict[str, str]:
+    def settings(self, *, endpoint: str = "", timeout_s: float = 20.0, **others: str) -> dict[str, str]:
         """What a daemon must know to store here every few iterations.
 
         Args:
@@ -74,9 +72,7 @@ class Bucket:
     def flags(self, **settings: Any) -> tuple[str, ...]:
         """The same for a command line, with little memory."""
         given = {"memory": "256MiB", **self.settings(**settings)}
-        return tuple(
-            word for name, value in given.items() for word in ("--" + name.replace("_", "-"), value)
-        )
+        return tuple(word for name, value in given.items() for word in ("--" + name.replace("_", "-"), value))
 
     def open(self) -> ObjectStore:
         """Past any proxy."""

@@ -34,10 +34,28 @@ __all__ = ["Cell", "Kill", "Moment", "Plan", "Target", "campaign", "run_cell", "
 
 # Cheap, and each different in what is captured, frozen, or recorded.
 CAMPAIGN_CASES = (
-    "plain", "fused", "masters", "scaler", "drop", "fused_drop", "batch_norm", "adamw_fused_slices",
-    "own_optimizer", "muon", "bf16", "autocast_fused", "accumulate", "spread", "zero_first",
-    "aligned", "dense", "dense_every", "window1", "window7", "auto_window",
-)  # fmt: skip
+    "plain",
+    "fused",
+    "masters",
+    "scaler",
+    "drop",
+    "fused_drop",
+    "batch_norm",
+    "adamw_fused_slices",
+    "own_optimizer",
+    "muon",
+    "bf16",
+    "autocast_fused",
+    "accumulate",
+    "spread",
+    "zero_first",
+    "aligned",
+    "dense",
+    "dense_every",
+    "window1",
+    "window7",
+    "auto_window",
+)
 _LIFE_LIMIT_S = 120.0
 _DAEMON_AWAY_S = 1.0
 _START_S = 1.2  # about what a forked trainer needs until its first step, on two cores
@@ -100,9 +118,7 @@ class Cell:
 class _Supervisor:
     """Starts a job again and again, and kills it or its daemon in between."""
 
-    def __init__(
-        self, cell: Cell, jobs: Jobs, daemon: DaemonProcess, plan: Plan, rng: random.Random
-    ) -> None:
+    def __init__(self, cell: Cell, jobs: Jobs, daemon: DaemonProcess, plan: Plan, rng: random.Random) -> None:
         self.cell, self._jobs, self._daemon, self._plan, self._rng = cell, jobs, daemon, plan, rng
         self._run = f"{cell.case}-{cell.seed}-{rng.randrange(1 << 30):x}"
         self._progress = jobs.folder / f"{self._run}.progress"
@@ -263,9 +279,7 @@ def table(cells: Sequence[Cell]) -> str:
     for moment in Moment:
         here = [kill.repeated for kill in kills if kill.moment is moment]
         cost = f"mean {sum(here) / len(here):.1f}, max {max(here)}" if here else "-"
-        lines.append(
-            f"{moment:36}" + "".join(f"{counts[moment, t]:9}" for t in Target) + f"{cost:>20}"
-        )
+        lines.append(f"{moment:36}" + "".join(f"{counts[moment, t]:9}" for t in Target) + f"{cost:>20}")
     failed = [cell for cell in cells if cell.failures]
     lines.append(
         f"{len(kills)} kills in {len(cells)} runs of {len({c.case for c in cells})} cases, "
@@ -286,9 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = sys.stdout.write
     say(f"seed {args.seed}; --seed {args.seed} repeats the choices\n")
     with tempfile.TemporaryDirectory(prefix="ckptd-chaos-") as name, own_daemon() as own:
-        cells = campaign(
-            args.kills, args.seed, Jobs(Path(name), own.endpoint), own, say, cases=args.cases
-        )
+        cells = campaign(args.kills, args.seed, Jobs(Path(name), own.endpoint), own, say, cases=args.cases)
     say(table(cells) + "\n")
     return 1 if any(cell.failures for cell in cells) else 0
 

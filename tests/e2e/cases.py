@@ -28,8 +28,7 @@ class ListExperts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
-            for _ in range(EXPERTS)
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)) for _ in range(EXPERTS)
         )
         self.noise = noise
         self.bias: Tensor
@@ -230,9 +229,7 @@ def make(
         state: dict[str, Any] = {"data": Data()}
         if sched:
             state["sched"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 40)
-        torch.manual_seed(
-            99
-        )  # the run's own randomness does not depend on the initialisation's seed
+        torch.manual_seed(99)  # the run's own randomness does not depend on the initialisation's seed
         return Job(model, optimizers, state, body, options=dict(options or {}))
 
     return build
@@ -276,9 +273,7 @@ def zero_first_body(job: Job, step: int, at: Callable[[str], None]) -> None:
     job.optimizers[0].zero_grad()
     loss_of(job.model, next(job.state["data"])).backward()
     at("backward")
-    total = torch.stack(
-        [p.grad.norm() for p in job.model.parameters() if p.grad is not None]
-    ).norm()
+    total = torch.stack([p.grad.norm() for p in job.model.parameters() if p.grad is not None]).norm()
     assert torch.isfinite(total)
     job.optimizers[0].step()
     at("step")
@@ -640,9 +635,7 @@ CASES: dict[str, Callable[[int], Job]] = {
     "large_table": large_table_case,
     "table": lambda seed: large_table_case(seed, rows=20_000),
     "moved_storage": make(body=moved_storage_body),
-    "moved_storage_dense": make(
-        body=moved_storage_body, options={"policy": "dense", "window": None}
-    ),
+    "moved_storage_dense": make(body=moved_storage_body, options={"policy": "dense", "window": None}),
     "uneven": uneven_case,
     "live_state": lambda seed: diary_case(seed, grow=10),
     "growing_state": lambda seed: diary_case(seed, grow=9000),

@@ -34,9 +34,7 @@ def compiled_case(seed: int) -> Job:
 
 CUDA_CASES: dict[str, Callable[[int], Job]] = {
     "cuda_capturable": make(
-        lambda ps: torch.optim.AdamW(
-            ps, lr=torch.tensor(3e-3, device="cuda"), capturable=True, foreach=True
-        ),
+        lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(3e-3, device="cuda"), capturable=True, foreach=True),
         sched=False,
     ),
     "cuda_fused_tensor_lr": make(

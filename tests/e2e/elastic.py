@@ -55,7 +55,7 @@ class Life:
         torchrun, where they have not failed by then.
         """
         deadline = time.monotonic() + timeout_s
-        while not (dead := [r for r, p in enumerate(self.processes) if p.exitcode == -signal.SIGKILL]):  # fmt: skip
+        while not (dead := [r for r, p in enumerate(self.processes) if p.exitcode == -signal.SIGKILL]):
             alive = [p.sentinel for p in self.processes if p.exitcode is None]
             if not alive or time.monotonic() > deadline:
                 self.kill()
@@ -100,7 +100,7 @@ class Life:
     def state(self, rank: int, step: int) -> dict[str, Any]:
         """What a rank was at the top of a step."""
         part = self.parts[rank]
-        found: dict[str, Any] = torch.load(part.folder / f"{part.out}-{rank}-{step}.pt", weights_only=False)  # fmt: skip
+        found: dict[str, Any] = torch.load(part.folder / f"{part.out}-{rank}-{step}.pt", weights_only=False)
         return found
 
     def whole(self, step: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class ElasticRun:
 
     def life(
         self, nodes: Sequence[Node | None], each: Mapping[int, dict[str, Any]] = _NOBODY, **more: Any
-    ) -> Life:  # fmt: skip
+    ) -> Life:
         """The next one, with a rank on each of these nodes."""
         first = Part(
             folder=self._folder,

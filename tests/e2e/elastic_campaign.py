@@ -125,8 +125,7 @@ def table(rounds: Sequence[Round]) -> str:
     counts = Counter((kill.moment, kill.target) for kill in kills)
     lines = [f"{'killed while':36}" + "".join(f"{target:>9}" for target in Target)]
     lines += [
-        f"{moment:36}" + "".join(f"{counts[moment, target]:9}" for target in Target)
-        for moment in Moment
+        f"{moment:36}" + "".join(f"{counts[moment, target]:9}" for target in Target) for moment in Moment
     ]
     failed = [found for found in rounds if found.failures]
     repeated = [n for found in rounds for n in found.repeated]

@@ -146,8 +146,7 @@ class Model(nn.Module):
     def __init__(self, job: ElasticJob, seed: int, sharded: bool) -> None:
         super().__init__()
         layers = [
-            job.layer(f"blocks.{i}.moe", functools.partial(Noted, 10 * i, sharded))
-            for i in range(LAYERS)
+            job.layer(f"blocks.{i}.moe", functools.partial(Noted, 10 * i, sharded)) for i in range(LAYERS)
         ]
         # After the experts, of which each rank makes others. In a later life nothing right can come
         # from the initialisation.
@@ -174,9 +173,7 @@ class Log:
 
 def act(part: Part) -> None:
     """Train as one rank of a life; ends with 0 unless something else was to happen."""
-    log = os.open(
-        part.folder / f"{part.out}-{part.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    )
+    log = os.open(part.folder / f"{part.out}-{part.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
@@ -213,8 +210,13 @@ def _live(part: Part, log: Log) -> bool:
         daemon=part.daemon,
         placement=PlacementOptions(threshold=part.threshold, **part.options),
     )
-    log.write("world", number=job.plan.number, start=job.start, reason=job.plan.reason,
-              held={name: job.experts(name) for name in layers})  # fmt: skip
+    log.write(
+        "world",
+        number=job.plan.number,
+        start=job.start,
+        reason=job.plan.reason,
+        held={name: job.experts(name) for name in layers},
+    )
     model = Model(job, part.seed, part.sharded)
     shards = _shards_of(job, model, part) if part.sharded else None
     optimizer = OPTIMIZERS[part.optimizer](model.parameters())
@@ -261,9 +263,7 @@ def _live(part: Part, log: Log) -> bool:
             _keep_pace(ckpt, step)
         torch.rand(1 + part.rank)  # each rank's generators are its own
         samples = data[batches.mine(step, part.rank, part.world_size)]
-        loss = (
-            model(samples.flatten(0, 1)).view(-1, 3).sum(1) - samples.sum((1, 2))
-        ).square().sum() / BATCH
+        loss = (model(samples.flatten(0, 1)).view(-1, 3).sum(1) - samples.sum((1, 2))).square().sum() / BATCH
         if step == part.die_at and (not part.die_sole or part.rank == sole_holder(job)):
             _wait_for_copies(ckpt, step)
             if part.die_sending and shards is not None:
@@ -337,13 +337,13 @@ def _wait_for_copies(ckpt: Checkpointer, step: int) -> None:
     until = time.monotonic() + _PATIENCE_S
     assert ckpt._memory is not None
     while ckpt._memory.table.ring_hint.floor < step:
-        assert time.monotonic() < until, f"no floor at {step}: {ckpt._memory.table.ring_hint}, {ckpt.stats()}"  # fmt: skip
+        assert time.monotonic() < until, f"no floor at {step}: {ckpt._memory.table.ring_hint}, {ckpt.stats()}"
         time.sleep(0.01)
 
 
 def everything(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shards: ExpertShards | None
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """All that must be equal wherever it is, by name; below ``shards`` what this rank has of what
     is cut over all.
     """
@@ -353,13 +353,17 @@ def everything(
     if shards is not None:
         for name, layer in shards.layers.items():
             experts = {f"{name}.experts.{n}": e for n, e in layer.held_experts().items()}
-            found |= {f"{at}.{n}": p.detach().clone() for at, e in experts.items() for n, p in e.named_parameters()}  # fmt: skip
+            found |= {
+                f"{at}.{n}": p.detach().clone() for at, e in experts.items() for n, p in e.named_parameters()
+            }
         told = shards.get_extra_state()
         found["shards"] = {
             "numels": told["numels"],
             "parts": dict(shards.named_parameters()) | state_by_name(shards, shards.optimizer),
         }
-    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups]  # fmt: skip
+    found["groups"] = [
+        {k: v for k, v in g.items() if k != "params"} for o in optimizers for g in o.param_groups
+    ]
     found["kept"] = [kept_by(o) for o in optimizers]
     found["state"] = {name: one.state_dict() for name, one in state.items()}
     found["rng"] = capture_rng()

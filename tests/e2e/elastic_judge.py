@@ -92,7 +92,9 @@ class Judge:
             if self._found_durable > _NOTHING:
                 self._fail(f"{self._found_durable} is durable, and was not found")
             if len(self.exposed) <= 1 and not (self.exposed and self._lapsed):
-                self._fail(f"what was promised was not found: {self._secure}, lost were {sorted(self.exposed)}")  # fmt: skip
+                self._fail(
+                    f"what was promised was not found: {self._secure}, lost were {sorted(self.exposed)}"
+                )
             self._found.lost = True
             return True
         if not worlds and "ElasticError" in logs:
@@ -113,9 +115,7 @@ class Judge:
         return False
 
     def _fail(self, text: str) -> None:
-        self._found.failures.append(
-            f"life {self._found.lives - 1}, after {self._found.kills[-1:]}: {text}"
-        )
+        self._found.failures.append(f"life {self._found.lives - 1}, after {self._found.kills[-1:]}: {text}")
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -125,7 +125,9 @@ class Judge:
             name = part.folder / f"{part.out}-{part.rank}"
             for told in Tail(name.with_name(f"{name.name}.jsonl")).new():
                 if told["event"] == "world":
-                    world = worlds.setdefault(told["number"], _World(told["number"], told["start"], told["reason"], part.world_size))  # fmt: skip
+                    world = worlds.setdefault(
+                        told["number"], _World(told["number"], told["start"], told["reason"], part.world_size)
+                    )
                     if (world.start, world.reason) != (told["start"], told["reason"]):
                         self._fail(f"ranks are in other worlds: {world}, {told}")
                 elif told["event"] == "top":
@@ -140,7 +142,7 @@ class Judge:
         world.told.setdefault(step, set()).add(rank)
         for name, digest in of.items():
             if known.setdefault(name, digest) != digest:
-                self._fail(f"world {world.number}: replicas of {name} differ at step {step}, on rank {rank}")  # fmt: skip
+                self._fail(f"world {world.number}: replicas of {name} differ at step {step}, on rank {rank}")
 
     # -- what has to be --------------------------------------------------------------------------
 
@@ -155,15 +157,15 @@ class Judge:
             self._fail(f"it begins at {world.start}: {world.reason}")
         kept = len(self.exposed) <= 1 and not (self.exposed and self._lapsed)
         if came < self._found_durable:
-            self._fail(
-                f"it goes on from {came}, though {self._found_durable} is durable: {world.reason}"
-            )
+            self._fail(f"it goes on from {came}, though {self._found_durable} is durable: {world.reason}")
         self._found.brought += "brought from storage" in world.reason
         if kept and came < self._secure:
-            self._fail(f"it goes on from {came}, though {self._secure} was promised (exposed: {sorted(self.exposed)}): {world.reason}")  # fmt: skip
+            self._fail(
+                f"it goes on from {came}, though {self._secure} was promised (exposed: {sorted(self.exposed)}): {world.reason}"
+            )
         if self._newest is not None:
             if not self._lost_since_start and world.start < self._newest.start:
-                self._fail(f"nothing was lost, and it goes back from {self._newest.start} to {world.start}")  # fmt: skip
+                self._fail(f"nothing was lost, and it goes back from {self._newest.start} to {world.start}")
             self._found.repeated.append(max(0, self._reached - world.start))
         if where and came[0] in self._worlds:
             self._same_bits(world, self._worlds[came[0]])
@@ -179,11 +181,15 @@ class Judge:
             return  # nobody came to the first step
         wrong = sorted(name for name in was.keys() & now.keys() if was[name] != now[name])
         if wrong:
-            self._fail(f"world {world.number} begins at {world.start} with other bits than world {before.number} had: {wrong[:_NAMED]} of {len(wrong)}")  # fmt: skip
+            self._fail(
+                f"world {world.number} begins at {world.start} with other bits than world {before.number} had: {wrong[:_NAMED]} of {len(wrong)}"
+            )
         # A rank may have been killed before it told its top. It was not sealed then, unless just so.
         silent = before.ranks - len(before.told.get(world.start, set()))
         if now.keys() - was.keys() and not silent:
-            self._fail(f"world {world.number} has what nobody had: {sorted(now.keys() - was.keys())[:_NAMED]}")  # fmt: skip
+            self._fail(
+                f"world {world.number} has what nobody had: {sorted(now.keys() - was.keys())[:_NAMED]}"
+            )
         self._found.compared += len(was.keys() & now.keys())
 
     def _first_tops(self, life: Life, worlds: list[_World]) -> None:
@@ -204,7 +210,9 @@ class Judge:
             else:
                 fine = same(value, expected[name])
             if not fine:
-                self._fail(f"world {world.number}, rank {rank}: {name} is not the reference's at step {world.start}")  # fmt: skip
+                self._fail(
+                    f"world {world.number}, rank {rank}: {name} is not the reference's at step {world.start}"
+                )
                 return
 
     def _go_on(self, worlds: list[_World]) -> None:
@@ -226,6 +234,8 @@ class Judge:
         alone = self._alone.losses()
         for rank in range(len(life.parts)):
             for told in life.events("step", rank):
-                if abs(told["loss"] - alone[told["step"]]) > _CLOSE * (1 + abs(alone[told["step"]])):  # fmt: skip
-                    self._fail(f"the loss of step {told['step']} is {told['loss']}, and the reference's {alone[told['step']]}")  # fmt: skip
+                if abs(told["loss"] - alone[told["step"]]) > _CLOSE * (1 + abs(alone[told["step"]])):
+                    self._fail(
+                        f"the loss of step {told['step']} is {told['loss']}, and the reference's {alone[told['step']]}"
+                    )
                     return

@@ -125,7 +125,7 @@ class Killer:
 
     def __init__(
         self, found: Round, net: Net, run: ElasticRun, judge: Looks, rng: random.Random, *, least: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._found, self._net, self._run, self._judge, self._rng = found, net, run, judge, rng
         self._least = least
         self._seats: list[Node] = []
@@ -153,9 +153,7 @@ class Killer:
         for node in self._net.nodes:
             for path in sorted(node.segment_dir.glob("*~*")):
                 segment = open_segment(path)
-                sealed = sorted(
-                    h.iteration for _, h in segment.headers() if h.state is SlotState.SEALED
-                )
+                sealed = sorted(h.iteration for _, h in segment.headers() if h.state is SlotState.SEALED)
                 lines.append(f"{node.name} {path.name}: {sealed} floor {segment.ring_hint.floor}")
                 segment.close()
         return "\n".join(lines)
@@ -210,7 +208,7 @@ class Killer:
         """A life that nobody hurts any more ends in order; or, where a daemon was away at its
         start, on all ranks alike.
         """
-        self._wait(life, lambda: all(p.exitcode is not None for p in life.processes) or self._failed(life))  # fmt: skip
+        self._wait(life, lambda: all(p.exitcode is not None for p in life.processes) or self._failed(life))
         if self._failed(life):
             # None may be left waiting for the others.
             self._wait(life, lambda: all(p.exitcode is not None for p in life.processes), _ENDS_S)
@@ -372,7 +370,9 @@ class Killer:
             if time.monotonic() > deadline:
                 self._hangs(life, "does not end on SIGTERM")
             time.sleep(_POLL_S)
-        odd = [p.exitcode for p in life.processes if p.exitcode not in (0, 1, -signal.SIGTERM, -signal.SIGKILL)]  # fmt: skip
+        odd = [
+            p.exitcode for p in life.processes if p.exitcode not in (0, 1, -signal.SIGTERM, -signal.SIGKILL)
+        ]
         if odd:
             raise AssertionError(f"ranks ended with {odd}")
 

@@ -135,8 +135,7 @@ class DaemonProcess:
         while not answers(self.endpoint):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(
-                    "the daemon did not start:\n"
-                    + (self.runtime_dir.parent / "ckptd.log").read_text()
+                    "the daemon did not start:\n" + (self.runtime_dir.parent / "ckptd.log").read_text()
                 )
             time.sleep(0.02)
 
@@ -186,9 +185,7 @@ def own_daemon(*flags: str, segment_dir: Path | None = None) -> Iterator[DaemonP
         (folder / name).mkdir(mode=0o700)
     flags = flags or ("--memory", "256MiB")
     try:
-        with DaemonProcess(
-            folder / "run", segment_dir or folder / "segments", *flags
-        ).running() as d:
+        with DaemonProcess(folder / "run", segment_dir or folder / "segments", *flags).running() as d:
             yield d
     finally:
         shutil.rmtree(folder)

@@ -40,9 +40,7 @@ _SIZES: dict[str, Any] = {
 
 def _mixtral() -> Any:
     # The jitter multiplies by random numbers in training: one more consumer of the generators.
-    config = transformers.MixtralConfig(
-        **_SIZES, num_local_experts=_EXPERTS, router_jitter_noise=0.1
-    )
+    config = transformers.MixtralConfig(**_SIZES, num_local_experts=_EXPERTS, router_jitter_noise=0.1)
     return transformers.MixtralForCausalLM(config)
 
 
@@ -81,9 +79,7 @@ def _deepseek_v3() -> Any:
 
 def _gpt_oss() -> Any:
     """Biases per expert, transposed weights, attention sinks, alternating sliding windows."""
-    config = transformers.GptOssConfig(
-        **_SIZES, num_local_experts=_EXPERTS, head_dim=8, sliding_window=4
-    )
+    config = transformers.GptOssConfig(**_SIZES, num_local_experts=_EXPERTS, head_dim=8, sliding_window=4)
     return transformers.GptOssForCausalLM(config)
 
 

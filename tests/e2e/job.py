@@ -140,9 +140,7 @@ def make_job(case: str, seed: int, store: Path | None) -> Job:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Several ranks share one device here, which NCCL refuses.
     backend = "nccl" if Data.device == "cuda" and world_size == 1 else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     job = find_case(case)(seed)
     if "/" not in case:
         job.model = DistributedDataParallel(job.model, find_unused_parameters=True)
@@ -206,18 +204,14 @@ def tear_snapshot(iteration: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "case", help="a name in cases.py or hf_cases.py, or family/name of parallel/"
-    )
+    parser.add_argument("case", help="a name in cases.py or hf_cases.py, or family/name of parallel/")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--total", type=int, default=12)
     parser.add_argument("--kill-at", type=int, default=-1)
     parser.add_argument(
         "--kill-point", default="step", choices=["top", "inside", "backward", "step", "after"]
     )
-    parser.add_argument(
-        "--kill-begun", type=int, default=0, help="die in the n-th step of this life"
-    )
+    parser.add_argument("--kill-begun", type=int, default=0, help="die in the n-th step of this life")
     parser.add_argument("--kill-delay-ms", type=float, default=0.0, help="live on so long before")
     parser.add_argument(
         "--patient-until", type=int, default=-1, help="as before --kill-at: let memory come first"
@@ -233,13 +227,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--progress", type=Path)
     parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
     parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
-    parser.add_argument(
-        "--store", type=Path, help="one of several ranks, meeting over gloo at this file"
-    )
+    parser.add_argument("--store", type=Path, help="one of several ranks, meeting over gloo at this file")
     parser.add_argument("--leave-out", help="restore without this (see parallel/sabotage.py)")
-    parser.add_argument(
-        "--received", type=Path, help="write what pipeline stages receive to this folder"
-    )
+    parser.add_argument("--received", type=Path, help="write what pipeline stages receive to this folder")
     parser.add_argument("--break-at", type=int, default=-1, help="end the chain in that step")
     parser.add_argument(
         "--slow-copies", type=float, default=0.0, help="each copied MiB takes so many ms longer"
@@ -256,26 +246,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=0,
         help="die so many steps after the window has become wider",
     )
-    parser.add_argument(
-        "--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then"
-    )
-    parser.add_argument(
-        "--tear-at", type=int, default=-1, help="record something wrong in that snapshot"
-    )
+    parser.add_argument("--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then")
+    parser.add_argument("--tear-at", type=int, default=-1, help="record something wrong in that snapshot")
     parser.add_argument("--hidden", help="a state that no snapshot holds (see hidden.py)")
     parser.add_argument("--verify-at", type=int, default=-1)
     parser.add_argument("--split", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
-    parser.add_argument(
-        "--set", action="append", default=[], help="Checkpointer argument as key=json"
-    )
+    parser.add_argument("--set", action="append", default=[], help="Checkpointer argument as key=json")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     if args.device == "cuda":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
-            ":4096:8"  # cuBLAS asks for it where bits must repeat
-        )
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS asks for it where bits must repeat
         Data.device = args.device
     job = make_job(args.case, args.seed, args.store)
     if args.hidden:

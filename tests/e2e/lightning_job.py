@@ -142,13 +142,9 @@ def final_state(trainer: Any, module: Model, history: History) -> dict[str, Any]
     optimizer = trainer.optimizers[0]
     for at, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         found.update({f"optim/{at}.{k}": v for k, v in optimizer.state[param].items()})
-    found["groups"] = [
-        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
-    ]
+    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     found["scheduler"] = {
-        k: v
-        for k, v in trainer.lr_scheduler_configs[0].scheduler.state_dict().items()
-        if not callable(v)
+        k: v for k, v in trainer.lr_scheduler_configs[0].scheduler.state_dict().items() if not callable(v)
     }
     found["rng"] = capture_rng()
     found["progress"] = trainer.fit_loop.state_dict()
@@ -168,9 +164,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--rank", type=int, default=0, help="of two, which meet at --port")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument(
-        "--forget", action="store_true", help="restore without the random state of fetches"
-    )
+    parser.add_argument("--forget", action="store_true", help="restore without the random state of fetches")
     args = parser.parse_args(argv)
     assert PACKAGE in sys.modules
     if args.port:

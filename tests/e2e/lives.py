@@ -55,9 +55,7 @@ def resumed_at(log: str) -> int:
 class Run:
     """Lives of one run, one after the other."""
 
-    def __init__(
-        self, folder: Path, daemon: DaemonProcess, *options: str, name: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, daemon: DaemonProcess, *options: str, name: str | None = None) -> None:
         self._folder, self._name = folder, uuid.uuid4().hex[:8]
         self._options = (*options, "--daemon", daemon.endpoint, "--run", name or self._name)
         self.lives: list[Life] = []
@@ -86,7 +84,7 @@ class Parent:
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Self:
         return self

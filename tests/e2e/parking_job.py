@@ -96,8 +96,7 @@ class Job:
             for key, value in self.optimizer.state[param].items():
                 found[f"{name}.{key}"] = value.detach().clone()
         found["groups"] = [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in self.optimizer.param_groups
+            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
         ]
         found["state"] = {name: item.state_dict() for name, item in self.state.items()}
         found["rng"] = capture_rng()

@@ -371,8 +371,7 @@ def table(rounds: Sequence[Round]) -> str:
     counts = Counter((kill.moment, kill.target) for kill in kills)
     lines = [f"{'killed when':24}" + "".join(f"{target:>9}" for target in Target)]
     lines += [
-        f"{moment:24}" + "".join(f"{counts[moment, target]:9}" for target in Target)
-        for moment in Moment
+        f"{moment:24}" + "".join(f"{counts[moment, target]:9}" for target in Target) for moment in Moment
     ]
     losses = [end for found in rounds for end in found.resumed_from]
     failed = [found for found in rounds if found.failures]

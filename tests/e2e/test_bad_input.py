@@ -216,13 +216,19 @@ class Holder:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"sampler": Holder({"order": [1, {"next": object()}]})}, r"state\['sampler'\]\['order'\]\[1\]\['next'\] is a builtins.object"),
+        (
+            {"sampler": Holder({"order": [1, {"next": object()}]})},
+            r"state\['sampler'\]\['order'\]\[1\]\['next'\] is a builtins.object",
+        ),
         ({"sampler": Holder({"draw": lambda: 4})}, r"state\['sampler'\]\['draw'\] is a builtins.function"),
         ({"sampler": object()}, r"state\['sampler'\] is a object without state_dict"),
-        ({"sampler": Holder({"sparse": torch.eye(3).to_sparse()})}, r"state\['sampler'\]\['sparse'\] is a torch.Tensor"),
+        (
+            {"sampler": Holder({"sparse": torch.eye(3).to_sparse()})},
+            r"state\['sampler'\]\['sparse'\] is a torch.Tensor",
+        ),
     ],
     ids=["object", "function", "stateless", "sparse"],
-)  # fmt: skip
+)
 def test_state_that_cannot_be_stored_is_refused_by_its_path(
     daemon: DaemonProcess, run: str, state: dict[str, Any], words: str
 ) -> None:
@@ -269,9 +275,7 @@ def test_a_daemon_of_another_protocol_version_is_refused_by_name(tmp_path: Path,
 
 def killed(jobs: Jobs, run: str, *options: str) -> None:
     """A run of ``plain`` that dies in step 11, with snapshots of window 4 behind it."""
-    jobs.run(
-        "plain", "--total", TOTAL, "--run", run, "--kill-at", "11", *options, expect_killed=True
-    )
+    jobs.run("plain", "--total", TOTAL, "--run", run, "--kill-at", "11", *options, expect_killed=True)
 
 
 def sealed(daemon: DaemonProcess, run: str) -> tuple[Segment, list[tuple[int, SlotHeader]]]:
@@ -282,9 +286,7 @@ def sealed(daemon: DaemonProcess, run: str) -> tuple[Segment, list[tuple[int, Sl
     segment = open_segment(path)
 
     def settled() -> bool:
-        return not any(
-            h.state in (SlotState.FILLING, SlotState.FILLED) for _, h in segment.headers()
-        )
+        return not any(h.state in (SlotState.FILLING, SlotState.FILLED) for _, h in segment.headers())
 
     eventually(settled, "slots settled after the trainer's death")
     slots = [(i, h) for i, h in segment.headers() if h.state is SlotState.SEALED]
@@ -341,9 +343,7 @@ def test_with_every_slot_flipped_the_run_starts_over_loudly(
     assert differences(jobs.run("plain", "--total", TOTAL, daemon="none"), out) == []
 
 
-def test_a_damaged_slot_header_costs_its_slot_only(
-    hurt: tuple[Jobs, DaemonProcess], run: str
-) -> None:
+def test_a_damaged_slot_header_costs_its_slot_only(hurt: tuple[Jobs, DaemonProcess], run: str) -> None:
     jobs, daemon = hurt
     killed(jobs, run)
     segment, slots = sealed(daemon, run)
@@ -387,9 +387,7 @@ def test_a_truncated_segment_is_put_aside_and_the_run_starts_over(
     assert differences(jobs.run("plain", "--total", TOTAL, daemon="none"), out) == []
 
 
-def test_a_stale_segment_of_another_run_is_not_used(
-    hurt: tuple[Jobs, DaemonProcess], run: str
-) -> None:
+def test_a_stale_segment_of_another_run_is_not_used(hurt: tuple[Jobs, DaemonProcess], run: str) -> None:
     """Neither under its own name, of which the operator is told, nor as a file renamed to ours,
     which is put aside.
     """

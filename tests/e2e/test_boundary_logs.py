@@ -120,12 +120,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[] if n in QUICK else [long]) for n in CASES.cases]
-)
-def test_logs_outlive_trainers_and_daemon_and_are_what_was_received(
-    tmp_path: Path, case: str
-) -> None:
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in QUICK else [long]) for n in CASES.cases])
+def test_logs_outlive_trainers_and_daemon_and_are_what_was_received(tmp_path: Path, case: str) -> None:
     """All trainers are killed in the middle of a step, then the daemon, too; and the next life goes
     on where they ended.
 

@@ -22,11 +22,41 @@ _CANNOT_REWIND = ("loader_early", "loader_late")
 # What differs from another case in the optimizer's arithmetic alone, joins two others, or has a
 # quicker test in tests/client.
 _OFF_DIAGONAL = {
-    "adadelta", "adagrad", "adamax", "adafactor_fused", "asgd", "autocast_fused", "fused_drop", "nadam", "radam",
-    "rmsprop", "rprop", "moved_storage_dense", "masters_given", "window1", "dense_every", "amsgrad", "adamw_fused",
-    "loader_early", "reentrant", "sgd", "drop", "checkpoint", "plateau", "adafactor", "sgd_slices", "own_optimizer",
-    "alternating", "moved_storage", "uneven", "failing_state", "growing_state", "groups", "bf16", "zero_first",
-}  # fmt: skip
+    "adadelta",
+    "adagrad",
+    "adamax",
+    "adafactor_fused",
+    "asgd",
+    "autocast_fused",
+    "fused_drop",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "moved_storage_dense",
+    "masters_given",
+    "window1",
+    "dense_every",
+    "amsgrad",
+    "adamw_fused",
+    "loader_early",
+    "reentrant",
+    "sgd",
+    "drop",
+    "checkpoint",
+    "plateau",
+    "adafactor",
+    "sgd_slices",
+    "own_optimizer",
+    "alternating",
+    "moved_storage",
+    "uneven",
+    "failing_state",
+    "growing_state",
+    "groups",
+    "bf16",
+    "zero_first",
+}
 _KILLS = {"auto_window": 30, "late_state": 13, "growing_state": 22, "spread": 25}
 
 

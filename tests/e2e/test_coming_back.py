@@ -58,9 +58,7 @@ def weights(printed: str) -> str:
     return line
 
 
-def test_a_run_goes_back_to_an_iteration_that_is_chosen(
-    daemon: DaemonProcess, script: Path
-) -> None:
+def test_a_run_goes_back_to_an_iteration_that_is_chosen(daemon: DaemonProcess, script: Path) -> None:
     """After a loss spike: there was no way but to write an export, and begin another run with it."""
     first = start(script, daemon)
     assert first.code == 0, first.printed
@@ -110,9 +108,7 @@ def test_a_restart_by_torchrun_does_not_go_back_again(daemon: DaemonProcess, scr
     assert again.about("resuming at iteration 12")
 
 
-def test_training_goes_on_unprotected_where_the_user_says_so(
-    daemon: DaemonProcess, script: Path
-) -> None:
+def test_training_goes_on_unprotected_where_the_user_says_so(daemon: DaemonProcess, script: Path) -> None:
     """A refused attach ended the training; now that is the user's choice, said loudly and in a counter."""
     assert start(script, daemon).code == 0
     other = TOLD.replace('job="back"', 'job="back", topology="other"')

@@ -23,11 +23,42 @@ pytestmark = [
 ON = ("--device", "cuda")
 # The arithmetic of the CPU's cases, of which each may take another path on a device.
 _ALIKE = (
-    "plain", "fused", "drop", "fused_drop", "tied", "batch_norm", "frozen_param", "checkpoint", "reentrant", "adamw_fused",
-    "adamw_fused_slices", "amsgrad", "sgd", "adafactor", "muon", "own_optimizer", "two_updates", "plateau", "moved_storage",
-    "uneven", "late_state", "autocast", "autocast_fused", "scaler", "masters", "masters_given", "bf16", "accumulate", "spread",
-    "aligned", "dense", "window1", "window7", "auto_window", "table",
-)  # fmt: skip
+    "plain",
+    "fused",
+    "drop",
+    "fused_drop",
+    "tied",
+    "batch_norm",
+    "frozen_param",
+    "checkpoint",
+    "reentrant",
+    "adamw_fused",
+    "adamw_fused_slices",
+    "amsgrad",
+    "sgd",
+    "adafactor",
+    "muon",
+    "own_optimizer",
+    "two_updates",
+    "plateau",
+    "moved_storage",
+    "uneven",
+    "late_state",
+    "autocast",
+    "autocast_fused",
+    "scaler",
+    "masters",
+    "masters_given",
+    "bf16",
+    "accumulate",
+    "spread",
+    "aligned",
+    "dense",
+    "window1",
+    "window7",
+    "auto_window",
+    "table",
+)
 _TOTALS = {"auto_window": 34, "spread": 30, "aligned": 18}
 _KILLS = {"auto_window": 30, "late_state": 13, "spread": 25}
 
@@ -66,9 +97,7 @@ def test_what_is_left_out_is_noticed(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "cuda_behind"])
-def test_parked_on_sigterm_and_resumed_without_replay(
-    jobs: Jobs, tmp_path: Path, case: str
-) -> None:
+def test_parked_on_sigterm_and_resumed_without_replay(jobs: Jobs, tmp_path: Path, case: str) -> None:
     """Two ranks are told to end inside a step, with work queued on the device: the state at its top
     is parked.
     """
@@ -131,7 +160,7 @@ def test_the_daemon_dies_and_comes_back_in_mid_run(tmp_path: Path) -> None:
         progress = tmp_path / "progress"
         process, out = jobs.start(
             "plain", *ON, "--total", "60", "--run", "d", "--step-ms", "50", "--progress", str(progress)
-        )  # fmt: skip
+        )
         _until(progress, 20)
         daemon.kill()
         _until(progress, 30)

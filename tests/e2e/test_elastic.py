@@ -209,9 +209,7 @@ def test_where_an_expert_is_older_all_of_the_model_goes_back_to_it(
     before = KILL_AT - 1
     dies = {"die_at": KILL_AT, "die_sole": True}
     keep = frozenset([before, KILL_AT])
-    first = run.life(
-        net.nodes, dict.fromkeys(range(3), dies), total=TOTAL, patient_until=KILL_AT, keep=keep
-    )
+    first = run.life(net.nodes, dict.fromkeys(range(3), dies), total=TOTAL, patient_until=KILL_AT, keep=keep)
     lost = first.torn_down()
     net[lost].lose()
     left = [node for node in net.nodes if node is not net[lost]]
@@ -258,9 +256,7 @@ def test_too_few_slots_are_refused_on_every_rank_and_nothing_is_lost(
 
 
 @long
-def test_experts_are_placed_anew_while_the_ranks_stay(
-    net: Net, run: ElasticRun, undisturbed: Life
-) -> None:
+def test_experts_are_placed_anew_while_the_ranks_stay(net: Net, run: ElasticRun, undisturbed: Life) -> None:
     """Told to look often and to count on much: one process lives in two worlds, and no step is lost
     or done twice.
     """

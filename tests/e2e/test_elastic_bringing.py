@@ -45,7 +45,7 @@ def keeper_of(node: Node) -> int:
 
 
 @contextlib.contextmanager
-def bringing(run: ElasticRun, nodes: list[Node], stuck: Node, folder: Path) -> Iterator[tuple[Life, int]]:  # fmt: skip
+def bringing(run: ElasticRun, nodes: list[Node], stuck: Node, folder: Path) -> Iterator[tuple[Life, int]]:
     """A start whose ranks wait for what ``stuck`` brings; its keeper, which is stopped (SIGSTOP),
     and so brings nothing.
     """
@@ -104,7 +104,7 @@ def test_a_daemon_is_killed_while_it_brings_and_the_start_fails_on_all_ranks_wit
         with bringing(run, net.nodes, net[0], tmp_path) as (second, _):
             net[0].kill()
             killed_s = time.monotonic()
-            eventually(lambda: all("DaemonUnavailable" in log for log in logs(second)), "all fail", _SOON_S)  # fmt: skip
+            eventually(lambda: all("DaemonUnavailable" in log for log in logs(second)), "all fail", _SOON_S)
             assert time.monotonic() - killed_s < _SOON_S
             for process in second.processes:
                 process.join(_SOON_S)

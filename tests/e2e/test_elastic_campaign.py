@@ -16,9 +16,7 @@ from tests.long import LONG
 
 KILLS = int(os.environ.get("CKPTD_KILLS", "0"))
 # In `make campaign-matrix` always the same; a campaign looks for new ones.
-SEED = int(
-    os.environ.get("CKPTD_SEED") or (random.SystemRandom().randrange(1 << 20) if KILLS else 11)
-)
+SEED = int(os.environ.get("CKPTD_SEED") or (random.SystemRandom().randrange(1 << 20) if KILLS else 11))
 
 
 @pytest.mark.slow

@@ -90,7 +90,11 @@ def test_three_two_three_ranks_leave_one_world_in_the_store(tmp_path: Path) -> N
         total = TOTAL + 300
         keep = frozenset(range(total))
         fourth = run.life(net.nodes[:2], total=total, keep=keep, step_ms=150)
-        eventually(lambda: len(store.worlds(run.run)) == 4 and store.committed(run.run) != [], "it is durable", _SOON_S)  # fmt: skip
+        eventually(
+            lambda: len(store.worlds(run.run)) == 4 and store.committed(run.run) != [],
+            "it is durable",
+            _SOON_S,
+        )
         make_older(folder)
         eventually(lambda: len(store.worlds(run.run)) == 1, "earlier worlds are deleted", _SOON_S)
         fourth.kill()

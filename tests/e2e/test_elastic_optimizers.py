@@ -35,9 +35,7 @@ def two_ranks(run: ElasticRun, net: Net, optimizer: str, *, protected: bool = Tr
     return life
 
 
-def test_a_rank_that_joins_gets_what_the_optimizer_keeps_elsewhere(
-    net: Net, tmp_path: Path
-) -> None:
+def test_a_rank_that_joins_gets_what_the_optimizer_keeps_elsewhere(net: Net, tmp_path: Path) -> None:
     """A counter, a dict, an entry of no parameter, a list of gradients of each: none of it came to
     any rank of a new world.
 
@@ -64,12 +62,14 @@ def test_a_rank_that_joins_gets_what_the_optimizer_keeps_elsewhere(
         assert after.losses() == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
 
 
-def test_what_differs_between_ranks_is_refused_by_its_path_when_one_joins(net: Net, tmp_path: Path) -> None:  # fmt: skip
+def test_what_differs_between_ranks_is_refused_by_its_path_when_one_joins(net: Net, tmp_path: Path) -> None:
     """Nobody knows what it is on a rank that there was not. As many ranks as before go on with their own."""
     with contextlib.closing(ElasticRun(tmp_path)) as run:
         before = two_ranks(run, net, "of its rank")
         grows = run.life(net.nodes, total=TOTAL, optimizer="of its rank")
-        with pytest.raises(AssertionError, match="greatest of optimizer OfItsRank was not the same on ranks 0 and 1"):  # fmt: skip
+        with pytest.raises(
+            AssertionError, match="greatest of optimizer OfItsRank was not the same on ranks 0 and 1"
+        ):
             grows.ends()
         for rank in range(3):
             assert "greatest of optimizer OfItsRank" in (tmp_path / f"life1-{rank}.log").read_text()

@@ -69,9 +69,7 @@ def loses_a_node(
     return life, [net[0], net[2]]
 
 
-def test_a_lost_ranks_shards_come_from_its_snapshot(
-    net: Net, run: ElasticRun, undisturbed: Life
-) -> None:
+def test_a_lost_ranks_shards_come_from_its_snapshot(net: Net, run: ElasticRun, undisturbed: Life) -> None:
     """Three, two: of each expert a third of the state is nowhere but in a replica of the lost
     rank's snapshot.
     """
@@ -101,9 +99,7 @@ def assert_all_is_there(life: Life, step: int) -> None:
 def test_three_two_three(net: Net, run: ElasticRun, undisturbed: Life) -> None:
     """The node that comes holds nothing, and owns a third of every expert."""
     first, left = loses_a_node(run, net, place_every=3)
-    second = run.life(
-        left, total=GROW_AT, patient_until=GROW_AT, keep=frozenset([GROW_AT]), place_every=5
-    )
+    second = run.life(left, total=GROW_AT, patient_until=GROW_AT, keep=frozenset([GROW_AT]), place_every=5)
     second.ends()
     assert_goes_on(first, second, KILL_AT)
     net[1].launch()
@@ -154,9 +150,7 @@ def test_a_loss_while_weights_are_sent_goes_back_to_the_top_of_the_step(
 
 
 @long
-def test_a_moment_that_is_forgotten_is_noticed(
-    net: Net, run: ElasticRun, undisturbed: Life
-) -> None:
+def test_a_moment_that_is_forgotten_is_noticed(net: Net, run: ElasticRun, undisturbed: Life) -> None:
     """The control: of one shard of one rank the first moment is zero, and neither the state nor the
     losses are those there were.
     """
@@ -227,7 +221,7 @@ def test_shards_that_nobody_holds_are_named_on_all_ranks(tmp_path: Path) -> None
         assert all(
             "no node holds the shards of rank 1" in (part.folder / f"{part.out}-{part.rank}.log").read_text()
             for part in second.parts
-        )  # fmt: skip
+        )
 
 
 @long
@@ -240,9 +234,7 @@ def test_the_other_strategy_is_refused_on_all_ranks(
     refused = run.life(left, total=TOTAL, sharded=not sharded)
     with pytest.raises(AssertionError):
         refused.ends()
-    words = (
-        "optimizer on shards: call shards()" if sharded else "on each replica: leave shards() out"
-    )
+    words = "optimizer on shards: call shards()" if sharded else "on each replica: leave shards() out"
     for part in refused.parts:
         log = (part.folder / f"{part.out}-{part.rank}.log").read_text()
         assert words in log, run.logs

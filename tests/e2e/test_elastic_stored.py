@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[ElasticRun]:
         yield made
 
 
-def trains(run: ElasticRun, nodes: Sequence[Node], store: WorldStore, total: int, slots: int = 3) -> Life:  # fmt: skip
+def trains(run: ElasticRun, nodes: Sequence[Node], store: WorldStore, total: int, slots: int = 3) -> Life:
     """A life that comes to its end, whose last state is durable then."""
     keep = frozenset([total])
     life = run.life(nodes, slots=slots, total=total, patient_until=total, keep=keep)
@@ -45,9 +45,7 @@ def trains(run: ElasticRun, nodes: Sequence[Node], store: WorldStore, total: int
     return life
 
 
-def test_what_two_ranks_left_in_storage_one_rank_goes_on_from(
-    store: WorldStore, run: ElasticRun
-) -> None:
+def test_what_two_ranks_left_in_storage_one_rank_goes_on_from(store: WorldStore, run: ElasticRun) -> None:
     """Their host is destroyed; the one that comes has never heard of the job."""
     with Net(2, replicas="0", **store.settings).up() as net:
         first = trains(run, [net[0], net[0]], store, TOTAL)

@@ -54,9 +54,7 @@ class Trained:
     params=[("hf_mixtral", {"window": 3}), ("hf_qwen3_moe", {"window": 1})],
     ids=["mixtral-sparse", "qwen3_moe-dense"],
 )
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Trained]:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     from tests.e2e.hf_cases import HF_CASES
 
     case, options = request.param
@@ -104,9 +102,7 @@ def test_what_is_durable_is_the_model_of_its_iteration(trained: Trained, tmp_pat
     trained.live[TOTAL] = trained.model.state_dict()
 
     def committed() -> bool:
-        return (
-            '"committed"' in trained.daemon.ctl("checkpoints", "list", "hf", "run", "--json").stdout
-        )
+        return '"committed"' in trained.daemon.ctl("checkpoints", "list", "hf", "run", "--json").stdout
 
     eventually(committed, "a committed checkpoint", timeout_s=60)
     report = trained.export("--durable", "--format", "dcp", "--to", str(tmp_path / "ckpt"))

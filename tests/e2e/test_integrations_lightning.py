@@ -105,9 +105,7 @@ def test_two_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
     the same step.
     """
     name, ports = uuid.uuid4().hex[:8], [free_port() for _ in range(3)]
-    alone, first, second = (
-        [("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports
-    )
+    alone, first, second = ([("--rank", str(rank), "--port", str(port)) for rank in (0, 1)] for port in ports)
     plain = [Life(tmp_path / f"plain{n}.pt", *who) for n, who in enumerate(alone)]
     runs = [Run(tmp_path, daemon, name=name) for _ in (0, 1)]
     killed = [runs[0].life(*first[0]), runs[1].life(*first[1], "--kill-at", "7")]

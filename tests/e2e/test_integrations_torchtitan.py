@@ -51,9 +51,7 @@ def test_it_comes_back_at_the_exact_bits(tmp_path: Path, daemon: DaemonProcess) 
     off = ("--checkpoint.daemon", "none")
     on = ("--checkpoint.daemon", daemon.endpoint, "--checkpoint.run", uuid.uuid4().hex[:8])
     jobs = {
-        "killed": torchrun(
-            tmp_path / "killed", *on, "--checkpoint.window", "4", "--fault.at_step", "13"
-        ),
+        "killed": torchrun(tmp_path / "killed", *on, "--checkpoint.window", "4", "--fault.at_step", "13"),
         "plain": torchrun(tmp_path / "plain", *off),
     }
     told = {}

@@ -32,9 +32,7 @@ def test_a_job_waits_for_the_node_that_a_restarted_daemon_remembers(jobs: Jobs, 
         def on(*nodes: str) -> dict[int, tuple[str, ...]]:
             return {rank: ("--daemon", node) for rank, node in enumerate(nodes)}
 
-        Ranks(
-            jobs, run, *_ALONE, killed=0, each=on(first.endpoint, late.endpoint)
-        ).end_by_the_death_of(0)
+        Ranks(jobs, run, *_ALONE, killed=0, each=on(first.endpoint, late.endpoint)).end_by_the_death_of(0)
         late.kill()
         first.kill()
         first.launch()

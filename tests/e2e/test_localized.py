@@ -57,9 +57,7 @@ def hurt(tmp_path: Path, references: References) -> Iterator[Story]:
     """A chain with a daemon of its own, whose memory may be damaged."""
     with own_daemon() as daemon:
         jobs = Jobs(tmp_path, daemon.endpoint)
-        with contextlib.closing(
-            Story(jobs, daemon, references, "localized/chain", ranks=4)
-        ) as story:
+        with contextlib.closing(Story(jobs, daemon, references, "localized/chain", ranks=4)) as story:
             yield story
 
 
@@ -120,7 +118,9 @@ def test_a_lost_stage_with_a_window_of_one_compares_all_that_it_loads(chain: Sto
     reports = [chain.jobs.report(out) for _, out in life.ranks.started]
     assert [report["replayed_steps"] for report in reports] == [0, 1, 0, 0], chain.told
     assert reports[1]["verified_tensors"] > 0
-    assert "goes on from its parked state, which was read from the live tensors" in chain.jobs.log(life.ranks.started[0][1])  # fmt: skip
+    assert "goes on from its parked state, which was read from the live tensors" in chain.jobs.log(
+        life.ranks.started[0][1]
+    )
 
 
 def test_a_lost_replica_copies_its_twin_and_nobody_replays(a_run: Run) -> None:
@@ -139,9 +139,7 @@ def test_a_lost_replica_copies_its_twin_and_nobody_replays(a_run: Run) -> None:
         pytest.param("localized/chain", 4, marks=long),
     ],
 )
-def test_whoever_is_asked_to_go_is_parked_and_replays_nothing(
-    a_run: Run, case: str, ranks: int
-) -> None:
+def test_whoever_is_asked_to_go_is_parked_and_replays_nothing(a_run: Run, case: str, ranks: int) -> None:
     """SIGTERM to all, as a scheduler that preempts the job sends it."""
     story = a_run(case, ranks)
     story.options += ("--set", "park=true")

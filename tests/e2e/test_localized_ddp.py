@@ -54,14 +54,10 @@ class Story:
             assert differences(reference, out) == [], f"rank {rank}{told}"
 
     def _life(self, *options: str, **more: Any) -> Ranks:
-        return Ranks(
-            self._jobs, self.run, *options, case=_CASE, world_size=3, total=18, kill_at=14, **more
-        )
+        return Ranks(self._jobs, self.run, *options, case=_CASE, world_size=3, total=18, kill_at=14, **more)
 
 
-def test_a_replica_that_is_lost_takes_over_its_peers_state(
-    jobs: Jobs, daemon: DaemonProcess
-) -> None:
+def test_a_replica_that_is_lost_takes_over_its_peers_state(jobs: Jobs, daemon: DaemonProcess) -> None:
     run = Story(jobs, daemon)
     run.ends_exact_without_any_replay("rank 1 with a peer's state of 14, ranks 0, 2 parked at 14")
 
@@ -72,6 +68,4 @@ def test_where_a_peers_state_is_damaged_another_peers_is_taken(tmp_path: Path) -
     with own_daemon() as daemon:
         run = Story(Jobs(tmp_path, daemon.endpoint), daemon)
         damage(daemon.segment_dir, run.run, 0, "parked")
-        run.ends_exact_without_any_replay(
-            "ranks 0, 1 with a peer's state of 14, rank 2 parked at 14"
-        )
+        run.ends_exact_without_any_replay("ranks 0, 1 with a peer's state of 14, rank 2 parked at 14")

@@ -82,9 +82,7 @@ def test_an_id_that_somebody_chose_names_the_run(daemon: DaemonProcess, script: 
     assert {run for _, run in runs(daemon)} == {chosen}
 
 
-def test_two_scripts_of_one_name_are_two_jobs(
-    daemon: DaemonProcess, script: Path, tmp_path: Path
-) -> None:
+def test_two_scripts_of_one_name_are_two_jobs(daemon: DaemonProcess, script: Path, tmp_path: Path) -> None:
     """They were one, `train`: the second was refused while the first ran, or went on from its snapshots."""
     other = tmp_path / "other" / "train.py"
     other.parent.mkdir()

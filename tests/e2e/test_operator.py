@@ -102,9 +102,7 @@ def test_an_upgrade_in_mid_training_has_no_rival(daemon: DaemonProcess, script: 
         trainer.kill()
 
 
-def test_a_daemon_of_a_trainer_makes_way_memory_and_all(
-    daemon: DaemonProcess, script: Path
-) -> None:
+def test_a_daemon_of_a_trainer_makes_way_memory_and_all(daemon: DaemonProcess, script: Path) -> None:
     """It held the folders until it was idle for an hour: `ckptd run` ended with 3."""
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGINT)  # an operator's, ended for good

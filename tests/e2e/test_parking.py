@@ -46,8 +46,7 @@ class Life:
         folder.mkdir(exist_ok=True)
         told = Plot(folder, self.run, daemon.endpoint, **plot)
         self.ranks: list[BaseProcess] = [
-            FORKED.Process(target=act, args=(replace(told, rank=rank),))
-            for rank in range(told.world_size)
+            FORKED.Process(target=act, args=(replace(told, rank=rank),)) for rank in range(told.world_size)
         ]
         for process in self.ranks:
             process.start()
@@ -87,8 +86,7 @@ class Life:
     def parked(self) -> list[list[int]]:
         """The iterations at which each rank is parked."""
         return [
-            sorted(slot.iteration for slot in rank.parked if slot.state == "sealed")
-            for rank in self.told()
+            sorted(slot.iteration for slot in rank.parked if slot.state == "sealed") for rank in self.told()
         ]
 
     def restored(self, rank: int, iteration: int) -> Job:
@@ -96,9 +94,7 @@ class Life:
         (path,) = self.daemon.segment_dir.glob(f"e2e~{self.run}~r{rank}~g*.parked")
         segment = open_segment(path)
         index, header = next(
-            (i, h)
-            for i, h in segment.headers()
-            if h.state is SlotState.SEALED and h.iteration == iteration
+            (i, h) for i, h in segment.headers() if h.state is SlotState.SEALED and h.iteration == iteration
         )
         image = segment.image(index, header)
         verify(image, header.header_digest)
@@ -136,9 +132,7 @@ def assert_parked_as_it_was(life: Life, rank: int, step: int) -> None:
     assert {"a.weight", "rng", "seen", "state"} <= set(unlike(parked, life.top(rank, step - 1)))
 
 
-def test_sigterm_parks_also_a_rank_that_hangs_in_a_receive(
-    daemon: DaemonProcess, tmp_path: Path
-) -> None:
+def test_sigterm_parks_also_a_rank_that_hangs_in_a_receive(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Rank 1's main thread is in gloo, where no handler of Python's runs; rank 0's is in Python.
     Both end as SIGTERM ends a process.
     """
@@ -159,9 +153,7 @@ def test_sigterm_parks_also_a_rank_that_hangs_in_a_receive(
     assert all(text.startswith(ways) for text in told)
 
 
-def test_the_survivor_of_a_kill_whose_receive_fails_is_parked(
-    daemon: DaemonProcess, tmp_path: Path
-) -> None:
+def test_the_survivor_of_a_kill_whose_receive_fails_is_parked(daemon: DaemonProcess, tmp_path: Path) -> None:
     with Life(daemon, tmp_path, world_size=2, die_at=READY) as life:
         assert life.exit_codes() == [-signal.SIGKILL, 1], life.logs
         assert life.parked() == [[], [READY]], life.logs

@@ -63,9 +63,7 @@ def test_a_rank_that_holds_gradients_at_one_boundary_stays_in_phase(
 
 @pytest.mark.slow
 @long
-def test_all_take_dense_snapshots_where_one_rank_must(
-    jobs: Jobs, daemon: DaemonProcess, run: str
-) -> None:
+def test_all_take_dense_snapshots_where_one_rank_must(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
     """It updated twice within a step: with sparse snapshots of the others no replay of both would be exact."""
     # As above, the replicas are unlike from then on.
     own = ("--set", "capture_once=false")

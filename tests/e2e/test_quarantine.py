@@ -69,9 +69,18 @@ def test_a_snapshot_that_was_sealed_wrong_costs_two_replays_and_an_older_suffix_
 ) -> None:
     """The daemon, too, is killed in between: what the first replay showed must outlive it."""
     options = (*WINDOW_2, "--run", run)
-    with own_daemon("--memory", "256MiB", "--peer-listen", "tcp://127.0.0.1:0", "--peer-security", "plain", "--replication-slack", "4") as own:  # fmt: skip
+    with own_daemon(
+        "--memory",
+        "256MiB",
+        "--peer-listen",
+        "tcp://127.0.0.1:0",
+        "--peer-security",
+        "plain",
+        "--replication-slack",
+        "4",
+    ) as own:
         reference = jobs.run("plain", *WINDOW_2, daemon="none")
-        jobs.run("plain", *options, *KILLED, "--tear-at", str(TORN), expect_killed=True, daemon=own.endpoint)  # fmt: skip
+        jobs.run("plain", *options, *KILLED, "--tear-at", str(TORN), expect_killed=True, daemon=own.endpoint)
         assert FIRST in fails(jobs, *options, "--seed", "77", daemon=own.endpoint)
         own.kill()
         own.start()
@@ -120,9 +129,7 @@ def test_where_one_rank_is_wrong_all_go_back(jobs: Jobs, daemon: DaemonProcess, 
         assert differences(reference, out) == []
 
 
-def test_what_peers_hold_of_it_is_quarantined_too(
-    jobs: Jobs, daemon: DaemonProcess, run: str
-) -> None:
+def test_what_peers_hold_of_it_is_quarantined_too(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
     """Two nodes, each with replicas of the other's rank: the wrong snapshots lie twice, and neither
     copy is taken again.
     """
@@ -173,9 +180,7 @@ def test_where_memory_has_nothing_else_storage_has(
         assert differences(reference, resumed) == []
 
 
-def test_where_nothing_else_is_left_somebody_decides(
-    jobs: Jobs, daemon: DaemonProcess, run: str
-) -> None:
+def test_where_nothing_else_is_left_somebody_decides(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
     """A start that can only take what no replay reproduces says so, with the commands; and both of
     them do what it says.
     """

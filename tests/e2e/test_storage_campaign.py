@@ -16,9 +16,7 @@ from tests.storage.s3_server import weed
 
 KILLS = int(os.environ.get("CKPTD_KILLS", "0"))
 # In `make test` always the same; a campaign looks for new ones.
-SEED = int(
-    os.environ.get("CKPTD_SEED") or (random.SystemRandom().randrange(1 << 20) if KILLS else 11)
-)
+SEED = int(os.environ.get("CKPTD_SEED") or (random.SystemRandom().randrange(1 << 20) if KILLS else 11))
 
 
 @pytest.mark.slow

@@ -143,9 +143,7 @@ def test_fused_sgd_with_momentum(certify: Certify, fused_experts: bool) -> None:
     """Its kernel wants a momentum buffer for every tensor or for none: frozen ones must not be
     stepped without.
     """
-    job = make(
-        lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, fused=True), fused=fused_experts
-    )(1)
+    job = make(lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, fused=True), fused=fused_experts)(1)
     certificate = certify(job)
     assert certificate.identical, str(certificate)
 
@@ -356,9 +354,7 @@ def test_weights_averaged_by_user_code(certify: Certify) -> None:
         job.optimizers[0].step()
         job.optimizers[0].zero_grad()
         with torch.no_grad():
-            for mine, theirs in zip(
-                both["teacher"].parameters(), student.parameters(), strict=True
-            ):
+            for mine, theirs in zip(both["teacher"].parameters(), student.parameters(), strict=True):
                 mine.lerp_(theirs, 0.1)
 
     job.model, job.body = both, body

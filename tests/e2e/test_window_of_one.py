@@ -61,7 +61,9 @@ def damage(daemon: DaemonProcess, run: str, iteration: int) -> None:
 
 def told(log: str) -> tuple[int, int]:
     """Iterations replayed and tensors compared, by the log."""
-    found = re.search(r"resumed at iteration \d+: replayed (\d+) iterations? in .*compared (\d+) tensors?", log)  # fmt: skip
+    found = re.search(
+        r"resumed at iteration \d+: replayed (\d+) iterations? in .*compared (\d+) tensors?", log
+    )
     assert found is not None, log
     return int(found[1]), int(found[2])
 
@@ -156,7 +158,7 @@ def test_where_there_is_one_snapshot_only_the_log_says_that_nothing_was_compared
     report = jobs.report(resumed)
     assert (report["resumed_from"], report["replayed_steps"]) == (1, 0)
     log = jobs.log(resumed)
-    assert "nothing can be compared with a replay (no snapshot of rank 0 before iteration 1 leads" in log  # fmt: skip
+    assert "nothing can be compared with a replay (no snapshot of rank 0 before iteration 1 leads" in log
     assert differences(reference, resumed) == []
 
 
@@ -172,9 +174,7 @@ def test_iterations_further_apart_than_asked_for_are_not_replayed(jobs: Jobs, ru
 
 
 @pytest.mark.parametrize("case", ["drop", "zero/plain"])
-def test_two_ranks_replay_and_compare(
-    jobs: Jobs, daemon: DaemonProcess, run: str, case: str
-) -> None:
+def test_two_ranks_replay_and_compare(jobs: Jobs, daemon: DaemonProcess, run: str, case: str) -> None:
     """What the ranks have alike is captured by one of them, and what one updates is sent to the
     other: each compares what it recorded.
     """
@@ -185,20 +185,14 @@ def test_two_ranks_replay_and_compare(
     after = Ranks(jobs, run, *options, "--seed", "7", case=case)
     outs = after.end()
     reports = [jobs.report(out) for out in outs]
-    assert len({report["resumed_from"] for report in reports}) == 1, story(
-        daemon, run, before, after
-    )
-    assert all(report["replayed_steps"] == 1 for report in reports), story(
-        daemon, run, before, after
-    )
+    assert len({report["resumed_from"] for report in reports}) == 1, story(daemon, run, before, after)
+    assert all(report["replayed_steps"] == 1 for report in reports), story(daemon, run, before, after)
     assert all(report["verified_tensors"] > 20 for report in reports), reports
     for reference, out in zip(references, outs, strict=True):
         assert differences(reference, out) == []
 
 
-def test_one_rank_with_something_hidden_stops_both(
-    jobs: Jobs, daemon: DaemonProcess, run: str
-) -> None:
+def test_one_rank_with_something_hidden_stops_both(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
     """Gradients are averaged before they are changed on rank 1: only its state differs, and both are told."""
     options = ("--set", "window=1")
     hidden = {1: ("--hidden", "own_generator")}
@@ -211,9 +205,7 @@ def test_one_rank_with_something_hidden_stops_both(
         assert "ReplayMismatch" in jobs.log(out), story(daemon, run, before, after)
 
 
-def test_the_snapshot_before_is_damaged_and_nowhere_else(
-    jobs: Jobs, daemon: DaemonProcess, run: str
-) -> None:
+def test_the_snapshot_before_is_damaged_and_nowhere_else(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
     """It is only for comparing: without it the job comes back all the same, and says that nothing
     was compared.
     """

@@ -127,17 +127,14 @@ def final_state(trainer: Trainer) -> dict[str, Any]:
     optimizer = trainer.optimizer.optimizer
     for at, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         found.update({f"optim/{at}.{k}": v for k, v in optimizer.state[param].items()})
-    found["groups"] = [
-        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
-    ]
+    found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     found["scheduler"] = trainer.lr_scheduler.state_dict()
     found["rng"] = capture_rng()
     found["step"] = trainer.state.global_step, trainer.state.epoch, trainer.state.total_flos
     # What a log holds beside times.
     timed = ("runtime", "per_second")
     found["log"] = [
-        {k: v for k, v in entry.items() if not k.endswith(timed)}
-        for entry in trainer.state.log_history
+        {k: v for k, v in entry.items() if not k.endswith(timed)} for entry in trainer.state.log_history
     ]
     return found
 
@@ -158,9 +155,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--rank", type=int, default=0, help="of two, which meet at --port")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument(
-        "--forget", action="store_true", help="restore without the random state of fetches"
-    )
+    parser.add_argument("--forget", action="store_true", help="restore without the random state of fetches")
     args = parser.parse_args(argv)
     if args.port:
         join(args.rank, args.port)

@@ -111,8 +111,7 @@ def some(rows: Sequence[Row], *, seed: int = SEED) -> list[Any]:
     always = set(draw.sample(range(len(rows)), -(-len(rows) // _SHARE)))
     later = long_since("left to make campaign-habits")
     return [
-        pytest.param(row, id=row.id, marks=() if at in always else (later,))
-        for at, row in enumerate(rows)
+        pytest.param(row, id=row.id, marks=() if at in always else (later,)) for at, row in enumerate(rows)
     ]
 
 
@@ -124,12 +123,20 @@ def play(row: Row, folder: Path, endpoint: str, parents: Parents, *, seed: int =
     kills = [first, draw.randrange(first + 2, row.steps - 2)]
     run = uuid.uuid4().hex[:8]
     protected = ("--daemon", endpoint)
-    reference = training(row, folder / "reference", () if row.plain else (*protected, "--run", f"{run}.whole"))  # fmt: skip
+    reference = training(
+        row, folder / "reference", () if row.plain else (*protected, "--run", f"{run}.whole")
+    )
     lives = []
     for number, kill in enumerate([*kills, None]):
         moment = f"{kill}:{draw.choice((0.0, draw.uniform(0.1, 20))):.2f}"
         victim = draw.randrange(row.ranks) if kill is not None else -1
-        told = training(row, folder / f"life{number}", (*protected, "--run", run), seed=1 if number == 0 else 1000 + number, kill=(victim, moment))  # fmt: skip
+        told = training(
+            row,
+            folder / f"life{number}",
+            (*protected, "--run", run),
+            seed=1 if number == 0 else 1000 + number,
+            kill=(victim, moment),
+        )
         lives.append(told)
     codes = parents.of(row).live([reference, *lives], timeout_s=280)
     for name in (run, f"{run}.whole"):
@@ -188,9 +195,7 @@ def _judge(
     for rank, (one, other) in enumerate(zip(reference, lives[-1], strict=True)):
         states = [torch.load(life.out, weights_only=False) for life in (one, other)]
         wrong += [f"rank {rank}: {text}" for text in differences(*states)]
-    return (
-        Outcome(Verdict.DIFFERENT, "\n".join([*wrong, told])) if wrong else Outcome(Verdict.EXACT)
-    )
+    return Outcome(Verdict.DIFFERENT, "\n".join([*wrong, told])) if wrong else Outcome(Verdict.EXACT)
 
 
 def _other_batches(reference: Life, life: Life) -> list[int]:
@@ -198,7 +203,7 @@ def _other_batches(reference: Life, life: Life) -> list[int]:
     (accumulation) in their order.
     """
     expected = _batches(reference)
-    return [step for step, found in _batches(life).items() if not _continues(expected.get(step, []), found)]  # fmt: skip
+    return [step for step, found in _batches(life).items() if not _continues(expected.get(step, []), found)]
 
 
 def _continues(expected: list[str], found: list[str]) -> bool:
@@ -228,4 +233,6 @@ def check(row: Row, outcome: Outcome) -> None:
         assert outcome.verdict is Verdict.EXACT, f"{row.id} is {outcome.verdict}:\n{outcome.text}"
     else:
         assert outcome.verdict is Verdict.REFUSED, f"{row.id} is {outcome.verdict}:\n{outcome.text}"
-        assert re.search(row.refused, outcome.text), f"{row.id}, refused without naming what to do:\n{outcome.text}"  # fmt: skip
+        assert re.search(row.refused, outcome.text), (
+            f"{row.id}, refused without naming what to do:\n{outcome.text}"
+        )

@@ -119,15 +119,11 @@ PIPELINES: dict[str, Callable[[Life], Any]] = {
     "datasets, stream, no seed": lambda life: DataLoader(buffered(), BATCH),
     "datasets, stream, interleaved": lambda life: DataLoader(interleaved(), BATCH),
     "datasets, stream, set_epoch": lambda life: DataLoader(buffered(seed=7), BATCH),
-    "datasets, stream, set_epoch, 2 workers": lambda life: DataLoader(
-        buffered(seed=7), BATCH, num_workers=2
-    ),
+    "datasets, stream, set_epoch, 2 workers": lambda life: DataLoader(buffered(seed=7), BATCH, num_workers=2),
     "datasets, stream, no loader": lambda life: buffered(seed=7).map(noisy).batch(BATCH),
     "datasets, stream, stateful": lambda life: StatefulDataLoader(buffered(seed=7), BATCH),
     "datasets, stream in state=": lambda life: buffered(seed=7).batch(BATCH),
-    "datasets, stream, stateful in state=": lambda life: StatefulDataLoader(
-        buffered(seed=7), BATCH
-    ),
+    "datasets, stream, stateful in state=": lambda life: StatefulDataLoader(buffered(seed=7), BATCH),
     "datasets, stream without a buffer, stateful in state=": lambda life: StatefulDataLoader(
         streamed().map(noisy), BATCH
     ),

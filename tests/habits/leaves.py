@@ -60,9 +60,7 @@ def differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[
     return sorted(found)
 
 
-def _walk(
-    value: Any, path: str, names: dict[int, str], above: set[int]
-) -> Iterator[tuple[str, Any]]:
+def _walk(value: Any, path: str, names: dict[int, str], above: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         # One that is made of others, such as an 8-bit one of codes and scales.
         yield f"{path}::type", type(value).__qualname__

@@ -68,7 +68,13 @@ def _galore(params: Params) -> Any:
     import galore_torch  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     listed = list(params)
-    matrices = {"params": [p for p in listed if p.ndim == 2], "rank": 4, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"}  # fmt: skip
+    matrices = {
+        "params": [p for p in listed if p.ndim == 2],
+        "rank": 4,
+        "update_proj_gap": 3,
+        "scale": 0.25,
+        "proj_type": "std",
+    }
     rest = {"params": [p for p in listed if p.ndim != 2]}
     return galore_torch.GaLoreAdamW([rest, matrices], lr=1e-3)
 
@@ -186,7 +192,9 @@ MAKERS: dict[str, Callable[[Params], Any]] = {
     "torch.optim.Adamax": _torch("Adamax"),
     "torch.optim.ASGD": _torch("ASGD", t0=4),
     "torch.optim.LBFGS": _torch("LBFGS", lr=0.1, max_iter=4, history_size=6),
-    "torch.optim.LBFGS(strong_wolfe)": _torch("LBFGS", lr=0.1, max_iter=4, history_size=6, line_search_fn="strong_wolfe"),
+    "torch.optim.LBFGS(strong_wolfe)": _torch(
+        "LBFGS", lr=0.1, max_iter=4, history_size=6, line_search_fn="strong_wolfe"
+    ),
     "torch.optim.Muon": _wide(_torch("Muon", lr=1e-2)),
     "torch.optim.NAdam": _torch("NAdam"),
     "torch.optim.RAdam": _torch("RAdam"),
@@ -217,7 +225,9 @@ MAKERS: dict[str, Callable[[Params], Any]] = {
     "pytorch_optimizer LAMB": _of("pytorch_optimizer", "Lamb"),
     "pytorch_optimizer Lookahead(AdamW)": _around("pytorch_optimizer", "Lookahead", k=3),
     "pytorch_optimizer Ranger21": _of("pytorch_optimizer", "Ranger21", num_iterations=100),
-    "pytorch_optimizer ScalableShampoo": _of("pytorch_optimizer", "ScalableShampoo", start_preconditioning_step=3, preconditioning_compute_steps=3),
+    "pytorch_optimizer ScalableShampoo": _of(
+        "pytorch_optimizer", "ScalableShampoo", start_preconditioning_step=3, preconditioning_compute_steps=3
+    ),
     "pytorch_optimizer Shampoo": _of("pytorch_optimizer", "Shampoo", preconditioning_compute_steps=3),
     "pytorch_optimizer SOAP": _of("pytorch_optimizer", "SOAP", precondition_frequency=3),
     "galore-torch GaLoreAdamW": _galore,
@@ -227,12 +237,21 @@ MAKERS: dict[str, Callable[[Params], Any]] = {
     "one with a random generator": Noisy,
     "one that draws from torch's generator": Dithered,
     "one with a generator function": Closed,
-}  # fmt: skip
+}
 
 _CLOSURES = ("torch.optim.LBFGS", "torch.optim.LBFGS(strong_wolfe)", "SAM(AdamW)")
 
 
-_PACKAGES = ("bitsandbytes", "torchao", "prodigyopt", "lion_pytorch", "schedulefree", "heavyball", "pytorch_optimizer", "galore_torch")  # fmt: skip
+_PACKAGES = (
+    "bitsandbytes",
+    "torchao",
+    "prodigyopt",
+    "lion_pytorch",
+    "schedulefree",
+    "heavyball",
+    "pytorch_optimizer",
+    "galore_torch",
+)
 
 
 def package_of(name: str) -> str | None:
@@ -301,7 +320,7 @@ def main(argv: Sequence[str]) -> None:
             sys.exit(refusals.heard)
         life.top(step)
         draw = torch.Generator().manual_seed(1000 * life.rank + step)
-        batch = torch.randint(0, 64, (6, 3), generator=draw) if sparse else torch.randn(6, 64, generator=draw)  # fmt: skip
+        batch = torch.randint(0, 64, (6, 3), generator=draw) if sparse else torch.randn(6, 64, generator=draw)
         life.batch(batch)
 
         def closure(batch: Tensor = batch) -> Tensor:

@@ -140,9 +140,7 @@ PIPELINES: dict[str, Callable[[Life], Any]] = {
     "augmented, persistent workers": lambda life: _shuffled(
         Augmented(), num_workers=2, persistent_workers=True
     ),
-    "augmented, any order of workers": lambda life: _shuffled(
-        Augmented(), num_workers=2, in_order=False
-    ),
+    "augmented, any order of workers": lambda life: _shuffled(Augmented(), num_workers=2, in_order=False),
     "own generator": lambda life: _shuffled(OwnGenerator(), generator=generator()),
     "own generator, 2 workers": lambda life: _shuffled(OwnGenerator(), num_workers=2),
     "generator of the module": lambda life: _shuffled(ModuleGenerator()),
@@ -157,9 +155,7 @@ PIPELINES: dict[str, Callable[[Life], Any]] = {
     ),
     "own batch sampler": lambda life: DataLoader(Augmented(), batch_sampler=Buckets()),
     "stateful": lambda life: StatefulDataLoader(Augmented(), BATCH, shuffle=True),
-    "stateful, 2 workers": lambda life: StatefulDataLoader(
-        Augmented(), BATCH, shuffle=True, num_workers=2
-    ),
+    "stateful, 2 workers": lambda life: StatefulDataLoader(Augmented(), BATCH, shuffle=True, num_workers=2),
     "stateful in state=": lambda life: StatefulDataLoader(Augmented(), BATCH, shuffle=True),
     "stateful in state=, 2 workers": lambda life: StatefulDataLoader(
         Augmented(), BATCH, shuffle=True, num_workers=2

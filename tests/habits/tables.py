@@ -58,7 +58,10 @@ class Table:
         page = self.page.read_text()
         start = page.index(f"| {self.head} |")
         before, rest = _split(page[start:])
-        told = [json.loads(path.read_text()) for path in sorted((_ROOT / "out" / "habits" / self.name).glob("*.json"))]  # fmt: skip
+        told = [
+            json.loads(path.read_text())
+            for path in sorted((_ROOT / "out" / "habits" / self.name).glob("*.json"))
+        ]
         found = {(t["name"], *t["at"]): t["text"] for t in told}
         self.page.write_text(page[:start] + self.text(list(rows), found, before) + rest)
 

@@ -17,16 +17,12 @@ TOYS = "tests.habits.toys"
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_an_exact_training(
-    tmp_path: Path, daemon: DaemonProcess, parents: Parents, window: int
-) -> None:
+def test_an_exact_training(tmp_path: Path, daemon: DaemonProcess, parents: Parents, window: int) -> None:
     row = Row(TOYS, "exact", window=window)
     check(row, play(row, tmp_path, daemon.endpoint, parents))
 
 
-def test_other_batches_are_a_difference(
-    tmp_path: Path, daemon: DaemonProcess, parents: Parents
-) -> None:
+def test_other_batches_are_a_difference(tmp_path: Path, daemon: DaemonProcess, parents: Parents) -> None:
     """A loader whose position nobody keeps: the driver names the steps, whether or not ckptd notices."""
     outcome = play(Row(TOYS, "forgets"), tmp_path, daemon.endpoint, parents)
     assert outcome.verdict is Verdict.DIFFERENT
@@ -60,9 +56,7 @@ def test_every_leaf_counts() -> None:
 
 
 def test_a_leaf_that_only_one_has() -> None:
-    assert differences(leaves({"a": 1}), leaves({"a": 1, "b": 2})) == [
-        "['b']: only after the kills"
-    ]
+    assert differences(leaves({"a": 1}), leaves({"a": 1, "b": 2})) == ["['b']: only after the kills"]
 
 
 def test_parameters_as_keys_have_names() -> None:

@@ -68,9 +68,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", some(ROWS))
-def test_exact_or_refused(
-    row: Row, tmp_path: Path, daemon: DaemonProcess, parents: Parents
-) -> None:
+def test_exact_or_refused(row: Row, tmp_path: Path, daemon: DaemonProcess, parents: Parents) -> None:
     package = package_of(row.name)
     # Found, not imported: the process of the tests has no use for it.
     if package is not None and importlib.util.find_spec(package) is None:
@@ -100,7 +98,7 @@ def test_ranks_that_come_apart_later_are_told(
         told = re.findall(r"optimizer Dithered drew random numbers before step (\d+)", life.log)
         assert len(told) == 1, life.log
         # Told at the first top after that update; before, there were snapshots.
-        notes = [json.loads(line) for line in life.out.with_suffix(".notes").read_text().splitlines()]  # fmt: skip
+        notes = [json.loads(line) for line in life.out.with_suffix(".notes").read_text().splitlines()]
         first = next(note["draws from"] for note in notes if "draws from" in note)
         assert int(told[0]) == first + 1
         assert [n["taken"] for n in notes if "taken" in n][-1] > 0

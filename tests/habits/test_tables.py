@@ -30,9 +30,7 @@ def test_a_cell_that_was_not_played_keeps_what_the_table_says() -> None:
 
 
 def test_the_reason_of_a_refusal_is_without_what_to_do() -> None:
-    log = (
-        "Traceback\nValueError: the DataLoader has in_order=False: which batch comes when depends\n"
-    )
+    log = "Traceback\nValueError: the DataLoader has in_order=False: which batch comes when depends\n"
     assert reason_of(log) == "the DataLoader has in_order=False"
     log = "ckptd: optimizer A keeps state[0]['p'] (type x.Y, made in a step), which cannot be captured: no"
     assert reason_of(log) == "keeps `state[0]['p'] (type x.Y, made in a step)`"

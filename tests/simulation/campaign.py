@@ -61,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.write(f"{number} schedules, seed {seed}: {told}\n")
                 sys.stdout.flush()
     if broken:
-        sys.stdout.write(
-            f"{len(broken)} of {len(seeds)} schedules break a promise: seeds {broken}\n"
-        )
+        sys.stdout.write(f"{len(broken)} of {len(seeds)} schedules break a promise: seeds {broken}\n")
     return 1 if broken else 0
 
 

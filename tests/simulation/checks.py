@@ -140,17 +140,21 @@ class Checks(Network):
     def holdings(self, without: Collection[str] = ()) -> list[HeldRecords]:
         return [
             HeldRecords(
-                name, segment.name, segment.own, segment.rank, segment.num_operators, "ops", 128,
+                name,
+                segment.name,
+                segment.own,
+                segment.rank,
+                segment.num_operators,
+                "ops",
+                128,
                 tuple([r for r in segment.records if r.sealed]),
             )
             for name, node in sorted(self.nodes.items())
             if node.up and name not in without
             for segment in node.segments.values()
-        ]  # fmt: skip
+        ]
 
-    def told(
-        self, without: Collection[str] = ()
-    ) -> tuple[list[HeldRecords], dict[int, int], set[int]]:
+    def told(self, without: Collection[str] = ()) -> tuple[list[HeldRecords], dict[int, int], set[int]]:
         """What a start sees: what is held of the newest history, where its epochs began, and the
         epochs of others.
         """

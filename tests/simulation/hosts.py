@@ -56,9 +56,7 @@ class Hosts(Checks):
         held = tuple(r for ring in rings for r in ring.records if r.sealed)
         return rep.TargetOpened(at, source.generation, number, held, f"{daemon.boot}")
 
-    def _lease(
-        self, daemon: Daemon, peer: str, boot: int, segment: Segment, rings: list[Segment]
-    ) -> int:
+    def _lease(self, daemon: Daemon, peer: str, boot: int, segment: Segment, rings: list[Segment]) -> int:
         for number, known in daemon.leases.items():
             if (known.peer, known.boot) == (peer, boot) and known.segment is segment:
                 known.used_s = self.now_s
@@ -101,9 +99,15 @@ class Hosts(Checks):
         number, table = self.beside(node, segment)
         filling = {(number, t.index) for t in daemon.tickets.values() if t.segment is segment}
         answer = admit(
-            record, table, segment.num_operators, generation=number,
-            promise=promise, epochs=epochs, span=span, busy=filling,
-        )  # fmt: skip
+            record,
+            table,
+            segment.num_operators,
+            generation=number,
+            promise=promise,
+            epochs=epochs,
+            span=span,
+            busy=filling,
+        )
         if isinstance(answer, Deny):
             self.seen[answer.code] += 1
             return rep.BeginRefused(at, key, answer.code, answer.reason)
@@ -121,9 +125,7 @@ class Hosts(Checks):
         segment.slots[answer.index] = Slot(replace(record, index=answer.index, state=state), TORN)
         segment.move(answer.index, SlotState.FILLING)
         ticket = next(self.count)
-        daemon.tickets[ticket] = Ticket(
-            found.peer, found.boot, segment, answer.index, lease, record
-        )
+        daemon.tickets[ticket] = Ticket(found.peer, found.boot, segment, answer.index, lease, record)
         self.later(TICKET_S, lambda: self.end_ticket(daemon, ticket))
         return rep.Granted(at, key, ticket)
 
@@ -152,9 +154,7 @@ class Hosts(Checks):
         for number, ticket in list(daemon.tickets.items()):
             if ticket.peer == peer and ticket.boot != but_boot:
                 self.end_ticket(daemon, number)
-        daemon.leases = {
-            n: v for n, v in daemon.leases.items() if v.peer != peer or v.boot == but_boot
-        }
+        daemon.leases = {n: v for n, v in daemon.leases.items() if v.peer != peer or v.boot == but_boot}
 
     # Replicas that lie beside one another.
 
@@ -191,9 +191,9 @@ class Hosts(Checks):
     def clean(self, daemon: Daemon, at: str) -> None:
         """What the host does now and then."""
         node = self.nodes[at]
-        in_use = {
-            v.segment.name for v in daemon.leases.values() if self.now_s - v.used_s < LEASE_IDLE_S
-        } | {t.segment.name for t in daemon.tickets.values()}
+        in_use = {v.segment.name for v in daemon.leases.values() if self.now_s - v.used_s < LEASE_IDLE_S} | {
+            t.segment.name for t in daemon.tickets.values()
+        }
         promise, span = daemon.known.promise(*JOB)
         epochs = daemon.known.epochs(*JOB)
         for rank, trainer in self.trainers.items():

@@ -48,7 +48,7 @@ __all__ = [
     "Vouched",
     "WorldConfig",
     "digest_of",
-]  # fmt: skip
+]
 
 SLACK = 2
 DEADLINE_S = 4.0
@@ -174,9 +174,7 @@ class Sender:
 
     core: Replicator
     leases: dict[tuple[str, int], int] = field(default_factory=dict)
-    lives: dict[str, int] = field(
-        default_factory=dict
-    )  # of a target's machine, by boot of its daemon
+    lives: dict[str, int] = field(default_factory=dict)  # of a target's machine, by boot of its daemon
     holds: dict[SnapshotKey, Slot] = field(default_factory=dict)
     puts: dict[str, Transfer] = field(default_factory=dict)
     granted: set[tuple[str, int]] = field(default_factory=set)
@@ -228,9 +226,7 @@ class Daemon:
 class Record:
     """What a machine knows of the run over the lives of its daemon: `ckptd.peers.run_records`, in short."""
 
-    epochs: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # its start, and which it follows
+    epochs: dict[int, tuple[int, int]] = field(default_factory=dict)  # its start, and which it follows
     names: set[str] = field(default_factory=set)  # who takes part, or did
 
     def learn(self, epoch: int, start: int, follows: int = -1) -> None:

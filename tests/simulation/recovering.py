@@ -77,9 +77,7 @@ class Recovering(Training):
         """
         known = {name for n in usable for name in self.nodes[n].record.names}
         silent = [name for name in known - {*usable} if self.nodes[name].up]
-        complete = any(
-            not isinstance(find_suffix(h.records, h.num_operators), NoSuffix) for h in held
-        )
+        complete = any(not isinstance(find_suffix(h.records, h.num_operators), NoSuffix) for h in held)
         return bool(silent) and complete
 
     def _new_homes(self, usable: list[str]) -> dict[int, str]:
@@ -129,9 +127,7 @@ class Recovering(Training):
         there = self.nodes[source.node].segments[source.segment].slots[source.index]
         return Slot(there.record, there.content)
 
-    def _load(
-        self, rank: int, pieces: Iterable[SnapshotToLoad], copies: list[Slot], end: int
-    ) -> None:
+    def _load(self, rank: int, pieces: Iterable[SnapshotToLoad], copies: list[Slot], end: int) -> None:
         """Map what lies here, else copy it into a new generation; free what came later here."""
         home, trainer = self.homes[rank], self.trainers[rank]
         own = {segment.name for segment in self.own_segments(rank)}

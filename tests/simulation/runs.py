@@ -81,9 +81,7 @@ class Runs(Senders):
         if self.epoch != epoch or self.nodes[name].daemon is None:
             return
         working = {node for node, ranks in self.members.items() if ranks}
-        unaware = [
-            n for n in self.nodes if n not in working and epoch not in self.nodes[n].record.epochs
-        ]
+        unaware = [n for n in self.nodes if n not in working and epoch not in self.nodes[n].record.epochs]
         for node in unaware:
             learn = partial(self.nodes[node].record.learn, epoch, start, follows)
             self.send(name, node, lambda _, learn=learn: learn())  # type: ignore[misc]
@@ -113,9 +111,14 @@ class Runs(Senders):
         daemon.trees += 1
         started = daemon.trees << 20  # as in every life of a daemon
         run.tree = FloorTree(
-            working, name, ranks=run.members[name], fan_out=FAN_OUT, started=started,
-            epoch=run.epoch, carried=run.carried,
-        )  # fmt: skip
+            working,
+            name,
+            ranks=run.members[name],
+            fan_out=FAN_OUT,
+            started=started,
+            epoch=run.epoch,
+            carried=run.carried,
+        )
 
     def _close(self, name: str, run: RunSide) -> None:
         for sender in run.senders.values():
@@ -166,10 +169,7 @@ class Runs(Senders):
         """The same for all that know the same, so it is worked out once."""
         key = tuple(members.items()), frozenset(dead)
         if key not in self.placements:
-            nodes = [
-                NodeFacts(name, self.nodes[name].labels, self.nodes[name].capacity)
-                for name in members
-            ]
+            nodes = [NodeFacts(name, self.nodes[name].labels, self.nodes[name].capacity) for name in members]
             ranks = [
                 PlacedRank(rank, name, self.trainers[rank].window + 4)
                 for name, of in members.items()
@@ -208,9 +208,7 @@ class Runs(Senders):
         holders = self._holders(name, run.senders[rank])
         if run.span >= self.span:  # else the tree does not count it
             self.vouch(rank, Vouched(run.epoch, told.first, told.last, holders))
-        windows = [
-            s.num_operators for s in self.nodes[name].segments.values() if s.own and s.rank == rank
-        ]
+        windows = [s.num_operators for s in self.nodes[name].segments.values() if s.own and s.rank == rank]
         self._send(
             name,
             run,
@@ -258,10 +256,14 @@ class Runs(Senders):
         horizon, span = message.horizon, message.span
         if message.kind is FloorKind.BELOW:
             answer = run.tree.on_below(
-                sender, message.value, message.sequence, horizon=horizon, span=span,
+                sender,
+                message.value,
+                message.sequence,
+                horizon=horizon,
+                span=span,
                 counted=message.counted if self.config.counts_span else ANY_SPAN,
                 carried=message.carried if self.config.carries else NOTHING_CARRIED,
-            )  # fmt: skip
+            )
         else:
             answer = run.tree.on_floor(message.value, horizon=horizon, span=span)
         self._send(name, run, answer)
@@ -338,6 +340,4 @@ class Runs(Senders):
             elsewhere = core.num_counted
         else:
             elsewhere = core.num_holding(floor) if floor >= 0 else 0
-        return sum(map(len, run.members.values())) > 1 and elsewhere < (
-            2 if self.config.hard else 1
-        )
+        return sum(map(len, run.members.values())) > 1 and elsewhere < (2 if self.config.hard else 1)

@@ -17,9 +17,7 @@ class Senders(Hosts):
         """What is replicated of a rank may have changed."""
         raise NotImplementedError
 
-    def feed(
-        self, name: str, daemon: Daemon, rank: int, sender: Sender, *events: rep.Event
-    ) -> None:
+    def feed(self, name: str, daemon: Daemon, rank: int, sender: Sender, *events: rep.Event) -> None:
         """Events that belong together, and what follows from them."""
         if sender.closed or self.nodes[name].daemon is not daemon:
             return
@@ -49,9 +47,7 @@ class Senders(Hosts):
         num_slots = len(max(mine, key=lambda s: s.generation).slots) if mine else 0
         return rep.Slots(records, self.trainers[rank].window, num_slots)
 
-    def handle(
-        self, name: str, daemon: Daemon, rank: int, sender: Sender, event: rep.Event
-    ) -> None:
+    def handle(self, name: str, daemon: Daemon, rank: int, sender: Sender, event: rep.Event) -> None:
         """One event, of which nobody is told."""
         for effect in sender.core.handle(event, now_s=self.now_s):
             self._perform(name, daemon, rank, sender, effect)
@@ -67,9 +63,7 @@ class Senders(Hosts):
             slot.readers -= 1
         sender.holds.clear()
 
-    def _perform(
-        self, name: str, daemon: Daemon, rank: int, sender: Sender, effect: rep.Effect
-    ) -> None:
+    def _perform(self, name: str, daemon: Daemon, rank: int, sender: Sender, effect: rep.Effect) -> None:
         match effect:
             case rep.OpenTarget(node, generation):
                 self._open(name, daemon, rank, sender, node, generation)
@@ -109,9 +103,7 @@ class Senders(Hosts):
                 return segment
         return None
 
-    def _open(
-        self, name: str, daemon: Daemon, rank: int, sender: Sender, node: str, generation: int
-    ) -> None:
+    def _open(self, name: str, daemon: Daemon, rank: int, sender: Sender, node: str, generation: int) -> None:
         source, run = self._own(name, rank, generation), daemon.run
         if source is None:
             gone = rep.OpenRefused(node, generation, "away", "the generation is gone")
@@ -132,9 +124,7 @@ class Senders(Hosts):
             opened,
         )
 
-    def _begin(
-        self, name: str, daemon: Daemon, rank: int, sender: Sender, effect: rep.Begin
-    ) -> None:
+    def _begin(self, name: str, daemon: Daemon, rank: int, sender: Sender, effect: rep.Begin) -> None:
         node, key, run = effect.node, effect.key, daemon.run
         lease = sender.leases.get((node, key.generation))
         if lease is None or key not in sender.holds:

@@ -94,9 +94,7 @@ class SingleLosses(World):
         plan = plan_recovery(held, len(self.homes), epochs=begun)
         self.seen["losses asked"] += 1
         assert isinstance(plan, RecoveryPlan), f"without {name} everything is lost: {plan.reason}"
-        assert plan.end >= self.highest, (
-            f"without {name} floor {self.highest} is lost: {plan.reason}"
-        )
+        assert plan.end >= self.highest, f"without {name} floor {self.highest} is lost: {plan.reason}"
 
 
 def play_row(seed: int, row: str, config: WorldConfig | None = None) -> SingleLosses:

@@ -24,11 +24,32 @@ Play = Callable[..., World]  # of a seed, and a config
 _NO_TIP = WorldConfig(keeps_tip=False)
 # Whatever of this never occurred was not tested.
 TROUBLE = (
-    "began anew", "busy", "cut off", "daemon crashed", "destroyed", "digest", "fetched", "floor moved",
-    "generation dropped", "grown", "growth refused", "hold failed", "missed", "overrode", "promise checked", "quota",
-    "recovered", "replica removed", "replicated", "replication_peer_lost", "skipped", "snapshot_suspected", "stale",
-    "waited", "widened",
-)  # fmt: skip
+    "began anew",
+    "busy",
+    "cut off",
+    "daemon crashed",
+    "destroyed",
+    "digest",
+    "fetched",
+    "floor moved",
+    "generation dropped",
+    "grown",
+    "growth refused",
+    "hold failed",
+    "missed",
+    "overrode",
+    "promise checked",
+    "quota",
+    "recovered",
+    "replica removed",
+    "replicated",
+    "replication_peer_lost",
+    "skipped",
+    "snapshot_suspected",
+    "stale",
+    "waited",
+    "widened",
+)
 
 
 @pytest.mark.slow
@@ -145,9 +166,7 @@ def test_old_generations_go_also_while_no_snapshot_can_be_taken() -> None:
     [(WorldConfig(hard=False), "slow"), (WorldConfig(withholds=False), "cut")],
     ids=["hard", "withholds"],
 )
-def test_a_rule_without_which_one_node_is_everything_is_missed(
-    config: WorldConfig, row: str
-) -> None:
+def test_a_rule_without_which_one_node_is_everything_is_missed(config: WorldConfig, row: str) -> None:
     """A ring that gives away what one other node holds, and a rank that vouches alone for what its
     target may lack.
     """

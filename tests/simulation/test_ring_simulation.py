@@ -172,9 +172,7 @@ class Simulation:
             return
         self.seen["overrode the floor"] += 1
         assert choice.overrides_floor, "the suffix at the floor is given away in silence"
-        assert not self.hard, (
-            "a ring gives away the suffix at the floor, which fewer than two others hold"
-        )
+        assert not self.hard, "a ring gives away the suffix at the floor, which fewer than two others hold"
         self.floor = None
 
     def die(self) -> None:
@@ -470,9 +468,7 @@ def test_the_promise_holds_through_seeded_chaos() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_ring_that_gives_away_the_oldest_is_caught(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_that_gives_away_the_oldest_is_caught(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator must be able to fail: without the promise it does."""
     monkeypatch.setattr("ckptd.core.slots.ring._kept", lambda *_: set())
 
@@ -480,7 +476,5 @@ def test_a_ring_that_gives_away_the_oldest_is_caught(
         for number in range(50 * seed, 50 * seed + 50):
             played(number)
 
-    with pytest.raises(
-        AssertionError, match=r"of the newest suffix (is given away|becomes FILLING)"
-    ):
+    with pytest.raises(AssertionError, match=r"of the newest suffix (is given away|becomes FILLING)"):
         play_some()

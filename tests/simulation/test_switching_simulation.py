@@ -18,9 +18,21 @@ from tests.simulation.switching_world import WorldConfig, play
 SEEDS = int(os.environ.get("CKPTD_SIM_SWITCHING_SEEDS", "150"))
 # Whatever of this never occurred was not tested.
 TROUBLE = (
-    "access failed", "died", "died while decided", "died while promised", "died while ready", "dropped", "dropped: late", "dropped: patience",
-    "dropped: refused", "left out", "snapshots", "switched", "switched late", "wished",
-)  # fmt: skip
+    "access failed",
+    "died",
+    "died while decided",
+    "died while promised",
+    "died while ready",
+    "dropped",
+    "dropped: late",
+    "dropped: patience",
+    "dropped: refused",
+    "left out",
+    "snapshots",
+    "switched",
+    "switched late",
+    "wished",
+)
 
 
 @pytest.mark.slow
@@ -34,9 +46,7 @@ def test_no_two_ranks_ever_snapshot_an_iteration_by_different_schedules() -> Non
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("lockstep", [True, False])
-def test_where_nobody_fails_changes_come_about_and_nothing_is_left_out(
-    ranks: int, lockstep: bool
-) -> None:
+def test_where_nobody_fails_changes_come_about_and_nothing_is_left_out(ranks: int, lockstep: bool) -> None:
     for seed in range(4):
         world = play(seed, WorldConfig(ranks=ranks, lockstep=lockstep))
         first = world.applied[0]

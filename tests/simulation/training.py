@@ -133,19 +133,24 @@ class Training(Runs):
             self.changed = True
             segment.move(index, SlotState.FREE)  # stale, or given away
         segment.move(
-            index, SlotState.FILLING, iteration=iteration, previous=trainer.previous,
-            sequence=trainer.sequence, image_len=100, anchors=1 << iteration % trainer.window,
-            epoch=self.epoch, epoch_start=self.epoch_start, header_digest=digest_of(content),
-        )  # fmt: skip
+            index,
+            SlotState.FILLING,
+            iteration=iteration,
+            previous=trainer.previous,
+            sequence=trainer.sequence,
+            image_len=100,
+            anchors=1 << iteration % trainer.window,
+            epoch=self.epoch,
+            epoch_start=self.epoch_start,
+            header_digest=digest_of(content),
+        )
         segment.slots[index].content = content
         segment.move(index, SlotState.FILLED)
         self.truth[rank, iteration, self.epoch, trainer.sequence] = content
         trainer.previous = iteration
         run_id = self.run_id
         slow = 0.3 if self.calm else self.rng.choice((0.2, 0.5, 0.9))
-        self.later(
-            self.rng.uniform(0.01, slow), lambda: self.seal_own(rank, segment, index, run_id)
-        )
+        self.later(self.rng.uniform(0.01, slow), lambda: self.seal_own(rank, segment, index, run_id))
 
     def seal_own(self, rank: int, segment: Segment, index: int, run_id: int) -> None:
         filled = segment.slots[index].record.state is SlotState.FILLED

@@ -140,9 +140,7 @@ def is_put(request: Request) -> bool:
 
 def uploads_part(number: int | None = None) -> Match:
     wanted = None if number is None else str(number)
-    return lambda request: (
-        "partNumber" in request.query and wanted in (None, request.query["partNumber"])
-    )
+    return lambda request: "partNumber" in request.query and wanted in (None, request.query["partNumber"])
 
 
 def completes(request: Request) -> bool:
@@ -169,9 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         url = urlsplit(self.path)
-        request = Request(
-            self.command, url.path, dict(parse_qsl(url.query, keep_blank_values=True))
-        )
+        request = Request(self.command, url.path, dict(parse_qsl(url.query, keep_blank_values=True)))
         fault = self.server.proxy.met(request)
         length = int(self.headers.get("Content-Length", 0))
         if isinstance(fault, Reset):

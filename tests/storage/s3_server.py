@@ -26,9 +26,17 @@ SECRET = "wordle-of-the-tests-4711"
 BUCKET = "ckpt"
 START_S = 60.0
 _PORTS = (
-    "master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port",
-    "filer.port.grpc", "s3.port", "s3.port.grpc", "admin.port", "admin.port.grpc",
-)  # fmt: skip
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port",
+    "s3.port.grpc",
+    "admin.port",
+    "admin.port.grpc",
+)
 
 
 def weed() -> str | None:

@@ -190,10 +190,7 @@ class TestRead:
         buffers = [bytearray(size) for _, size in ranges]
         store.read_ranges(
             "big",
-            [
-                Range(offset, memoryview(buffer))
-                for (offset, _), buffer in zip(ranges, buffers, strict=True)
-            ],
+            [Range(offset, memoryview(buffer)) for (offset, _), buffer in zip(ranges, buffers, strict=True)],
         )
         for (offset, size), buffer in zip(ranges, buffers, strict=True):
             assert buffer == data[offset : offset + size]
@@ -262,8 +259,23 @@ class TestDelete:
         assert store.read("a/2", limit=1) == b"x"
 
 
-BAD_KEYS = ("", "/a", "a/", "a//b", "../a", "a/../b", "a/./b", "ä", "a\nb", "a\\b", "a\x7f", "x" * 201,
-            "a/" * 400 + "b", ".ckptd-x", "a/.ckptd-x/b")  # fmt: skip
+BAD_KEYS = (
+    "",
+    "/a",
+    "a/",
+    "a//b",
+    "../a",
+    "a/../b",
+    "a/./b",
+    "ä",
+    "a\nb",
+    "a\\b",
+    "a\x7f",
+    "x" * 201,
+    "a/" * 400 + "b",
+    ".ckptd-x",
+    "a/.ckptd-x/b",
+)
 
 
 class TestKeys:

@@ -82,9 +82,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def store(
-    options: dict[str, Any], s3_url: str, proxy: FaultProxy, backend: str
-) -> Iterator[ObjectStore]:
+def store(options: dict[str, Any], s3_url: str, proxy: FaultProxy, backend: str) -> Iterator[ObjectStore]:
     """A store behind the proxy, connected and probed."""
     opened = open_store(s3_url, {**options, "endpoint_url": proxy.endpoint}, backend)
     assert opened.facts.conditional_create
@@ -173,9 +171,7 @@ def _nothing_left(behind: ObjectStore, raw: Raw) -> None:
 
 
 def _patient(store: ObjectStore) -> Resilient:
-    return Resilient(
-        store, RetryPolicy(attempts=4, base_s=0.01, cap_s=0.02), told=lambda notice: None
-    )
+    return Resilient(store, RetryPolicy(attempts=4, base_s=0.01, cap_s=0.02), told=lambda notice: None)
 
 
 CALLS: dict[str, Callable[[ObjectStore], object]] = {
@@ -217,9 +213,7 @@ class TestEveryCall:
 
     @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
     @pytest.mark.parametrize("call", CALLS)
-    def test_nobody_listens(
-        self, options: dict[str, Any], s3_url: str, backend: str, call: str
-    ) -> None:
+    def test_nobody_listens(self, options: dict[str, Any], s3_url: str, backend: str, call: str) -> None:
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -230,9 +224,7 @@ class TestEveryCall:
 
     @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
     @pytest.mark.parametrize("call", CALLS)
-    def test_a_wrong_secret(
-        self, options: dict[str, Any], s3_url: str, backend: str, call: str
-    ) -> None:
+    def test_a_wrong_secret(self, options: dict[str, Any], s3_url: str, backend: str, call: str) -> None:
         store = open_store(s3_url, {**options, "secret": "not-the-secret"}, backend)
         with pytest.raises(StoreRefused) as caught:
             CALLS[call](store)
@@ -243,9 +235,7 @@ class TestEveryCall:
 
     @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
     @pytest.mark.parametrize("call", CALLS)
-    def test_a_bucket_that_vanished(
-        self, options: dict[str, Any], raw: Raw, backend: str, call: str
-    ) -> None:
+    def test_a_bucket_that_vanished(self, options: dict[str, Any], raw: Raw, backend: str, call: str) -> None:
         bucket = f"gone-{uuid.uuid4().hex}"
         raw.call("create_bucket", Bucket=bucket)
         store = open_store(f"s3://{bucket}", options, backend)
@@ -319,9 +309,7 @@ class TestUploads:
         _nothing_left(behind, raw)
 
     @pytest.mark.parametrize("if_absent", [False, True])
-    @pytest.mark.parametrize(
-        "fault", [LoseAnswer(), Duplicate(0), Duplicate(1), Answer(503, "SlowDown")]
-    )
+    @pytest.mark.parametrize("fault", [LoseAnswer(), Duplicate(0), Duplicate(1), Answer(503, "SlowDown")])
     def test_completing_is_answered_badly(
         self, store: ObjectStore, proxy: FaultProxy, raw: Raw, fault: Any, if_absent: bool
     ) -> None:
@@ -435,9 +423,7 @@ class TestReads:
         with pytest.raises(Unavailable):
             store.read("object", limit=len(BIG))
 
-    def test_nobody_writes_into_the_buffers_afterwards(
-        self, store: ObjectStore, proxy: FaultProxy
-    ) -> None:
+    def test_nobody_writes_into_the_buffers_afterwards(self, store: ObjectStore, proxy: FaultProxy) -> None:
         """They are slots, which hold something else by then."""
         for after in range(0, PART, MIB):
             proxy.inject(Truncate(after), method("GET"), times=3)

@@ -94,9 +94,7 @@ def test_a_manifest_makes_a_set_complete_and_checks_its_bytes(folder: Path) -> N
         (lambda f: _cut(f.joinpath(file_name(MODEL, 1, 2)), 1), "bytes, .* were imported"),
     ],
 )
-def test_a_damaged_set_is_refused(
-    folder: Path, damage: Callable[[Path], object], reason: str
-) -> None:
+def test_a_damaged_set_is_refused(folder: Path, damage: Callable[[Path], object], reason: str) -> None:
     commit(folder)
     damage(folder)
     with pytest.raises(SetError, match=reason):
@@ -153,9 +151,16 @@ def test_what_is_no_whole_safetensors_file_is_refused(tmp_path: Path, data: byte
 
 @pytest.mark.parametrize(
     "index",
-    ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../other.safetensors"}}',
-     '{"weight_map": {"a": "weights.bin"}}', '{"weight_map": {"a": 3}}'],
-)  # fmt: skip
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": "../other.safetensors"}}',
+        '{"weight_map": {"a": "weights.bin"}}',
+        '{"weight_map": {"a": 3}}',
+    ],
+)
 def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / index_name(MODEL)).write_text(index)
     with pytest.raises(SetError, match="index"):

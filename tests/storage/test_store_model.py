@@ -235,9 +235,7 @@ def upload(
     return stored
 
 
-def neighbours(
-    world: World, rank: int, last: Sample, index: StoredIndex, relied: set[str]
-) -> Iterator[None]:
+def neighbours(world: World, rank: int, last: Sample, index: StoredIndex, relied: set[str]) -> Iterator[None]:
     """Learn from the manifests that other ranks wrote for the same checkpoint."""
     for checkpoint in world.catalog().checkpoints:
         if (checkpoint.id.end, checkpoint.id.epoch) != (last.iteration, last.epoch):
@@ -250,9 +248,7 @@ def neighbours(
                 manifest = read_manifest(world.store, info.key)
                 headers = [
                     bytes(s.image[: s.view.data_offset])
-                    for s in (
-                        world.samples[other, m.iteration, m.epoch] for m in manifest.snapshots
-                    )
+                    for s in (world.samples[other, m.iteration, m.epoch] for m in manifest.snapshots)
                 ]
             except ObjectMissing:
                 continue
@@ -264,9 +260,7 @@ def neighbours(
 def collector(world: World) -> Steps:
     """Verifies what is new, then deletes what may go; from a listing that may be old by then."""
     store = world.store
-    policy = RetentionPolicy(
-        keep_last=world.rng.randint(1, 2), grace_ns=GRACE_NS, settle_ns=SETTLE_NS
-    )
+    policy = RetentionPolicy(keep_last=world.rng.randint(1, 2), grace_ns=GRACE_NS, settle_ns=SETTLE_NS)
     while True:
         yield
         catalog = world.catalog()
@@ -285,9 +279,7 @@ def collector(world: World) -> Steps:
                         references[info.key] = References.of(read_manifest(store, info.key))
                     except ObjectMissing:
                         continue  # another collector was faster; it counts as unread
-        plan = plan_retention(
-            catalog, policy, verified=world.verified, references=references, now_ns=now_ns
-        )
+        plan = plan_retention(catalog, policy, verified=world.verified, references=references, now_ns=now_ns)
         for deletions in (plan.manifests, plan.objects):
             yield
             if store.now_ns - now_ns > SETTLE_NS // 2:
@@ -413,6 +405,4 @@ def test_the_model_goes_where_it_should() -> None:
 
 def shared(manifest: RankManifest) -> list[tuple[int, str]]:
     """The older objects to which the snapshots of a manifest refer."""
-    return [
-        (manifest.rank, stored.key) for snap in manifest.snapshots for stored in snap.objects[1:]
-    ]
+    return [(manifest.rank, stored.key) for snap in manifest.snapshots for stored in snap.objects[1:]]

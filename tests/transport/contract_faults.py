@@ -47,9 +47,7 @@ class FaultContract(FabricTests):
 
     # --- faults ---
 
-    def test_connections_that_break_cost_nothing_but_time(
-        self, proxied: tuple[Pair, TcpProxy]
-    ) -> None:
+    def test_connections_that_break_cost_nothing_but_time(self, proxied: tuple[Pair, TcpProxy]) -> None:
         pair, proxy = proxied
         data, target = content(400 * CHUNK), bytearray(400 * CHUNK)
         key = pair.expose(target)
@@ -85,9 +83,7 @@ class FaultContract(FabricTests):
         assert pair.peer.put(memoryview(data), key).wait(WAIT_S).ok
         assert target == data
 
-    def test_a_link_that_always_damages_ends_in_a_digest_fault(
-        self, proxied: tuple[Pair, TcpProxy]
-    ) -> None:
+    def test_a_link_that_always_damages_ends_in_a_digest_fault(self, proxied: tuple[Pair, TcpProxy]) -> None:
         pair, proxy = proxied
         key = pair.expose(bytearray(CHUNK))
         assert pair.peer.put(memoryview(b"1"), key).wait(WAIT_S).ok

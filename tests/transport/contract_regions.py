@@ -30,9 +30,7 @@ class RegionContract(FabricTests):
         before = pair.there.counters.refused
         buffer = bytearray(16)
         transfer = (
-            pair.peer.put(memoryview(b"?" * 16), key)
-            if put
-            else pair.peer.get(key, memoryview(buffer))
+            pair.peer.put(memoryview(b"?" * 16), key) if put else pair.peer.get(key, memoryview(buffer))
         )
         fault = transfer.wait(WAIT_S).fault
         assert pair.there.counters.refused == before + 1

@@ -98,9 +98,7 @@ class TcpProxy:
         self._moving = threading.Event()
         self._moving.set()
         self.damage: Callable[[bytearray], None] = lambda data: None
-        self.address = replace(
-            address, endpoint=f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        )
+        self.address = replace(address, endpoint=f"tcp://127.0.0.1:{self._listener.getsockname()[1]}")
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold_after(self, size: int) -> None:

@@ -61,13 +61,9 @@ class Host:
     def peer(self) -> Peer:
         return self.here.peer(self.there.address)
 
-    def share(
-        self, data: bytes | bytearray, access: Access = BOTH, peer: str = ""
-    ) -> tuple[Shared, Region]:
+    def share(self, data: bytes | bytearray, access: Access = BOTH, peer: str = "") -> tuple[Shared, Region]:
         shared = Shared(self.folder / f"{time.monotonic_ns()}", data)
-        region = self.there.register(
-            shared.buffer, access=access, scope=Scope(peer), file=shared.range
-        )
+        region = self.there.register(shared.buffer, access=access, scope=Scope(peer), file=shared.range)
         return shared, region
 
     @property

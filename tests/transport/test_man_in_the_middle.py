@@ -136,9 +136,7 @@ class Forger:
             content = self._take(self._up, ask.length)
             (true,) = struct.unpack("<Q", self._take(self._up, 8))
             fake = b"z" * len(content)
-            false = xxhash.xxh3_64_intdigest(
-                fake, seed=f.seed_of(ask.region, ask.offset, ask.length)
-            )
+            false = xxhash.xxh3_64_intdigest(fake, seed=f.seed_of(ask.region, ask.offset, ask.length))
             self._digests[ask.op] = (false, true)
             self.forged += ask.length
             out += fake + struct.pack("<Q", false)
@@ -393,9 +391,7 @@ def test_a_ticket_that_was_overheard_is_of_no_use(make: Make) -> None:
     assert knock(port, encode_preamble(ticket.ticket)) == b""
     assert knock(port, encode_preamble(ticket.ticket)[:-16] + ticket.ticket[:16]) == b""
     assert two.there.counters.forged == 2
-    keys = stream_keys(
-        Cipher(ticket.cipher), ticket.ticket, (b"a" * 32, ticket.secret), ("here", "there")
-    )
+    keys = stream_keys(Cipher(ticket.cipher), ticket.ticket, (b"a" * 32, ticket.secret), ("here", "there"))
     preamble = encode_preamble(ticket.ticket, keys[0])
     assert len(knock(port, preamble)) == ANSWER_BYTES + TAG_BYTES
     assert knock(port, preamble) == b""  # once

@@ -26,9 +26,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeFabric]
 
     def make(node: str, **options: float) -> ZmqFabric:
         keys = Keys.create(tmp_path / node)
-        fabrics.append(
-            request.param(node, "tcp://127.0.0.1:0", serve=echo, keys=keys, **settings(**options))
-        )
+        fabrics.append(request.param(node, "tcp://127.0.0.1:0", serve=echo, keys=keys, **settings(**options)))
         return fabrics[-1]
 
     yield make
@@ -86,9 +84,7 @@ def test_a_transfer_to_a_node_that_is_untrusted_ends(tmp_path: Path, make: MakeF
     assert target[-1] == 0
 
 
-def test_another_key_of_a_node_ends_what_its_old_key_has_open(
-    tmp_path: Path, make: MakeFabric
-) -> None:
+def test_another_key_of_a_node_ends_what_its_old_key_has_open(tmp_path: Path, make: MakeFabric) -> None:
     """Whoever stole the key of a node must not stay in because the node got a new one."""
     here, there = make("here"), make("there")
     introduce(tmp_path, here, there)
@@ -104,9 +100,7 @@ def test_another_key_of_a_node_ends_what_its_old_key_has_open(
     assert target == b"1"
 
 
-def test_the_connection_of_a_node_that_is_untrusted_is_cut(
-    tmp_path: Path, make: MakeFabric
-) -> None:
+def test_the_connection_of_a_node_that_is_untrusted_is_cut(tmp_path: Path, make: MakeFabric) -> None:
     """It was only not served any more: whoever has a key that was taken back kept descriptors and
     memory here for as long as it liked.
     """

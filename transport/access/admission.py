@@ -102,9 +102,7 @@ class Admission:
     def is_stranger(self, visitor: Hashable) -> bool:
         return visitor in self._strangers
 
-    def arrived(
-        self, visitor: Hashable, source: str, *, now_s: float, expected: int = 0
-    ) -> list[TurnedAway]:
+    def arrived(self, visitor: Hashable, source: str, *, now_s: float, expected: int = 0) -> list[TurnedAway]:
         """Somebody connected. ``expected``: how many strangers may come from this address because
         they have tickets.
         """
@@ -168,9 +166,7 @@ class Admission:
         return sum(v.expected and v.source == source for v in self._strangers.values())
 
     def _turn_oldest(self, source: str, reason: TurnReason) -> TurnedAway:
-        oldest = next(
-            key for key, v in self._strangers.items() if v.source == source and not v.expected
-        )
+        oldest = next(key for key, v in self._strangers.items() if v.source == source and not v.expected)
         self._remove_stranger(oldest)
         return self._turned(oldest, source, reason)
 

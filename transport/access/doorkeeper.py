@@ -58,9 +58,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MAX_QUEUED_BYTES = (
-    256 << 20
-)  # more than the largest message and a full window of the largest chunks
+MAX_QUEUED_BYTES = 256 << 20  # more than the largest message and a full window of the largest chunks
 MAX_STRANGER_BYTES = 16 << 20  # a handshake and an `open` take less than a thousandth of it
 LOOK_S = 0.2  # between two looks at what is queued
 SOON_S = 0.02  # the same where much is queued: a fast sender brings tens of MiB meanwhile
@@ -118,9 +116,7 @@ class Doorkeeper:
         self._suspects: set[int] = set()  # descriptors of which an end was told, that are open
         self._ended: Counter[int] = Counter()  # ends that were told, and of whom is not known yet
         self._untold: Counter[int] = Counter()  # ends that were seen before they were told
-        self._denied: Counter[str] = (
-            Counter()
-        )  # by address: keys refused, whose end is not heard of yet
+        self._denied: Counter[str] = Counter()  # by address: keys refused, whose end is not heard of yet
         self._queues: dict[int, _Queue] = {}
         self._port = 0
         self._look_at_s = 0.0

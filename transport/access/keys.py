@@ -188,9 +188,7 @@ def trust(
     old = next((k for k in known if k.node == name and not k.previous), None)
     if old is not None and old.public != key and keep_previous_s > 0:
         until_s = min(old.expires_s, now_s + keep_previous_s)
-        _replace(
-            _trusted_file(folder, name, previous=True), _certificate(old.public, until_s=until_s)
-        )
+        _replace(_trusted_file(folder, name, previous=True), _certificate(old.public, until_s=until_s))
     elif old is not None and old.public != key:
         _trusted_file(folder, name, previous=True).unlink(missing_ok=True)
     expires_s = None if valid_for_s is None else now_s + valid_for_s
@@ -280,9 +278,7 @@ class Trust:
 
 
 def _certificate(public: str, secret: str | None = None, *, until_s: float | None = None) -> str:
-    expires = (
-        "" if until_s is None or until_s == float("inf") else f'    expires = "{until_s:.0f}"\n'
-    )
+    expires = "" if until_s is None or until_s == float("inf") else f'    expires = "{until_s:.0f}"\n'
     text = f'metadata\n{expires}curve\n    public-key = "{public}"\n'
     return text if secret is None else text + f'    secret-key = "{secret}"\n'
 
@@ -327,9 +323,7 @@ def check_security(
     if host in ("*", "0.0.0.0", "::") and not advertise:
         raise ValueError(f"{endpoint} listens everywhere: say which address to advertise")
     if security == "plain" and not allow_plain and not _is_loopback(host):
-        raise ValueError(
-            f"{endpoint} can be reached by others, who would not be authenticated: use keys"
-        )
+        raise ValueError(f"{endpoint} can be reached by others, who would not be authenticated: use keys")
 
 
 def _is_loopback(host: str) -> bool:

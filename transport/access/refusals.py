@@ -125,6 +125,4 @@ class ForgeryLog:
             if now - self._logged_at < FIRST_S:
                 return
             self._logged_at = now
-        logger.warning(
-            "%d streams were forged so far and broken off; now: %s", self._counters.forged, what
-        )
+        logger.warning("%d streams were forged so far and broken off; now: %s", self._counters.forged, what)

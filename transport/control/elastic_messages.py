@@ -36,9 +36,7 @@ __all__ = [
     "TellElastic",
 ]
 
-Loads = Annotated[
-    tuple[Annotated[tuple[Count, ...], Meta(max_length=1 << 16)], ...], Meta(max_length=4096)
-]
+Loads = Annotated[tuple[Annotated[tuple[Count, ...], Meta(max_length=1 << 16)], ...], Meta(max_length=4096)]
 
 
 class ElasticNode(Struct, frozen=True, forbid_unknown_fields=True):

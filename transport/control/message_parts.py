@@ -54,9 +54,7 @@ Metrics = Annotated[dict[ShortText, float], Meta(max_length=256)]
 Blob = Annotated[bytes, Meta(max_length=16 << 20)]
 HeaderBytes = Annotated[bytes, Meta(min_length=112, max_length=112)]
 ImageDigest = Annotated[str, Meta(pattern=r"^(blake3|sha256):[0-9a-f]{64}\Z")]
-KnownImageDigest = Annotated[
-    str, Meta(pattern=r"^((blake3|sha256):[0-9a-f]{64})?\Z")
-]  # "": none is known
+KnownImageDigest = Annotated[str, Meta(pattern=r"^((blake3|sha256):[0-9a-f]{64})?\Z")]  # "": none is known
 Labels = Annotated[dict[ShortText, ShortText], Meta(max_length=32)]
 
 
@@ -227,7 +225,5 @@ class Holdings(Struct, frozen=True, tag=True):
     epoch: KnownEpoch = -1
     logs: tuple[HeldSegment, ...] = ()  # boundary logs, apart, so that nobody plans with them
     parked: tuple[HeldSegment, ...] = ()  # parked states, apart for the same reason
-    record: RunRecord | None = (
-        None  # who takes part, as this node knows it; None: it never heard of the run
-    )
+    record: RunRecord | None = None  # who takes part, as this node knows it; None: it never heard of the run
     failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce

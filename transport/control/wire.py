@@ -258,9 +258,7 @@ class ControlClient:
                 )
         raise RequestTimeout(self.endpoint, name, limit_s)
 
-    def ask(
-        self, message: Request, reply_type: type[ReplyT], *, timeout_s: float | None = None
-    ) -> ReplyT:
+    def ask(self, message: Request, reply_type: type[ReplyT], *, timeout_s: float | None = None) -> ReplyT:
         """Like `request`, and the answer has the given type."""
         answer = self.request(message, timeout_s=timeout_s)
         if not isinstance(answer, reply_type):

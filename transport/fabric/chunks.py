@@ -237,7 +237,5 @@ class ChunkedTransfer:
         if self._done is not None:
             try:
                 self._done(self._completion)
-            except (
-                Exception
-            ):  # a user's callback: the loop that carries all transfers must survive it
+            except Exception:  # a user's callback: the loop that carries all transfers must survive it
                 logger.exception("the callback of a transfer failed")

@@ -24,9 +24,7 @@ __all__ = ["HEARTBEAT_MS", "HEARTBEAT_TIMEOUT_MS", "Lane", "LaneEvents", "LaneSt
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 1_000
-HEARTBEAT_TIMEOUT_MS = (
-    8_000  # a peer whose process hangs is cut off then; what it held is ours again
-)
+HEARTBEAT_TIMEOUT_MS = 8_000  # a peer whose process hangs is cut off then; what it held is ours again
 QUEUE = 4096  # messages; the window is the real bound, this one stops a peer that ignores it
 RECEIVE_BATCH = 16  # messages of one connection before others get their turn
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # may be over soon

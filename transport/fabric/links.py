@@ -81,9 +81,7 @@ class FabricPeer:
         )
         self._control = self._make_lane(data=False)
         self._chunk_lanes = [self._make_chunk_lane(index) for index in range(parts.connections)]
-        self._copies = CopyLane(
-            parts.wiring.node, parts.copier, parts.counters, parts.call, self._chunk_done
-        )
+        self._copies = CopyLane(parts.wiring.node, parts.copier, parts.counters, parts.call, self._chunk_done)
         self._requests = Requests()
         self._transfers = Transfers()
         self._not_before = 0.0  # after a refusal
@@ -379,9 +377,7 @@ class FabricPeer:
         self._refuse(detail)
 
     def _refuse(self, detail: str) -> None:
-        logger.info(
-            "no connection with %s at %s: %s", self._address.node, self._address.endpoint, detail
-        )
+        logger.info("no connection with %s at %s: %s", self._address.node, self._address.endpoint, detail)
         self._transfers.end(Fault.REFUSED, detail)
         self._requests.end(Fault.REFUSED)
         self._break_off()

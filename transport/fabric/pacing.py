@@ -12,9 +12,7 @@ __all__ = ["Pacer"]
 logger = logging.getLogger(__name__)
 
 GATE_POLL_S = 0.002
-GATE_HOLD_S = (
-    0.5  # a gate is a hint: whoever forgets to open it costs us this long, not the replica
-)
+GATE_HOLD_S = 0.5  # a gate is a hint: whoever forgets to open it costs us this long, not the replica
 BURST_S = 0.05
 
 
@@ -25,9 +23,7 @@ class Pacer:
     burst pass, and the average keeps to the rate.
     """
 
-    def __init__(
-        self, bytes_per_s: float | None = None, gate: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, bytes_per_s: float | None = None, gate: Callable[[], bool] | None = None) -> None:
         self._rate: float | None = None
         self._tokens = 0.0
         self._filled_at = 0.0

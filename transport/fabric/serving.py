@@ -102,9 +102,7 @@ class Server:
         connection.heard_at = time.monotonic()
         self._asked(identity, connection, ask, payload)
 
-    def _asked(
-        self, identity: bytes, connection: Connection, ask: f.Ask, payload: Payload | None
-    ) -> None:
+    def _asked(self, identity: bytes, connection: Connection, ask: f.Ask, payload: Payload | None) -> None:
         try:
             if isinstance(ask, f.Write):
                 self._write(identity, connection, ask, payload)
@@ -161,9 +159,7 @@ class Server:
     def _revoke(self, identity: bytes, connection: Connection) -> None:
         del self._connections[identity]
         self._parts.counters.revoked += 1
-        logger.warning(
-            "a connection of %s is over: its key is not trusted any more", connection.node
-        )
+        logger.warning("a connection of %s is over: its key is not trusted any more", connection.node)
         detail = f"the key of {connection.node} is not trusted any more"
         self._answer(identity, f.Refuse(f.PROTOCOL, detail))
         # The answer may come too late: then the peer is refused when it connects again.
@@ -181,9 +177,7 @@ class Server:
             self._window_until = now + 1.0
         return self._window
 
-    def _write(
-        self, identity: bytes, connection: Connection, ask: f.Write, payload: Payload | None
-    ) -> None:
+    def _write(self, identity: bytes, connection: Connection, ask: f.Write, payload: Payload | None) -> None:
         use = self._parts.regions.use(
             ask.region, ask.token, connection.node, Access.WRITE, ask.offset, ask.length
         )

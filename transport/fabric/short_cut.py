@@ -159,9 +159,7 @@ def _open(file: FileRange, *, writable: bool) -> int:
     Raises:
         OSError: there is none.
     """
-    _check(
-        file, os.stat(file.path, follow_symlinks=False)
-    )  # before it is opened: devices have effects
+    _check(file, os.stat(file.path, follow_symlinks=False))  # before it is opened: devices have effects
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(file.path, flags)
     try:

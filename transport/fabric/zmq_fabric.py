@@ -291,9 +291,7 @@ class ZmqFabric:
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0
         router.sndhwm, router.rcvhwm = SEND_QUEUE, RECEIVE_QUEUE
-        router.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # who is gone or does not read is an error, not silence
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone or does not read is an error, not silence
         router.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE_FRAME_BYTES)
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -376,9 +374,7 @@ class ZmqFabric:
             return False
         return True
 
-    def _send_view(
-        self, identity: bytes, header: bytes, view: memoryview
-    ) -> Callable[[], bool] | None:
+    def _send_view(self, identity: bytes, header: bytes, view: memoryview) -> Callable[[], bool] | None:
         payload = bytes(view) if self._keys is None else view  # see `Lane.send_view`
         try:
             return send_view(self._router, [identity, header], memoryview(payload))

@@ -222,15 +222,11 @@ class ClientStream:
         else:
             raise ValueError(f"an answer of kind {answer.kind} that was not asked for")
 
-    def _failed(
-        self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver
-    ) -> None:
+    def _failed(self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver) -> None:
         detail = answers.receive(answer.length).decode(errors="replace")
         self._tell(operation, StreamVerdict.FAILED, answer, detail)
 
-    def _arrived(
-        self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver
-    ) -> None:
+    def _arrived(self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver) -> None:
         if not operation.claim():
             answers.drain(answer.length)
             self._tell(operation, StreamVerdict.SKIPPED, answer)

@@ -85,13 +85,9 @@ class StreamFabric(ZmqFabric):
         gate: Callable[[], bool] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self._ciphers = (
-            (Cipher.PLAINTEXT,) if keys is None else offered_ciphers(plaintext=streams.plaintext)
-        )
+        self._ciphers = (Cipher.PLAINTEXT,) if keys is None else offered_ciphers(plaintext=streams.plaintext)
         self._stream_options = streams
-        super().__init__(
-            node, endpoint, serve=serve, keys=keys, options=options, gate=gate, tell=tell
-        )
+        super().__init__(node, endpoint, serve=serve, keys=keys, options=options, gate=gate, tell=tell)
 
     @property
     def data_address(self) -> tuple[str, int]:
@@ -123,9 +119,7 @@ class StreamFabric(ZmqFabric):
         cipher = common_cipher(ask.ciphers, self._ciphers)
         if cipher is None:
             ours = " or ".join(each.title for each in self._ciphers)
-            raise Refusal(
-                Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not take"
-            )
+            raise Refusal(Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not take")
 
         def granted(ticket: bytes, secret: bytes) -> None:
             host, port = self.data_address

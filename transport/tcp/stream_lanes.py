@@ -123,9 +123,7 @@ class StreamLane:
 
     # --- for the link ---
 
-    def granted(
-        self, ticket: f.Ticket, name: str, keys: tuple[StreamKey, StreamKey] | None
-    ) -> None:
+    def granted(self, ticket: f.Ticket, name: str, keys: tuple[StreamKey, StreamKey] | None) -> None:
         """The peer is done with the stream before; connect the next one, with these keys if it is sealed."""
         if self.state is not State.ASKED:
             return  # given up meanwhile
@@ -192,9 +190,7 @@ class StreamLane:
             return
         self._stream = None
         self.state = State.WANTED
-        if (
-            not stream.was_useful
-        ):  # else somebody who breaks each one would have us dial without a pause
+        if not stream.was_useful:  # else somebody who breaks each one would have us dial without a pause
             self._wait_to_dial()
 
     def _wait_to_dial(self) -> None:
@@ -234,9 +230,7 @@ class StreamLink(FabricPeer):
 
     def _make_chunk_lane(self, index: int) -> ChunkLane:
         parts = self._parts
-        return StreamLane(
-            self.chunk_events, parts.counters, parts.call, self._dial, self._forgeries
-        )
+        return StreamLane(self.chunk_events, parts.counters, parts.call, self._dial, self._forgeries)
 
     def _dial(self, lane: StreamLane) -> bool:
         if not self._ensure(self._control, time.monotonic()):
@@ -277,9 +271,7 @@ class StreamLink(FabricPeer):
         """The peer has no data port, or none for us."""
         logger.warning("chunks for %s go over ZeroMQ: %s", self.address.node, detail)
         lanes = self._chunk_lanes
-        self._chunk_lanes = [
-            super(StreamLink, self)._make_chunk_lane(index) for index in range(len(lanes))
-        ]
+        self._chunk_lanes = [super(StreamLink, self)._make_chunk_lane(index) for index in range(len(lanes))]
         self._asked.clear()
         for lane in lanes:
             if isinstance(lane, StreamLane):

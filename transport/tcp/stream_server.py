@@ -132,9 +132,7 @@ class StreamServer:
         self._serving: dict[SlotKey, _ServedStream] = {}
         self._expected: Counter[str] = Counter()  # tickets by the address that asked for them
         self._closed = threading.Event()
-        listener = socket.create_server(
-            (host, port), family=family, backlog=64, dualstack_ipv6=both
-        )
+        listener = socket.create_server((host, port), family=family, backlog=64, dualstack_ipv6=both)
         self.port: int = listener.getsockname()[1]
         self._lobby = Lobby(
             listener,
@@ -161,9 +159,7 @@ class StreamServer:
     def revoke_untrusted(self) -> None:
         """End the streams whose key is trusted no more, and forget their tickets."""
         with self._lock:
-            streams_ = [
-                s for s in self._serving.values() if not self._trusted(s.key[0], s.public_key)
-            ]
+            streams_ = [s for s in self._serving.values() if not self._trusted(s.key[0], s.public_key)]
             for ticket, entry in list(self._tickets.items()):
                 if not self._trusted(entry.grant.node, entry.grant.public_key):
                     self._take(ticket)
@@ -386,9 +382,7 @@ class _ServedStream:
             return
         self._server.count("served_bytes", ask.length)
 
-    def _use(
-        self, ask: StreamAsk, access: Access
-    ) -> AbstractContextManager[tuple[LocalRegion, memoryview]]:
+    def _use(self, ask: StreamAsk, access: Access) -> AbstractContextManager[tuple[LocalRegion, memoryview]]:
         return self._parts.regions.use(
             ask.region, ask.token, self.key[0], access, ask.offset, ask.length, self.break_off
         )

@@ -61,9 +61,7 @@ class Cluster:
         object.__setattr__(self, "ranks", ranks)
 
     @classmethod
-    def uniform(
-        cls, num_nodes: int, slots: int, domains: Sequence[str] = (), *, ranks: int = 1
-    ) -> Cluster:
+    def uniform(cls, num_nodes: int, slots: int, domains: Sequence[str] = (), *, ranks: int = 1) -> Cluster:
         """``num_nodes`` nodes with as many slots and ranks each."""
         if num_nodes < 1:
             raise ValueError(f"a cluster needs a node, not {num_nodes}")
@@ -150,9 +148,7 @@ class ExpertPlacement:
             ElasticError: an expert without replica, or a node with more replicas than slots.
         """
         if self.num_nodes != cluster.num_nodes:
-            raise ValueError(
-                f"a placement on {self.num_nodes} nodes, a cluster of {cluster.num_nodes}"
-            )
+            raise ValueError(f"a placement on {self.num_nodes} nodes, a cluster of {cluster.num_nodes}")
         over = np.argwhere(self.used > cluster.slots)
         if len(over):
             layer, node = over[0].tolist()

@@ -232,15 +232,11 @@ class _LoadSharing:
         self._lay_on(source, missing.size_bytes[part])
         return source
 
-    def _in_domains(
-        self, network: Network, capacity: Ints, keys: Ints, key: Ints, domain: Ints
-    ) -> Ints:
+    def _in_domains(self, network: Network, capacity: Ints, keys: Ints, key: Ints, domain: Ints) -> Ints:
         """The source of each replica within the capacities, as many as possible from their own domain."""
         # Receivers of one domain are alike: a part is an expert that a domain asks for.
         span = len(self._domains)
-        parts, part_of, units = np.unique(
-            key * span + domain, return_inverse=True, return_counts=True
-        )
+        parts, part_of, units = np.unique(key * span + domain, return_inverse=True, return_counts=True)
         at_home = keys[network.kind] * span + self._domains[network.owner]
         part = np.minimum(np.searchsorted(parts, at_home), len(parts) - 1)
         pairs = np.flatnonzero(parts[part] == at_home)
@@ -264,8 +260,7 @@ class _LoadSharing:
 
     def _busiest_ns(self) -> int:
         return max(
-            -(-load * _NS // speed)
-            for load, speed in zip(self._load_bytes, self._speeds, strict=True)
+            -(-load * _NS // speed) for load, speed in zip(self._load_bytes, self._speeds, strict=True)
         )
 
     def _shortest(self, network: Network, size: int) -> tuple[Ints, Ints]:

@@ -134,9 +134,7 @@ class _Edges:
         return slice(self._number - number, self._number)
 
     def graph(self) -> _Graph:
-        tail, head, capacity, cost = (
-            np.concatenate(list(x)) for x in zip(*self._parts, strict=True)
-        )
+        tail, head, capacity, cost = (np.concatenate(list(x)) for x in zip(*self._parts, strict=True))
         return _Graph(self._size, tail, head, capacity, cost)
 
 
@@ -185,6 +183,4 @@ class _Graph:
 
     def _matrix(self, usable: Bools, weight: NDArray[np.int32]) -> csr_array[np.int32]:
         edges = np.flatnonzero(usable & (self._left > 0))
-        return csr_array(
-            (weight[edges], (self.tail[edges], self.head[edges])), shape=(self.size, self.size)
-        )
+        return csr_array((weight[edges], (self.tail[edges], self.head[edges])), shape=(self.size, self.size))

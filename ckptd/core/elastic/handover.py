@@ -108,9 +108,7 @@ def _moving_experts(
     )
     moves = plan_transfers(wanted, held, cluster, chosen.expert_bytes_LE)
     if (moves.source == SNAPSHOT).any():
-        raise LocalProtocolError(
-            "an expert lies on a node that has no rank", operation="plan handover"
-        )
+        raise LocalProtocolError("an expert lies on a node that has no rank", operation="plan handover")
     sent = moves.sent_bytes.tolist()
     keys = zip(moves.layer.tolist(), moves.expert.tolist(), moves.receiver.tolist(), strict=True)
     source = dict(zip(keys, moves.source.tolist(), strict=True))
@@ -134,9 +132,7 @@ def _expert_gives(
     return found
 
 
-def _dense_gives(
-    chosen: Chosen, layers: ExpertLayers, node_of: Sequence[int], sent: list[int]
-) -> list[Give]:
+def _dense_gives(chosen: Chosen, layers: ExpertLayers, node_of: Sequence[int], sent: list[int]) -> list[Give]:
     """``sent`` is added to."""
     experts = {unit for unit in chosen.holders if layers.expert_of(unit.param)} | set(chosen.shards)
     dense = [unit for unit in chosen.holders if unit not in experts]

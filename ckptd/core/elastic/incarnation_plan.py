@@ -67,9 +67,7 @@ class IncarnationPlan:
     def digest(self) -> str:
         """Equal on ranks that have made the same plan."""
         gives = () if self.handover is None else (self.handover.gives, self.handover.scalars)
-        told = repr(
-            (self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives)
-        )
+        told = repr((self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives))
         return xxhash.xxh3_128_hexdigest(told.encode() + self.replicas_LRE.tobytes())
 
 
@@ -159,9 +157,7 @@ def replicas_by_load(
     return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)
 
 
-def placement_of(
-    plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int64]]
-) -> ExpertPlacement:
+def placement_of(plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int64]]) -> ExpertPlacement:
     """What the nodes of a world hold where its ranks hold these replicas."""
     on_ranks = np.stack(replicas_LRE)
     counts_LNE = np.zeros((len(on_ranks), len(plan.nodes), on_ranks.shape[2]), dtype=np.int32)

@@ -236,9 +236,7 @@ def _lacks(found: _Found, expected: frozenset[Unit], layers: ExpertLayers, ranks
     return sorted(lacks)
 
 
-def _missing_shards(
-    found: _Found, layers: ExpertLayers, ranks: int
-) -> tuple[set[tuple[int, int]], set[str]]:
+def _missing_shards(found: _Found, layers: ExpertLayers, ranks: int) -> tuple[set[tuple[int, int]], set[str]]:
     """The experts of which there are shards, and whose shards are not held, by name.
 
     A rank that is lost with all that was held of it tells of none: how many there were, any of the
@@ -252,10 +250,7 @@ def _missing_shards(
             known.add(owner)
             starts.setdefault((unit.param, unit.stop - unit.start), set()).add(unit.start)
     lost = {
-        rank
-        for (_, length), there in starts.items()
-        for rank in range(ranks)
-        if rank * length not in there
+        rank for (_, length), there in starts.items() for rank in range(ranks) if rank * length not in there
     }
     return known, {f"the shards of rank {rank}" for rank in lost}
 
@@ -293,11 +288,7 @@ def _chosen(
             here[layer, sorted(nodes), expert] = True
     shards = tuple(unit for unit in sorted(found.holders) if layers.shard_of(unit.param))
     lost = sorted(
-        {
-            unit.start // (unit.stop - unit.start)
-            for unit in shards
-            if unit.stop and unit not in found.parked
-        }
+        {unit.start // (unit.stop - unit.start) for unit in shards if unit.stop and unit not in found.parked}
     )
     reason = (
         _reason_of_shards(world, iteration, ranks, lost)

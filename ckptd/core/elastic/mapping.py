@@ -84,9 +84,7 @@ def held_now(before: ExpertPlacement, was: ArrayLike) -> ExpertPlacement:
     was_N = integers(was, "was", ndim=1)
     old = was_N[was_N >= 0]
     if len(old) != len(was_N[was_N != -1]) or len(np.unique(old)) != len(old):
-        raise ValueError(
-            f"was={was_N.tolist()}: each node was one that no other was, or -1: none before"
-        )
+        raise ValueError(f"was={was_N.tolist()}: each node was one that no other was, or -1: none before")
     if len(old) and int(old.max()) >= before.num_nodes:
         raise ValueError(f"was={was_N.tolist()}: there were {before.num_nodes} nodes")
     counts = np.zeros((before.num_layers, len(was_N), before.num_experts), dtype=np.int32)

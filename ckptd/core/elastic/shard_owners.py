@@ -70,9 +70,7 @@ def shard_gives(
     """
     missing = {unit.param for unit in chosen.shards} - numels.keys()
     if missing:
-        raise LocalProtocolError(
-            f"the length of {min(missing)} is not known", operation="plan handover"
-        )
+        raise LocalProtocolError(f"the length of {min(missing)} is not known", operation="plan handover")
     found: list[ShardGive] = []
     travelling: list[tuple[int, Unit, int, tuple[int, ...]]] = []
     rows: dict[int, list[tuple[int, int, int, int]]] = {}  # the same for all parameters of a length

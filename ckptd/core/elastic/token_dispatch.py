@@ -134,9 +134,7 @@ class Dispatch:
         return out
 
 
-def plan_dispatch(
-    tokens: ArrayLike, replicas: ArrayLike, *, nodes: ArrayLike | None = None
-) -> Dispatch:
+def plan_dispatch(tokens: ArrayLike, replicas: ArrayLike, *, nodes: ArrayLike | None = None) -> Dispatch:
     """Decide where every token goes; see the module.
 
     Args:
@@ -194,9 +192,7 @@ def token_quotas(totals: ArrayLike, replicas: ArrayLike) -> Ints:
     each_E, rest_E = np.divmod(totals_E, replicas_E)
     turn_E = (np.cumsum(rest_E) - rest_E) % replicas_E
     upto_RE = np.cumsum(replicas_RE, axis=0)
-    extra_RE = np.diff(
-        _extras_before(upto_RE, turn_E, rest_E, replicas_E), axis=0, prepend=np.int64(0)
-    )
+    extra_RE = np.diff(_extras_before(upto_RE, turn_E, rest_E, replicas_E), axis=0, prepend=np.int64(0))
     return np.asarray(replicas_RE * each_E + extra_RE)
 
 
@@ -205,9 +201,7 @@ def _extras_before(upto_RE: Ints, turn_E: Ints, rest_E: Ints, replicas_E: Ints) 
     on, around.
     """
     wrapped_E = np.maximum(turn_E + rest_E - replicas_E, 0)
-    return np.asarray(
-        np.clip(upto_RE - turn_E, 0, rest_E - wrapped_E) + np.minimum(upto_RE, wrapped_E)
-    )
+    return np.asarray(np.clip(upto_RE - turn_E, 0, rest_E - wrapped_E) + np.minimum(upto_RE, wrapped_E))
 
 
 def _counts(values: ArrayLike, name: str) -> Ints:
@@ -241,13 +235,9 @@ def _match(surplus: Ints, room: Ints, begun: Ints, groups: Ints) -> _Leg:
     order: Ints | slice = np.argsort(groups, kind="stable")
     _, starts, group = np.unique(groups[order], return_index=True, return_inverse=True)
     if (np.diff(groups) >= 0).all():
-        order = slice(
-            None
-        )  # as they stand: nothing need be copied, which is most of the time this takes
+        order = slice(None)  # as they stand: nothing need be copied, which is most of the time this takes
     surplus, room = surplus[order], room[order]
-    matched_GE = np.minimum(
-        np.add.reduceat(surplus, starts, axis=0), np.add.reduceat(room, starts, axis=0)
-    )
+    matched_GE = np.minimum(np.add.reduceat(surplus, starts, axis=0), np.add.reduceat(room, starts, axis=0))
     at_GE = np.cumsum(matched_GE, axis=0) - matched_GE
 
     def lay_out(amount: Ints) -> tuple[Ints, Ints]:
@@ -288,9 +278,7 @@ def _pairs(leg: _Leg) -> Ints:
     tokens = ends - starts
     experts = leg.sent.shape[1]
     begins = first[i] + starts - (source_ends - _lengths(source_ends))[i]
-    return np.stack(
-        [source[i] // experts, target[j] // experts, source[i] % experts, begins, tokens]
-    )
+    return np.stack([source[i] // experts, target[j] // experts, source[i] % experts, begins, tokens])
 
 
 def _line(length: Ints, at: Ints, begun: Ints) -> tuple[Ints, Ints, Ints]:

@@ -179,9 +179,7 @@ def _join(name: str, parts: Sequence[tuple[int, int, ImageTensor]], facts: Snaps
     row = 0
     for begin, end, tensor in parts:
         if begin != row or tensor.shape[:1] != (end - begin,):
-            raise ExportError(
-                f"the slices of {name} leave a gap or overlap at row {row}{_why(facts)}"
-            )
+            raise ExportError(f"the slices of {name} leave a gap or overlap at row {row}{_why(facts)}")
         if tensor.shape[1:] != pieces[0].shape[1:]:
             raise ExportError(f"the slices of {name} differ in shape")
         row = end
@@ -196,14 +194,8 @@ def _check_complete(wholes: Mapping[str, Whole], facts: SnapshotFacts) -> None:
     ]
     if missing:
         ranks = {share.rank for share in facts.shares if share.param in missing}
-        nor = (
-            f", and the tensors that {named_ranks(ranks)} captured for it do not complete it"
-            * bool(ranks)
-        )
-        why = (
-            ": only the first snapshot of an aligned window contains the whole model"
-            * facts.aligned
-        )
+        nor = f", and the tensors that {named_ranks(ranks)} captured for it do not complete it" * bool(ranks)
+        why = ": only the first snapshot of an aligned window contains the whole model" * facts.aligned
         raise ExportError(
             f"the snapshot does not contain {first_of(missing, _MOST_NAMED)}{nor}{why}; choose "
             "another iteration"

@@ -85,9 +85,7 @@ def _result(
     spreading: Spreading, ranks: Sequence[PlacedRank], replicas: int, domains: tuple[str, ...]
 ) -> ReplicaPlacement:
     ring = spreading.ring
-    targets: dict[int, tuple[str, ...]] = {
-        facts.rank: () for facts in sorted(ranks, key=lambda f: f.rank)
-    }
+    targets: dict[int, tuple[str, ...]] = {facts.rank: () for facts in sorted(ranks, key=lambda f: f.rank)}
     for bundle in spreading.bundles:
         names = tuple(ring.names[p] for p in bundle.members[1 + bundle.num_copies :])
         targets.update((facts.rank, names) for facts in bundle.ranks)

@@ -54,9 +54,7 @@ def bundles_of(ring: NodeRing, ranks: Sequence[PlacedRank], wanted: int) -> list
     return sorted(bundles.values(), key=lambda b: (order[b.owner], b.ranks[0].rank))
 
 
-def _live_copies(
-    ring: NodeRing, owner: int, group: tuple[int, ...], wanted: int
-) -> tuple[int, ...]:
+def _live_copies(ring: NodeRing, owner: int, group: tuple[int, ...], wanted: int) -> tuple[int, ...]:
     """The nodes of live ranks with the same state that count as replicas, clockwise from the owner."""
     members = [owner]
     start = bisect_right(group, owner)
@@ -64,8 +62,6 @@ def _live_copies(
         if len(members) > wanted:
             break
         seen = ring.seen(members)
-        if position not in members and ring.shared(position, seen) == ring.least_shared(
-            seen, members
-        ):
+        if position not in members and ring.shared(position, seen) == ring.least_shared(seen, members):
             members.append(position)
     return tuple(members[1:])

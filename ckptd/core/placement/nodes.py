@@ -28,17 +28,14 @@ class NodeRing:
         ids: dict[tuple[int, tuple[str | None, ...]], int] = {}
         # One number for each domain of any level, so that a set of them answers what two nodes share.
         self.keys = [
-            tuple(ids.setdefault((level, path), len(ids)) for level, path in enumerate(of))
-            for of in paths
+            tuple(ids.setdefault((level, path), len(ids)) for level, path in enumerate(of)) for of in paths
         ]
         self.domain_name = {number: path[-1] for (_, path), number in ids.items()}
         self.open_nodes: dict[int, int] = defaultdict(int)
         for keys in self.keys:
             for key in keys:
                 self.open_nodes[key] += 1
-        self.num_domains = [
-            len({keys[level] for keys in self.keys}) for level in range(len(domains))
-        ]
+        self.num_domains = [len({keys[level] for keys in self.keys}) for level in range(len(domains))]
         self.open_domains = list(self.num_domains)
         # Nodes of one neighbourhood are alike to all others: the domains that they share with anybody.
         level_of = {key: level for keys in self.keys for level, key in enumerate(keys)}
@@ -47,9 +44,7 @@ class NodeRing:
             hoods.setdefault(tuple(key for key in keys if self.open_nodes[key] > 1), len(hoods))
             for keys in self.keys
         ]
-        self._bits_of = [
-            [(key, 1 << (len(domains) - 1 - level_of[key])) for key in hood] for hood in hoods
-        ]
+        self._bits_of = [[(key, 1 << (len(domains) - 1 - level_of[key])) for key in hood] for hood in hoods]
 
     def close(self, position: int) -> None:
         """The node takes nothing more: a domain of such nodes is none that could be chosen."""

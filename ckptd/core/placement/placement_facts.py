@@ -53,9 +53,7 @@ def check(nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int
     known = {facts.node for facts in nodes}
     if len(known) < len(nodes) or len({facts.rank for facts in ranks}) < len(ranks):
         raise ValueError("a node or a rank is listed twice")
-    if replicas < 0 or any(
-        facts.capacity_bytes is not None and facts.capacity_bytes < 0 for facts in nodes
-    ):
+    if replicas < 0 or any(facts.capacity_bytes is not None and facts.capacity_bytes < 0 for facts in nodes):
         raise ValueError("the number of replicas or a capacity is negative")
     for facts in ranks:
         if facts.node not in known or facts.ring_bytes < 0:

@@ -79,9 +79,7 @@ class _Relief:
             items: list[tuple[Bundle, PlacedRank | None]] = [
                 (bundle, None) for bundle in held if 0 < bundle.size <= 2 * excess
             ]
-            items += [
-                (bundle, facts) for bundle in held for facts in bundle.ranks if facts.ring_bytes
-            ]
+            items += [(bundle, facts) for bundle in held for facts in bundle.ranks if facts.ring_bytes]
             if not any(step(*item, source) for item in items):
                 return False
         self._reopen(source)
@@ -179,7 +177,5 @@ class _Relief:
             elif load[position] + size <= self._most(position):
                 return position
         if worse.issuperset(ring.neighbourhood[member] for member in bundle.members):
-            self.hopeless[signature] = (
-                size  # the reason is not other members, so it applies to all bundles
-            )
+            self.hopeless[signature] = size  # the reason is not other members, so it applies to all bundles
         return None

@@ -27,9 +27,7 @@ class Spreading:
         self.open = list(range(len(ring.names)))  # who may take the smallest ring still
         self.skipped: set[int] = set()
         self.lying_in: dict[tuple[int, ...], list[int]] = {}
-        self.passed: dict[
-            tuple[int, ...], int
-        ] = {}  # up to where bundles that are alike have looked
+        self.passed: dict[tuple[int, ...], int] = {}  # up to where bundles that are alike have looked
 
     def place(self, bundles: list[Bundle], wanted: int) -> None:
         """Choose the targets: the first target of all bundles, then the second, and so on."""
@@ -62,9 +60,7 @@ class Spreading:
         for distance in range(1, num_nodes):
             if not distance % 32:
                 below = self._below_limit(smallest)
-                wishes = [
-                    wish for wish in wishes if ring.has_unseen(below, wish[0].members, wish[2])
-                ]
+                wishes = [wish for wish in wishes if ring.has_unseen(below, wish[0].members, wish[2])]
             if not wishes:
                 break
             left = []

@@ -77,9 +77,7 @@ VERIFY_ITERATIONS = 16
 """The default of a trainer's ``verify_iterations``."""
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
-_DIFFERENT_SCHEDULES = (
-    "the ranks have snapshots in common, but were in different phases of their schedules"
-)
+_DIFFERENT_SCHEDULES = "the ranks have snapshots in common, but were in different phases of their schedules"
 _SHOWN = 8
 
 
@@ -149,13 +147,9 @@ def plan_recovery(
         return NoRecovery(refusal, epoch)
     span = newest_span(tables) if at is None else span_to(tables, at)
     if span is None and at is not None:
-        return NoRecovery(
-            f"iteration {at} is not available on all ranks; {_reported_spans(tables)}", epoch
-        )
+        return NoRecovery(f"iteration {at} is not available on all ranks; {_reported_spans(tables)}", epoch)
     if span is None:
-        different_schedules = any(
-            common_start(tables, end) is not None for end in common_ends(tables)
-        )
+        different_schedules = any(common_start(tables, end) is not None for end in common_ends(tables))
         return NoRecovery(
             _DIFFERENT_SCHEDULES if different_schedules else _no_span(tables, known),
             epoch,
@@ -201,9 +195,7 @@ def complete_suffixes(held: Iterable[HeldRecords]) -> dict[int, str]:
     found: dict[int, str] = {}
     for rank, groups in sorted(tables_of(known, stale_after(epochs)).items()):
         for group in groups:
-            ends = (
-                end for end in sorted(group.newest, reverse=True) if covering_starts(group, end)
-            )
+            ends = (end for end in sorted(group.newest, reverse=True) if covering_starts(group, end))
             for end in ends:
                 start = max(covering_starts(group, end))
                 copies = [group.copies[r.iteration] for r in between(group, start, end)]
@@ -250,17 +242,14 @@ def _plan(
             conflicts += [f"rank {rank}: {text}" for text in found]
     what = f"the snapshots of iterations {start} to {end}" if start < end else "a snapshot"
     reason = (
-        f"every rank has {what}, which hold{'' if start < end else 's'} the whole state of "
-        f"iteration {end}"
+        f"every rank has {what}, which hold{'' if start < end else 's'} the whole state of iteration {end}"
     )
     last = max(max(group.newest) for groups in tables.values() for group in groups)
     if last > end:
         reason += f"; snapshots up to {last} are not complete on every rank"
     reason += sources.moves() + conflicts_text(conflicts)
     moved = {rank: sources.moved[rank] for rank in per_rank}
-    return RecoveryPlan(
-        start, end, epoch, per_rank, end - start, reason, moved, needed, unverified, dense
-    )
+    return RecoveryPlan(start, end, epoch, per_rank, end - start, reason, moved, needed, unverified, dense)
 
 
 def _no_span(tables: Tables, known: Known) -> str:

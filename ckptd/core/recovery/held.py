@@ -87,9 +87,7 @@ _Count = Annotated[int, Meta(ge=0)]
 _Number = Annotated[int, Meta(ge=-1)]
 
 
-class _WireRecord(
-    msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True
-):
+class _WireRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """A record in msgpack. Its integers have at most 64 bits, so anchors are sent as bytes."""
 
     generation: _Count

@@ -28,8 +28,7 @@ class History:
         if not self.others:
             return tuple(held)
         return tuple(
-            replace(h, records=tuple(r for r in h.records if r.epoch not in self.others))
-            for h in held
+            replace(h, records=tuple(r for r in h.records if r.epoch not in self.others)) for h in held
         )
 
 

@@ -123,9 +123,7 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     @property
     def logs(self) -> dict[int, dict[int, SnapshotToLoad]]:
         """The logs that feed it, by neighbour and iteration."""
-        return {
-            f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds
-        }
+        return {f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +188,7 @@ def plan_localized(
     epoch = max(epochs, default=-1)
     ranks = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
     if world_size < 1 or ranks.beyond:
-        what = (
-            f"nodes hold state of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
-        )
+        what = f"nodes hold state of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
         return NotLocalized(f"{what}world size {world_size}", epoch)
     resume = max((t for parks in ranks.parks.values() for t in parks), default=None)
     if resume is None:
@@ -217,9 +213,7 @@ def plan_localized(
     return _Assembly(ranks, relations, scope, homes, resume).plan(epoch)
 
 
-def _stands(
-    domain: int, relations: Relations, held: RankHoldings, spans: DomainSpans
-) -> list[Stand]:
+def _stands(domain: int, relations: Relations, held: RankHoldings, spans: DomainSpans) -> list[Stand]:
     """The iterations at which all ranks of a domain can resume, newest first."""
     members = relations.domains[domain]
     parks = held.parks
@@ -337,9 +331,7 @@ class _Assembly:
     def _suffix(self, rank: int, place: DomainStart) -> tuple[SnapshotToLoad, ...]:
         group = best_group(self._held.groups(rank), place.start, place.exact_at)
         wanted = [r.iteration for r in reversed(between(group, place.start, place.exact_at))]
-        self._conflicts += [
-            f"rank {rank}: {group.conflicts[t]}" for t in wanted if t in group.conflicts
-        ]
+        self._conflicts += [f"rank {rank}: {group.conflicts[t]}" for t in wanted if t in group.conflicts]
         return tuple([self._snapshots.ordered(rank, group.copies[t]) for t in wanted])
 
     def _feeds(self, rank: int) -> tuple[Feed, ...]:

@@ -105,9 +105,7 @@ def add_failure(known: Sequence[ReplayFailure], fresh: ReplayFailure) -> tuple[R
 def settled(known: Iterable[ReplayFailure]) -> tuple[ReplayFailure, ...]:
     """The failures to remember after a replay that reproduced."""
     return tuple(
-        msgspec.structs.replace(k, verdict=ReplayVerdict.LEFT)
-        for k in known
-        if k.verdict in _DECIDED
+        msgspec.structs.replace(k, verdict=ReplayVerdict.LEFT) for k in known if k.verdict in _DECIDED
     )
 
 
@@ -142,16 +140,13 @@ def reported_epochs(known: Iterable[ReplayFailure]) -> dict[int, int]:
     return starts
 
 
-def without_marked(
-    held: Iterable[HeldRecords], known: Iterable[ReplayFailure]
-) -> tuple[HeldRecords, ...]:
+def without_marked(held: Iterable[HeldRecords], known: Iterable[ReplayFailure]) -> tuple[HeldRecords, ...]:
     """The inventories without all copies of quarantined snapshots."""
     marks = marks_of(known)
     if not marks:
         return tuple(held)
     return tuple(
-        replace(h, records=tuple(r for r in h.records if (r.iteration, r.epoch) not in marks))
-        for h in held
+        replace(h, records=tuple(r for r in h.records if (r.iteration, r.epoch) not in marks)) for h in held
     )
 
 

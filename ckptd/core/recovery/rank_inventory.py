@@ -69,9 +69,7 @@ class RankHoldings:
         table.
         """
         own = self.snapshot(rank, iteration)
-        return own is not None and _table_of(self.snapshots[own[0][0]]) == self._parked_table(
-            peer, iteration
-        )
+        return own is not None and _table_of(self.snapshots[own[0][0]]) == self._parked_table(peer, iteration)
 
     def stays(self, rank: int, iteration: int) -> bool:
         """Whether the rank was parked on the node on which it will run, as far as that is known."""
@@ -122,9 +120,7 @@ class RankHoldings:
             for r in h.records:
                 if r.iteration < iteration or not r.sealed:
                     continue
-                if r.iteration > iteration or (
-                    or_dense_at and r.anchors & everything == everything
-                ):
+                if r.iteration > iteration or (or_dense_at and r.anchors & everything == everything):
                     return True
         return False
 

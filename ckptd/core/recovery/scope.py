@@ -271,9 +271,7 @@ class _Settling:
         self._places: list[DomainStart | None] = [None] * count
         self._widened: dict[int, Widening] = {}
         self._adjacent: dict[int, frozenset[int]] = {}  # by domain: its neighbours
-        self._spans_of: dict[
-            frozenset[int], tuple[int, DomainStart]
-        ] = {}  # with the limit it is for
+        self._spans_of: dict[frozenset[int], tuple[int, DomainStart]] = {}  # with the limit it is for
 
     def run(self) -> RecoveryScope | str:
         changed = set(range(len(self._places)))

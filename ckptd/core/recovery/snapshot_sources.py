@@ -41,16 +41,12 @@ class Sources:
         shared_load: another instance, to whose load the requests of this one are added.
     """
 
-    def __init__(
-        self, known: Known, homes: Mapping[int, str], shared_load: Sources | None = None
-    ) -> None:
+    def __init__(self, known: Known, homes: Mapping[int, str], shared_load: Sources | None = None) -> None:
         self._known, self._homes = known, homes
         # Bytes for which a node is the preferred source.
         self._load: Counter[str] = shared_load._load if shared_load else Counter()
         self.moved: Counter[int] = shared_load.moved if shared_load else Counter()  # bytes by rank
-        self._stored: Counter[int] = (
-            shared_load._stored if shared_load else Counter()
-        )  # of them from storage
+        self._stored: Counter[int] = shared_load._stored if shared_load else Counter()  # of them from storage
 
     def ordered(self, rank: int, copies: Sequence[Copy]) -> SnapshotToLoad:
         """The copies for ``rank``: first those of its home (its own segment before a replica), then

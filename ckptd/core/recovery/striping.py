@@ -100,13 +100,9 @@ class _State(Generic[Holder]):
     wrong: set[Holder] = field(default_factory=set)
     cannot: set[Holder] = field(default_factory=set)
     only: Holder | None = None
-    span: Span | None = (
-        None  # the wrong range whose parts are combined, if every holder has been tried
-    )
+    span: Span | None = None  # the wrong range whose parts are combined, if every holder has been tried
     taken_over: int = 0
-    excused: bool = (
-        False  # it was wrong after it was taken over: the source of the bytes is not known
-    )
+    excused: bool = False  # it was wrong after it was taken over: the source of the bytes is not known
 
 
 class Stripes(Generic[Holder]):
@@ -117,9 +113,7 @@ class Stripes(Generic[Holder]):
         part_bytes: size of every part except the last.
     """
 
-    def __init__(
-        self, size_bytes: int, holders: Sequence[Holder], *, part_bytes: int = PART_BYTES
-    ) -> None:
+    def __init__(self, size_bytes: int, holders: Sequence[Holder], *, part_bytes: int = PART_BYTES) -> None:
         self._numbers = itertools.count()
         self._states: dict[int, _State[Holder]] = {}
         for start in range(0, max(size_bytes, 1), part_bytes):
@@ -207,9 +201,7 @@ class Stripes(Generic[Holder]):
         self._durations.append(now_s - since)
         self._arrived(holder, state)
 
-    def failed_part(
-        self, holder: Holder, part: ImagePart, *, gone: bool = False
-    ) -> list[ImagePart]:
+    def failed_part(self, holder: Holder, part: ImagePart, *, gone: bool = False) -> list[ImagePart]:
         """The transfer failed; ``gone``: the holder cannot be asked again. If the holder is lost by this,
         returns like `lose`.
         """
@@ -347,8 +339,7 @@ class Stripes(Generic[Holder]):
         if not self._may(holder, state):
             return False
         return self._holders[holder].times_wrong < _WRONG_TIMES or not any(
-            h.times_wrong < _WRONG_TIMES and self._may(name, state)
-            for name, h in self._holders.items()
+            h.times_wrong < _WRONG_TIMES and self._may(name, state) for name, h in self._holders.items()
         )
 
     def _look_for_stuck(self) -> None:

@@ -75,9 +75,7 @@ def tables_of(known: Known, limits: Mapping[int, int]) -> Tables:
     Args:
         limits: for each abandoned epoch, the iteration after which its records do not count.
     """
-    tables = {
-        rank: groups_of(numbers, known, limits) for rank, numbers in numbers_by_rank(known).items()
-    }
+    tables = {rank: groups_of(numbers, known, limits) for rank, numbers in numbers_by_rank(known).items()}
     return {rank: groups for rank, groups in tables.items() if groups}
 
 
@@ -101,9 +99,7 @@ def whole_images(
     return _group(copies, 0, known).copies
 
 
-def _merge(
-    number: int, records: Sequence[SlotRecord], limits: Mapping[int, int], copies: Copies
-) -> None:
+def _merge(number: int, records: Sequence[SlotRecord], limits: Mapping[int, int], copies: Copies) -> None:
     """Add the recoverable snapshots of a segment."""
     for at, record in enumerate(records):
         if record.state is not SlotState.SEALED:

@@ -80,9 +80,7 @@ class RunAccess:
         members = self.members(job, run)
         if peer in members or not (members or self._holds(job, run)):
             return ""
-        known = (
-            f"its members are {_named(sorted(members))}" if members else "its members are not known"
-        )
+        known = f"its members are {_named(sorted(members))}" if members else "its members are not known"
         return f"{peer} is no member of {job}/{run}: {known}"
 
     def members(self, job: str, run: str) -> set[str]:

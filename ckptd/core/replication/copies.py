@@ -53,9 +53,7 @@ class Copies:
         self._known: dict[SnapshotKey, SlotRecord] = {}
         self._num_operators = 0
         self._num_slots = 0
-        self._own: list[int] | None = (
-            None  # where the primary's suffixes end; None until somebody asks
-        )
+        self._own: list[int] | None = None  # where the primary's suffixes end; None until somebody asks
         self._span = 1
         self._epochs: dict[int, int] = {}
         self._joined: dict[int, int] = {}
@@ -88,9 +86,7 @@ class Copies:
                 target.opened.clear()
         self._see(records, targets)
 
-    def believe(
-        self, target: ReplicationTarget, generation: int, held: Iterable[SlotRecord]
-    ) -> None:
+    def believe(self, target: ReplicationTarget, generation: int, held: Iterable[SlotRecord]) -> None:
         """What a target told that it holds of this generation."""
         told = {key_of(record): record for record in held if record.sealed}
         self._known.update(told)

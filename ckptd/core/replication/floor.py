@@ -306,9 +306,7 @@ class FloorTree:
 
     def _announcements(self) -> list[FloorMessage]:
         return [
-            FloorMessage(
-                child, FloorKind.FLOOR, self._floor, self._sequence, self._horizon, self._span
-            )
+            FloorMessage(child, FloorKind.FLOOR, self._floor, self._sequence, self._horizon, self._span)
             for child in self._children
         ]
 
@@ -316,11 +314,7 @@ class FloorTree:
         self._sequence += told != self._reported
         self._reported = told
         below, above, span, counted, carried = told
-        return [
-            FloorMessage(
-                parent, FloorKind.BELOW, below, self._sequence, above, span, counted, carried
-            )
-        ]
+        return [FloorMessage(parent, FloorKind.BELOW, below, self._sequence, above, span, counted, carried)]
 
     def _wrong(self, what: str, sender: str) -> RemoteProtocolError:
         return RemoteProtocolError(

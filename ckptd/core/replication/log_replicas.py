@@ -119,15 +119,11 @@ def admit_log(
         epochs=known,
     )
     if choice.record is None:
-        return Deny(
-            "busy", f"the primary holds all of this, or it is being read (from {oldest} on)"
-        )
+        return Deny("busy", f"the primary holds all of this, or it is being read (from {oldest} on)")
     return Admit(choice.record.index, choice.reason, choice.releases)
 
 
-def outdated_slots(
-    records: Iterable[SlotRecord], epochs: Mapping[int, int] = _NO_EPOCHS
-) -> list[int]:
+def outdated_slots(records: Iterable[SlotRecord], epochs: Mapping[int, int] = _NO_EPOCHS) -> list[int]:
     """The sealed slots, by index, with what was run again in a later epoch: to be freed."""
     table = [record for record in records if record.sealed]
     known = epoch_table(table, epochs)

@@ -108,10 +108,7 @@ def admit(
             if record.header_digest == incoming.header_digest:
                 return Deny("held", f"{_named(incoming)} is in slot {record.index}")
             return Admit(record.index, "what is here under this name is another image")
-    if any(
-        r.sealed and _same_fill(r, incoming) and r.header_digest == incoming.header_digest
-        for r in table
-    ):
+    if any(r.sealed and _same_fill(r, incoming) and r.header_digest == incoming.header_digest for r in table):
         # Of a rank that has moved since, say. A second copy would take a slot, and there may be
         # none until this one counts.
         return Deny("held", f"{_named(incoming)} is in another replica of this rank")
@@ -119,9 +116,7 @@ def admit(
     empty = _empty(ready, known)
     if empty is not None:
         return empty
-    kept = promised(
-        table, num_operators, promise=promise, epochs=known, span=span, incoming=incoming
-    )
+    kept = promised(table, num_operators, promise=promise, epochs=known, span=span, incoming=incoming)
     spare = [record for record in ready if record.sealed and record.key not in kept]
     if not spare:
         text = f"all {len(own)} slots are promised (floor {promise.floor}) or in use"

@@ -113,9 +113,7 @@ class Replicator:
         slow = [t for t in self._targets.values() if t.wanted and t.alive and not t.no_memory]
         oldest = min(local, default=0) - 1
         # None is behind where the newest snapshots here were quarantined.
-        return max(
-            0, max((newest - (t.run.last if t.run.last >= 0 else oldest) for t in slow), default=0)
-        )
+        return max(0, max((newest - (t.run.last if t.run.last >= 0 else oldest) for t in slow), default=0))
 
     @property
     def replicated(self) -> Interval:
@@ -170,9 +168,7 @@ class Replicator:
         stuck = any(t.wanted and not t.no_memory for t in self._targets.values())
         if not counted and (self._missing or stuck):
             return NO_INTERVAL
-        if (
-            self._copies.blocked
-        ):  # the horizon goes beyond it, and comes back with what the others know
+        if self._copies.blocked:  # the horizon goes beyond it, and comes back with what the others know
             return Interval(self._copies.aim.last + 1, -1)
         return self._copies.in_aim(counted[0] if counted else None)
 
@@ -190,12 +186,20 @@ class Replicator:
         """All targets, by name."""
         return tuple(
             TargetState(
-                t.node, t.phase, t.alive, t.counted, len(t.held), t.run.last, self.lag(t.node),
-                max(0.0, t.retry_at_s - now_s), t.reason, t.boot_id,
+                t.node,
+                t.phase,
+                t.alive,
+                t.counted,
+                len(t.held),
+                t.run.last,
+                self.lag(t.node),
+                max(0.0, t.retry_at_s - now_s),
+                t.reason,
+                t.boot_id,
             )
             for t in sorted(self._targets.values(), key=lambda t: t.node)
             if t.wanted
-        )  # fmt: skip
+        )
 
     @property
     def wake_at_s(self) -> float | None:
@@ -247,9 +251,16 @@ class Replicator:
 
     def _of_target(
         self,
-        event: TargetOpened | OpenRefused | Granted | BeginRefused | PutEnded | SealedThere | SealRefused
-        | PeerLost | PeerBack,
-    ) -> None:  # fmt: skip
+        event: TargetOpened
+        | OpenRefused
+        | Granted
+        | BeginRefused
+        | PutEnded
+        | SealedThere
+        | SealRefused
+        | PeerLost
+        | PeerBack,
+    ) -> None:
         target = self._targets.get(event.node)
         match event:
             case PutEnded():
@@ -355,11 +366,7 @@ class Replicator:
         if target.phase in ASKING and waited_s >= self._config.answer_s:
             self._reopen(target, f"no answer for {waited_s:.1f} s while {target.phase}")
         quiet_s = self._now_s - target.since_s
-        if (
-            target.counted
-            and quiet_s >= self._config.stalled_s
-            and self._copies.next_for(target) is not None
-        ):
+        if target.counted and quiet_s >= self._config.stalled_s and self._copies.next_for(target) is not None:
             target.stalled = True
             self._copies.doubt_all(target)
             text = f"{target.node} sealed nothing for {quiet_s:.0f} s ({target.reason or 'slow'})"
@@ -490,9 +497,7 @@ class Replicator:
 
     def _lose(self, target: ReplicationTarget, reason: str) -> None:
         if target.alive:
-            self._effects.append(
-                Note("warning", "replication_peer_lost", f"{target.node}: {reason}")
-            )
+            self._effects.append(Note("warning", "replication_peer_lost", f"{target.node}: {reason}"))
         target.alive = False
         self._stop(target, reason)
 

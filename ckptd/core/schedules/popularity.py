@@ -40,9 +40,7 @@ def update_popularity(
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}, must be 0 to 1")
     if ordering is Ordering.DECAYED:
-        return [
-            alpha * old + (1 - alpha) * new for old, new in zip(previous, observed, strict=True)
-        ]
+        return [alpha * old + (1 - alpha) * new for old, new in zip(previous, observed, strict=True)]
     return [old + new for old, new in zip(previous, observed, strict=True)]
 
 
@@ -94,9 +92,7 @@ def needs_reorder(
     return changed >= share * len(old)
 
 
-def _blockwise(
-    experts: list[int], group_of: Sequence[str | None], weight: Sequence[float]
-) -> list[int]:
+def _blockwise(experts: list[int], group_of: Sequence[str | None], weight: Sequence[float]) -> list[int]:
     """``experts`` (sorted by weight), the members of each group brought together."""
     if set(group_of) <= {None}:
         return experts

@@ -164,9 +164,7 @@ def plan_aligned(
     )
 
 
-def max_piece_bytes(
-    operators: Sequence[OperatorCost], window: int, fixed_bytes: int = 0
-) -> int | None:
+def max_piece_bytes(operators: Sequence[OperatorCost], window: int, fixed_bytes: int = 0) -> int | None:
     """The anchor size above which splitting an operator would lower the peak; None if none would.
 
     A phase cannot be lighter than its heaviest operator: one above the average of a phase sets the

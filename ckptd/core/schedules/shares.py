@@ -46,16 +46,12 @@ def spread(
     always = {rank: own_bytes.get(rank, 0) for rank in ranks}
     extra: dict[tuple[int, int], int] = {}
     found = [ranks[0]] * len(operators)
-    order = sorted(
-        range(len(operators)), key=lambda i: (-operators[i].anchor_bytes, operators[i].name)
-    )
+    order = sorted(range(len(operators)), key=lambda i: (-operators[i].anchor_bytes, operators[i].name))
     for index in order:
         operator = operators[index]
         phase = operator.phase
         chosen = min(ranks, key=lambda r: (always[r] + extra.get((r, phase), 0), r))
         found[index] = chosen
         always[chosen] += operator.compute_bytes
-        extra[chosen, phase] = (
-            extra.get((chosen, phase), 0) + operator.anchor_bytes - operator.compute_bytes
-        )
+        extra[chosen, phase] = extra.get((chosen, phase), 0) + operator.anchor_bytes - operator.compute_bytes
     return found

@@ -364,9 +364,7 @@ class Switching:
         if self.stage is Stage.DECIDED:
             assert self._at >= self._promised, f"go at {self._at}, promised {self._promised}"
         assert not self._dropping or self.stage in _ANSWERING, f"{self.stage}, and dropping"
-        assert self.number or self.stage in (Stage.IDLE, Stage.PROPOSING), (
-            "an attempt without a number"
-        )
+        assert self.number or self.stage in (Stage.IDLE, Stage.PROPOSING), "an attempt without a number"
 
     def _is_past(self, event: Event) -> bool:
         assert not isinstance(event, RequestFailed)

@@ -138,9 +138,7 @@ def needed_from(
 
 def outdated(record: SlotRecord, epochs: Mapping[int, int]) -> bool:
     """Whether a later epoch ran this iteration again, from the state before it on."""
-    return any(
-        epoch > record.epoch and start <= record.iteration for epoch, start in epochs.items()
-    )
+    return any(epoch > record.epoch and start <= record.iteration for epoch, start in epochs.items())
 
 
 def logged_iterations(

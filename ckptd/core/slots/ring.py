@@ -309,9 +309,7 @@ def missing_operators(
             covered |= record.anchors
     missing = _all_operators(num_operators) & ~covered
     bits = missing.to_bytes((num_operators + 7) // 8, "little")
-    return [
-        8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1
-    ]
+    return [8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
 
 
 def _order(record: SlotRecord) -> tuple[int, int]:
@@ -434,8 +432,7 @@ def _no_slot(
         reason = f"generation {generation} has no slots"
         return SlotChoice(None, reason, remedy=Remedy.GROW)
     settled = [
-        replace(record, state=SlotState.SEALED) if record.state in _IN_FLIGHT else record
-        for record in table
+        replace(record, state=SlotState.SEALED) if record.state in _IN_FLIGHT else record for record in table
     ]
     kept = _kept(settled, num_operators)
     counts = ", ".join(

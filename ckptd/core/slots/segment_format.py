@@ -212,9 +212,7 @@ def plan_geometry(num_slots: int, slot_bytes: int, descriptor_len: int) -> Segme
     if not 1 <= slot_bytes <= _MAX_SLOT_BYTES:
         raise ValueError(f"slot_bytes is {slot_bytes}, must be 1 to {_MAX_SLOT_BYTES}")
     if not 0 <= descriptor_len <= _MAX_DESCRIPTOR_BYTES:
-        raise ValueError(
-            f"the descriptor has {descriptor_len} bytes, limit {_MAX_DESCRIPTOR_BYTES}"
-        )
+        raise ValueError(f"the descriptor has {descriptor_len} bytes, limit {_MAX_DESCRIPTOR_BYTES}")
     whole = _round_up(slot_bytes, PAGE_BYTES)
     capacity = _round_up(max(descriptor_len, 1), PAGE_BYTES)
     headers_end = PROLOGUE_BYTES + capacity + num_slots * SLOT_HEADER_BYTES
@@ -248,16 +246,13 @@ def decode_descriptor(payload: bytes | memoryview) -> SegmentDescriptor:
         raise _bad(f"its descriptor cannot be read ({error})") from error
 
 
-def write_prologue(
-    buf: memoryview, geometry: SegmentGeometry, descriptor: SegmentDescriptor
-) -> None:
+def write_prologue(buf: memoryview, geometry: SegmentGeometry, descriptor: SegmentDescriptor) -> None:
     """Make a fresh segment of ``buf``: all slots free, then the descriptor, then the prologue."""
     _check_byte_order()
     payload = encode_descriptor(descriptor)
     if len(payload) > geometry.descriptor_capacity:
         raise ValueError(
-            f"the descriptor has {len(payload)} bytes, the segment room for "
-            f"{geometry.descriptor_capacity}"
+            f"the descriptor has {len(payload)} bytes, the segment room for {geometry.descriptor_capacity}"
         )
     if len(buf) < geometry.total_bytes:
         raise ValueError(f"the buffer has {len(buf)} bytes, the segment {geometry.total_bytes}")
@@ -316,9 +311,7 @@ def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
         raise _bad("the crc of its descriptor does not match")
     descriptor = decode_descriptor(payload)
     if magic != _MAGICS[descriptor.kind]:
-        raise _bad(
-            f"it begins with {magic!r}, and its descriptor says that it holds {descriptor.kind}"
-        )
+        raise _bad(f"it begins with {magic!r}, and its descriptor says that it holds {descriptor.kind}")
     return geometry, descriptor
 
 
@@ -354,9 +347,7 @@ def unpack_slot_header(page: bytes) -> SlotHeader | None:
     return SlotHeader(SlotState(state), *_SLOT_BODY.unpack(body))
 
 
-def write_slot_header(
-    buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader
-) -> None:
+def write_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader) -> None:
     """Write the header of slot ``index``; see the module for the order of the stores."""
     packed = pack_slot_header(header)
     start = geometry.header_offset(index)
@@ -393,9 +384,7 @@ def read_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> 
     return unpack_slot_header(read_raw_slot_header(buf, geometry, index))
 
 
-def set_slot_state(
-    buf: memoryview, geometry: SegmentGeometry, index: int, state: SlotState
-) -> None:
+def set_slot_state(buf: memoryview, geometry: SegmentGeometry, index: int, state: SlotState) -> None:
     """Store the state word of slot ``index``, alone and at once: every transition of a slot goes
     through here.
 
@@ -440,9 +429,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 def _check_byte_order() -> None:
     if sys.byteorder != "little":
-        raise SegmentError(
-            "segments are little-endian and this host is not", operation="open segment"
-        )
+        raise SegmentError("segments are little-endian and this host is not", operation="open segment")
 
 
 def _bad(message: str, hint: str = "Remove the file if nothing else explains it.") -> SegmentError:

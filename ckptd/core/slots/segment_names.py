@@ -71,14 +71,10 @@ def check_name(name: str, what: str) -> str:
     bad = next((char for char in name if not _NAME.fullmatch(char)), None)
     if bad is None:
         raise ValueError(f"{what} must not be {name!r}")
-    raise ValueError(
-        f"{what} {name!r} contains {bad!r}; allowed are letters, digits, '.', '_' and '-'"
-    )
+    raise ValueError(f"{what} {name!r} contains {bad!r}; allowed are letters, digits, '.', '_' and '-'")
 
 
-def segment_file_name(
-    job: str, run: str, rank: int, generation: int, kind: Kind = "snapshots"
-) -> str:
+def segment_file_name(job: str, run: str, rank: int, generation: int, kind: Kind = "snapshots") -> str:
     """``<job>~<run>~r<rank>~g<generation>.seg``; ``.boundary`` for a log, ``.parked`` for parked state."""
     return f"{_stem(job, run, rank, generation)}{FILE_ENDS[kind]}"
 

@@ -230,9 +230,7 @@ def _past(epoch: int, known: Collection[int], follows: Mapping[int, int]) -> lis
         past.append(before)
 
 
-def epoch_table(
-    records: Iterable[SlotRecord], known: Mapping[int, int] = NO_EPOCHS
-) -> dict[int, int]:
+def epoch_table(records: Iterable[SlotRecord], known: Mapping[int, int] = NO_EPOCHS) -> dict[int, int]:
     """The start of every epoch that a header, in whatever state its slot is, or ``known`` tells of.
 
     Of two starts of one epoch the smaller counts: that makes more stale, and nothing wrong visible.

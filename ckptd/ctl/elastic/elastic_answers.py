@@ -166,9 +166,7 @@ def outlook(situation: Situation, placement: ExpertPlacement) -> Outlook:
     try:
         placement.check(cluster)
     except ElasticError as error:
-        raise InputProblem(
-            f"the experts that the nodes hold are not a valid placement: {error}"
-        ) from error
+        raise InputProblem(f"the experts that the nodes hold are not a valid placement: {error}") from error
     replicas_LRE = split_over_ranks(placement, cluster, loads_LE)
     each_LE = loads_LE / placement.replicas
     several = 1 < cluster.num_domains < cluster.num_nodes
@@ -247,9 +245,7 @@ def _move(situation: Situation, held: ExpertPlacement, wanted: ExpertPlacement) 
     )
 
 
-def _fetches(
-    names: tuple[str, ...], transfers: TransferPlan, *, sized: bool
-) -> tuple[ExpertFetch, ...]:
+def _fetches(names: tuple[str, ...], transfers: TransferPlan, *, sized: bool) -> tuple[ExpertFetch, ...]:
     pairs, which, replicas = np.unique(
         np.stack([transfers.receiver, transfers.source], axis=1),
         axis=0,

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 __all__ = ["add_elastic_commands"]
 
 
-def add_elastic_commands(
-    parser: argparse.ArgumentParser, parents: Sequence[argparse.ArgumentParser]
-) -> None:
+def add_elastic_commands(parser: argparse.ArgumentParser, parents: Sequence[argparse.ArgumentParser]) -> None:
     """Add the subcommands `plan`, `show` and `whatif`."""
     commands = parser.add_subparsers(required=True, metavar="QUESTION", dest="question")
 
@@ -30,9 +28,7 @@ def add_elastic_commands(
         )
         return sub
 
-    file_text = (
-        "JSON file with loads and nodes (docs/elastic.md, section 10); default: the running job"
-    )
+    file_text = "JSON file with loads and nodes (docs/elastic.md, section 10); default: the running job"
     text = "plan a new placement of experts: maps, recovery, tokens and transfers"
     add("plan", text).add_argument("file", nargs="?", help=file_text)
     add("show", "show the placements that running jobs reported to this daemon")

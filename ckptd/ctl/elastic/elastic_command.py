@@ -74,9 +74,7 @@ def _show(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     if not reports:
         raise _nothing_reported(args)
     shown = [_shown(one, args) for one in reports]
-    return CommandOutcome(
-        {"runs": [one for one, _ in shown]}, "\n\n".join(text for _, text in shown)
-    )
+    return CommandOutcome({"runs": [one for one, _ in shown]}, "\n\n".join(text for _, text in shown))
 
 
 def _shown(one: m.ElasticTold, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -119,9 +117,7 @@ def _what_if(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
     nodes, text = lost_nodes(found, args.lose), []
     if found.held is None:
         found = as_planned(found)
-        text.append(
-            "the input does not say which experts the nodes hold: the placement of `plan` is assumed"
-        )
+        text.append("the input does not say which experts the nodes hold: the placement of `plan` is assumed")
     lost = lose(found, nodes)
     text.append(lost_text(found, lost, _canvas(args, found)))
     answer = lost_json(lost)
@@ -134,9 +130,7 @@ def _what_if(args: argparse.Namespace, connect: Connect) -> CommandOutcome:
         text.append(outcome)
         recoverable = True if recoverable else bool(snapshots.get("recoverable"))
     elif lost.gone:
-        text.append(
-            "only the daemon of a running job knows whether snapshots contain the lost experts"
-        )
+        text.append("only the daemon of a running job knows whether snapshots contain the lost experts")
     answer["recoverable"] = recoverable
     text.append(_next_after(found, lost))
     return CommandOutcome(
@@ -169,8 +163,7 @@ def _next_after(found: Situation, lost: LossReport) -> str:
         return "next rebalance: when the nodes have enough slots"
     gather = "120 s after the last node has joined (at most 600 s after the first)"
     return (
-        f"next rebalance: immediately, on the remaining nodes; again {gather}, and when the "
-        "load has shifted"
+        f"next rebalance: immediately, on the remaining nodes; again {gather}, and when the load has shifted"
     )
 
 
@@ -252,7 +245,5 @@ def lost_json(lost: LossReport) -> dict[str, Any]:
     return {
         "lost_nodes": list(lost.nodes),
         "lost_experts": [list(one) for one in lost.gone],
-        "planned": {"error": lost.planned}
-        if isinstance(lost.planned, str)
-        else planned_json(lost.planned),
+        "planned": {"error": lost.planned} if isinstance(lost.planned, str) else planned_json(lost.planned),
     }

@@ -57,9 +57,7 @@ class Situation:
     @property
     def layers(self) -> tuple[str, ...]:
         """The names of the layers; "layer 0" and so on if the input gives none."""
-        return self.report.layers or tuple(
-            f"layer {number}" for number in range(len(self.loads_LE))
-        )
+        return self.report.layers or tuple(f"layer {number}" for number in range(len(self.loads_LE)))
 
     def only(self, nodes: Ints) -> Situation:
         """The same situation with only these nodes, given by their numbers.
@@ -142,9 +140,7 @@ def _spelled_out(found: Any) -> dict[str, Any]:
 
 def _of_one_run(runs: Any) -> Any:
     if not isinstance(runs, list) or len(runs) != 1 or not isinstance(runs[0], dict):
-        raise InputProblem(
-            "the file must describe exactly one run: select it with `show --job … --run …`"
-        )
+        raise InputProblem("the file must describe exactly one run: select it with `show --job … --run …`")
     return runs[0].get("told")
 
 
@@ -154,9 +150,7 @@ def _refuse_floats(value: Any, name: str) -> None:
         if isinstance(number, float) and not math.isfinite(number):
             raise InputProblem(f"{where} is {number}: tokens and bytes must be finite numbers")
         if isinstance(number, float):
-            raise InputProblem(
-                f"{where} is {number}: tokens and bytes must be whole numbers; round them"
-            )
+            raise InputProblem(f"{where} is {number}: tokens and bytes must be whole numbers; round them")
         if number < 0:
             raise InputProblem(f"{where} is {number}: tokens and bytes cannot be negative")
 
@@ -208,9 +202,7 @@ def situation(report: Elastic) -> Situation:
 
 def _rectangle(rows: tuple[tuple[int, ...], ...], name: str) -> Loads:
     if not rows or not rows[0]:
-        raise InputProblem(
-            f"{name} is empty: it needs a row for each layer, with a number for each expert"
-        )
+        raise InputProblem(f"{name} is empty: it needs a row for each layer, with a number for each expert")
     for number, row in enumerate(rows):
         if len(row) != len(rows[0]):
             raise InputProblem(

@@ -83,8 +83,7 @@ def lost_text(situation: Situation, lost: LossReport, canvas: Canvas) -> str:
 def next_text(found: NextTime) -> str:
     """Whether a rebalance pays, and when the job checks next."""
     factors = (
-        f"straggler factor {found.straggler_now:.3f} now, {found.straggler_after:.3f} with a "
-        "new placement"
+        f"straggler factor {found.straggler_now:.3f} now, {found.straggler_after:.3f} with a new placement"
     )
     if found.pays:
         verdict = f"it pays: saves {found.gain_s:.1f} s, costs {found.cost_s:.1f} s"
@@ -118,9 +117,7 @@ def _map(situation: Situation, found: Outlook, layer: int, canvas: Canvas) -> li
     margin = max(map(len, names))
     width = max(10, canvas.columns - margin - 12)
     factor = found.straggler_by_layer[layer]
-    lines = [
-        f"{situation.layers[layer]}: straggler factor {factor:.3f}; columns: experts, then load / mean"
-    ]
+    lines = [f"{situation.layers[layer]}: straggler factor {factor:.3f}; columns: experts, then load / mean"]
     hottest = float(heat_NE.max())
     for first in range(0, counts_NE.shape[1], width):
         part = slice(first, min(first + width, counts_NE.shape[1]))
@@ -145,9 +142,7 @@ def _ruler(start: int, stop: int) -> list[str]:
     return ["".join(marks)[: stop - start], units]
 
 
-def _cells(
-    counts_E: NDArray[np.int32], heat_E: NDArray[np.float64], hottest: float, color: bool
-) -> str:
+def _cells(counts_E: NDArray[np.int32], heat_E: NDArray[np.float64], hottest: float, color: bool) -> str:
     text = ["." if n == 0 else "+" if n > 9 else str(n) for n in counts_E.tolist()]
     if not color:
         return "".join(text)
@@ -184,8 +179,7 @@ def _tokens(situation: Situation, found: Outlook) -> str:
         return text
     owner = np.repeat(np.arange(situation.cluster.num_nodes), situation.cluster.ranks)
     rows = [
-        (rank, situation.names[owner[rank]], round(tokens))
-        for rank, tokens in enumerate(per_rank.tolist())
+        (rank, situation.names[owner[rank]], round(tokens)) for rank, tokens in enumerate(per_rank.tolist())
     ]
     return "\n".join([text, format_table(["rank", "node", "tokens"], rows)])
 
@@ -211,8 +205,7 @@ def _fetches_text(move: PlacementMove) -> str:
     """The transfers by receiver and source; if they are many, totals by receiver, the largest first."""
     if len(move.fetches) <= _MOST_FETCHES:
         pairs = [
-            (one.receiver, one.source or "snapshots", one.replicas, _size(one.bytes))
-            for one in move.fetches
+            (one.receiver, one.source or "snapshots", one.replicas, _size(one.bytes)) for one in move.fetches
         ]
         return format_table(["node", "fetches from", "experts", "size"], pairs)
     by_node: dict[str, list[int]] = {}

@@ -100,17 +100,13 @@ def run_verify(args: argparse.Namespace) -> CommandOutcome:
 def _list(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     families = families_of(store, args.job, args.run)
     shown = [each for family in families for each in _family_shown(store, family, args)]
-    return CommandOutcome(
-        {"store": store.place.shown, "runs": shown}, render.runs(shown, store.place.shown)
-    )
+    return CommandOutcome({"store": store.place.shown, "runs": shown}, render.runs(shown, store.place.shown))
 
 
 def _family_shown(store: OpenedStore, family: Family, args: argparse.Namespace) -> list[RunShown]:
     """The chosen runs of a family; incarnations with the latest first."""
     catalogs = {run: read_catalog(store.store, family.job, run) for run in family.runs}
-    committed = {
-        number: len(catalogs[run].committed) for number, run in family.incarnations.items()
-    }
+    committed = {number: len(catalogs[run].committed) for number, run in family.incarnations.items()}
     standing = {run: standing_of(number, committed) for number, run in family.incarnations.items()}
     found = []
     for run in family.chosen:
@@ -128,9 +124,7 @@ def _run_shown(store: OpenedStore, catalog: Catalog, args: argparse.Namespace) -
 
 def _show(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     catalog = find_catalog(store, args.job, args.run)
-    chosen = choose_checkpoint(
-        catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True
-    )
+    chosen = choose_checkpoint(catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True)
     manifests = read_manifests_of(store, catalog.checkpoints)
     rows = rows_of(catalog, manifests, time.time_ns())
     row = rows[catalog.checkpoints.index(chosen)]
@@ -155,9 +149,7 @@ def _verify(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Co
                 f"no checkpoint of {args.job}/{args.run} is committed; --all verifies the others"
             )
     else:
-        chosen = choose_checkpoint(
-            catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True
-        )
+        chosen = choose_checkpoint(catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True)
     objects = read_manifests_of(store, [chosen]).objects_of(chosen) or {}
     checked = check_checkpoint(
         store,
@@ -204,16 +196,12 @@ def _gc(store: OpenedStore, args: argparse.Namespace, config: DaemonConfig) -> C
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ckptctl verify`."""
-    parser.add_argument(
-        "url", metavar="URL", help="a store, such as s3://bucket/prefix or a folder"
-    )
+    parser.add_argument("url", metavar="URL", help="a store, such as s3://bucket/prefix or a folder")
     _add_store_options(parser)
     _add_fast(parser)
 
 
-def add_checkpoints_commands(
-    parser: argparse.ArgumentParser, common: argparse.ArgumentParser
-) -> None:
+def add_checkpoints_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Add the subcommands of `ckptctl checkpoints`."""
     commands = parser.add_subparsers(required=True, metavar="ACTION")
     where = argparse.ArgumentParser(add_help=False)
@@ -268,9 +256,7 @@ def _add_store_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fast(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--fast", action="store_true", help="compare sizes with the listing; read no tensors"
-    )
+    parser.add_argument("--fast", action="store_true", help="compare sizes with the listing; read no tensors")
 
 
 def _add_run(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -281,9 +267,7 @@ def _add_run(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
 def _add_checkpoint(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     _add_run(parser)
     parser.add_argument("iteration", metavar="ITERATION", type=_iteration, nargs=nargs)
-    parser.add_argument(
-        "--epoch", type=int, help="epoch of the checkpoint, if several end at that iteration"
-    )
+    parser.add_argument("--epoch", type=int, help="epoch of the checkpoint, if several end at that iteration")
     parser.add_argument(
         "--agreement",
         default="",

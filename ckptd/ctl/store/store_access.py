@@ -61,9 +61,7 @@ _ATTEMPTS = 4
 # A person at a terminal needs the cause of the failure, not the message that retries have ended.
 _NEVER_OPENS = 1 << 30
 _MAX_TEXT = 600
-_UNUSABLE_STORE = re.compile(
-    r"(store|store_options) = .*\(from ([^()]*)\) cannot be used: ", re.DOTALL
-)
+_UNUSABLE_STORE = re.compile(r"(store|store_options) = .*\(from ([^()]*)\) cannot be used: ", re.DOTALL)
 
 
 class StoreProblem(RuntimeError):
@@ -153,9 +151,7 @@ def named_place(url: str, options: str | None, backend: str | None) -> StorePlac
         text = _without_value(str(error))
         print(f"ckptctl: signatures are not checked: {text}", file=sys.stderr)
         return StorePlace(_url_of(url), found, backend or "auto")
-    return StorePlace(
-        _url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only
-    )
+    return StorePlace(_url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only)
 
 
 @contextmanager

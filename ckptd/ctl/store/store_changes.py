@@ -60,9 +60,7 @@ class Removed:
 def pin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
     """Pin a checkpoint: retention does not delete it."""
     catalog = find_catalog(opened, args.job, args.run)
-    chosen = choose_checkpoint(
-        catalog, args.iteration, args.epoch, args.agreement, prefer_committed=False
-    )
+    chosen = choose_checkpoint(catalog, args.iteration, args.epoch, args.agreement, prefer_committed=False)
     name = _pin_of(catalog, chosen.id)
     if not chosen.pinned:
         opened.store.put(name.key, [])
@@ -81,9 +79,7 @@ def unpin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
     if name is not None:
         opened.store.delete([name.key])
         return _pinned(name, pinned=False, changed=True)
-    chosen = choose_checkpoint(
-        catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True
-    )
+    chosen = choose_checkpoint(catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True)
     return _pinned(_pin_of(catalog, chosen.id), pinned=False, changed=False)
 
 
@@ -95,9 +91,7 @@ def remove(opened: OpenedStore, args: argparse.Namespace) -> Removed:
     """
     listed_s = time.monotonic()
     catalog = find_catalog(opened, args.job, args.run)
-    chosen = choose_checkpoint(
-        catalog, args.iteration, args.epoch, args.agreement, prefer_committed=False
-    )
+    chosen = choose_checkpoint(catalog, args.iteration, args.epoch, args.agreement, prefer_committed=False)
     manifests = read_manifests_of(opened, catalog.checkpoints)
     verified = whole_ones(catalog, manifests)
     references = references_of(manifests)

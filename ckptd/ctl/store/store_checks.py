@@ -90,9 +90,7 @@ def check_run(opened: OpenedStore, job: str, run: str, *, full: bool, quiet: boo
     """Verify all checkpoints and other objects of a run."""
 
     def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
-        return verify_run(
-            listed, job, run, full=full, map_fn=opened.map, progress=_progress_of(bar)
-        )
+        return verify_run(listed, job, run, full=full, map_fn=opened.map, progress=_progress_of(bar))
 
     return _check(opened, f"{job}/{run}/", look, full=full, quiet=quiet)
 

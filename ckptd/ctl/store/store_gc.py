@@ -42,9 +42,7 @@ _BATCH = 500
 # Deletions happen within this time after the start of the listing, or not at all: writers rely on it
 # (docs/format.md section 8).
 _DELETE_WITHIN_S = RetentionPolicy().settle_ns / 2e9
-_READ_WITHIN_S = (
-    60.0  # rounds; manifests never change, so they are read before the listing that decides
-)
+_READ_WITHIN_S = 60.0  # rounds; manifests never change, so they are read before the listing that decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +191,7 @@ def _plans(
     replaced: dict[str, IncarnationRemoval] = {}
     by = replacing_incarnation(incarnations, policy, now_ns=now_ns)
     if by is not None:
-        earlier = {
-            number: incarnation for number, incarnation in incarnations.items() if number < by
-        }
+        earlier = {number: incarnation for number, incarnation in incarnations.items() if number < by}
         for plan in plan_incarnations(incarnations[by], earlier, policy, now_ns=now_ns):
             replaced[run_of_incarnation(family.elastic, plan.number)] = plan
     return [_plan_of(seen[run], replaced.get(run), policy, now_ns) for run in family.chosen]
@@ -217,9 +213,7 @@ def _plan_of(
         refused = f"its references are not known: {why}{more}"
         return Collected(catalog.job, catalog.run, refused)
     if replaced is not None:
-        return _collected(
-            catalog, replaced.kept, replaced.manifests, replaced.objects, replaced.names
-        )
+        return _collected(catalog, replaced.kept, replaced.manifests, replaced.objects, replaced.names)
     plan = plan_retention(
         catalog,
         policy,
@@ -230,9 +224,7 @@ def _plan_of(
     return _collected(catalog, plan.kept, plan.manifests, plan.objects)
 
 
-def _collected(
-    catalog: Catalog, kept: Mapping[CheckpointId, str], *steps: Sequence[Deletion]
-) -> Collected:
+def _collected(catalog: Catalog, kept: Mapping[CheckpointId, str], *steps: Sequence[Deletion]) -> Collected:
     manifests, objects, names = (*steps, ())[:3]
     return Collected(
         catalog.job,

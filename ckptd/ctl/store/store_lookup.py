@@ -120,9 +120,7 @@ def families_of(opened: OpenedStore, job: str | None, run: str | None) -> list[F
         ):  # an ordinary run may have the name of an incarnation
             found[catalog.job, catalog.run] = Family(catalog.job, (catalog.run,))
         elif run is not None:
-            found[catalog.job, named[0]] = _elastic(
-                catalog.job, named[0], incarnations, catalog.run
-            )
+            found[catalog.job, named[0]] = _elastic(catalog.job, named[0], incarnations, catalog.run)
         else:
             found[catalog.job, named[0]] = _elastic(catalog.job, named[0], incarnations)
     return list(found.values())
@@ -216,9 +214,7 @@ def choose_checkpoint(
     raise _several(name, [c.id for c in found])
 
 
-def choose_pin(
-    catalog: Catalog, iteration: int, epoch: int | None, agreement: str
-) -> PinName | None:
+def choose_pin(catalog: Catalog, iteration: int, epoch: int | None, agreement: str) -> PinName | None:
     """The pin of a checkpoint, or None; a pin may exist without its checkpoint.
 
     Raises:

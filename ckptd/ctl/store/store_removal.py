@@ -79,9 +79,7 @@ def plan_removal(
         now_ns: the time of the store's clock.
     """
     gone = {info.key: info.size for info in checkpoint.manifests.values()}
-    rest = replace(
-        catalog, checkpoints=tuple([c for c in catalog.checkpoints if c is not checkpoint])
-    )
+    rest = replace(catalog, checkpoints=tuple([c for c in catalog.checkpoints if c is not checkpoint]))
     references = {key: References.of(m) for key, m in manifests.read.items() if key not in gone}
     only = _only_there(catalog, manifests, gone, references)
     unread = sorted(key for key in manifests.unreadable if key not in gone)
@@ -104,9 +102,7 @@ def _only_there(
     references: Mapping[str, References],
 ) -> dict[str, int]:
     """The sizes of the objects that only the deleted manifests refer to."""
-    wanted = {
-        key for name in gone if name in manifests.read for key in manifests.read[name].object_keys
-    }
+    wanted = {key for name in gone if name in manifests.read for key in manifests.read[name].object_keys}
     used = {key for each in references.values() for key in each.objects}
     listed = {o.info.key: o.info.size for found in catalog.objects.values() for o in found}
     return {key: listed[key] for key in sorted(wanted - used) if key in listed}

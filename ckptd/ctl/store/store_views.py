@@ -175,16 +175,12 @@ def standing_of(incarnation: int, committed: Mapping[int, int]) -> str:
     return f"{name}: incarnation {latest} replaced it; retention keeps it as a fallback"
 
 
-def matching(
-    found: Iterable[_Named], iteration: int, epoch: int | None, agreement: str
-) -> list[_Named]:
+def matching(found: Iterable[_Named], iteration: int, epoch: int | None, agreement: str) -> list[_Named]:
     """The names that end at this iteration, with this epoch (None: any) and this prefix of the agreement."""
     return [
         name
         for name in found
-        if name.end == iteration
-        and epoch in (None, name.epoch)
-        and name.agreement.startswith(agreement)
+        if name.end == iteration and epoch in (None, name.epoch) and name.agreement.startswith(agreement)
     ]
 
 
@@ -196,9 +192,7 @@ def is_whole(checkpoint: StoredCheckpoint, manifests: Manifests, sizes: Mapping[
     return all(sizes.get(key) == size for key, size in objects.items())
 
 
-def rows_of(
-    catalog: Catalog, manifests: Manifests | None, now_ns: int
-) -> tuple[CheckpointRow, ...]:
+def rows_of(catalog: Catalog, manifests: Manifests | None, now_ns: int) -> tuple[CheckpointRow, ...]:
     """The checkpoints of a run, newest first; without sizes if ``manifests`` is None."""
     objects: dict[CheckpointId, dict[str, int] | None] = {}
     if manifests is not None:
@@ -207,9 +201,7 @@ def rows_of(
     users = Counter(key for found in known for key in found)
     if len(known) < len(catalog.checkpoints):
         users.clear()  # the objects of one checkpoint alone are known only if all manifests are
-    return tuple(
-        [_row_of(catalog, c, objects.get(c.id), users, now_ns) for c in catalog.checkpoints]
-    )
+    return tuple([_row_of(catalog, c, objects.get(c.id), users, now_ns) for c in catalog.checkpoints])
 
 
 def _row_of(
@@ -301,6 +293,5 @@ def _own(rank: int, snapshot: StoredSnapshot) -> set[int]:
     return {
         number
         for number, name in enumerate(names)
-        if isinstance(name, ObjectName)
-        and (name.iteration, name.rank, name.epoch, name.sequence) == wanted
+        if isinstance(name, ObjectName) and (name.iteration, name.rank, name.epoch, name.sequence) == wanted
     }

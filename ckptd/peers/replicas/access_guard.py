@@ -67,9 +67,7 @@ class RunGuard:
             self._tell("info", "peer_reads", peer, message.job, message.run, "reads snapshots")
         return None
 
-    def _refusal_of(
-        self, peer: str, job: str, run: str, message: p.PeerMessage
-    ) -> p.PeerRefused | None:
+    def _refusal_of(self, peer: str, job: str, run: str, message: p.PeerMessage) -> p.PeerRefused | None:
         why = self.access.objection(peer, job, run, now_s=self._clock())
         if not why:
             return None

@@ -64,18 +64,12 @@ class Reading:
         kept = "" if header is None else segment.kept_digest(message.slot, header)
         return p.ReadOpened(key.region, key.token, key.length, raw, described_file(key), kept)
 
-    def _lend(
-        self, peer: str, message: p.OpenRead, segment: Segment, fd: int
-    ) -> Region | p.PeerRefused:
+    def _lend(self, peer: str, message: p.OpenRead, segment: Segment, fd: int) -> Region | p.PeerRefused:
         """A region over the slot, locked by ``fd``."""
         header = None
         if locks.try_lock(fd, slot_lock_byte(message.slot), exclusive=False):
             header = segment.header(message.slot)
-        if (
-            header is None
-            or header.state is not SlotState.SEALED
-            or header.sequence != message.sequence
-        ):
+        if header is None or header.state is not SlotState.SEALED or header.sequence != message.sequence:
             return p.PeerRefused("unknown", f"slot {message.slot} no longer holds that snapshot")
         return self._host.fabric.register(
             segment.image(message.slot, header),

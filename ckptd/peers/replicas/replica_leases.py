@@ -33,9 +33,7 @@ __all__ = ["Leasing"]
 _MAX_LEASES = 65_536
 _IDLE_S = 60.0  # longer than a sender that has something to send waits before it asks again
 _SILENT_S = 60.0
-_SNAPSHOTS_FIRST_S = (
-    120.0  # longer than a sender of snapshots that was refused waits before it asks again
-)
+_SNAPSHOTS_FIRST_S = 120.0  # longer than a sender of snapshots that was refused waits before it asks again
 
 
 _PEER_CODES: dict[str, str] = {RefusalCode.IN_USE: "busy", RefusalCode.INTERNAL: "internal"}
@@ -114,15 +112,13 @@ class Leasing:
     def is_open(self, segment: Segment, now_s: float) -> bool:
         """Whether a peer that was heard of lately has a lease on it."""
         return any(
-            lease.segment is segment and now_s - lease.heard_s < _SILENT_S
-            for lease in self._leases.values()
+            lease.segment is segment and now_s - lease.heard_s < _SILENT_S for lease in self._leases.values()
         )
 
     def in_use(self, segment: Segment, now_s: float) -> bool:
         """Whether a peer has a lease on it and has used it lately."""
         return any(
-            lease.segment is segment and now_s - lease.used_s < _IDLE_S
-            for lease in self._leases.values()
+            lease.segment is segment and now_s - lease.used_s < _IDLE_S for lease in self._leases.values()
         )
 
     def peer_gone(self, peer: str, boot_id: str) -> None:
@@ -153,20 +149,14 @@ class Leasing:
     def _end(self, over: Callable[[_Lease], bool]) -> None:
         self._leases = {n: lease for n, lease in self._leases.items() if not over(lease)}
 
-    def _lease(
-        self, peer: str, boot_id: str, segment: Segment, rings: list[Segment]
-    ) -> p.PeerReply:
+    def _lease(self, peer: str, boot_id: str, segment: Segment, rings: list[Segment]) -> p.PeerReply:
         held = tuple(slot for ring in rings for slot in held_slots(ring))
         for number, known in self._leases.items():
             if (known.peer, known.boot_id) == (peer, boot_id) and known.segment is segment:
                 known.used_s = known.heard_s = self._node.clock()
-                return p.ReplicaOpened(
-                    number, held, self._node.boot_id
-                )  # it asks again what is held
+                return p.ReplicaOpened(number, held, self._node.boot_id)  # it asks again what is held
         # A ring that became too narrow is given up: it goes when no promise needs it.
-        self._end(
-            lambda v: (v.peer, v.boot_id) == (peer, boot_id) and any(v.segment is r for r in rings)
-        )
+        self._end(lambda v: (v.peer, v.boot_id) == (peer, boot_id) and any(v.segment is r for r in rings))
         if len(self._leases) >= _MAX_LEASES:
             return p.PeerRefused("busy", "too many replicas are open")
         number = next(self._host.ids)
@@ -212,9 +202,7 @@ class Leasing:
         for log in logs:
             if missing > 0:
                 missing -= log.file_bytes
-                self._owner.remove(
-                    log, f"the replica of the snapshots of {plan.key} needs its memory"
-                )
+                self._owner.remove(log, f"the replica of the snapshots of {plan.key} needs its memory")
         return True
 
     def _made(self, plan: SegmentPlan, segment: Segment) -> None:

@@ -267,9 +267,7 @@ class Host:
         segment = self._find(message.job, message.run, message.name)
         if segment is None:
             return p.PeerRefused("unknown", f"no segment {message.name} here")
-        return p.Descriptor(
-            segment.raw_descriptor(), segment.geometry.num_slots, segment.geometry.slot_bytes
-        )
+        return p.Descriptor(segment.raw_descriptor(), segment.geometry.num_slots, segment.geometry.slot_bytes)
 
     def _find(self, job: str, run: str, name: str) -> Segment | None:
         # Logs and parked state, too: a peer reads them as it reads snapshots.

@@ -199,8 +199,7 @@ class ReplicaStore:
     def slots_of(self, group: Sequence[Segment]) -> dict[str, tuple[int, Sequence[SlotRecord]]]:
         """By name: the number of operators, and the slots, with ordinals for generations."""
         return {
-            s.path.name: (s.descriptor.num_operators, _numbered(s, number))
-            for number, s in enumerate(group)
+            s.path.name: (s.descriptor.num_operators, _numbered(s, number)) for number, s in enumerate(group)
         }
 
 

@@ -116,9 +116,7 @@ class Filling:
             return p.PeerRefused(decision.code, decision.reason)
         return self._grant(peer, boot_id, segment, decision.index, header)
 
-    def _admit_log(
-        self, segment: Segment, header: SlotHeader, message: p.BeginSlot
-    ) -> Admit | Deny:
+    def _admit_log(self, segment: Segment, header: SlotHeader, message: p.BeginSlot) -> Admit | Deny:
         told = segment.descriptor
         return admit_log(
             header_record(header, -1, -1, b""),

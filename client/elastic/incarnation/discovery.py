@@ -150,9 +150,7 @@ def look(
             raise here
         if here.folder is not None:
             settle(here.folder, wishes.job, wishes.run, _SETTLE_S)
-            inventories.append(
-                Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable)
-            )
+            inventories.append(Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable))
         drawn = 1 + secrets.randbelow(_DRAWN)
         return _RankHere(here.seat, repr(wishes), int(time.time()), drawn, here.folder is not None)
 

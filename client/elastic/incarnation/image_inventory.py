@@ -142,9 +142,7 @@ class Inventory:
                 held = HeldImage(world, file.descriptor.rank, header.iteration, parked, layout)
                 self.images.append(LocalImage(file, index, header, held))
 
-    def _layout_of(
-        self, file: SlotFile, index: int, header: SlotHeader, units: Sequence[Unit]
-    ) -> int | None:
+    def _layout_of(self, file: SlotFile, index: int, header: SlotHeader, units: Sequence[Unit]) -> int | None:
         """The number of the units that the image covers; None if it is not dense, or cannot be read."""
         key = file.path.name, header.layout_id
         if key not in self._layouts:
@@ -199,7 +197,5 @@ def world_files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFil
         except (OSError, SegmentError, ValueError) as error:  # ValueError: it is empty
             logger.warning("%s is not used: %s", path.name, error)
             continue
-        if (
-            file.descriptor.topology == WORLD_TOPOLOGY
-        ):  # a user's own run may be named as if it were a world
+        if file.descriptor.topology == WORLD_TOPOLOGY:  # a user's own run may be named as if it were a world
             yield world, file

@@ -115,9 +115,7 @@ class _Procedure:
         wishes, ranks, self.clock = self._wishes, self._ranks, _Clock()
         looked = look(self._here, wishes, ranks, self._unusable)
         self.clock.lap("inventory_s")
-        chosen, stored = choose_with_storage(
-            looked.held, wishes.layers, looked.speakers, self._storage
-        )
+        chosen, stored = choose_with_storage(looked.held, wishes.layers, looked.speakers, self._storage)
         self.clock.lap("storage_s")
         local = None
         if chosen is not None and looked.inventory is not None:

@@ -28,8 +28,7 @@ __all__ = ["KeptApart", "check_recorded_equal"]
 
 Node = Any
 _BY_POSITION = (
-    "it may go by the position of a parameter, and ranks have other experts after a "
-    "change of the world"
+    "it may go by the position of a parameter, and ranks have other experts after a change of the world"
 )
 
 
@@ -67,8 +66,7 @@ class KeptApart:
         for i in self._moving:
             fresh = self._fresh[i]
             found["attributes"][i] = [
-                [name, self._fit(node, fresh.get(name), name)]
-                for name, node in kept["attributes"][i]
+                [name, self._fit(node, fresh.get(name), name)] for name, node in kept["attributes"][i]
             ]
             for group, key, node in kept["groups"][i]:
                 self._fit(node, None, f"param_groups[{group}][{key!r}]")
@@ -98,10 +96,7 @@ class KeptApart:
             made = dict(fresh[1]) if _is_a("o", fresh) else {}
             return [
                 "o",
-                [
-                    [name, self._fit(part, made.get(name), f"{path}.{name}")]
-                    for name, part in node[1]
-                ],
+                [[name, self._fit(part, made.get(name), f"{path}.{name}")] for name, part in node[1]],
             ]
         if tag == "d":
             return ["d", [self._pair(key, part, fresh, path) for key, part in node[1]]]
@@ -109,20 +104,14 @@ class KeptApart:
 
     def _pair(self, key: Node, node: Node, fresh: Node, path: str) -> Node:
         self._fit_key(key, path)
-        before = (
-            next((v for k, v in fresh[1] if values.equal(k, key)), None)
-            if _is_a("d", fresh)
-            else None
-        )
+        before = next((v for k, v in fresh[1] if values.equal(k, key)), None) if _is_a("d", fresh) else None
         return [key, self._fit(node, before, f"{path}[{_told(key)}]")]
 
     def _fit_key(self, key: Node, path: str) -> None:
         parts = key[1] if key[0] == "T" else [key]
         for part in parts:
             if part[0] in ("k", "n", "a") and self._moves(_name_in(part)):
-                raise NotCapturable(
-                    f"{path}[{_name_in(part)}]", "not all ranks have this parameter"
-                )
+                raise NotCapturable(f"{path}[{_name_in(part)}]", "not all ranks have this parameter")
 
     def _list(self, node: Node, fresh: Node, path: str) -> Node:
         """Parameters, as the optimizer's constructor puts them together, are this rank's own;
@@ -144,9 +133,7 @@ class KeptApart:
             if part[0] == "k" and _name_in(part) != name and self._moves(_name_in(part)):
                 raise NotCapturable(path, f"a tensor of {_name_in(part)}, which not all ranks have")
             if part[0] == "x" and not self._of_its_own(part[1], name):
-                raise NotCapturable(
-                    path, f"a tensor of shape {list(part[1].shape)}; {_BY_POSITION}"
-                )
+                raise NotCapturable(path, f"a tensor of shape {list(part[1].shape)}; {_BY_POSITION}")
 
     def _of_its_own(self, tensor: Tensor, name: str) -> bool:
         """Whether a tensor in the state of a parameter can be of that one alone: by its shape,

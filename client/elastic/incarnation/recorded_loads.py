@@ -60,9 +60,7 @@ def read_recorded(
         return _unpacked({}, layers)
     whose = min(chosen.scalars)
     nodes = nodes_of(seats)
-    reads = next(
-        r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose]
-    )
+    reads = next(r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose])
 
     def read() -> bytes:
         if ranks.rank != reads:

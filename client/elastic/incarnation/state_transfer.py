@@ -50,9 +50,7 @@ def take_over(
     return loader, _fill(world, handover, loader, ranks)
 
 
-def _fill(
-    world: Started, handover: Handover, loader: Loader, ranks: Collectives
-) -> dict[str, float]:
+def _fill(world: Started, handover: Handover, loader: Loader, ranks: Collectives) -> dict[str, float]:
     """What this rank's node holds is read there, the rest comes from other ranks; where the time
     went, in seconds.
     """

@@ -115,9 +115,7 @@ class Storage:
             found.raise_failures()
         self._answered = bool(able)
         for failure in silent:
-            logger.warning(
-                "node %s: %s; the ranks go on without its store", failure.node, failure.text
-            )
+            logger.warning("node %s: %s; the ranks go on without its store", failure.node, failure.text)
         return self._common([seen[n] for n in able], able, enough=enough)
 
     def _see(self, *, again: bool, timeout_s: float) -> DurableWorlds:
@@ -133,9 +131,7 @@ class Storage:
                 time.sleep(_LOOK_POLL_S)
         return seen
 
-    def _common(
-        self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool
-    ) -> DurableState:
+    def _common(self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool) -> DurableState:
         """What one node sees, without what any has found to be damaged."""
         if not able:
             return DurableState()
@@ -205,9 +201,7 @@ class Storage:
             while (brought := _ask(client, message, Brought)).state == "running":
                 if time.monotonic() > next_s:
                     next_s += _PROGRESS_S
-                    logger.info(
-                        "%d of %d bytes came from storage", brought.bytes_done, brought.bytes_total
-                    )
+                    logger.info("%d of %d bytes came from storage", brought.bytes_done, brought.bytes_total)
                 time.sleep(_POLL_S)
         return brought
 

@@ -117,9 +117,7 @@ class LocalState:
         kept = opened.facts.kept
         found: dict[str, Any] = {
             "rank": rank,
-            "kept": None
-            if kept is None
-            else {k: kept[k] for k in ("attributes", "groups", "foreign")},
+            "kept": None if kept is None else {k: kept[k] for k in ("attributes", "groups", "foreign")},
             "scalars": {k: opened.facts.scalars[k] for k in ("groups", "state", "rng")}
             | {"program": opened.facts.scalars.get("program", {})},  # absent in what 0.4 recorded
             "buffers": {

@@ -101,9 +101,7 @@ def _speaks(plan: IncarnationPlan, rank: int) -> bool:
     return plan.node_of.index(plan.node_of[rank]) == rank
 
 
-def _retiring(
-    here: Here, wishes: Wishes, plan: IncarnationPlan, rank: int
-) -> GarbageCollection | None:
+def _retiring(here: Here, wishes: Wishes, plan: IncarnationPlan, rank: int) -> GarbageCollection | None:
     if here.folder is None or here.endpoint is None:
         return None
     return GarbageCollection(

@@ -109,12 +109,9 @@ class DenseGradients:
     def _sum(params: Sequence[Tensor]) -> None:
         """One call for the numbers, with how many ranks have each gradient behind them."""
         like = params[0]
-        there = torch.tensor(
-            [p.grad is not None for p in params], dtype=like.dtype, device=like.device
-        )
+        there = torch.tensor([p.grad is not None for p in params], dtype=like.dtype, device=like.device)
         flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params]
-            + [there]
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params] + [there]
         )
         dist.all_reduce(flat)
         holders = flat[-len(params) :].tolist()

@@ -255,9 +255,7 @@ class ElasticJob:
 
     def _number(self, layer: str) -> int:
         if layer not in self.layers.names:
-            raise ValueError(
-                f"there is no layer {layer!r}: layers= named {list(self.layers.names)}"
-            )
+            raise ValueError(f"there is no layer {layer!r}: layers= named {list(self.layers.names)}")
         return self.layers.names.index(layer)
 
     # -- the state -------------------------------------------------------------------------------
@@ -290,9 +288,7 @@ class ElasticJob:
                 raise ValueError("call shards() once in a world, and before checkpointer()")
             found = layers_of(model, self.layers, self._made)
             layers = dict(zip(self.layers.names, found, strict=True))
-        self._shards = ExpertShards(
-            layers, make_optimizer, masters=masters, make_expert=make_expert
-        )
+        self._shards = ExpertShards(layers, make_optimizer, masters=masters, make_expert=make_expert)
         return self._shards
 
     def checkpointer(
@@ -344,9 +340,7 @@ class ElasticJob:
             )
         here = this_program(whole.binding, whole.stateful)  # before anything is loaded
         if self.plan.handover is not None:
-            self._loader, seconds = take_over(
-                self._world, whole, self._shards, self.layers, self._ranks
-            )
+            self._loader, seconds = take_over(self._world, whole, self._shards, self.layers, self._ranks)
             self.seconds |= seconds
         if self._shards is not None:
             self._shards.send_weights()  # in the first world, too: weights always are the rounded shards

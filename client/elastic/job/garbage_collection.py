@@ -53,11 +53,7 @@ def needless(folder: Path, job: str, run: str, chosen: int) -> list[str]:
         )  # nobody tells floors to replicas, or to what is parked
         floors[world] = max(floors.get(world, -1), file.ring_hint.floor if own else -1)
     promised = max((world for world, floor in floors.items() if floor >= 0), default=-1)
-    return [
-        run_of_incarnation(run, world)
-        for world in sorted(floors)
-        if world not in (chosen, promised)
-    ]
+    return [run_of_incarnation(run, world) for world in sorted(floors) if world not in (chosen, promised)]
 
 
 def forget(find_endpoint: Callable[[], str], job: str, runs: Sequence[str]) -> None:
@@ -106,9 +102,7 @@ class GarbageCollection:
     def earlier(self) -> list[str]:
         """The runs of earlier worlds of which there are files here."""
         worlds = {world for world, _ in world_files(self._folder, self._job, self._run)}
-        return [
-            run_of_incarnation(self._run, world) for world in sorted(worlds) if world < self._world
-        ]
+        return [run_of_incarnation(self._run, world) for world in sorted(worlds) if world < self._world]
 
     def step_over(self) -> None:
         """Look, now and then, whether they are needless; what is to be done then is done beside training."""

@@ -44,13 +44,9 @@ class GlobalBatches:
         ValueError: no samples, or an empty batch.
     """
 
-    def __init__(
-        self, num_samples: int, batch_size: int, *, seed: int = 0, shuffle: bool = True
-    ) -> None:
+    def __init__(self, num_samples: int, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if num_samples < 1 or batch_size < 1:
-            raise ValueError(
-                f"num_samples={num_samples}, batch_size={batch_size}: each must be at least 1"
-            )
+            raise ValueError(f"num_samples={num_samples}, batch_size={batch_size}: each must be at least 1")
         self.num_samples, self.batch_size = num_samples, batch_size
         self._seed, self._shuffle = seed, shuffle
         self._known: dict[int, Tensor] = {}

@@ -94,9 +94,7 @@ def check_groups(given: Mapping[str, Any]) -> None:
     check_keywords("checkpointer()", given, _GROUPS)
 
 
-def check_options(
-    snapshots: SnapshotOptions, recovery: RecoveryOptions, layout: LayoutOptions
-) -> None:
+def check_options(snapshots: SnapshotOptions, recovery: RecoveryOptions, layout: LayoutOptions) -> None:
     """No option of the checkpointer has another value than the job gives it.
 
     Raises:

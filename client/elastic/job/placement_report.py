@@ -91,9 +91,7 @@ def reported_placement(
     speeds = placing.bytes_per_s or (0,) * cluster.num_nodes
     numbers = (len(placing.names), len(labels), len(speeds))
     if set(numbers) != {cluster.num_nodes}:
-        raise ValueError(
-            f"{numbers} names, labels and speeds for {cluster.num_nodes} nodes: one for each"
-        )
+        raise ValueError(f"{numbers} names, labels and speeds for {cluster.num_nodes} nodes: one for each")
     nodes_are_domains = cluster.num_domains == cluster.num_nodes
     nodes = [
         ElasticNode(

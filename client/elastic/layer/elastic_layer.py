@@ -260,9 +260,7 @@ class ElasticExperts(nn.Module):
             self.__dict__["experts"] = named  # past ``nn.Module``, which would register it
         else:
             self.experts = named
-        self._gradients = ReplicaGradients(
-            experts, self._agreed, mean=self._mean, group=self._group
-        )
+        self._gradients = ReplicaGradients(experts, self._agreed, mean=self._mean, group=self._group)
         self._dispatcher = Dispatcher(self.replicas_RE, self._agreed.nodes_R, self._rank)
 
     def train(self, mode: bool = True) -> Self:
@@ -291,18 +289,14 @@ class ElasticExperts(nn.Module):
     def _computed(self, rows: Tensor, route: Route, inputs: Inputs) -> Tensor:
         """The experts' outputs of the rows that this rank sends, in the same order."""
         ticket = torch.zeros((), device=rows.device, requires_grad=inputs.tokens_learn)
-        received, ticket = swap_rows(
-            rows, ticket, RowExchange(route.sends, route.receives, self._group)
-        )
+        received, ticket = swap_rows(rows, ticket, RowExchange(route.sends, route.receives, self._group))
         outputs = reorder(
             self._by_experts(reorder(received, route.by_expert), route),
             route.by_expert.undone(),
         )
         if inputs.experts_learn and not inputs.tokens_learn:
             ticket = torch.zeros((), device=rows.device, requires_grad=True)
-        back = RowExchange(
-            route.receives, route.sends, self._group, self._gradients.backward_begins
-        )
+        back = RowExchange(route.receives, route.sends, self._group, self._gradients.backward_begins)
         returned, _ = swap_rows(outputs, ticket, back)
         return returned
 

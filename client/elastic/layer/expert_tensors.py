@@ -67,9 +67,7 @@ def by_dtype(
     return found
 
 
-def rounds(
-    entries: Sequence[ExpertTensor], ranks: int, itemsize: int
-) -> Iterator[list[ExpertTensor]]:
+def rounds(entries: Sequence[ExpertTensor], ranks: int, itemsize: int) -> Iterator[list[ExpertTensor]]:
     """As many at once as fit."""
     taken: list[ExpertTensor] = []
     sizes = [0] * ranks

@@ -89,9 +89,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict({**{key: state[key] for key in dense}, **_unnamed(rest, known, wanted)})
 
 
-def _unnamed(
-    rest: Mapping[str, Any], known: set[str], wanted: Mapping[str, Tensor]
-) -> dict[str, Any]:
+def _unnamed(rest: Mapping[str, Any], known: set[str], wanted: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the experts are loaded from, and entries of them that no full state has (buffers), as they are."""
     return {key: wanted.get(key, value) for key, value in rest.items() if key not in known}
 
@@ -148,9 +146,7 @@ def _brought_round(
     return received.cpu().split([entry.held.numel for entry in entries]) if rank == to else ()
 
 
-def _named(
-    name: str, layer: ElasticExperts, found: Mapping[tuple[int, int], Tensor]
-) -> dict[str, Tensor]:
+def _named(name: str, layer: ElasticExperts, found: Mapping[tuple[int, int], Tensor]) -> dict[str, Tensor]:
     shapes_E = layer.agreed.shapes_E
     if layer.fused:
         return {

@@ -145,9 +145,7 @@ def check_replicas_RE(replicas_RE: ArrayLike, ranks: int) -> NDArray[np.int64]:
         raise ValueError("replicas_RE has negative numbers of replicas")
     lonely = np.nonzero(replicas.sum(axis=0) == 0)[0].tolist()
     if lonely:
-        raise ValueError(
-            f"no rank holds {_named(lonely)}: place at least one replica of every expert"
-        )
+        raise ValueError(f"no rank holds {_named(lonely)}: place at least one replica of every expert")
     return replicas
 
 
@@ -167,13 +165,9 @@ def _check_experts(experts: Mapping[int, nn.Module], wanted: list[int]) -> None:
     if not isinstance(experts, Mapping) or not all(
         isinstance(module, nn.Module) for module in experts.values()
     ):
-        raise ValueError(
-            "experts must be a dict of the expert's number and its module, or a ModuleList"
-        )
+        raise ValueError("experts must be a dict of the expert's number and its module, or a ModuleList")
     if lacking := [expert for expert in wanted if expert not in experts]:
-        raise ValueError(
-            f"replicas_RE places {_named(lacking)} here, but experts has no such module"
-        )
+        raise ValueError(f"replicas_RE places {_named(lacking)} here, but experts has no such module")
     if more := [expert for expert in experts if expert not in wanted]:
         raise ValueError(
             f"experts has a module of {_named(more)}, of which replicas_RE places no replica here"
@@ -218,8 +212,7 @@ def _raise_unless_same(made: Sequence[_LayerHere]) -> None:
     others = [rank for rank, one in enumerate(made) if one.placement != made[0].placement]
     if others:
         trouble = (
-            "another placement than rank 0 (replicas_RE, nodes and reduce must be the same "
-            "on all ranks)"
+            "another placement than rank 0 (replicas_RE, nodes and reduce must be the same on all ranks)"
         )
         raise refused(_WHAT, dict.fromkeys(others, trouble))
     first: dict[int, int] = {}
@@ -227,9 +220,7 @@ def _raise_unless_same(made: Sequence[_LayerHere]) -> None:
         for expert, shapes in one.shapes.items():
             known = first.setdefault(expert, rank)
             if shapes != made[known].shapes[expert]:
-                raise refused(
-                    _WHAT, {rank: f"expert {expert} has other parameters than on rank {known}"}
-                )
+                raise refused(_WHAT, {rank: f"expert {expert} has other parameters than on rank {known}"})
     for expert, holders in differing_replicas([one.weights for one in made]).items():
         raise ValueError(
             f"ElasticExperts cannot be made: the replicas of expert {expert} on ranks {holders} "

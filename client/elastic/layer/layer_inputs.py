@@ -40,8 +40,7 @@ class LayerInputProblem(IntEnum):
 _WORDS = {
     LayerInputProblem.TOKENS: "tokens are not a tensor [T, H] of float16, bfloat16, float32 or float64",
     LayerInputProblem.EXPERTS: (
-        "experts are not a tensor [T, K] of int32 or int64, with a row for "
-        "each token and a choice at least"
+        "experts are not a tensor [T, K] of int32 or int64, with a row for each token and a choice at least"
     ),
     LayerInputProblem.WEIGHTS: "weights are not floating point of the shape of experts, [T, K]",
     LayerInputProblem.NO_SUCH_EXPERT: (
@@ -131,11 +130,7 @@ def _count(experts_TK: Tensor, row: Tensor) -> None:
 
 
 def _agreed(rows: NDArray[np.int64], on_device: Tensor) -> Inputs:
-    troubled = {
-        rank: LayerInputProblem(code)
-        for rank, code in enumerate(rows[:, _PROBLEM].tolist())
-        if code
-    }
+    troubled = {rank: LayerInputProblem(code) for rank, code in enumerate(rows[:, _PROBLEM].tolist()) if code}
     if troubled:
         words = "; ".join(f"rank {rank}: {_WORDS[why]}" for rank, why in troubled.items())
         raise ValueError(f"the layer of experts was not computed: {words}")
@@ -155,6 +150,4 @@ def _same(rows: NDArray[np.int64], column: int, trouble: str, word: Callable[[in
     values: Sequence[int] = rows[:, column].tolist()
     if len(set(values)) > 1:
         shown = ", ".join(f"rank {rank}: {word(value)}" for rank, value in enumerate(values))
-        raise ValueError(
-            f"the layer of experts was not computed: the ranks disagree, {trouble} ({shown})"
-        )
+        raise ValueError(f"the layer of experts was not computed: the ranks disagree, {trouble} ({shown})")

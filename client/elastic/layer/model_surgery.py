@@ -73,9 +73,7 @@ class _Block:
             return FusedExpert(self.container, expert)
         module = self.how.take(self.container, expert) if self.how.take else self.container[expert]
         if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"expert {expert} of {self.path!r} is a {type(module).__name__}, not a module"
-            )
+            raise TypeError(f"expert {expert} of {self.path!r} is a {type(module).__name__}, not a module")
         return module
 
     def install(self, layer: ElasticExperts) -> None:
@@ -148,9 +146,7 @@ def replace_moe_blocks(
 
 def elastic_layers(model: nn.Module) -> dict[str, ElasticExperts]:
     """The elastic layers of a model by name, in its order."""
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, ElasticExperts)
-    }
+    return {name: module for name, module in model.named_modules() if isinstance(module, ElasticExperts)}
 
 
 # -- what there is -----------------------------------------------------------------------------------
@@ -198,9 +194,7 @@ def _fused_block(model: nn.Module, name: str, module: nn.Module) -> list[_Block]
         parent = name.rpartition(".")[0]
         return [_Block(parent, model.get_submodule(parent), leaf, None)]
     near = [part.lower() for part in name.split(".")[-2:]]
-    if any("expert" in part and "shared" not in part for part in near) and _looks_like_experts(
-        module
-    ):
+    if any("expert" in part and "shared" not in part for part in near) and _looks_like_experts(module):
         raise _unknown(name, module, "its form is not one that is known")
     return []
 

@@ -157,9 +157,7 @@ class ReplicaGradients:
                         "last one of a step"
                     )
 
-    def _present(
-        self, params: _Params, device: torch.device
-    ) -> dict[torch.dtype, list[ExpertTensor]]:
+    def _present(self, params: _Params, device: torch.device) -> dict[torch.dtype, list[ExpertTensor]]:
         """Those that have a gradient on any rank, by its dtype; the same on all ranks."""
         most = max(len(shapes) for shapes in self._agreed.shapes_E)
         mine_EP = torch.zeros((len(self._agreed.shapes_E), most), dtype=torch.uint8)

@@ -49,14 +49,11 @@ def recut(
     for rank, one in enumerate(new_weights):
         one[_EXTRA] = {**extra, "ranks": ranks, "rank": rank}
     return [
-        (one, {**optimizers[0], "state": state})
-        for one, state in zip(new_weights, new_states, strict=True)
+        (one, {**optimizers[0], "state": state}) for one, state in zip(new_weights, new_states, strict=True)
     ]
 
 
-def _check(
-    weights: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]], ranks: int
-) -> None:
+def _check(weights: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]], ranks: int) -> None:
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: there is at least one")
     if not weights or len(weights) != len(optimizers):

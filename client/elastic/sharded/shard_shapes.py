@@ -29,8 +29,7 @@ class ShardShapes:
         self._shapes: dict[str, Any] = {}
         for layer, module in layers.items():
             experts = [
-                [[shape.name, list(shape.size)] for shape in shapes]
-                for shapes in module.agreed.shapes_E
+                [[shape.name, list(shape.size)] for shape in shapes] for shapes in module.agreed.shapes_E
             ]
             equal = all(one == experts[0] for one in experts)
             self._shapes[layer] = experts[:1] if equal else experts

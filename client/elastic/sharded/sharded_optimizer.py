@@ -222,8 +222,7 @@ class ExpertShards(nn.Module):
     ) -> None:
         with torch.no_grad():
             self._owned = [
-                _Owned(name, layer, self._first_shards(layer, masters))
-                for name, layer in layers.items()
+                _Owned(name, layer, self._first_shards(layer, masters)) for name, layer in layers.items()
             ]
         self.shards = nn.Module()
         for owned in self._owned:
@@ -313,9 +312,7 @@ class ExpertShards(nn.Module):
         """A shard is updated apart from the rest of its tensor, as if it were one of a single dimension."""
         shard = next(self.parameters())
         for group in self.optimizer.param_groups:
-            found = probe_optimizer(
-                self.optimizer, group, ndim=ndim, dtype=shard.dtype, device=shard.device
-            )
+            found = probe_optimizer(self.optimizer, group, ndim=ndim, dtype=shard.dtype, device=shard.device)
             if not (found.independent and found.rowwise):
                 raise ValueError(
                     f"the optimizer must update each element by itself, and does not: {found.reason}"
@@ -336,9 +333,7 @@ class ExpertShards(nn.Module):
                     self._make_expert,
                 )
             )
-            return b"".join(
-                [move.name.encode() + move.replicas_RE.tobytes() + b"\0" for move in moves]
-            )
+            return b"".join([move.name.encode() + move.replicas_RE.tobytes() + b"\0" for move in moves])
 
         Collectives.of_group(self._group).check(
             say,
@@ -360,9 +355,7 @@ class ExpertShards(nn.Module):
         if strange := [name for name in placements if name not in names]:
             raise ValueError(f"there is no layer {strange[0]!r}; names are like {names[0]!r}")
         return {
-            name: check_replicas_RE(placements[name], self._ranks)
-            for name in names
-            if name in placements
+            name: check_replicas_RE(placements[name], self._ranks) for name in names if name in placements
         }
 
     @torch.no_grad()
@@ -410,9 +403,7 @@ def _put(module: nn.Module, name: str, value: Any) -> None:
     setattr(module, leaf, value)
 
 
-def _described(
-    layers: Mapping[str, ElasticExperts], masters: torch.dtype | None, group: Any
-) -> bytes:
+def _described(layers: Mapping[str, ElasticExperts], masters: torch.dtype | None, group: Any) -> bytes:
     """What all ranks bring alike, after a look at what this one brings."""
     for name, layer in layers.items():
         if layer.group is not group:
@@ -428,11 +419,7 @@ def _described(
                 )
             for param in module.parameters():
                 if param.is_meta:
-                    raise ValueError(
-                        f"expert {expert} of {name!r} has no weights yet (meta device)"
-                    )
+                    raise ValueError(f"expert {expert} of {name!r} has no weights yet (meta device)")
                 if param.grad is not None and bool(param.grad.count_nonzero()):
-                    raise ValueError(
-                        f"expert {expert} of {name!r} has a gradient: call zero_grad() before"
-                    )
+                    raise ValueError(f"expert {expert} of {name!r} has a gradient: call zero_grad() before")
     return "\n".join([str(masters), *layers]).encode()

@@ -186,9 +186,7 @@ def test_the_example_file_names_every_key_with_its_default() -> None:
 def test_the_example_file_loads_also_with_every_line_active(tmp_path: Path) -> None:
     text = (ROOT / "deploy/ckptd.toml").read_text(encoding="utf-8")
     names = tuple(f"# {field.name} = " for field in fields(DaemonConfig))
-    active = [
-        line.removeprefix("# ") if line.startswith(names) else line for line in text.splitlines()
-    ]
+    active = [line.removeprefix("# ") if line.startswith(names) else line for line in text.splitlines()]
     loaded = load_config(file=toml(tmp_path, "\n".join(active)), environ={})
     defaults = load_config(environ={}).config
     for field in fields(DaemonConfig):
@@ -239,9 +237,7 @@ def test_the_group_of_a_user_is_the_user(tmp_path: Path) -> None:
         pytest.param(0o604, id="others"),
     ],
 )
-def test_a_file_with_credentials_that_others_may_read_is_warned_about(
-    tmp_path: Path, mode: int
-) -> None:
+def test_a_file_with_credentials_that_others_may_read_is_warned_about(tmp_path: Path, mode: int) -> None:
     """A daemon read the credentials of a bucket from a file with mode 0644 and said nothing: each
     user of the node had them.
     """
@@ -308,9 +304,7 @@ def test_root_gives_credentials_to_a_daemon_of_another_user_by_its_group() -> No
         os.chmod(folder, 0o755)
         file = toml(Path(folder), CREDENTIALS)
         os.chmod(file, 0o640)
-        script = (
-            f"loaded = load_config(file={file!r}, environ=dict(CKPTD_TRAINER_GROUP=sys.argv[3]))\n"
-        )
+        script = f"loaded = load_config(file={file!r}, environ=dict(CKPTD_TRAINER_GROUP=sys.argv[3]))\n"
         for group, trainers, warnings in (
             (DAEMON, "", 0),
             (DAEMON, str(GROUP), 0),

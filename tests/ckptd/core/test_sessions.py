@@ -39,9 +39,7 @@ def segment(
     owned: bool = False,
     ready: bool = True,
 ) -> SegmentFacts:
-    return SegmentFacts(
-        key, generation, world_size, topology, layout_version, total_bytes, owned, ready
-    )
+    return SegmentFacts(key, generation, world_size, topology, layout_version, total_bytes, owned, ready)
 
 
 def test_an_empty_node_admits() -> None:

@@ -58,9 +58,7 @@ def spoil(folder: Path, run: str) -> None:
         path.unlink()
 
 
-def test_so_many_checkpoints_are_kept_over_all_worlds(
-    ctl: Ctl, desk: Desk, make: Make, folder: Path
-) -> None:
+def test_so_many_checkpoints_are_kept_over_all_worlds(ctl: Ctl, desk: Desk, make: Make, folder: Path) -> None:
     """It kept the newest two of each world, and so twice as much as asked for with each change of the world."""
     make(3, 20, 24)
     make(5, 50, 54)
@@ -123,9 +121,7 @@ def test_a_world_that_is_named_is_collected_alone_by_what_there_is_of_the_others
     assert "keep    iteration 20 (epoch 1): pinned" in ctl("gc", JOB, "run", "--dry-run")
 
 
-def test_a_world_of_which_a_manifest_cannot_be_read_is_left_alone(
-    ctl: Ctl, make: Make, folder: Path
-) -> None:
+def test_a_world_of_which_a_manifest_cannot_be_read_is_left_alone(ctl: Ctl, make: Make, folder: Path) -> None:
     make(5, 50)
     make(7, 40, 44)
     age(folder, OLD)

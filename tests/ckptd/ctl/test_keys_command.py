@@ -118,16 +118,12 @@ def test_one_key_is_one_node(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "trusted as 'n1' already" in capsys.readouterr().err
 
 
-def test_a_list_without_a_key_says_where_it_looked(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_without_a_key_says_where_it_looked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys(folder, "list") == 2
     assert str(folder) in capsys.readouterr().err
 
 
-def test_a_secret_that_others_may_read_is_not_used(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_that_others_may_read_is_not_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys(folder, "new")
     (folder / "node.key_secret").chmod(0o644)
     assert keys(folder, "list") == 2
@@ -154,9 +150,7 @@ def test_the_folder_is_the_configured_one(folder: Path) -> None:
     assert done.stdout.strip() == Keys.load(folder).public
 
 
-def test_a_node_is_untrusted_and_a_key_rotated(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_is_untrusted_and_a_key_rotated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys(folder, "new")
     first = Keys.load(folder).public
     assert keys(folder, "rotate") == 0

@@ -141,9 +141,7 @@ def stored_window(
             anchors=anchors,
         )
         image = memoryview(bytearray(layout.image_len))
-        layout.write_header(
-            image, iteration=iteration, previous=iteration - 1, scalars_len=scalars_len
-        )
+        layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=scalars_len)
         for name, _, _, data in tensors:
             at = layout.offset_of(name)
             image[at : at + len(data)] = data

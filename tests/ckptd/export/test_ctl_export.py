@@ -164,9 +164,7 @@ def shared(rank: int) -> Tensors:
     return rank_tensors(rank, SHARED, {"a": WEIGHTS, "b": WEIGHTS + 1})
 
 
-def test_ranks_that_captured_a_share_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_captured_a_share_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = client_payload(SHARED)
     target = tmp_path / "m"
     command = ["export", "--rank", "0", "--force", "--to", str(target)]
@@ -184,9 +182,7 @@ def test_ranks_that_captured_a_share_are_told(
     assert torch.equal(load_file(target)["b"], WEIGHTS + 1)
 
 
-def test_a_store_of_shared_images_is_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_of_shared_images_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing that looks at what is durable takes one rank's image for all of its model."""
     store = open_store(f"file://{tmp_path}/store")
     for rank in range(2):

@@ -139,9 +139,7 @@ def test_a_damaged_snapshot_is_not_exported(folder: Path, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
 
 
-def test_the_slot_is_locked_against_reuse_and_one_in_use_is_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_slot_is_locked_against_reuse_and_one_in_use_is_refused(folder: Path, tmp_path: Path) -> None:
     segment = snapshot(folder, 3, entries(w=torch.zeros(8)))
     with (
         locks.lock_file(segment.path, slot_lock_byte(0), exclusive=True),
@@ -156,9 +154,7 @@ def test_what_is_missing_or_ambiguous_is_said(folder: Path, tmp_path: Path) -> N
         export(folder, 3, target)
     snapshot(folder, 3, entries(w=torch.zeros(8)))
     snapshot(folder, 4, entries(w=torch.zeros(8)))
-    with pytest.raises(
-        ExportError, match=r"no sealed snapshot of iteration 9.*in memory are 3 to 4"
-    ):
+    with pytest.raises(ExportError, match=r"no sealed snapshot of iteration 9.*in memory are 3 to 4"):
         export(folder, 9, target)
     (folder / "job~run~r1~g0.seg").write_bytes(b"damaged")  # is passed over
     snapshot(folder, 3, entries(w=torch.ones(8)), rank=2)
@@ -230,9 +226,7 @@ def test_a_model_that_is_not_whole_is_refused(folder: Path, tmp_path: Path) -> N
     """A later snapshot of an aligned window holds no operator that an earlier one anchored."""
     told = client_part({"a": None, "b": None})
     snapshot(folder, 3, entries(b=torch.zeros(8)), client=told)
-    with pytest.raises(
-        ExportError, match="does not contain a: only the first snapshot of an aligned"
-    ):
+    with pytest.raises(ExportError, match="does not contain a: only the first snapshot of an aligned"):
         export(folder, 3, tmp_path / "m.safetensors")
     told = client_part({"w": (0, 4)})
     snapshot(folder, 4, entries(**{"w[0:2]": torch.zeros(2, 3)}), client=told)
@@ -287,9 +281,7 @@ def test_a_folder_has_files_of_bounded_size_and_their_index(folder: Path, tmp_pa
     assert report.notes == ()
 
 
-def test_a_small_model_is_one_file_and_a_missing_config_is_said(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_small_model_is_one_file_and_a_missing_config_is_said(folder: Path, tmp_path: Path) -> None:
     snapshot(folder, 3, entries(w=torch.ones(8)))
     with open_slot(folder, 3) as source:
         report = export_hf(source, tmp_path / "model")

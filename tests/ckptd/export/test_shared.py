@@ -102,9 +102,7 @@ def dense(folder: Path, rank: int, at: int = AT, epoch: int = 0) -> Segment:
 
 
 def sparse(folder: Path, rank: int, at: int) -> Segment:
-    tensors = rank_tensors(
-        rank, OPERATORS, state_of(rank, at), lambda i: anchored_at(at, i), torch.bfloat16
-    )
+    tensors = rank_tensors(rank, OPERATORS, state_of(rank, at), lambda i: anchored_at(at, i), torch.bfloat16)
     return snapshot(folder, at, tensors, rank, client=client_payload(OPERATORS))
 
 
@@ -135,9 +133,7 @@ def test_a_sparse_model_is_in_compute_precision(folder: Path, tmp_path: Path, at
     check(tmp_path / "m", expected(1, at, torch.bfloat16))
 
 
-def test_replicas_of_other_nodes_ranks_do_as_well(
-    folder: Path, elsewhere: Path, tmp_path: Path
-) -> None:
+def test_replicas_of_other_nodes_ranks_do_as_well(folder: Path, elsewhere: Path, tmp_path: Path) -> None:
     dense(folder, 0)
     dense(folder, 1)
     as_replica(dense(elsewhere, 2), folder)
@@ -145,9 +141,7 @@ def test_replicas_of_other_nodes_ranks_do_as_well(
     check(tmp_path / "m", expected(0, AT))
 
 
-def test_of_two_copies_the_whole_one_is_taken(
-    folder: Path, elsewhere: Path, tmp_path: Path
-) -> None:
+def test_of_two_copies_the_whole_one_is_taken(folder: Path, elsewhere: Path, tmp_path: Path) -> None:
     dense(folder, 0)
     dense(folder, 2)
     flip(dense(folder, 1))
@@ -166,10 +160,7 @@ def test_a_share_that_is_not_here_is_told_with_its_rank(folder: Path, tmp_path: 
     with pytest.raises(ExportError) as caught:
         export(folder, AT, tmp_path / "m", rank=0)
     told = str(caught.value)
-    assert (
-        "rank 0's snapshot of iteration 30 is not whole: ranks 1 to 2 captured gate, experts"
-        in told
-    )
+    assert "rank 0's snapshot of iteration 30 is not whole: ranks 1 to 2 captured gate, experts" in told
     assert "for all ranks that have them" in told
     assert "of rank 1 it holds 29" in told
     assert "this node does not know the nodes that hold those of ranks 1 to 2" in told
@@ -191,9 +182,7 @@ def test_another_history_is_not_mixed_in(folder: Path, tmp_path: Path) -> None:
     for rank in (0, 2):
         dense(folder, rank, epoch=1)
     dense(folder, 1)
-    with pytest.raises(
-        ExportError, match=r"rank 1 captured gate, experts for all.*rank 1 it holds 30 "
-    ):
+    with pytest.raises(ExportError, match=r"rank 1 captured gate, experts for all.*rank 1 it holds 30 "):
         export(folder, AT, tmp_path / "m", rank=0)
 
 
@@ -202,9 +191,7 @@ def test_without_an_iteration_the_newest_whole_one_is_meant(folder: Path, tmp_pa
     for at in (AT, AT + 1):
         dense(folder, 0, at)
         dense(folder, 2, at)
-    with pytest.raises(
-        ExportError, match=r"snapshot of iteration 31 is not whole: rank 1 captured gate"
-    ):
+    with pytest.raises(ExportError, match=r"snapshot of iteration 31 is not whole: rank 1 captured gate"):
         export(folder, None, tmp_path / "m", rank=0)
     dense(folder, 1, AT)
     assert export(folder, None, tmp_path / "m", rank=0).iteration == AT
@@ -276,9 +263,7 @@ def export_stored(store: ObjectStore, at: int | None, target: Path, rank: int = 
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
-def test_a_dense_checkpoint_is_the_model_of_each_rank(
-    store: ObjectStore, tmp_path: Path, rank: int
-) -> None:
+def test_a_dense_checkpoint_is_the_model_of_each_rank(store: ObjectStore, tmp_path: Path, rank: int) -> None:
     for each in range(WORLD):
         store_rank(store, each, window=1)
     report = export_stored(store, None, tmp_path / "m", rank)
@@ -331,9 +316,7 @@ def test_of_other_ranks_only_what_is_missing_is_read(store: ObjectStore, tmp_pat
     assert sum(read) < large
 
 
-def test_a_forged_share_of_another_ranks_signed_image_is_refused(
-    store: ObjectStore, tmp_path: Path
-) -> None:
+def test_a_forged_share_of_another_ranks_signed_image_is_refused(store: ObjectStore, tmp_path: Path) -> None:
     """Its xxh3 digest fits. Where manifests are signed, all of another rank's image is compared
     with the cryptographic digest in its manifest.
     """
@@ -346,9 +329,7 @@ def test_a_forged_share_of_another_ranks_signed_image_is_refused(
         state = {"w": shared, "own": torch.full((10,), float(rank))}
         tensors = rank_tensors(rank, operators, state)
         told = client_payload(operators)
-        manifest = stored_window(
-            store, {AT: (tensors, DENSE)}, rank=rank, world_size=2, client=told
-        )
+        manifest = stored_window(store, {AT: (tensors, DENSE)}, rank=rank, world_size=2, client=told)
         signed = manifest.signed_by(ManifestSigner.load(tmp_path / "keys"))
         (tmp_path / "store" / manifest.key).write_bytes(signed.to_bytes())
     (victim,) = objects_of(tmp_path, 1)
@@ -364,9 +345,7 @@ def objects_of(tmp_path: Path, rank: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("how", ["object", "bit", "manifest"])
-def test_damage_to_another_ranks_share_is_told_as_such(
-    store: ObjectStore, tmp_path: Path, how: str
-) -> None:
+def test_damage_to_another_ranks_share_is_told_as_such(store: ObjectStore, tmp_path: Path, how: str) -> None:
     manifests = [store_rank(store, rank, window=1) for rank in range(WORLD)]
     victim = objects_of(tmp_path, 1)[0]
     reason = r"iteration 30 of rank 1 is damaged: .*`ckptctl checkpoints verify`"
@@ -401,14 +380,10 @@ def test_damage_to_what_is_not_needed_is_no_obstacle(store: ObjectStore, tmp_pat
     check(tmp_path / "m", expected(0, AT))
 
 
-def test_an_owner_that_the_checkpoint_does_not_have_is_named(
-    store: ObjectStore, tmp_path: Path
-) -> None:
+def test_an_owner_that_the_checkpoint_does_not_have_is_named(store: ObjectStore, tmp_path: Path) -> None:
     operators = [Op("w", None, 5), Op("v", None, 0)]
     tensors = rank_tensors(0, operators, {"v": torch.zeros(3)})
     told = client_payload(operators)
     stored_window(store, {AT: (tensors, DENSE)}, client=told)
-    with pytest.raises(
-        ExportError, match=r"rank 5 captured a part of the model, but .* has ranks 0 to 0"
-    ):
+    with pytest.raises(ExportError, match=r"rank 5 captured a part of the model, but .* has ranks 0 to 0"):
         export_stored(store, None, tmp_path / "m")

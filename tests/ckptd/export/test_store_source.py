@@ -31,9 +31,7 @@ def store(tmp_path: Path) -> Iterator[ObjectStore]:
     opened.close()
 
 
-def export(
-    store: ObjectStore, iteration: int | None, target: Path, rank: int | None = None
-) -> ExportReport:
+def export(store: ObjectStore, iteration: int | None, target: Path, rank: int | None = None) -> ExportReport:
     with open_stored(store, "file://store", "job", "run", iteration, rank=rank) as source:
         return export_file(source, target)
 
@@ -80,14 +78,10 @@ def test_large_tensors_and_many_small_ones_come_whole(store: ObjectStore, tmp_pa
     assert torch.equal(loaded["large"], tensors["large"])
     assert torch.equal(loaded["steps"], tensors["steps"])
     for i in range(40):
-        assert torch.equal(
-            loaded[f"w{i}"], torch.cat([tensors[f"w{i}[0:1]"], tensors[f"w{i}[1:3]"]])
-        )
+        assert torch.equal(loaded[f"w{i}"], torch.cat([tensors[f"w{i}[0:1]"], tensors[f"w{i}[1:3]"]]))
 
 
-def test_a_flipped_bit_in_an_object_is_found_and_nothing_is_left(
-    store: ObjectStore, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_in_an_object_is_found_and_nothing_is_left(store: ObjectStore, tmp_path: Path) -> None:
     stored_window(store, window(20))
     victim = max((tmp_path / "store").rglob("*.safetensors"))
     data = bytearray(victim.read_bytes())
@@ -117,9 +111,7 @@ def stored_forgeable(store: ObjectStore, folder: Path) -> Callable[[], None]:
     return forge_stored
 
 
-def test_a_tensor_that_was_forged_is_found_and_nothing_is_left(
-    store: ObjectStore, tmp_path: Path
-) -> None:
+def test_a_tensor_that_was_forged_is_found_and_nothing_is_left(store: ObjectStore, tmp_path: Path) -> None:
     """Its xxh3 digest fits. The cryptographic digest of the whole image, in the manifest, does not;
     before, the forgery was exported.
     """
@@ -165,9 +157,7 @@ def test_what_is_not_there_is_said(store: ObjectStore, tmp_path: Path) -> None:
     stored_window(store, window(30))
     stored_window(store, window(40), rank=1, world_size=2)
     for iteration in (18, 21, 40):
-        with pytest.raises(
-            ExportError, match=rf"iteration {iteration} in .*committed checkpoints: 30, 20$"
-        ):
+        with pytest.raises(ExportError, match=rf"iteration {iteration} in .*committed checkpoints: 30, 20$"):
             export(store, iteration, target)
     stored_window(store, window(40), world_size=2)
     with pytest.raises(ExportError, match=r"has 2 ranks: pass --rank"):

@@ -75,9 +75,7 @@ def test_what_cannot_be_opened_now_waits(folder: Path, failing: Failing, code: i
     store = make_store(folder)
     found = store.adopt(0.0)
     assert [s.path for s in found.segments] == [second.path]
-    assert [(path, os.strerror(code)) for path, _ in found.waiting] == [
-        (first.path, os.strerror(code))
-    ]
+    assert [(path, os.strerror(code)) for path, _ in found.waiting] == [(first.path, os.strerror(code))]
     assert (found.bad, found.back) == ([], [])
     assert store.waits_for("job", "run") == [first.path.name]
     assert store.waits_for("job", "ru") == []

@@ -114,9 +114,7 @@ else:
     os.kill(os.getpid(), signal.SIGBUS)
     os.kill(os.getpid(), signal.SIGBUS)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "file"), way], cwd=ROOT, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "file"), way], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGBUS
 
 

@@ -39,9 +39,7 @@ class Setting:
         """The digest of slot 0, or why there is none; all who ask at once hear the same."""
         heard: list[tuple[str, str]] = []
         for _ in range(times):
-            self.digests.want(
-                self.segment, 0, snapshot.header, lambda *answer: heard.append(answer)
-            )
+            self.digests.want(self.segment, 0, snapshot.header, lambda *answer: heard.append(answer))
 
         def answered() -> bool:
             self.workers.collect()
@@ -70,9 +68,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     put(segment, SNAPSHOT)
     workers, events = Workers("test", 1, 100, lambda: None), EventLog(100)
     doubted: list[tuple[Segment, int, int]] = []
-    digests = ImageDigests(
-        workers, events, threads=2, map_fn=None, doubt=lambda *slot: doubted.append(slot)
-    )
+    digests = ImageDigests(workers, events, threads=2, map_fn=None, doubt=lambda *slot: doubted.append(slot))
     yield Setting(segment, digests, workers, events, doubted)
     workers.close(5.0)
 
@@ -96,9 +92,7 @@ def test_it_outlives_the_daemon(setting: Setting) -> None:
 def test_it_does_not_follow_what_is_changed_in_memory(setting: Setting) -> None:
     """Who changes an image together with its xxh3 digests does not change what was told of it."""
     digest, _ = setting.want()
-    setting.segment.image(0, SNAPSHOT.header)[:] = forged(
-        SNAPSHOT.image, SNAPSHOT.header.header_digest
-    )
+    setting.segment.image(0, SNAPSHOT.header)[:] = forged(SNAPSHOT.image, SNAPSHOT.header.header_digest)
     assert setting.want() == (digest, "")
 
 

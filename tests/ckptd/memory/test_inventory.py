@@ -23,7 +23,5 @@ from ckptd.memory.inventory import operator_names
         (None, ("operator 0", "operator 1", "operator 2")),
     ],
 )
-def test_operators_are_named_with_the_rank_whose_images_hold_them(
-    told: Any, names: tuple[str, ...]
-) -> None:
+def test_operators_are_named_with_the_rank_whose_images_hold_them(told: Any, names: tuple[str, ...]) -> None:
     assert operator_names(msgspec.msgpack.encode(told), 3, rank=0) == names

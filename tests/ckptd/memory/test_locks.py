@@ -74,9 +74,7 @@ def test_a_killed_process_holds_nothing(file: Path) -> None:
         "print('held', flush=True)\n"
         "time.sleep(60)\n"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, cwd=ROOT
-    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, cwd=ROOT)
     fd = os.open(file, os.O_RDWR)
     try:
         assert child.stdout is not None

@@ -128,9 +128,7 @@ def test_it_goes_with_the_last_segment_of_the_run(store: SegmentStore, segment: 
     [b"", b"\xc1", msgspec.msgpack.encode({"format": 2, "failures": []})],
     ids=["empty", "no msgpack", "another format"],
 )
-def test_a_file_that_cannot_be_read_costs_a_replay_and_no_more(
-    store: SegmentStore, content: bytes
-) -> None:
+def test_a_file_that_cannot_be_read_costs_a_replay_and_no_more(store: SegmentStore, content: bytes) -> None:
     (store.folder / "job~run.replays").write_bytes(content)
     daemon = Daemon(store)
     assert daemon.quarantine.failures("job", "run") == ()

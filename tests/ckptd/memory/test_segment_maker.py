@@ -92,9 +92,7 @@ def test_memory_of_every_purpose_counts_from_the_promise_until_it_is_given_back(
         (Purpose.DRILL, []),
     ],
 )
-def test_what_finds_no_room_is_refused_at_once(
-    setting: Setting, purpose: Purpose, kind: list[str]
-) -> None:
+def test_what_finds_no_room_is_refused_at_once(setting: Setting, purpose: Purpose, kind: list[str]) -> None:
     refused = setting.make(setting.plan(purpose, slots=20))
     assert refused is not None
     assert refused.code == RefusalCode.QUOTA

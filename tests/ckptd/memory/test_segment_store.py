@@ -138,9 +138,7 @@ def test_what_there_is_of_a_rank_and_of_a_run_follows_what_comes_and_goes(folder
 
 @pytest.mark.parametrize("name", ["job~run~r0~g0.seg", "job~run~r0~g0~0123456789abcdef.rep"])
 @pytest.mark.parametrize("kind", ["log", "parked"])
-def test_another_kind_under_a_name_of_snapshots_is_not_believed(
-    folder: Path, kind: Kind, name: str
-) -> None:
+def test_another_kind_under_a_name_of_snapshots_is_not_believed(folder: Path, kind: Kind, name: str) -> None:
     log = make_store(folder).create(descriptor(kind=kind), 1, MIB)
     log.path.rename(folder / name)
     with pytest.raises(ValueError, match="is not <job>"):
@@ -222,9 +220,7 @@ def test_a_full_filesystem_is_an_error_with_numbers_and_leaves_nothing() -> None
     with small_tmpfs("8m") as folder:
         store = make_store(folder)
         plan = store.plan(descriptor(), 10, MIB)
-        with pytest.raises(
-            CannotReserve, match=r"10 slots of 1 MiB.*has 8 MiB.*No space"
-        ) as caught:
+        with pytest.raises(CannotReserve, match=r"10 slots of 1 MiB.*has 8 MiB.*No space") as caught:
             store.build(plan)
         assert caught.value.code == "segment_fs"
         assert "--shm-size" in caught.value.hint

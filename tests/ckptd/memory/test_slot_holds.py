@@ -51,9 +51,7 @@ def passed_over(segment: Segment) -> list[int]:
     return [i for i in range(4) if locks.is_locked(segment.fd, slot_lock_byte(i), exclusive=True)]
 
 
-def test_what_is_held_is_passed_over_until_it_is_released(
-    holds: SlotHolds, segment: Segment
-) -> None:
+def test_what_is_held_is_passed_over_until_it_is_released(holds: SlotHolds, segment: Segment) -> None:
     first, second = (record(segment, index) for index in (0, 1))
     assert holds.hold(key_of(first), first)
     assert holds.hold(key_of(second), second)
@@ -70,18 +68,14 @@ def test_what_is_held_is_passed_over_until_it_is_released(
     assert passed_over(segment) == []
 
 
-def test_a_slot_that_has_something_else_by_now_is_not_held(
-    holds: SlotHolds, segment: Segment
-) -> None:
+def test_a_slot_that_has_something_else_by_now_is_not_held(holds: SlotHolds, segment: Segment) -> None:
     before = record(segment, 1)
     fill(segment, 1, 5)
     assert not holds.hold(key_of(before), before)
     assert passed_over(segment) == []
 
 
-def test_the_same_iteration_of_another_history_is_something_else(
-    holds: SlotHolds, segment: Segment
-) -> None:
+def test_the_same_iteration_of_another_history_is_something_else(holds: SlotHolds, segment: Segment) -> None:
     before = record(segment, 1)
     fill(segment, 1, 1, epoch=2)
     assert not holds.hold(key_of(before), before)

@@ -54,9 +54,7 @@ def messages_of(client: ControlClient, kind: str) -> list[str]:
     return [event.message for event in events if event.kind == kind]
 
 
-@pytest.mark.parametrize(
-    ("cpus", "threads"), [(1, 1), (2, 1), (4, 2), (8, 4), (16, 4), (64, 8), (208, 16)]
-)
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (4, 2), (8, 4), (16, 4), (64, 8), (208, 16)])
 def test_digest_threads_grow_with_the_machine(cpus: int, threads: int) -> None:
     assert default_digest_threads(cpus) == threads
 

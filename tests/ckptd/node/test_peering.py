@@ -39,9 +39,7 @@ def holds_nothing_unsealed(node: Node, rank: int = 0) -> bool:
 
 
 @pytest.mark.parametrize(("curve", "copies", "window"), [(True, 1, 1), (False, 2, 3)])
-def test_after_every_seal_the_replicas_equal_the_primary(
-    curve: bool, copies: int, window: int
-) -> None:
+def test_after_every_seal_the_replicas_equal_the_primary(curve: bool, copies: int, window: int) -> None:
     """With two ranks on one node, over generations and epochs."""
     with Net(3, curve=curve).up() as net:
         homes = [net[0], net[0], net[1], net[2]]
@@ -207,9 +205,7 @@ def test_the_sender_never_seals(filled: Snapshot, data: str) -> None:
         holdings = puppet.ask(node, GetHoldings("job", "run"))
         assert isinstance(holdings, Holdings)
         assert holdings.segments == ()
-        eventually(
-            lambda: node.counters().get("replica.ticket_expired", 0) == 1, "the ticket expires"
-        )
+        eventually(lambda: node.counters().get("replica.ticket_expired", 0) == 1, "the ticket expires")
         assert set(states_in(node.replicas()[0])) == {SlotState.FREE}
         late = puppet.ask(node, SealSlot(granted.ticket, filled.digest))
         assert isinstance(late, PeerRefused)

@@ -344,9 +344,7 @@ def test_what_a_trainer_parked_and_had_no_time_to_tell_is_told_once(setting: Set
     setting.attach()
     parked = reserve_log(setting, 2, "parked")
     put(parked, 0, 6)
-    setting.service.handle(
-        b"t", m.Notice("info", "parked", "parked at iteration 6"), setting.answers.append
-    )
+    setting.service.handle(b"t", m.Notice("info", "parked", "parked at iteration 6"), setting.answers.append)
     fill(parked, 1, 7)  # and the process ends
     session = setting.service.sessions.of_rank(RANK)
     assert session is not None

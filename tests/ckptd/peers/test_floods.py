@@ -140,9 +140,7 @@ def plain_node() -> Iterator[Node]:
 
 
 @contextmanager
-def member(
-    node: Node, *, opens: bool = True
-) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+def member(node: Node, *, opens: bool = True) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     """A connection with a trusted key that was let in, and its monitor."""
     keys = Keys.load(node.folder / "friend")
     with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
@@ -198,9 +196,7 @@ def test_a_message_of_thousands_of_parts_costs_a_member_its_connection(node: Nod
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("opens", "bound"), [(True, OF_A_MEMBER), (False, OF_A_STRANGER)])
-def test_a_message_without_an_end_costs_a_member_its_connection(
-    node: Node, opens: bool, bound: int
-) -> None:
+def test_a_message_without_an_end_costs_a_member_its_connection(node: Node, opens: bool, bound: int) -> None:
     """Parts of an allowed size, of a trusted key, before and after it has said who it is. The parts
     of a message are kept until its end comes: what was sent before the `open` was not measured, for
     as long as a stranger may stay.
@@ -284,8 +280,7 @@ def test_a_member_has_so_many_tickets_and_streams(node: Node) -> None:
                 each.connect_ex((node.address, DATA_PORT))
             eventually(
                 lambda: (
-                    sum(n for name, n in node.counters().items() if ".turned_away." in name)
-                    >= 150 - 64 - 16
+                    sum(n for name, n in node.counters().items() if ".turned_away." in name) >= 150 - 64 - 16
                 ),
                 "all but those with a ticket, and some strangers, are closed",
             )

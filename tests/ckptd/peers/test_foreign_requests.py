@@ -127,9 +127,7 @@ def test_an_operator_may_let_every_trusted_node_in() -> None:
 class Guarded:
     def __init__(self) -> None:
         self.now_s, self.events = 0.0, EventLog(100)
-        access = RunAccess(
-            "here", (), record_of=lambda job, run: RECORD, holds=lambda job, run: True
-        )
+        access = RunAccess("here", (), record_of=lambda job, run: RECORD, holds=lambda job, run: True)
         self.guard = RunGuard(
             access, self.events, record_of=lambda job, run: RECORD, clock=lambda: self.now_s
         )

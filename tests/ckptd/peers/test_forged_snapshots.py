@@ -79,9 +79,7 @@ def resumable(net: Net) -> Job:
     return job
 
 
-def test_a_holder_whose_memory_was_changed_together_with_its_digests_is_not_accepted_at_resume() -> (
-    None
-):
+def test_a_holder_whose_memory_was_changed_together_with_its_digests_is_not_accepted_at_resume() -> None:
     """What it vouches for was kept apart when the replica came. Who resumes names the holder, takes
     the true bytes from another one, and has the holder look at its copy, which is quarantined.
     Before, the job went on with the forgery where that holder was asked first.

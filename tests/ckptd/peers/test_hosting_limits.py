@@ -100,9 +100,7 @@ def test_a_promise_that_cannot_be_is_no_message(changes: dict[str, int]) -> None
     floor = p.Floor("job", "run", "tree", "floor", 1, 1)
     with pytest.raises(ValueError, match="not a message between daemons"):
         told(
-            msgspec.structs.replace(
-                floor, **{"value" if k == "floor" else k: v for k, v in changes.items()}
-            )
+            msgspec.structs.replace(floor, **{"value" if k == "floor" else k: v for k, v in changes.items()})
         )
     assert told(begin_slot(1, snapshot_of(1), floor=5, horizon=7, span=1 << 15))
     assert told(floor)

@@ -36,8 +36,7 @@ def require_ipv6() -> list[int]:
 def test_replicas_and_recovery_over_ipv6(data: str, curve: bool) -> None:
     ports = require_ipv6()
     of = {
-        f"n{i}": {"peer_listen": f"tcp://[::1]:{port}", "peer_data_port": "0"}
-        for i, port in enumerate(ports)
+        f"n{i}": {"peer_listen": f"tcp://[::1]:{port}", "peer_data_port": "0"} for i, port in enumerate(ports)
     }
     with Net(2, data=data, curve=curve, of=of).up() as net:
         job = Job(net, net.nodes, replicas=1)
@@ -46,9 +45,7 @@ def test_replicas_and_recovery_over_ipv6(data: str, curve: bool) -> None:
         job.await_replicas(1, 1)
         for node in net.nodes:
             assert node.saw("peers", "tcp://[::1]:")
-            assert (
-                node.counters()["fabric.received_bytes"] >= IMAGE_BYTES
-            )  # 0 may have been passed over
+            assert node.counters()["fabric.received_bytes"] >= IMAGE_BYTES  # 0 may have been passed over
         job.end()
         net[0].lose()
         net[0].launch()

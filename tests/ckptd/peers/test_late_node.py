@@ -29,9 +29,7 @@ def test_the_only_holder_is_late() -> None:
         again = Job(net, [first, spare], replicas=0)
         again.written = job.written
         again.attach()
-        with pytest.raises(
-            DaemonUnavailable, match=f"node {late.name} took part in the run before"
-        ):
+        with pytest.raises(DaemonUnavailable, match=f"node {late.name} took part in the run before"):
             again.recover()
         again.end()
         assert again.check_all() == 0, "no replicas; what is there is as it was"
@@ -113,9 +111,7 @@ def test_after_a_recovery_without_it_a_late_node_is_still_waited_for() -> None:
         again.end()
 
 
-def test_a_run_that_was_forgotten_by_command_begins_anew_and_a_late_node_does_not_bring_it_back() -> (
-    None
-):
+def test_a_run_that_was_forgotten_by_command_begins_anew_and_a_late_node_does_not_bring_it_back() -> None:
     """The operator gives the late node up. What it holds is older than whatever begins now, and
     must not win over it.
     """

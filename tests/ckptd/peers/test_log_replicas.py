@@ -46,15 +46,11 @@ SENT_BYTES = 3000
 class Log:
     """The boundary log of a rank of a chain."""
 
-    def __init__(
-        self, trainer: Trainer, *, replicated: bool = True, slot_bytes: int = 1 << 18
-    ) -> None:
+    def __init__(self, trainer: Trainer, *, replicated: bool = True, slot_bytes: int = 1 << 18) -> None:
         self.trainer, rank, world_size = trainer, trainer.rank, trainer.job.world_size
         beside = tuple(r for r in (rank - 1, rank + 1) if 0 <= r < world_size)
         payload = log_payload(4096, LogFacts(beside, (rank,), (rank,), ()))
-        asked = trainer.memory.reserve_auxiliary(
-            "log", slot_bytes, SLOTS, payload, replicated=replicated
-        )
+        asked = trainer.memory.reserve_auxiliary("log", slot_bytes, SLOTS, payload, replicated=replicated)
         self.segment = trainer.memory.add_auxiliary(asked.result(20))
 
     def sent(self, iteration: int) -> bytes:
@@ -101,8 +97,7 @@ class Log:
             node
             for node in nodes
             for path in log_replicas(node, self.trainer.rank)
-            if (there := sealed(path)).keys() == {*iterations}
-            and all(there[i] == own[i] for i in iterations)
+            if (there := sealed(path)).keys() == {*iterations} and all(there[i] == own[i] for i in iterations)
         ]
 
     def await_replica(self, iterations: range) -> Node:

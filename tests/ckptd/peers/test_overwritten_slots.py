@@ -105,9 +105,7 @@ def holds(segment: Segment, end: int) -> bool:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_floor_is_announced_of_no_suffix_that_was_just_given_away(
-    folder: Path, moment: str
-) -> None:
+def test_a_floor_is_announced_of_no_suffix_that_was_just_given_away(folder: Path, moment: str) -> None:
     """Two ranks of one node, whose rings are all that there is. The ring of rank 0 keeps the floor,
     4, and its aim, 5; its trainer chose to overwrite iteration 6, and before it had written the
     header rank 1 came up, floor and aim moved on, and the daemon promised 7, for which 6 was there
@@ -145,9 +143,7 @@ def both_know(run: Run, segment: Segment, **held: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_ring_that_becomes_one_of_two_copies_while_it_gives_a_slot_away(
-    folder: Path, moment: str
-) -> None:
+def test_a_ring_that_becomes_one_of_two_copies_while_it_gives_a_slot_away(folder: Path, moment: str) -> None:
     """Two nodes hold the floor, 4, so the ring may give away what it likes; one of them holds 5 and
     6, too. While that trainer was about to overwrite 5 (3 and 4 were being uploaded), the other
     node was lost: the hint `sole` came up, and the rank gave its word for 6, on the strength of a

@@ -135,9 +135,7 @@ def test_a_file_that_cannot_be_read_now_stays(node: Node, monkeypatch: pytest.Mo
     assert node.of().members == FIRST.members
 
 
-def test_what_cannot_be_written_has_not_changed(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_has_not_changed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.join(FIRST)
 
     def full(self: Path, target: Path) -> Path:

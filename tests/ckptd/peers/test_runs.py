@@ -55,14 +55,10 @@ class Node:
         )
 
     def rank(self, rank: int, *, window: int = 2) -> Segment:
-        told: SegmentDescriptor = msgspec.structs.replace(
-            descriptor(rank=rank, world_size=2), window=window
-        )
+        told: SegmentDescriptor = msgspec.structs.replace(descriptor(rank=rank, world_size=2), window=window)
         return self.store.create(told, 6, MIB)
 
-    def join(
-        self, ranks: tuple[int, ...], *others: Member, epoch: int = 0, start: int = -1
-    ) -> None:
+    def join(self, ranks: tuple[int, ...], *others: Member, epoch: int = 0, start: int = -1) -> None:
         members = (Member(HERE, ranks), *others)
         for rank in ranks:
             assert self.run.join(RankKey("job", "run", rank), Join(epoch, start, members)) == ""
@@ -152,9 +148,7 @@ def test_replicas_go_where_there_is_memory_for_them(folder: Path) -> None:
     node.rank(0)
     node.store.quota_bytes = 64 * MIB
     here = NodeCard("here", "tcp://127.0.0.1:1", memory_bytes=64 * MIB)
-    roomy, full = (
-        NodeCard(n, "tcp://127.0.0.1:2", memory_bytes=64 * MIB) for n in ("roomy", "full")
-    )
+    roomy, full = (NodeCard(n, "tcp://127.0.0.1:2", memory_bytes=64 * MIB) for n in ("roomy", "full"))
     members = (
         Member(here, (0,), (20 * MIB,)),
         Member(roomy, (1,), (20 * MIB,)),
@@ -209,17 +203,13 @@ def test_a_ring_is_hard_until_its_target_holds_what_the_floor_needs(folder: Path
     node.seal(segment, 3, 4)
     node.run.promise = Promise(4, 4)
     node.run.epoch = 0
-    assert (
-        node.run.join(RankKey("job", "run", 0), Join(0, -1, (here, Member(other, (1,))), 1)) == ""
-    )
+    assert node.run.join(RankKey("job", "run", 0), Join(0, -1, (here, Member(other, (1,))), 1)) == ""
     assert not node.run.ranks[0].core.sole
     assert hint(segment).sole
 
 
 @pytest.mark.parametrize("start", [-1, 4])
-def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(
-    folder: Path, start: int
-) -> None:
+def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(folder: Path, start: int) -> None:
     """Others may know one that was announced right before: a node that had not heard of it gave its
     suffix away (seed 13400).
     """
@@ -228,9 +218,7 @@ def test_after_a_recovery_a_ring_is_hard_until_a_floor_was_heard_of(
     other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (1,))
     here = Member(NodeCard("here", "tcp://127.0.0.1:2"), (0,))
     node.seal(segment, 3, 4)
-    assert (
-        node.run.join(RankKey("job", "run", 0), Join(5, start, (here, other), 1, follows=0)) == ""
-    )
+    assert node.run.join(RankKey("job", "run", 0), Join(5, start, (here, other), 1, follows=0)) == ""
     assert not node.run.ranks[0].core.sole
     assert node.run.promise.floor == -1
     assert hint(segment).sole
@@ -248,7 +236,7 @@ def test_a_ring_is_hard_while_fewer_than_two_others_hold_the_floor(folder: Path)
     other = Member(NodeCard("away", "tcp://127.0.0.1:1"), (2,))
     for rank, segment in enumerate(segments):
         node.seal(segment, 3, 4, epoch=5)
-        assert node.run.join(RankKey("job", "run", rank), Join(5, -1, (here, other), 1, follows=0)) == ""  # fmt: skip
+        assert node.run.join(RankKey("job", "run", rank), Join(5, -1, (here, other), 1, follows=0)) == ""
     assert [(hint(s).sole, hint(s).aim) for s in segments] == [(True, 4), (True, 4)]
     node.run.peer_lost("away", "no answer")
     node.run.tick()

@@ -141,9 +141,7 @@ def test_two_thousand_idle_connections_take_no_descriptors(
     assert len(node.log_text().splitlines()) < 30
 
 
-def test_what_is_sent_before_a_handshake_is_not_kept(
-    node: Node, friend: Callable[[], None]
-) -> None:
+def test_what_is_sent_before_a_handshake_is_not_kept(node: Node, friend: Callable[[], None]) -> None:
     """Sixteen connections that each announced a frame of 32 MiB, and sent it, left 500 MiB behind."""
     friend()
     before = resident(node)

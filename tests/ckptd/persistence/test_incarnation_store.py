@@ -36,7 +36,7 @@ class World:
         told, geometry = self.segment.descriptor, self.segment.geometry
         raw = encode_descriptor(told)
         size, slots = geometry.slot_bytes, geometry.num_slots
-        reply = self._desk.ask(w.CommitRank, self.name, 1, end, 1, snapshots, raw, size, WINDOW, slots)  # fmt: skip
+        reply = self._desk.ask(w.CommitRank, self.name, 1, end, 1, snapshots, raw, size, WINDOW, slots)
         assert isinstance(reply, w.Answer), reply
         settled = self._desk.wait_settled()
         assert (settled.rank.run, settled.end, settled.complete) == (self._run, end, True)
@@ -68,9 +68,7 @@ def found(desk: Desk, *, again: bool = False) -> tuple[list[int], list[tuple[int
     return reply.numbers, [(one.world, one.end) for one in reply.checkpoints]
 
 
-def test_worlds_are_found_the_latest_first_and_what_is_called_like_one_is_not(
-    desk: Desk, made: Any
-) -> None:
+def test_worlds_are_found_the_latest_first_and_what_is_called_like_one_is_not(desk: Desk, made: Any) -> None:
     """An ordinary run may bear such a name, too."""
     assert found(desk) == ([], [])
     made("run.w5").checkpoint(50)

@@ -165,9 +165,7 @@ def test_what_is_stored_is_found_and_read_back_bit_for_bit(
         at = target.geometry.slot_offset(index)
         for begin in range(0, length, 150_000):
             size = min(150_000, length - begin)
-            reply = desk.ask(
-                w.ReadRange, found.name, index, begin, size, str(target.path), at + begin
-            )
+            reply = desk.ask(w.ReadRange, found.name, index, begin, size, str(target.path), at + begin)
             assert isinstance(reply, w.Answer), reply
         image = target.image(index, header)
         verify(image, header.header_digest)
@@ -213,9 +211,7 @@ def test_a_keeper_that_was_restarted_spares_what_its_last_manifest_refers_to(
     assert again.put(segment, 5, fifth).uploaded_bytes < FRESH_BYTES + 20_000
 
 
-def test_an_upload_that_was_not_committed_is_not_repeated(
-    desk: Desk, segment: Segment, folder: Path
-) -> None:
+def test_an_upload_that_was_not_committed_is_not_repeated(desk: Desk, segment: Segment, folder: Path) -> None:
     desk.open()
     snapshot = fill(segment, 3, 3)
     desk.put(segment, 3, snapshot)
@@ -224,9 +220,7 @@ def test_an_upload_that_was_not_committed_is_not_repeated(
     assert again.put(segment, 3, snapshot).uploaded_bytes == 0
 
 
-def test_replicas_of_the_same_state_on_one_node_are_uploaded_once(
-    desk: Desk, tmp_path: Path
-) -> None:
+def test_replicas_of_the_same_state_on_one_node_are_uploaded_once(desk: Desk, tmp_path: Path) -> None:
     store = segment_store(tmp_path / "two")
     ranks = [store.create(descriptor(rank, world_size=2), 6, 1 << 20) for rank in (0, 1)]
     for rank in (0, 1):
@@ -272,9 +266,7 @@ def test_a_commit_of_what_was_not_stored_is_unknown(desk: Desk, segment: Segment
     assert desk.commit(segment, snapshot).code == w.FailureCode.UNKNOWN
 
 
-def test_what_is_older_than_a_committed_checkpoint_is_not_committed(
-    desk: Desk, segment: Segment
-) -> None:
+def test_what_is_older_than_a_committed_checkpoint_is_not_committed(desk: Desk, segment: Segment) -> None:
     desk.open()
     early = [fill(segment, i, i) for i in (1, 2)]
     for snapshot in early:
@@ -439,9 +431,7 @@ def test_only_what_a_trusted_signer_signed_is_believed(
         good, snapshots=(replace(good.snapshots[0], header_digest=bytes(16)), *good.snapshots[1:])
     )
     (folder / found.name).write_bytes(forged.to_bytes())
-    assert Desk(f"file://{folder}").find(0)[0].headers != found.headers, (
-        "without the setting it counts"
-    )
+    assert Desk(f"file://{folder}").find(0)[0].headers != found.headers, "without the setting it counts"
     strict = Desk(f"file://{folder}", signers=str(keys))
     strict.ask(w.FindStored, "job", "run", [0])
     assert any("bytes were changed" in told.message for told in strict.told)
@@ -452,9 +442,7 @@ def test_only_what_a_trusted_signer_signed_is_believed(
     assert any("it is not signed" in told.message for told in strict.told)
 
 
-def test_the_digest_that_was_kept_beside_the_slot_is_not_made_again(
-    segment: Segment, folder: Path
-) -> None:
+def test_the_digest_that_was_kept_beside_the_slot_is_not_made_again(segment: Segment, folder: Path) -> None:
     """It was made when the snapshot was replicated. An image that does not have it (because
     somebody changed it in memory since) is no good checkpoint.
     """

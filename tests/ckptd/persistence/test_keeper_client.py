@@ -157,9 +157,7 @@ def test_a_keeper_that_hangs_is_killed_and_what_it_was_asked_fails(tmp_path: Pat
 
 
 @pytest.mark.parametrize("usable", [True, False])
-def test_a_keeper_that_answers_lives_on_however_long_we_were_stopped(
-    tmp_path: Path, usable: bool
-) -> None:
+def test_a_keeper_that_answers_lives_on_however_long_we_were_stopped(tmp_path: Path, usable: bool) -> None:
     """Also where its store cannot be opened."""
     (tmp_path / "file").write_text("in the way")
     loop = Loop(f"file://{tmp_path}/{'' if usable else 'file/'}store", silent_s=5.0)

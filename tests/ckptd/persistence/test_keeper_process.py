@@ -81,18 +81,14 @@ def test_a_store_that_cannot_be_opened_is_one_line_and_every_question_is_answere
     started.append(keeper)
     for number in (1, 2):
         answer = keeper.ask(w.FindStored(number, "job", "run", [0]))
-        assert answer == w.KeeperFailed(
-            number, w.FailureCode.STORE, f"the store cannot be opened: {reason}"
-        )
+        assert answer == w.KeeperFailed(number, w.FailureCode.STORE, f"the store cannot be opened: {reason}")
     assert keeper.ask(w.KeeperPing()) == w.KeeperPong()
     keeper.channel.close()
     assert keeper.end() == (0, f"ckptd store keeper: the store cannot be opened: {reason}\n")
 
 
 @pytest.mark.parametrize("url", ["memory://gone", "nosuch://gone"])
-def test_a_daemon_that_is_gone_ends_its_keeper_without_a_traceback(
-    started: list[Process], url: str
-) -> None:
+def test_a_daemon_that_is_gone_ends_its_keeper_without_a_traceback(started: list[Process], url: str) -> None:
     """It was killed while questions lay in the socket: each answer, also that to a ping, meets a
     closed connection.
     """

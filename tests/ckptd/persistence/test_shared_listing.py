@@ -220,6 +220,4 @@ def test_a_listing_that_may_be_shared_is_young_enough_to_act_upon() -> None:
 
     last_attempt_s = 3 * StoreOptions().request_timeout_s
     assert shared_listing._SHARE_S < rank_store._LIST_WITHIN_S
-    assert (
-        rank_store._LIST_WITHIN_S + run_in_store._PROMPT_S + last_attempt_s <= keeper._SETTLE_S / 2
-    )
+    assert rank_store._LIST_WITHIN_S + run_in_store._PROMPT_S + last_attempt_s <= keeper._SETTLE_S / 2

@@ -157,9 +157,7 @@ def test_an_answer_about_an_epoch_that_was_left_does_not_stop_the_next(
         segment = daemon.store.create(descriptor(), 6, 1 << 20)
         for iteration in (3, 4):
             fill(segment, iteration, iteration, epoch=6)
-        daemon.run_until(
-            lambda: "checkpoint 4 is durable on all 1 ranks" in daemon.told("persisted")
-        )
+        daemon.run_until(lambda: "checkpoint 4 is durable on all 1 ranks" in daemon.told("persisted"))
 
 
 def test_the_slots_of_a_history_that_is_over_are_let_go_although_the_store_does_not_answer(
@@ -244,9 +242,7 @@ def test_a_later_history_that_appears_after_our_manifest_stops_the_rank(
 def test_a_fence_against_an_epoch_that_was_joined_meanwhile_is_none(daemon: Daemon) -> None:
     daemon.tier.join(RANK, 1, 5, -1)
     segment = daemon.store.create(descriptor(), 6, 1 << 20)
-    daemon.tier._ranks[RANK].fenced(
-        w.RankFenced(w.RankName("job", "run", 0), 5, "epoch 5 is there")
-    )
+    daemon.tier._ranks[RANK].fenced(w.RankFenced(w.RankName("job", "run", 0), 5, "epoch 5 is there"))
     for iteration in (1, 2):
         fill(segment, iteration, iteration, epoch=5)
     daemon.run_until(lambda: bool(daemon.told("persisted")))

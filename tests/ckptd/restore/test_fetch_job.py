@@ -24,9 +24,7 @@ SLOW = 250_000.0  # bytes per second: an image takes more than two seconds
 
 
 @contextmanager
-def recorded(
-    copies: int, data: str, *, window: int = 1, curve: bool = False
-) -> Iterator[tuple[Net, Job]]:
+def recorded(copies: int, data: str, *, window: int = 1, curve: bool = False) -> Iterator[tuple[Net, Job]]:
     """A job on three nodes with proxies, replicated up to iteration 2 * window, whose node 0 is
     lost and empty again.
     """

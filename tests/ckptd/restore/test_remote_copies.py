@@ -64,9 +64,7 @@ class Setting:
     def attach(self, by: bytes = READER) -> m.Attached:
         rank = 0 if by == READER else 1
         self.ask(m.Hello("1", os.getpid()), by)
-        reply = self.ask(
-            m.Attach("job", "run", rank, 2, f"stage{rank}", 1, MIB, "a test", (), by), by
-        )
+        reply = self.ask(m.Attach("job", "run", rank, 2, f"stage{rank}", 1, MIB, "a test", (), by), by)
         assert isinstance(reply, m.Attached), reply
         return reply
 
@@ -96,14 +94,10 @@ class Setting:
         return reply.state
 
 
-def wanted(
-    segment: Segment, *, kind: str = "", rank: int = 1, name: str = "", node: str = "here"
-) -> m.Fetch:
+def wanted(segment: Segment, *, kind: str = "", rank: int = 1, name: str = "", node: str = "here") -> m.Fetch:
     """All slots of a segment, to be read."""
     pieces = tuple(
-        m.FetchPiece(
-            segment.raw_header(index), (m.FetchSource(node, name or segment.path.name, index),)
-        )
+        m.FetchPiece(segment.raw_header(index), (m.FetchSource(node, name or segment.path.name, index),))
         for index in range(segment.geometry.num_slots)
     )
     return m.Fetch(pieces, (), kind or segment.descriptor.kind, rank)
@@ -126,9 +120,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_holds_what_the_other_rank_has_and_is_nobodys_memory(
-    setting: Setting, kind: str
-) -> None:
+def test_a_copy_holds_what_the_other_rank_has_and_is_nobodys_memory(setting: Setting, kind: str) -> None:
     info = setting.read(kind, 5, 6)
     (source,) = setting.store.everything()
     assert setting.state(info) == "done"
@@ -193,9 +185,7 @@ def test_a_copy_goes_with_its_reader(setting: Setting, how: str) -> None:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_copy_that_is_made_for_a_reader_that_has_left_is_removed(
-    setting: Setting, back: bool
-) -> None:
+def test_a_copy_that_is_made_for_a_reader_that_has_left_is_removed(setting: Setting, back: bool) -> None:
     """It is for nobody, and nobody would ever drop it."""
     source = setting.make("log", 5)
     answers: list[m.Reply] = []

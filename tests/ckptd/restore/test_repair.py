@@ -48,9 +48,7 @@ def test_two_copies_that_are_damaged_in_different_tensors_make_a_whole_one(
     (found,) = setting.told("fetch_damaged")
     assert "2 tensors (a, b) of away's copy do not match" in found
     (mended,) = setting.told("fetch_repaired")
-    assert mended == (
-        "iteration 4: 2 tensors of away's copy do not match; taken from another copy on away"
-    )
+    assert mended == ("iteration 4: 2 tensors of away's copy do not match; taken from another copy on away")
     assert job.state.bytes_done == len(SNAPSHOT.image)
 
 
@@ -129,9 +127,7 @@ def test_what_is_damaged_in_every_copy_is_named(setting: Setting) -> None:
     setting.holder = Holder(snapshot=SNAPSHOT, damaged={"a.seg": both, "b.rep": [*both, 70]})
     job = setting.job(AWAY, OTHER, header=SNAPSHOT.header)
     reason = setting.finish(job)
-    assert (
-        reason == "iteration 4: no holder is left of away; in no copy that was reached is b right"
-    )
+    assert reason == "iteration 4: no holder is left of away; in no copy that was reached is b right"
     assert setting.told("fetch_repaired") == []
     assert sorted(setting.holder.doubted) == ["a.seg", "b.rep"]
     header = job.segment.header(0)

@@ -102,9 +102,7 @@ def test_what_is_right_in_ones_own_damaged_copy_need_not_travel_and_saves_the_re
 
 
 @contextmanager
-def stored(
-    folder: Path, last: int, *, window: int = 1, proxied: bool = False
-) -> Iterator[tuple[Net, Job]]:
+def stored(folder: Path, last: int, *, window: int = 1, proxied: bool = False) -> Iterator[tuple[Net, Job]]:
     """The same on two nodes with a store, where iteration ``last`` is committed; the trainers are
     still there.
     """

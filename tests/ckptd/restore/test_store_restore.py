@@ -41,9 +41,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
     desk = Desk(f"file://{folder / 'store'}")
     for rank in range(RANKS):
-        told = msgspec.structs.replace(
-            descriptor(rank, world_size=RANKS), run=RUN, topology=WORLD_TOPOLOGY
-        )
+        told = msgspec.structs.replace(descriptor(rank, world_size=RANKS), run=RUN, topology=WORLD_TOPOLOGY)
         segment = segment_store(folder / f"shm-{rank}").create(told, 6, 1 << 20)
         name = w.RankName("job", RUN, rank)
         assert isinstance(desk.ask(w.OpenRank, name, 1, -1), w.RunOpened)
@@ -65,7 +63,7 @@ def brought(process: DaemonProcess, end: int, ranks: Sequence[int] = range(RANKS
     """What comes of it in the end."""
     until = time.monotonic() + 30
     with process.client() as client:
-        while (told := client.ask(BringStored("job", RUN, end, tuple(ranks)), Brought)).state == "running":  # fmt: skip
+        while (told := client.ask(BringStored("job", RUN, end, tuple(ranks)), Brought)).state == "running":
             assert time.monotonic() < until, told
             time.sleep(0.02)
     return told

@@ -97,6 +97,4 @@ def test_what_is_left_of_a_snapshot_is_read_and_what_is_lost_is_told_to_be(
         assert (completion.fault, "ObjectMissing" in completion.detail) == (Fault.DAMAGED, True)
         assert read(left.image_offset).ok
         link.tell(p.DoubtSlot("job", "run", stored.name, 1, newest.sequence))
-    assert isinstance(
-        desk.ask(w.FindStored, "job", "run", [0]), w.KeeperFailed
-    )  # it was the only one
+    assert isinstance(desk.ask(w.FindStored, "job", "run", [0]), w.KeeperFailed)  # it was the only one

@@ -118,9 +118,7 @@ def test_buckets_that_could_not_be_put_back_are_not_told_as_those_in_use() -> No
 def test_a_rank_that_knows_no_layout_leaves_all_as_they_are() -> None:
     wrapper = make()
     before = in_use(wrapper)
-    Buckets(wrapper).put_back(
-        {"": [[7, 6, 5], [4, 3, 2, 1, 0]]}, Collectives(lambda said: [b"\x80"])
-    )
+    Buckets(wrapper).put_back({"": [[7, 6, 5], [4, 3, 2, 1, 0]]}, Collectives(lambda said: [b"\x80"]))
     assert in_use(wrapper) == before
 
 

@@ -66,9 +66,7 @@ def test_a_stage_begins_without_asking_and_knows_the_same() -> None:
 
 
 def test_a_stage_of_which_nothing_is_recorded_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"shapes of stage 1 were not recorded \(recorded: \[0, 2\]\)"
-    ):
+    with pytest.raises(ValueError, match=r"shapes of stage 1 were not recorded \(recorded: \[0, 2\]\)"):
         IsolatedStage([stage()], 1, {}, 5, lambda *_: {}, shapes={0: MIDDLE, 1: None, 2: MIDDLE})
 
 

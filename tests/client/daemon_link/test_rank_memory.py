@@ -282,9 +282,7 @@ def test_a_new_run_is_no_news(endpoint: str, run: str) -> None:
     assert not events(endpoint, run, "starting_over")
 
 
-def test_damage_here_is_no_reason_to_forget_what_a_late_node_may_hold(
-    endpoint: str, run: str
-) -> None:
+def test_damage_here_is_no_reason_to_forget_what_a_late_node_may_hold(endpoint: str, run: str) -> None:
     """All that is here is damaged, and quarantined while the ranks plan; the late node may hold
     replicas of it.
     """
@@ -355,9 +353,7 @@ def test_a_daemon_that_is_away_when_the_run_begins_is_told_later(
         assert history(memory) == (9, 4)
         assert "the daemon was not told who takes part in the run" in caplog.text
         eventually(
-            lambda: any(
-                f"job/{run}: epoch 9" in text for _, text in events(endpoint, "", "run_joined")
-            ),
+            lambda: any(f"job/{run}: epoch 9" in text for _, text in events(endpoint, "", "run_joined")),
             "it is told",
         )
 
@@ -380,9 +376,7 @@ def test_a_join_that_fails_for_another_reason_is_tried_again(
         memory.begin_epoch(9, 4, (Member(memory.session.card, (0,)),))
         assert refused
         eventually(
-            lambda: any(
-                f"job/{run}: epoch 9" in text for _, text in events(endpoint, "", "run_joined")
-            ),
+            lambda: any(f"job/{run}: epoch 9" in text for _, text in events(endpoint, "", "run_joined")),
             "it is told",
         )
 
@@ -486,9 +480,7 @@ def test_a_generation_stays_of_which_the_daemon_has_just_promised_something(
         assert memory.drop_unneeded() == [first]
 
 
-def test_a_generation_that_is_given_back_holds_nothing_from_then_on(
-    endpoint: str, run: str
-) -> None:
+def test_a_generation_that_is_given_back_holds_nothing_from_then_on(endpoint: str, run: str) -> None:
     """The daemon hears of it later, and must not count on it until then; while somebody reads it, it stays."""
     with two_generations(endpoint, run) as (memory, first):
         with locks.lock_file(first.path, slot_lock_byte(0), exclusive=False) as reading:

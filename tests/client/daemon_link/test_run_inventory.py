@@ -36,9 +36,7 @@ class Asks:
     sees: RunSeen | Exception
     known: list[tuple[str, ...]] = field(default_factory=list)
 
-    def see_run(
-        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False
-    ) -> RunSeen:
+    def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen:
         assert (job, run) == ("job", "run")
         self.known.append(known)
         if isinstance(self.sees, Exception):
@@ -136,9 +134,7 @@ def held_by(node: str, epoch: int, *iterations: int) -> HeldSegment:
     slots = tuple(
         HeldSlot(
             i,
-            pack_slot_header(
-                SlotHeader(SlotState.SEALED, iteration, iteration - 1, sequence=1, epoch=epoch)
-            ),
+            pack_slot_header(SlotHeader(SlotState.SEALED, iteration, iteration - 1, sequence=1, epoch=epoch)),
             b"\1",
         )
         for i, iteration in enumerate(iterations)
@@ -177,9 +173,7 @@ def test_an_epoch_of_which_nothing_was_recorded_does_not_end_a_history_that_goes
     that the job had recorded was another history, and the run would have begun anew.
     """
     base, live, drawn = 1 << 12, (2 << 12) + 5, (2 << 12) + 9
-    ab = RunRecord(
-        "job", "run", members=(member("a", 0),), epochs=((base, -1, -1), (live, 3, base))
-    )
+    ab = RunRecord("job", "run", members=(member("a", 0),), epochs=((base, -1, -1), (live, 3, base)))
     c = RunRecord("job", "run", members=(member("c"),), epochs=((base, -1, -1), (drawn, -1, base)))
     here = (held_by("a", base, 2, 3), held_by("a", live, 4, 5))
     found = view(

@@ -88,9 +88,7 @@ def test_there_is_no_hope(
         _ = arrivals(memory, state, Stats()).image(3, RECORD).view
 
 
-def test_what_stands_still_for_long_is_given_up(
-    memory: RankMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stands_still_for_long_is_given_up(memory: RankMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_arrival, "_ASK_S", 0.0)
     monkeypatch.setattr(segment_arrival, "_STALLED_S", 0.05)
     with pytest.raises(DaemonUnavailable, match="iteration 3: nothing arrived"):

@@ -63,7 +63,5 @@ def test_an_iterator_that_is_through_is_named() -> None:
     """
     batches = Batches(iter([1]))
     assert next(batches) == 1
-    with pytest.raises(
-        ValueError, match=r"it is an iterator, which has only one epoch; pass its loader"
-    ):
+    with pytest.raises(ValueError, match=r"it is an iterator, which has only one epoch; pass its loader"):
         next(batches)

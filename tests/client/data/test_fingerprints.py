@@ -30,7 +30,7 @@ class Pair:
 
 def test_the_same_batch_has_the_same_fingerprint() -> None:
     def batch() -> Any:
-        return {"x": torch.arange(6.0).reshape(2, 3), "y": [np.arange(3), ("a", 1, None)], "z": Pair(1, b"b")}  # fmt: skip
+        return {"x": torch.arange(6.0).reshape(2, 3), "y": [np.arange(3), ("a", 1, None)], "z": Pair(1, b"b")}
 
     assert of(batch()) == of(batch())
     assert of(UserDict(batch())) == of(UserDict(batch()))

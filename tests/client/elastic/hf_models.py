@@ -118,9 +118,7 @@ def fused_again(
     grads: Mapping[str, Tensor | None], layers: Mapping[str, ElasticExperts]
 ) -> dict[str, Tensor | None]:
     """Gradients by the names of the model that was not replaced; one rank holds all experts."""
-    found = {
-        n: g for n, g in grads.items() if not n.startswith(tuple(f"{n}.experts." for n in layers))
-    }
+    found = {n: g for n, g in grads.items() if not n.startswith(tuple(f"{n}.experts." for n in layers))}
     for name, layer in layers.items():
         for leaf in ("gate_up_proj", "down_proj"):
             rows = []

@@ -38,12 +38,8 @@ CASES = {
     "a rank without experts": Case([[1, 1, 1], [0, 0, 0], [0, 3, 0], [1, 0, 0]], SPREAD.tokens),
     "more choices": Case(SPREAD.replicas, SPREAD.tokens, choices=4),
     "one expert twice": Case(SPREAD.replicas, SPREAD.tokens, twice=True),
-    "gradients on one rank": Case(
-        SPREAD.replicas, SPREAD.tokens, learns=[False, False, True, False]
-    ),
-    "frozen experts": Case(
-        SPREAD.replicas, SPREAD.tokens, learns=[True, False, False, False], trained=False
-    ),
+    "gradients on one rank": Case(SPREAD.replicas, SPREAD.tokens, learns=[False, False, True, False]),
+    "frozen experts": Case(SPREAD.replicas, SPREAD.tokens, learns=[True, False, False, False], trained=False),
     "inputs without gradients": Case(SPREAD.replicas, SPREAD.tokens, learns=[False] * 4),
     "micro-batches": Case(SPREAD.replicas, SPREAD.tokens, reduce="mean", micro_batches=3),
     "two layers": Case(SPREAD.replicas, SPREAD.tokens, layers=2),
@@ -52,9 +48,7 @@ CASES = {
     "bfloat16": Case(SPREAD.replicas, SPREAD.tokens, dtype=torch.bfloat16),
 }
 if LONG:  # DDP and checkpointing import the compiler: seconds on each rank
-    CASES["two layers, recomputed"] = Case(
-        SPREAD.replicas, [7, 0, 9, 6], layers=2, checkpointed=True
-    )
+    CASES["two layers, recomputed"] = Case(SPREAD.replicas, [7, 0, 9, 6], layers=2, checkpointed=True)
 
 
 def run_all(rank: int, folder: str) -> None:
@@ -85,17 +79,11 @@ def _forward(case: Case, layer: ElasticExperts, batch: Batch) -> Tensor:
     out = batch.tokens
     for _ in range(case.layers):
         arguments = (out, batch.experts, batch.weights)
-        out = (
-            checkpoint(layer, *arguments, use_reentrant=False)
-            if case.checkpointed
-            else layer(*arguments)
-        )
+        out = checkpoint(layer, *arguments, use_reentrant=False) if case.checkpointed else layer(*arguments)
     return out
 
 
-def _computed(
-    case: Case, group: Any = None, meddle: Callable[[ElasticExperts], None] | None = None
-) -> Found:
+def _computed(case: Case, group: Any = None, meddle: Callable[[ElasticExperts], None] | None = None) -> Found:
     """Forward, backward and sum."""
     layer = elastic_layer(case, group=group)
     mine = dist.get_rank(group)
@@ -110,8 +98,7 @@ def _computed(
     if meddle is not None:
         meddle(layer)
     experts = {
-        int(number): [param.grad for param in module.parameters()]
-        for number, module in layer.experts.items()
+        int(number): [param.grad for param in module.parameters()] for number, module in layer.experts.items()
     }
     return {"outs": outs, "inputs": grads, "experts": experts}
 

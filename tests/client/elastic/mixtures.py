@@ -97,14 +97,10 @@ def batches(case: Case, micro_batch: int = 0) -> list[Batch]:
     for rank, count in enumerate(case.tokens):
         tokens, target = torch.randn(2, count, WIDTH, generator=generator).to(case.dtype)
         weights = torch.rand(count, case.choices, generator=generator).to(case.dtype)
-        drawn = torch.multinomial(
-            shares.repeat(max(1, count), 1), case.choices, generator=generator
-        )[:count]
+        drawn = torch.multinomial(shares.repeat(max(1, count), 1), case.choices, generator=generator)[:count]
         experts = drawn[:, :1].repeat(1, case.choices) if case.twice else drawn
         learns = not case.learns or case.learns[rank]
-        out.append(
-            Batch(tokens.clone().requires_grad_(learns), experts, weights.requires_grad_(), target)
-        )
+        out.append(Batch(tokens.clone().requires_grad_(learns), experts, weights.requires_grad_(), target))
     return out
 
 

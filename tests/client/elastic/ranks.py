@@ -42,9 +42,7 @@ def told(work: Callable[[], object]) -> str:
     return ""
 
 
-def work_through(
-    rank: int, folder: str, found: Found, works: Iterable[Callable[[int], Any]]
-) -> None:
+def work_through(rank: int, folder: str, found: Found, works: Iterable[Callable[[int], Any]]) -> None:
     """Each work's result under its name; all of them, with ``found``, go to ``<folder>/<rank>.pt``."""
     for work in works:
         found[work.__name__] = work(rank)

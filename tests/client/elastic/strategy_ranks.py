@@ -239,9 +239,7 @@ def _saved(rank: int) -> Found:
         _backward(case, layer, step)
         shards.step([PLACEMENTS[step]])
     kept: list[Any] = [None] * RANKS
-    dist.all_gather_object(
-        kept, copy.deepcopy((shards.state_dict(), shards.optimizer.state_dict()))
-    )
+    dist.all_gather_object(kept, copy.deepcopy((shards.state_dict(), shards.optimizer.state_dict())))
     five = recut([one for one, _ in kept], [one for _, one in kept], 5)
     again = recut([one for one, _ in five], [one for _, one in five], RANKS)
     found: Found = {"kept": kept, "five": five, "again": again}
@@ -303,9 +301,7 @@ def _refused(rank: int) -> dict[str, str]:
     found["other layers"] = made(lambda layer: ExpertShards({f"of {rank // 2}": layer}, make))
     found["not elementwise"] = made(lambda layer: ExpertShards(layer, _Whole))
     found["other options"] = made(
-        lambda layer: ExpertShards(
-            layer, lambda params: torch.optim.SGD(params, lr=0.1 if rank < 2 else 0.2)
-        )
+        lambda layer: ExpertShards(layer, lambda params: torch.optim.SGD(params, lr=0.1 if rank < 2 else 0.2))
     )
     found["no optimizer"] = made(
         lambda layer: ExpertShards(layer, lambda _: None if rank == 1 else make(_))  # type: ignore[arg-type,return-value]
@@ -334,9 +330,7 @@ def _refused(rank: int) -> dict[str, str]:
     return found | _refused_steps(rank, case, make)
 
 
-def _refused_steps(
-    rank: int, case: Case, make: Callable[[Any], torch.optim.Optimizer]
-) -> dict[str, str]:
+def _refused_steps(rank: int, case: Case, make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, str]:
     layer = elastic_layer(case)
     shards = ExpertShards(layer, make)
     _backward(case, layer, 0)

@@ -70,9 +70,7 @@ def _backward(case: Case, experts: nn.ModuleList, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_shards_train_as_optimizers_on_replicas_do_bit_for_bit(
-    found: list[Found], name: str
-) -> None:
+def test_shards_train_as_optimizers_on_replicas_do_bit_for_bit(found: list[Found], name: str) -> None:
     """Over five steps with four placements: sums are added in one order in both."""
     for one in found:
         for step, (replicas, shards) in enumerate(
@@ -81,9 +79,7 @@ def test_shards_train_as_optimizers_on_replicas_do_bit_for_bit(
             assert _equal(shards, replicas), f"step {step}"
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, (case, _) in TRAINED.items() if case.dtype in TOLERANCES]
-)
+@pytest.mark.parametrize("name", [n for n, (case, _) in TRAINED.items() if case.dtype in TOLERANCES])
 def test_shards_train_as_what_is_not_replicated(found: list[Found], name: str) -> None:
     case, optimizer = TRAINED[name]
     tolerance = TOLERANCES[case.dtype]
@@ -216,9 +212,7 @@ def test_all_ranks_are_told_what_cannot_be_done(found: list[Found], name: str, w
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_model_with_elastic_blocks_equals_the_model(
-    found: list[Found], dtype: torch.dtype
-) -> None:
+def test_a_model_with_elastic_blocks_equals_the_model(found: list[Found], dtype: torch.dtype) -> None:
     """Gradients of all parameters and of the input, and the gates' logits, of which the loss has a part."""
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}[dtype]
     model = Model(dtype)
@@ -239,9 +233,7 @@ def test_a_model_with_elastic_blocks_equals_the_model(
                 whole[name] = whole.get(name, torch.zeros_like(param)) + part / RANKS
             else:
                 assert param.grad is not None
-                assert torch.allclose(
-                    here["grads"][name], param.grad, rtol=tolerance, atol=tolerance
-                )
+                assert torch.allclose(here["grads"][name], param.grad, rtol=tolerance, atol=tolerance)
     for one in found:
         _check_experts(one["_blocks"][str(dtype)]["grads"], whole, tolerance)
 
@@ -249,9 +241,7 @@ def test_a_model_with_elastic_blocks_equals_the_model(
 def _check_experts(grads: dict[str, Tensor], whole: dict[str, Tensor], tolerance: float) -> None:
     checked = 0
     for name, grad in grads.items():
-        path, _, rest = name.partition(
-            ".experts.experts." if "blocks.2" not in name else ".ffn.experts."
-        )
+        path, _, rest = name.partition(".experts.experts." if "blocks.2" not in name else ".ffn.experts.")
         if not rest:
             continue
         number, _, leaf = rest.partition(".")
@@ -302,9 +292,7 @@ def test_with_shards_the_models_parameters_are_those_of_the_dense_part(found: li
         ("no holder", "no rank holds expert 1"),
     ],
 )
-def test_all_ranks_are_told_why_blocks_are_not_replaced(
-    found: list[Found], name: str, words: str
-) -> None:
+def test_all_ranks_are_told_why_blocks_are_not_replaced(found: list[Found], name: str, words: str) -> None:
     told = {one["_blocks_refused"][name] for one in found}
     assert len(told) == 1, "all ranks raise the same error"
     assert words in told.pop()

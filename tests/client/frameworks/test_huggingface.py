@@ -141,7 +141,7 @@ def test_off_it_changes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     """With ``daemon=None``, from a checkpoint of the Trainer's own: the same losses as without the
     callback, and no wrapper is left.
     """
-    first = trainer(tmp_path, ckptd_callback(daemon=None), max_steps=3, save_strategy="steps", save_steps=3)  # fmt: skip
+    first = trainer(tmp_path, ckptd_callback(daemon=None), max_steps=3, save_strategy="steps", save_steps=3)
     first.train()
     resumed = trainer(tmp_path, ckptd_callback(daemon=None), max_steps=6, logging_steps=1)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

@@ -190,9 +190,7 @@ def with_two_groups(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.1)
 
 
-def test_options_of_several_groups_need_to_know_whose_they_are(
-    endpoint: str, tmp_path: Path
-) -> None:
+def test_options_of_several_groups_need_to_know_whose_they_are(endpoint: str, tmp_path: Path) -> None:
     trained = train(endpoint, 4, window=1, make_optimizer=with_two_groups)
     with trained.snapshot(3) as source:
         full = export_dcp(source, tmp_path / "known")
@@ -245,9 +243,7 @@ def test_masters_that_are_kept_apart_are_there(endpoint: str, tmp_path: Path) ->
     masters = {n: p.detach().float().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(list(masters.values()), lr=0.1, momentum=0.9)
     trained = train(endpoint, 1, window=1)  # finds the folder
-    options = grouped(
-        job="export", run=trained.run + "m", daemon=endpoint, masters=masters, window=1
-    )
+    options = grouped(job="export", run=trained.run + "m", daemon=endpoint, masters=masters, window=1)
     with Checkpointer(model, optimizer, **options) as ckpt:
         for _ in ckpt.steps(3):
             for master in masters.values():

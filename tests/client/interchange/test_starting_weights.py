@@ -174,9 +174,7 @@ def test_masters_and_state_of_the_optimizer_lie_beside_the_model(tmp_path: Path)
             tmp_path,
         )
     save_file({"state.weight.momentum_buffer": torch.zeros(3)}, tmp_path / "optimizer.safetensors")
-    with pytest.raises(
-        StartMismatch, match=r"shape of state\.weight\.momentum_buffer: \[3\] there"
-    ):
+    with pytest.raises(StartMismatch, match=r"shape of state\.weight\.momentum_buffer: \[3\] there"):
         load_start(binding, tmp_path)
 
 
@@ -245,9 +243,7 @@ def test_a_mismatch_ends_the_constructor(endpoint: str, tmp_path: Path) -> None:
         Checkpointer(model, make_adamw(model), **options)
 
 
-def test_an_exported_and_imported_run_goes_on_at_the_exact_bits(
-    endpoint: str, tmp_path: Path
-) -> None:
+def test_an_exported_and_imported_run_goes_on_at_the_exact_bits(endpoint: str, tmp_path: Path) -> None:
     """DCP there, a set here: parameters, optimizer state and options; what is of another optimizer
     is refused.
     """
@@ -255,9 +251,7 @@ def test_an_exported_and_imported_run_goes_on_at_the_exact_bits(
     with trained.snapshot(AT) as source:
         export_dcp(source, tmp_path / "dcp")
         export_hf(source, tmp_path / "hf")
-    with open_import(
-        tmp_path / "dcp", kind="dcp", model_key="model", optimizer_key="optim"
-    ) as found:
+    with open_import(tmp_path / "dcp", kind="dcp", model_key="model", optimizer_key="optim") as found:
         report = import_to_folder(found, tmp_path / "set")
     assert (report.format, report.tensors, report.optimizer_tensors) == ("dcp", 8, 18)
     model = make_model(2)

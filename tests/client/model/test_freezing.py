@@ -184,10 +184,7 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        if self.mode:
-            x = checkpoint(self.block, x, use_reentrant=self.mode == "reentrant")
-        else:
-            x = self.block(x)
+        x = checkpoint(self.block, x, use_reentrant=self.mode == "reentrant") if self.mode else self.block(x)
         loss: Tensor = self.second(x).square().mean()
         return loss
 

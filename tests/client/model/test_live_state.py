@@ -150,17 +150,13 @@ class TestErrors:
         model = bf16_model()
         masters = masters_of(model)
         masters["no.such"] = masters.pop("0.weight")
-        with pytest.raises(
-            ValueError, match=r"masters\['no\.such'\]: .*names look like '0\.weight'"
-        ):
+        with pytest.raises(ValueError, match=r"masters\['no\.such'\]: .*names look like '0\.weight'"):
             LiveState(model, [AdamW(list(masters.values()))], masters)
 
     def test_a_master_of_another_shape(self) -> None:
         model = bf16_model()
         masters = masters_of(model) | {"0.weight": torch.zeros(2, 3)}
-        with pytest.raises(
-            ValueError, match=r"masters\['0\.weight'\] has shape \(2, 3\), .*\(3, 3\)"
-        ):
+        with pytest.raises(ValueError, match=r"masters\['0\.weight'\] has shape \(2, 3\), .*\(3, 3\)"):
             LiveState(model, [AdamW(list(masters.values()))], masters)
 
     def test_a_master_that_no_optimizer_holds(self) -> None:

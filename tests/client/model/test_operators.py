@@ -64,9 +64,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 5)
 
 
-def find(
-    model: nn.Module, *, rows: bool = True, grouping: Grouping | None = None
-) -> list[Operator]:
+def find(model: nn.Module, *, rows: bool = True, grouping: Grouping | None = None) -> list[Operator]:
     """The operators, after checking that they partition the model's parameters."""
     operators = discover_operators(model, rows_allowed=lambda name: rows, grouping=grouping)
     assert_partition(operators, dict(model.named_parameters()))
@@ -75,9 +73,7 @@ def find(
 
 def assert_partition(operators: list[Operator], params: dict[str, Tensor]) -> None:
     """Every row of every parameter belongs to exactly one operator, and names are unique."""
-    covered = {
-        n: torch.zeros(p.shape[0] if p.ndim else 1, dtype=torch.int) for n, p in params.items()
-    }
+    covered = {n: torch.zeros(p.shape[0] if p.ndim else 1, dtype=torch.int) for n, p in params.items()}
     for op in operators:
         for member in op.members:
             start, stop = member.range(len(covered[member.param]))
@@ -144,9 +140,7 @@ def test_children_of_different_shapes_are_not_experts() -> None:
     assert names(find(Model(moe)), OperatorKind.EXPERT) == []
 
 
-@pytest.mark.parametrize(
-    "attribute", ["num_experts", "num_local_experts", "n_routed_experts", None]
-)
+@pytest.mark.parametrize("attribute", ["num_experts", "num_local_experts", "n_routed_experts", None])
 def test_fused_experts_are_slices(attribute: str | None) -> None:
     """One operator per row, over every fused tensor of the module; the number of rows is stated, or
     seen at the gate.
@@ -176,18 +170,14 @@ def test_a_parameter_of_the_experts_module_that_is_not_per_expert_stays_whole() 
     by_member = {m: op for op in find(Model(moe)) for m in op.members}
     assert by_member[ParameterRows("layers.0.mlp.experts.bias")].kind is OperatorKind.DENSE
     assert by_member[ParameterRows("layers.0.mlp.experts.router.weight")].kind is OperatorKind.DENSE
-    assert (
-        by_member[ParameterRows("layers.0.mlp.experts.down_proj", 0, 1)].kind is OperatorKind.EXPERT
-    )
+    assert by_member[ParameterRows("layers.0.mlp.experts.down_proj", 0, 1)].kind is OperatorKind.EXPERT
 
 
 def test_a_bias_as_wide_as_there_are_experts_is_not_cut() -> None:
     """A one-dimensional parameter whose length happens to be the number of experts is no fused tensor."""
     moe = FusedMoE()
     moe.experts.bias = nn.Parameter(torch.zeros(EXPERTS))
-    assert ParameterRows("layers.0.mlp.experts.bias") in [
-        m for op in find(Model(moe)) for m in op.members
-    ]
+    assert ParameterRows("layers.0.mlp.experts.bias") in [m for op in find(Model(moe)) for m in op.members]
 
 
 def test_shared_experts_are_dense() -> None:
@@ -228,9 +218,7 @@ class TestGrouping:
         by_name = {op.name: op for op in operators}
         assert len(by_name["attention"].members) == 4
         assert len(by_name["experts"].members) == 2 * EXPERTS
-        assert names(operators, OperatorKind.EXPERT) == [
-            f"layers.1.mlp.experts.{i}" for i in range(EXPERTS)
-        ]
+        assert names(operators, OperatorKind.EXPERT) == [f"layers.1.mlp.experts.{i}" for i in range(EXPERTS)]
 
     def test_a_function_of_name_and_parameter(self) -> None:
         def by_rank(name: str, param: Tensor) -> str | None:
@@ -245,9 +233,7 @@ class TestGrouping:
         }
 
     def test_a_pattern_without_a_match_names_itself_and_an_example(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"operators\['x'\]: pattern 'nothing\.\*' .*embed\.weight"
-        ):
+        with pytest.raises(ValueError, match=r"operators\['x'\]: pattern 'nothing\.\*' .*embed\.weight"):
             find(Model(Listed()), grouping={"x": ["nothing.*"]})
 
     def test_a_pattern_whose_parameters_are_taken_is_an_error(self) -> None:

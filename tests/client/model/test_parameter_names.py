@@ -81,9 +81,7 @@ def test_wrappers_leave_no_trace_in_names() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_binding_finds_live_tensors_by_plain_names() -> None:
     model = wrapped()
-    masters = {
-        n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("head.bias")
-    }
+    masters = {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("head.bias")}
     rest = [p for n, p in model.named_parameters() if not n.endswith("head.bias")]
     binding = LiveState(model, [torch.optim.SGD([*rest, *masters.values()], lr=0.1)], masters)
     assert list(binding.masters) == ["head.bias"]  # given as `module.head.bias`

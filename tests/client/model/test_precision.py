@@ -41,9 +41,7 @@ class Model(nn.Module):
         return logits
 
 
-def watch(
-    model: nn.Module, forward: Callable[[], Tensor], *, autocast: bool = True
-) -> PrecisionProbe:
+def watch(model: nn.Module, forward: Callable[[], Tensor], *, autocast: bool = True) -> PrecisionProbe:
     probe = PrecisionProbe(dict(model.named_parameters()))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         probe.enter()
@@ -80,9 +78,7 @@ def test_a_tied_head_does_not_suffice() -> None:
 
 def test_what_is_never_read_is_kept_as_it_is() -> None:
     model = Model()
-    assert not {"unused.weight", "unused.bias"} & set(
-        watch(model, lambda: model(TOKENS)).sufficient()
-    )
+    assert not {"unused.weight", "unused.bias"} & set(watch(model, lambda: model(TOKENS)).sufficient())
 
 
 def test_rounding_what_suffices_changes_no_bit_of_the_output() -> None:

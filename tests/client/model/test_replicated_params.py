@@ -121,9 +121,7 @@ class TestWhoSaysSo:
         assert set(find_replicas(binding, None, rank=1)) == set(binding.params)
 
     def test_a_pattern_that_matches_nothing_is_refused(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"replicated\['expert.*names look like 'dense.weight'"
-        ):
+        with pytest.raises(ValueError, match=r"replicated\['expert.*names look like 'dense.weight'"):
             find_replicas(bound(Net()), {"expert.*": dist.group.WORLD})
 
     def test_what_is_no_group_is_refused(self) -> None:
@@ -135,9 +133,7 @@ def sharing_of(binding: LiveState, own_bytes: dict[int, int] | None = None) -> R
     return ReplicatedParams(dict.fromkeys(binding.params, BOTH), own_bytes or {})
 
 
-def planned(
-    binding: LiveState, sharing: ReplicatedParams, rank: int = 0, **changes: Any
-) -> SnapshotPlan:
+def planned(binding: LiveState, sharing: ReplicatedParams, rank: int = 0, **changes: Any) -> SnapshotPlan:
     operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
     options: dict[str, Any] = {
         "policy": "sliding",
@@ -154,9 +150,7 @@ def planned(
     return make_plan(binding, operators, PlanInputs(sharing=sharing, **(options | changes)))
 
 
-def captured(
-    plan: SnapshotPlan, binding: LiveState, ordinal: int
-) -> set[tuple[str, str, int | None]]:
+def captured(plan: SnapshotPlan, binding: LiveState, ordinal: int) -> set[tuple[str, str, int | None]]:
     """Parameters, masters and optimizer state in a snapshot."""
     built = plan.phase_plan(binding, ordinal)
     assert built is not None
@@ -341,9 +335,7 @@ class TestPlans:
         binding = bound(Net())
         operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
         whole = operator_costs(binding, operators, {})
-        part = ReplicatedParams({"dense.weight": BOTH, "dense.bias": BOTH}).mean_costs(
-            operators, whole
-        )
+        part = ReplicatedParams({"dense.weight": BOTH, "dense.bias": BOTH}).mean_costs(operators, whole)
         for before, after in zip(whole, part, strict=True):
             halves = 2 if before.name == "dense" else 1
             assert after.anchor_bytes == before.anchor_bytes // halves
@@ -365,9 +357,7 @@ class TestAgreeOnSharing:
             assert len(sharing.replicas) == len(list(model.parameters()))
             assert sharing.own_bytes == {0: 7, 1: 7}
 
-    def test_one_bit_that_differs_is_noticed_on_both(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_one_bit_that_differs_is_noticed_on_both(self, caplog: pytest.LogCaptureFixture) -> None:
         first, second = Net(), Net()
         second.load_state_dict(first.state_dict())
         with torch.no_grad():
@@ -384,9 +374,7 @@ class TestAgreeOnSharing:
         assert [s.replicas for s in self.both(first, second)] == [{}, {}]
 
     @pytest.mark.parametrize("lr", [0.0, 1e-3])
-    def test_what_began_alike_and_is_trained_apart_is_noticed_after_the_first_update(
-        self, lr: float
-    ) -> None:
+    def test_what_began_alike_and_is_trained_apart_is_noticed_after_the_first_update(self, lr: float) -> None:
         """One seed on all ranks makes anything alike at the start. A warm-up begins with a learning
         rate of zero: the weights are alike then, but not what the optimizer keeps.
         """
@@ -410,9 +398,9 @@ class TestAgreeOnSharing:
         sharing, plan = sharing_of(binding), planned(binding, sharing_of(binding))
 
         def told(values: str) -> int:
-            return sharing.fingerprints(
-                plan.operators, plan.schedule.phases, plan.owners, {BOTH: values}
-            )[BOTH]
+            return sharing.fingerprints(plan.operators, plan.schedule.phases, plan.owners, {BOTH: values})[
+                BOTH
+            ]
 
         assert told("a") == told("a")
         assert told("a") != told("b")

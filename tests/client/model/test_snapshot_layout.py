@@ -75,14 +75,10 @@ class Model(nn.Module):
         self.register_buffer("nothing", None)
 
 
-EXPERTS = [
-    Operator(f"e{i}", OperatorKind.EXPERT, (ParameterRows("fused", i, i + 1),)) for i in range(4)
-]
+EXPERTS = [Operator(f"e{i}", OperatorKind.EXPERT, (ParameterRows("fused", i, i + 1),)) for i in range(4)]
 OPERATORS = [
     *EXPERTS,
-    Operator(
-        "dense", OperatorKind.DENSE, (ParameterRows("dense.weight"), ParameterRows("temperature"))
-    ),
+    Operator("dense", OperatorKind.DENSE, (ParameterRows("dense.weight"), ParameterRows("temperature"))),
 ]
 
 
@@ -181,9 +177,7 @@ def test_masters_are_anchored_too() -> None:
 def test_sources_offsets_and_entries_agree() -> None:
     found = plan(binding(), {0, 4})
     assert len(found.sources) == len(found.offsets) == len(found.layout.entries)
-    for source, offset, entry in zip(
-        found.sources, found.offsets, found.layout.entries, strict=True
-    ):
+    for source, offset, entry in zip(found.sources, found.offsets, found.layout.entries, strict=True):
         assert offset == found.layout.offset_of(entry.name)
         assert offset % max(1, entry.nbytes // max(1, torch.Size(entry.shape).numel())) == 0
         if source is not None:
@@ -201,12 +195,8 @@ def test_sizes_of_members_add_up_to_the_entries(anchored: bool) -> None:
     bound = binding()
     every = range(len(OPERATORS))
     found = plan(bound, every if anchored else ())
-    held = sum(
-        e.nbytes for e in found.layout.entries if not e.name.startswith(("buffer/", "ckptd."))
-    )
-    told = sum(
-        member_bytes(bound, m, {}, anchored=anchored) for op in OPERATORS for m in op.members
-    )
+    held = sum(e.nbytes for e in found.layout.entries if not e.name.startswith(("buffer/", "ckptd.")))
+    told = sum(member_bytes(bound, m, {}, anchored=anchored) for op in OPERATORS for m in op.members)
     assert told == held
 
 

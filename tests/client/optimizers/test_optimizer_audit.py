@@ -49,7 +49,7 @@ def gathered(binding: LiveState) -> bytes:
     return binding.kept.gather()
 
 
-@pytest.mark.parametrize("make", [SAM, CountsInState, lambda ps: Lookahead(torch.optim.SGD(ps, lr=0.1))])  # fmt: skip
+@pytest.mark.parametrize("make", [SAM, CountsInState, lambda ps: Lookahead(torch.optim.SGD(ps, lr=0.1))])
 def test_a_fresh_process_has_all_of_it_again(make: Any) -> None:
     """SAM's inner moments, ``state["step"]``, Lookahead's slow weights: they were in no snapshot,
     and nobody was told.

@@ -28,9 +28,7 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 optim = torch.optim
 
 
-def probe(
-    optimizer: torch.optim.Optimizer, ndim: int = 2, dtype: torch.dtype = torch.float32
-) -> ProbeResult:
+def probe(optimizer: torch.optim.Optimizer, ndim: int = 2, dtype: torch.dtype = torch.float32) -> ProbeResult:
     return probe_optimizer(
         optimizer, optimizer.param_groups[0], ndim=ndim, dtype=dtype, device=torch.device("cpu")
     )

@@ -86,7 +86,14 @@ def test_a_replay_with_closures_freezes_what_is_frozen(endpoint: str) -> None:
         optimizer.step(closure)
 
     run = uuid.uuid4().hex[:8]
-    with Checkpointer(model, optimizer, run=RunOptions(job="unit", name=run), daemon=endpoint, snapshots=SnapshotOptions(window=3), recovery=RecoveryOptions(freeze="drop")) as ckpt:  # fmt: skip
+    with Checkpointer(
+        model,
+        optimizer,
+        run=RunOptions(job="unit", name=run),
+        daemon=endpoint,
+        snapshots=SnapshotOptions(window=3),
+        recovery=RecoveryOptions(freeze="drop"),
+    ) as ckpt:
         for step in ckpt.steps(8):
             run_step(step)
 

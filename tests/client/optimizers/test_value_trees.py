@@ -65,9 +65,19 @@ def read(tree: Any, into: Any, known: Any = None) -> Any:
 
 def test_values_of_every_kind_come_back() -> None:
     here = Thing(
-        n=3, x=0.1, name="a", none=None, yes=True, raw=b"\0", t=(1, [2]), s={1, 2}, a=np.arange(3), d={"k": [torch.ones(2)], 3: -0.0},
-        q=deque([1, 2], maxlen=2), dtype=torch.bfloat16,
-    )  # fmt: skip
+        n=3,
+        x=0.1,
+        name="a",
+        none=None,
+        yes=True,
+        raw=b"\0",
+        t=(1, [2]),
+        s={1, 2},
+        a=np.arange(3),
+        d={"k": [torch.ones(2)], 3: -0.0},
+        q=deque([1, 2], maxlen=2),
+        dtype=torch.bfloat16,
+    )
     there = read(written(here), Thing())
     assert unlike(["o", written(there)], ["o", written(here)]) == ""
     assert there.q.maxlen == 2
@@ -118,13 +128,26 @@ def test_tensors_that_are_captured_elsewhere_are_told_by_name() -> None:
 
 def test_generators_go_on_where_they_were() -> None:
     here = Thing(
-        torch=torch.Generator().manual_seed(3), python=random.Random(4), numpy=np.random.default_rng(5), old=np.random.RandomState(6)
-    )  # fmt: skip
+        torch=torch.Generator().manual_seed(3),
+        python=random.Random(4),
+        numpy=np.random.default_rng(5),
+        old=np.random.RandomState(6),
+    )
     tree = written(here)
-    expected = [torch.rand(2, generator=here.torch).tolist(), here.python.random(), here.numpy.random(), here.old.rand()]  # fmt: skip
+    expected = [
+        torch.rand(2, generator=here.torch).tolist(),
+        here.python.random(),
+        here.numpy.random(),
+        here.old.rand(),
+    ]
     for there in (Thing(), Thing(torch=torch.Generator(), python=random.Random())):
         read(tree, there)
-        drawn = [torch.rand(2, generator=there.torch).tolist(), there.python.random(), there.numpy.random(), there.old.rand()]  # fmt: skip
+        drawn = [
+            torch.rand(2, generator=there.torch).tolist(),
+            there.python.random(),
+            there.numpy.random(),
+            there.old.rand(),
+        ]
         assert drawn == expected
 
 

@@ -78,9 +78,7 @@ class Trained(Job):
         if coming is not None:
             coming.exception(20)
         self.memory.session.flush(20)
-        eventually(
-            lambda: SlotState.FILLED not in self.states(self.memory.table.segments), "sealed"
-        )
+        eventually(lambda: SlotState.FILLED not in self.states(self.memory.table.segments), "sealed")
 
     @staticmethod
     def states(segments: Any) -> list[SlotState]:
@@ -153,9 +151,7 @@ def test_what_is_parked_is_the_state_at_the_top_to_the_bit(
     assert job.parked() == [9]
     fresh = job.restored(9)
     assert unlike(fresh.everything(), job.tops[9]) == []
-    changed = unlike(
-        job.tops[10], job.tops[9]
-    )  # the control: the comparison sees what one step changes
+    changed = unlike(job.tops[10], job.tops[9])  # the control: the comparison sees what one step changes
     assert {
         "seen",
         "norm.running_mean",
@@ -190,9 +186,7 @@ def test_it_is_parked_beside_a_training_thread_that_does_nothing(
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "dense"}], ids=str)
-def test_a_resumed_step_is_parked_like_any_other(
-    endpoint: str, run: str, options: dict[str, Any]
-) -> None:
+def test_a_resumed_step_is_parked_like_any_other(endpoint: str, run: str, options: dict[str, Any]) -> None:
     """Its snapshot was taken in another life; and the iterator that this life makes draws from the
     generators first.
     """
@@ -452,9 +446,7 @@ def test_a_copy_that_takes_too_long_is_thrown_away_and_what_was_parked_before_st
         assert engine.reached.wait(20)
         job.parking.before_update()
         with torch.no_grad():
-            job.model.b.weight.data.add_(
-                1
-            )  # what a fused kernel does, too: no version is counted up
+            job.model.b.weight.data.add_(1)  # what a fused kernel does, too: no version is counted up
         engine.go_on.set()
         eventually(lambda: bool(told), "it has given up")
         assert step == 9
@@ -496,9 +488,7 @@ def test_no_memory_is_one_warning_with_the_numbers_and_training_goes_on(
         told: list[str] = []
         job.train(62, at(60, lambda: told.append(job.parking.park("a test").reason)))
         job.ckpt.close()
-    warnings = [
-        r.getMessage() for r in caplog.records if "parking: no memory for 2" in r.getMessage()
-    ]
+    warnings = [r.getMessage() for r in caplog.records if "parking: no memory for 2" in r.getMessage()]
     assert len(warnings) == 1
     assert "the quota is" in warnings[0]
     assert told[0].startswith("there is no room for it: no memory for 2 states of")
@@ -559,9 +549,7 @@ def test_a_step_that_lasts_too_long_is_parked_and_goes_on(make: Callable[..., Tr
     assert unlike(job.restored(7).everything(), job.tops[7]) == []
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"park": "yes"}, {"park_after_s": 0}, {"park_after_s": -1.0}], ids=str
-)
+@pytest.mark.parametrize("wrong", [{"park": "yes"}, {"park_after_s": 0}, {"park_after_s": -1.0}], ids=str)
 def test_what_cannot_be_meant_is_named(endpoint: str, run: str, wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=f"^{name}="):
@@ -606,9 +594,7 @@ def test_outside_of_the_main_thread_no_handler_is_installed_and_that_is_said(
     assert done.is_set()
     assert signal.getsignal(signal.SIGTERM) == before
     told = [r.getMessage() for r in caplog.records if "SIGTERM will not park" in r.getMessage()]
-    assert told == [
-        "ckptd: SIGTERM will not park: handlers can be installed in the main thread only"
-    ]
+    assert told == ["ckptd: SIGTERM will not park: handlers can be installed in the main thread only"]
 
 
 def test_a_trainer_that_does_not_park_says_so_when_it_is_asked(

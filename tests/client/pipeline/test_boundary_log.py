@@ -333,9 +333,7 @@ def test_a_replay_that_sends_something_else_is_an_error(make: Callable[..., Trai
         again.train(11, other_bits(again))
 
 
-def test_or_a_warning_if_asked_for(
-    make: Callable[..., Trained], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_or_a_warning_if_asked_for(make: Callable[..., Trained], caplog: pytest.LogCaptureFixture) -> None:
     first = make()
     first.train(9)
     first.ckpt.close()

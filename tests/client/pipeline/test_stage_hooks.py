@@ -104,9 +104,7 @@ def test_afterwards_the_stage_is_as_it_was() -> None:
     before = dict(vars(found))
     with listen([found], Told()):  # type: ignore[arg-type]
         assert vars(found).keys() - before.keys() == {
-            f"get_{direction}_{what}_ops"
-            for direction in ("fwd", "bwd")
-            for what in ("send", "recv")
+            f"get_{direction}_{what}_ops" for direction in ("fwd", "bwd") for what in ("send", "recv")
         }
     assert vars(found).keys() == before.keys()
 

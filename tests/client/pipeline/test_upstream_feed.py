@@ -203,9 +203,7 @@ def test_what_is_read_ahead_is_given_back_when_recovery_ends_early(job: Job, pai
     eventually(lambda: not job.copies(pair[1]), "they go with their reader, whatever it forgets")
 
 
-def test_a_log_on_this_node_is_read_where_it_is_and_its_owner_passes_over_it(
-    job: Job, pair: Net
-) -> None:
+def test_a_log_on_this_node_is_read_where_it_is_and_its_owner_passes_over_it(job: Job, pair: Net) -> None:
     """Its owner may be running again meanwhile, and needs slots."""
     with job.rank(pair[0], 0) as sender, job.rank(pair[0], 1) as reader:
         segment = log(sender, 3, 4, 5)
@@ -293,15 +291,11 @@ def test_what_is_damaged_here_is_taken_from_another_copy(job: Job) -> None:
             lambda: states_in(job.file(net[0]))[0] is SlotState.QUARANTINED,
             "it is quarantined",
         )
-        assert net[0].saw(
-            "digest_mismatch", "the log of rank 0 of iteration 3 is damaged on this node"
-        )
+        assert net[0].saw("digest_mismatch", "the log of rank 0 of iteration 3 is damaged on this node")
 
 
 @pytest.mark.parametrize("here", [False, True])
-def test_what_is_damaged_in_the_only_copy_is_said_to_be_missing(
-    job: Job, pair: Net, here: bool
-) -> None:
+def test_what_is_damaged_in_the_only_copy_is_said_to_be_missing(job: Job, pair: Net, here: bool) -> None:
     with job.rank(pair[0], 0) as sender:
         log(sender, 3, 4)
     pieces, card = job.logged(pair[0])
@@ -312,9 +306,7 @@ def test_what_is_damaged_in_the_only_copy_is_said_to_be_missing(
         with pytest.raises(DaemonUnavailable, match="iteration 4 could not be brought here"):
             fed(0, 4)
         fed.close()
-    eventually(
-        lambda: states_in(job.file(pair[0]))[1] is SlotState.QUARANTINED, "it is quarantined"
-    )
+    eventually(lambda: states_in(job.file(pair[0]))[1] is SlotState.QUARANTINED, "it is quarantined")
 
 
 @pytest.mark.parametrize("second", [True, False])

@@ -16,9 +16,7 @@ from tests.client.pipeline.test_upstream_feed import SENT, Job, job, log, pair, 
 __all__ = ["job", "pair"]
 
 
-def test_the_log_of_a_rank_that_is_no_neighbour_is_brought_when_it_is_wanted(
-    job: Job, pair: Net
-) -> None:
+def test_the_log_of_a_rank_that_is_no_neighbour_is_brought_when_it_is_wanted(job: Job, pair: Net) -> None:
     with job.rank(pair[0], 0) as sender:
         log(sender, 7, 8)
         card = sender.session.card

@@ -48,9 +48,7 @@ def test_one_that_cannot_go_on_takes_all_along_and_is_named() -> None:
     first, second, third = agreed(TryAgain(), full, 1)
     assert second is full
     assert isinstance(first, DaemonUnavailable)
-    assert str(first) == (
-        "recover: rank 1 on node n1: attach refused (quota): it does not fit. give it more"
-    )
+    assert str(first) == ("recover: rank 1 on node n1: attach refused (quota): it does not fit. give it more")
     assert str(third) == str(first)
 
 
@@ -195,9 +193,7 @@ def one_stays_away(rank: int) -> None:
 def _in_rank(work: Callable[[int], None], rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
-        )
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
         work(rank)
     except BaseException:
         Path(folder, f"failed{rank}").write_text(traceback.format_exc())
@@ -207,9 +203,7 @@ def _in_rank(work: Callable[[int], None], rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [turns, one_stays_away])
 def test_in_a_process_group(work: Callable[[int], None], tmp_path: Path) -> None:
-    ranks = [
-        FORKED.Process(target=_in_rank, args=(work, rank, str(tmp_path))) for rank in range(WORLD)
-    ]
+    ranks = [FORKED.Process(target=_in_rank, args=(work, rank, str(tmp_path))) for rank in range(WORLD)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -30,9 +30,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_one_that_is_killed_is_named_to_all_others(
-    tmp_path: Path, port: int, waiting: bool
-) -> None:
+def test_one_that_is_killed_is_named_to_all_others(tmp_path: Path, port: int, waiting: bool) -> None:
     """The fault of a real stretch of a trace: hosts lost before their ranks came, and the others
     did nothing until a host came.
     """
@@ -69,9 +67,7 @@ def test_one_that_does_not_answer_is_waited_for(tmp_path: Path, port: int) -> No
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_where_no_connection_can_be_made_silence_counts(
-    tmp_path: Path, port: int, killed: bool
-) -> None:
+def test_where_no_connection_can_be_made_silence_counts(tmp_path: Path, port: int, killed: bool) -> None:
     """Nothing can be concluded from a connection that never was there."""
     with Ranks(tmp_path, port, ["beside", "unreachable", "comes"], quick=2.0) as ranks:
         if killed:

@@ -31,11 +31,7 @@ class DiesInTheCopy(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         whole = len(self.param_groups[0]["params"]) == 4  # not of parameters that ckptd made up
-        if (
-            whole
-            and os.environ["ORIGINAL"] != str(id(self))
-            and not Path(os.environ["DIED"]).exists()
-        ):
+        if whole and os.environ["ORIGINAL"] != str(id(self)) and not Path(os.environ["DIED"]).exists():
             Path(os.environ["DIED"]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -50,9 +46,7 @@ class Communicates(torch.optim.SGD):
         return super().step(closure)
 
 
-def main(
-    endpoint: str, run: str, what: str, rank: int, world_size: int, steps: int, port: str
-) -> None:
+def main(endpoint: str, run: str, what: str, rank: int, world_size: int, steps: int, port: str) -> None:
     """Train ``steps`` steps; with 0 until all ranks have taken some snapshots."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if world_size > 1:

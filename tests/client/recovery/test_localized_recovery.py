@@ -53,9 +53,7 @@ CUT_OFF = 4
 UNKNOWN_SHAPES: dict[int, Any] = {0: None}
 
 
-def park(
-    memory: RankMemory, iteration: int, phase: int = 0, stages: dict[int, Any] = UNKNOWN_SHAPES
-) -> None:
+def park(memory: RankMemory, iteration: int, phase: int = 0, stages: dict[int, Any] = UNKNOWN_SHAPES) -> None:
     """A sealed parked state of the memory's epoch."""
     found = {"phases": [[0], [1]], "stride": 1, "stages": stages}
     scalars = values.pack(found, "step scalars")
@@ -141,9 +139,7 @@ def ranks(endpoint: str, run: str) -> Iterator[list[RankMemory]]:
 Alike = Sequence[tuple[int, ...]]
 
 
-def begin(
-    ranks: list[RankMemory], alike: Alike = ((1,), (0,))
-) -> list[LocalizedStart | Exception | None]:
+def begin(ranks: list[RankMemory], alike: Alike = ((1,), (0,))) -> list[LocalizedStart | Exception | None]:
     def of(rank: int) -> Callable[[Collectives], LocalizedStart | None]:
         return lambda job: begin_localized(ranks[rank], job, alike[rank])
 
@@ -228,7 +224,11 @@ def test_what_is_damaged_here_is_taken_from_another_twin(endpoint: str) -> None:
         taken = [start.mine.pieces[0].sources[0].segment for start in starts]
         assert len({*taken}) == 1
         told = [text for _, text in events(endpoint, run, "parked_unusable")]
-        assert any(text.startswith(f"planning without the parked state of iteration {CUT_OFF} (job~") and "is damaged" in text for text in told)  # fmt: skip
+        assert any(
+            text.startswith(f"planning without the parked state of iteration {CUT_OFF} (job~")
+            and "is damaged" in text
+            for text in told
+        )
 
 
 def test_what_is_damaged_on_the_other_node_is_taken_from_another_twin(

@@ -191,7 +191,7 @@ class Life:
 
     @property
     def refusals(self) -> list[str]:
-        return [r.getMessage() for r in self._caplog.records if "which cannot be captured" in r.getMessage()]  # fmt: skip
+        return [r.getMessage() for r in self._caplog.records if "which cannot be captured" in r.getMessage()]
 
     @property
     def said(self) -> str:
@@ -251,7 +251,11 @@ def test_it_can_be_turned_off(live: Any) -> None:
     assert "rehears" not in life.said
 
 
-QUICK = [name for name in MAKERS if package_of(name) is None and not name.endswith("generator function") and "Sparse" not in name]  # fmt: skip
+QUICK = [
+    name
+    for name in MAKERS
+    if package_of(name) is None and not name.endswith("generator function") and "Sparse" not in name
+]
 CLOSURES = ("torch.optim.LBFGS", "torch.optim.LBFGS(strong_wolfe)", "SAM(AdamW)")
 
 
@@ -268,9 +272,7 @@ def test_what_is_captured_is_not_refused(live: Any, name: str) -> None:
     torch.manual_seed(7)
     assert all(map(torch.equal, weights, other.train(8, closure=name in CLOSURES)))
     if name in CLOSURES:
-        assert re.search(
-            r"no rehearsal of a resume .*: it (evaluates its closure|keeps)", life.said
-        )
+        assert re.search(r"no rehearsal of a resume .*: it (evaluates its closure|keeps)", life.said)
 
 
 def test_a_step_with_a_closure_is_rehearsed(live: Any) -> None:
@@ -299,7 +301,16 @@ def test_free_memory_of_the_host_is_told() -> None:
     assert 1 << 20 < host_bytes.free_bytes(torch.device("cpu")) < 1 << 46
 
 
-def begin(endpoint: str, run: str, what: str, folder: Path, rank: int = 0, ranks: int = 1, steps: int = 10, port: int = 0) -> subprocess.Popen[str]:  # fmt: skip
+def begin(
+    endpoint: str,
+    run: str,
+    what: str,
+    folder: Path,
+    rank: int = 0,
+    ranks: int = 1,
+    steps: int = 10,
+    port: int = 0,
+) -> subprocess.Popen[str]:
     told = (endpoint, run, what, str(rank), str(ranks), str(steps), str(port))
     return subprocess.Popen(
         [sys.executable, "-m", "tests.client.recovery.rehearsed_ranks", *told],

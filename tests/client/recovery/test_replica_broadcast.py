@@ -82,9 +82,7 @@ class TestFromWhom:
 
     def test_without_a_group_there_is_nobody_to_ask(self) -> None:
         """The run had a DDP wrapper, and has none now."""
-        first, second = arranged(
-            [0, 1, 1, 0], [0, 1, 1, 0], sharing=[ReplicatedParams(), ReplicatedParams()]
-        )
+        first, second = arranged([0, 1, 1, 0], [0, 1, 1, 0], sharing=[ReplicatedParams(), ReplicatedParams()])
         assert "b was captured on rank 1, with which this rank shares nothing now" in str(first)
         assert "a was captured on rank 0" in str(second)
 

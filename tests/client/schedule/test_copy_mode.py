@@ -18,9 +18,7 @@ def settle(chooser: CopyModeChooser, time_of: Callable[[bool, int], float]) -> i
     raise AssertionError("never decided")
 
 
-@pytest.mark.parametrize(
-    ("inline_s", "chosen"), [(0.8, True), (1.0, False), (0.995, False), (1.2, False)]
-)
+@pytest.mark.parametrize(("inline_s", "chosen"), [(0.8, True), (1.0, False), (0.995, False), (1.2, False)])
 def test_inline_must_win_clearly(inline_s: float, chosen: bool) -> None:
     chooser = CopyModeChooser()
     settle(chooser, lambda inline, _: inline_s if inline else 1.0)

@@ -26,9 +26,7 @@ class Listed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = torch.arange(len(x)) % 3
-        return torch.cat(
-            [e(x[chosen == i]) for i, e in enumerate(self.experts) if (chosen == i).any()]
-        )
+        return torch.cat([e(x[chosen == i]) for i, e in enumerate(self.experts) if (chosen == i).any()])
 
 
 class FusedExperts(nn.Module):
@@ -56,9 +54,7 @@ class Fused(nn.Module):
         return out
 
 
-def counter(
-    model: nn.Module, ordering: Ordering = Ordering.HARD
-) -> tuple[TokenCounter, list[Operator]]:
+def counter(model: nn.Module, ordering: Ordering = Ordering.HARD) -> tuple[TokenCounter, list[Operator]]:
     operators = discover_operators(model, rows_allowed=lambda name: True)
     return TokenCounter(model, operators, ordering), operators
 
@@ -91,8 +87,11 @@ def test_choices_of_experts_on_other_ranks_count_for_none_here() -> None:
     the second.
     """
     model = Fused()
-    operators = [op for op in discover_operators(model, rows_allowed=lambda name: True)
-                 if op.expert is None or op.expert[1] < 2]  # fmt: skip
+    operators = [
+        op
+        for op in discover_operators(model, rows_allowed=lambda name: True)
+        if op.expert is None or op.expert[1] < 2
+    ]
     found = TokenCounter(model, operators, Ordering.HARD), operators
     model(torch.ones(3, 4))
     assert counts(found) == {"0": 3.0, "1": 1.0}

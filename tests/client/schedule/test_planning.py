@@ -173,18 +173,14 @@ class TestSignature:
     def test_shapes_dtypes_and_names(self) -> None:
         here = bound(experts=9, width=8)
         text = signature_difference(signature(bound()), signature(here))
-        assert (
-            "parameter dense.weight: float32[512, 16] in the snapshot, float32[256, 8] here" in text
-        )
+        assert "parameter dense.weight: float32[512, 16] in the snapshot, float32[256, 8] here" in text
         assert text.count(";") == 5
         assert "more" in text.rpartition("; and ")[2]
 
     def test_what_only_one_side_has_is_absent_on_the_other(self) -> None:
         text = signature_difference(signature(bound(experts=8)), signature(bound(experts=9)))
         assert "parameter gate.weight: float32[8, 16] in the snapshot, float32[9, 16] here" in text
-        more = signature_difference(
-            signature(bound(experts=8)), signature(bound(experts=9)), limit=100
-        )
+        more = signature_difference(signature(bound(experts=8)), signature(bound(experts=9)), limit=100)
         assert "parameter experts.8.weight: absent in the snapshot, float32[16, 16] here" in more
 
     def test_another_optimizer_shows_by_its_name(self) -> None:

@@ -23,9 +23,7 @@ class Rank:
 
     def __init__(self, find_store: Callable[[], Any], prefix: str = "ckptd/j/r/7/switch") -> None:
         machine = Switching(patience_s=60, apart_s=0.0, apart_max_s=0.0)
-        self.switches = ScheduleAgreement(
-            find_store, prefix=prefix, world_size=WORLD, machine=machine
-        )
+        self.switches = ScheduleAgreement(find_store, prefix=prefix, world_size=WORLD, machine=machine)
         self.iteration = 0
         self.applied: list[Apply] = []
         self.discarded: list[Discard] = []

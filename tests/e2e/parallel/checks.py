@@ -29,9 +29,7 @@ def assert_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -
     resumed = {report["resumed_from"] for report in reports}
     assert len(resumed) == 1, f"resumed from {resumed}{told}"
     # A rank may be a little ahead of what all of them hold.
-    assert resumed <= set(range(case.kill_at - 3, case.kill_at + 1)), (
-        f"resumed from {resumed}{told}"
-    )
+    assert resumed <= set(range(case.kill_at - 3, case.kill_at + 1)), f"resumed from {resumed}{told}"
     for rank, (reference, out, report) in enumerate(zip(references, outs, reports, strict=True)):
         assert report["window"] > 1, f"rank {rank}{told}"
         assert report["replayed_with_frozen"] > 0, f"rank {rank}{told}"

@@ -50,8 +50,7 @@ class ListedExperts(nn.ModuleList):
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
-            for _ in range(LOCAL)
+            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(LOCAL)
         )
 
     def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
@@ -73,9 +72,7 @@ class FusedExperts(nn.Module):
         self.down = nn.Parameter(torch.randn(LOCAL, HIDDEN, WIDTH) * 0.2)
 
     def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        every = torch.einsum(
-            "tef,efd->ted", F.gelu(torch.einsum("td,edf->tef", rows, self.up)), self.down
-        )
+        every = torch.einsum("tef,efd->ted", F.gelu(torch.einsum("td,edf->tef", rows, self.up)), self.down)
         return every[torch.arange(len(rows)), chosen]
 
 
@@ -154,9 +151,7 @@ def clip_by_hand(model: nn.Module, group: Any, limit: float = 0.5) -> None:
     dense, experts = parts(model)
     squares = torch.zeros(2)
     for i, params in enumerate((dense, experts)):
-        squares[i] = sum(
-            (p.grad.pow(2).sum() for p in params if p.grad is not None), torch.zeros(())
-        )
+        squares[i] = sum((p.grad.pow(2).sum() for p in params if p.grad is not None), torch.zeros(()))
     dist.all_reduce(squares[1:], group=group)
     scale = (limit / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
     for param in (*dense, *experts):

@@ -87,9 +87,7 @@ def untouched(compute: Callable[[], Tensor]) -> Tensor:
     return compute()
 
 
-def pipeline_job(
-    model: nn.Module, schedule: Any, group: Any = None, *, feeds: bool, ends: bool
-) -> Job:
+def pipeline_job(model: nn.Module, schedule: Any, group: Any = None, *, feeds: bool, ends: bool) -> Job:
     """All stages draw the same batches; the first uses the tokens, the last the targets."""
     job = job_of(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     replica = dist.get_rank() // dist.get_world_size(group)
@@ -115,9 +113,7 @@ def one_stage_job(seed: int, kind: Any, *, static: bool = False, **options: Any)
     """Two ranks, one stage on each."""
     rank, count = dist.get_rank(), dist.get_world_size()
     model = build(seed, rank, count, **options)
-    stage = PipelineStage(
-        model, rank, count, torch.device("cpu"), **(shapes(rank) if static else {})
-    )
+    stage = PipelineStage(model, rank, count, torch.device("cpu"), **(shapes(rank) if static else {}))
     schedule = kind(stage, n_microbatches=MICRO, loss_fn=loss_of)
     return pipeline_job(model, schedule, feeds=rank == 0, ends=rank == count - 1)
 
@@ -137,8 +133,7 @@ def two_stages_job(seed: int, kind: Any) -> Job:
     indices = [rank, rank + ranks]
     model = nn.ModuleList(build(seed, i, 2 * ranks, blocks=1) for i in indices)
     stages = [
-        PipelineStage(part, i, 2 * ranks, torch.device("cpu"))
-        for part, i in zip(model, indices, strict=True)
+        PipelineStage(part, i, 2 * ranks, torch.device("cpu")) for part, i in zip(model, indices, strict=True)
     ]
     schedule = kind(stages, n_microbatches=MICRO, loss_fn=loss_of)
     return pipeline_job(model, schedule, feeds=rank == 0, ends=rank == ranks - 1)

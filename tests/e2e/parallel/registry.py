@@ -67,9 +67,7 @@ class Family:
 
         def register(builder: Callable[[int], Job]) -> Callable[[int], Job]:
             name = builder.__name__
-            self.cases[name] = Case(
-                f"{self.name}/{name}", builder, ranks, quick, total, kill_at, victim
-            )
+            self.cases[name] = Case(f"{self.name}/{name}", builder, ranks, quick, total, kill_at, victim)
             return builder
 
         return register

@@ -42,9 +42,7 @@ def _forward(block: Any, x: Tensor) -> Tensor:
 
 def _clip(params: list[nn.Parameter], shards: ExpertShards) -> None:
     """By the norm over the dense parameters and all experts."""
-    square = sum(
-        (p.grad.square().sum() for p in shards.parameters() if p.grad is not None), torch.zeros(())
-    )
+    square = sum((p.grad.square().sum() for p in shards.parameters() if p.grad is not None), torch.zeros(()))
     dist.all_reduce(square)
     square = square + sum(p.grad.square().sum() for p in params if p.grad is not None)
     scale = (0.5 / (square.sqrt() + 1e-6)).clamp(max=1.0)

@@ -26,9 +26,7 @@ __all__ = ["CASES"]
 CASES = Family("zero")
 
 
-def zero_job(
-    seed: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
-) -> Job:
+def zero_job(seed: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> Job:
     """The model with fused experts under DDP, its optimizer's state spread over the ranks."""
     model = DDP(build(seed, fused=True))
     options = {"lr": 3e-3, **options}

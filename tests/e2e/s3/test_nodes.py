@@ -33,9 +33,7 @@ class Nodes(ClusterTraining):
             "replicas": "1",
             "peer_security": "plain",
         }
-        super().__init__(
-            cluster, folder, num_ranks=NUM_RANKS, total=TOTAL, settings=settings, soon_s=SOON_S
-        )
+        super().__init__(cluster, folder, num_ranks=NUM_RANKS, total=TOTAL, settings=settings, soon_s=SOON_S)
 
     def keepers(self) -> list[int]:
         """The store keepers of all daemons."""
@@ -89,9 +87,7 @@ def test_hanging_keepers_hold_up_neither_training_nor_replication(
     newer iteration.
     """
     with Nodes(cluster, tmp_path, ranks_bucket) as nodes:
-        nodes.job.until(
-            lambda: bool(ranks_bucket.committed("r")), "a durable checkpoint", timeout_s=SOON_S
-        )
+        nodes.job.until(lambda: bool(ranks_bucket.committed("r")), "a durable checkpoint", timeout_s=SOON_S)
         stopped = nodes.keepers()
         assert len(stopped) == NUM_RANKS
         for keeper in stopped:

@@ -112,9 +112,7 @@ def test_credentials_that_are_refused_stop_no_training_and_restore_nothing(
         training.end(reference)
         newest = bucket.committed(run)[0]
         lose_memory(daemon)
-        process, out = jobs.start(
-            "plain", "--total", str(TOTAL), "--run", run, daemon=daemon.endpoint
-        )
+        process, out = jobs.start("plain", "--total", str(TOTAL), "--run", run, daemon=daemon.endpoint)
         process.join(SOON_S)
         assert process.exitcode not in (None, 0)
         assert "the store did not answer" in jobs.log(out)
@@ -164,9 +162,7 @@ def remove_bucket(call: Callable[..., Any], name: str) -> None:
     call("delete_bucket", Bucket=name)
 
 
-def test_a_full_disk_delays_a_checkpoint_and_nothing_else(
-    jobs: Jobs, run: str, reference: Path
-) -> None:
+def test_a_full_disk_delays_a_checkpoint_and_nothing_else(jobs: Jobs, run: str, reference: Path) -> None:
     """The store is a folder on a file system that fills up; then somebody makes room."""
     with ExitStack() as stack:
         folder = stack.enter_context(small_tmpfs("16M"))

@@ -43,9 +43,7 @@ def loses_all(run: ElasticRun, nodes: list[Node], store: WorldStore, *, checkpoi
     keep = frozenset(range(TOTAL + 1))
     life = run.life(nodes, total=TOTAL, keep=keep, step_ms=250)
     try:
-        eventually(
-            lambda: len(store.committed(run.run)) >= checkpoints, "durable checkpoints", SOON_S
-        )
+        eventually(lambda: len(store.committed(run.run)) >= checkpoints, "durable checkpoints", SOON_S)
     finally:
         life.kill()
         for node in nodes:

@@ -31,9 +31,7 @@ class Training:
         self._progress = jobs.folder / f"{run}.progress"
         self._progress.unlink(missing_ok=True)
         given = ("--run", run, "--progress", str(self._progress), *options)
-        self.process, self.out = jobs.start(
-            "plain", "--total", str(TOTAL), *given, daemon=daemon.endpoint
-        )
+        self.process, self.out = jobs.start("plain", "--total", str(TOTAL), *given, daemon=daemon.endpoint)
 
     @property
     def step(self) -> int:
@@ -55,13 +53,9 @@ class Training:
         return self._jobs.report(self.out)
 
 
-def resume(
-    jobs: Jobs, daemon: DaemonProcess, run: str, reference: Path, *, expect: int | None
-) -> None:
+def resume(jobs: Jobs, daemon: DaemonProcess, run: str, reference: Path, *, expect: int | None) -> None:
     """Start the run again with another initialisation: it must go on from there, and end as it should."""
-    out = jobs.run(
-        "plain", "--total", str(TOTAL), "--run", run, "--seed", "77", daemon=daemon.endpoint
-    )
+    out = jobs.run("plain", "--total", str(TOTAL), "--run", run, "--seed", "77", daemon=daemon.endpoint)
     assert jobs.report(out)["resumed_from"] == expect, jobs.log(out)
     assert differences(reference, out) == []
 

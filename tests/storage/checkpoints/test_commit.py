@@ -46,9 +46,7 @@ def test_what_is_older_than_something_committed_is_no_base() -> None:
     assert seen.refusal(named(30), [manifest(10, 1)]) == (
         f"objects that it refers to may be deleted: {manifest(10, 1)} was replaced"
     )
-    assert seen.refusal(named(30), [manifest(15, 1)]).endswith(
-        f"{manifest(15, 1)} was replaced"
-    )  # gone
+    assert seen.refusal(named(30), [manifest(15, 1)]).endswith(f"{manifest(15, 1)} was replaced")  # gone
 
 
 def test_nobody_commits_what_was_overtaken() -> None:

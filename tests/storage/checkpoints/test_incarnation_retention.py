@@ -55,12 +55,12 @@ def world(
             key = ManifestName(JOB, run, name, rank, RANKS).key
             listing += [ObjectInfo(stored, 1000, at, ""), ObjectInfo(key, 10, at, "")]
             references[key] = References(end, frozenset([stored]), f"run of {number}")
-    return StoredIncarnation(
-        build_catalog(listing, JOB, run), verified, {} if unread else references
-    )
+    return StoredIncarnation(build_catalog(listing, JOB, run), verified, {} if unread else references)
 
 
-def plans(newest: StoredIncarnation, *earlier: StoredIncarnation, policy: RetentionPolicy = POLICY) -> dict[str, IncarnationRemoval]:  # fmt: skip
+def plans(
+    newest: StoredIncarnation, *earlier: StoredIncarnation, policy: RetentionPolicy = POLICY
+) -> dict[str, IncarnationRemoval]:
     found = plan_incarnations(newest, {w.name.number: w for w in earlier}, policy, now_ns=NOW)
     return {run_of_incarnation(RUN, plan.number): plan for plan in found}
 

@@ -156,13 +156,9 @@ def test_a_signature_covers_everything_before_it(tmp_path: Path) -> None:
     assert trusted.objection(signed.signer, signed.signature, signed.signed_bytes) == ""
     changed = replace(
         signed,
-        snapshots=(
-            snapshot(image_len=299, extents=(Extent(0, 150, 0, 50), Extent(150, 149, 1, 300))),
-        ),
+        snapshots=(snapshot(image_len=299, extents=(Extent(0, 150, 0, 50), Extent(150, 149, 1, 300))),),
     )
-    assert "bytes were changed" in trusted.objection(
-        changed.signer, changed.signature, changed.signed_bytes
-    )
+    assert "bytes were changed" in trusted.objection(changed.signer, changed.signature, changed.signed_bytes)
 
 
 @pytest.mark.parametrize(
@@ -257,9 +253,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a manifest as an object": lambda f: _first(f)["objects"][1].__setitem__(0, MANIFEST.key),
     "an object twice": lambda f: _first(f)["objects"][1].__setitem__(0, KEY),
     "an empty object": lambda f: _first(f)["objects"][1].__setitem__(1, 0),
-    "an object too many": lambda f: _first(f)["objects"].append(
-        [OTHER[:-13] + "c.safetensors", 1, ""]
-    ),
+    "an object too many": lambda f: _first(f)["objects"].append([OTHER[:-13] + "c.safetensors", 1, ""]),
     "a gap": lambda f: _first(f)["extents"][1].__setitem__(0, 151),
     "an overlap": lambda f: _first(f)["extents"][1].__setitem__(0, 149),
     "extents that end early": lambda f: _first(f)["extents"].pop(),
@@ -333,9 +327,7 @@ def chain(*changes: dict[str, Any]) -> RankManifest:
 
 
 def test_snapshots_must_be_a_chain_that_anchors_everything() -> None:
-    good = chain(
-        {"iteration": 40, "anchors": 0x0F}, {"iteration": 42, "previous": 40, "anchors": 0x1F0}
-    )
+    good = chain({"iteration": 40, "anchors": 0x0F}, {"iteration": 42, "previous": 40, "anchors": 0x1F0})
     assert (good.start, good.end) == (40, 42)
     with pytest.raises(ManifestError, match="does not follow 40"):
         chain({"iteration": 40}, {"iteration": 42, "previous": 41})
@@ -347,9 +339,7 @@ def test_snapshots_must_be_a_chain_that_anchors_everything() -> None:
             {"iteration": 41, "previous": 40},
         )
     with pytest.raises(ManifestError, match="anchors some"):
-        chain(
-            {"iteration": 40, "anchors": 0x0F}, {"iteration": 41, "previous": 40, "anchors": 0xF0}
-        )
+        chain({"iteration": 40, "anchors": 0x0F}, {"iteration": 41, "previous": 40, "anchors": 0xF0})
 
 
 def test_a_checkpoint_is_of_the_epoch_of_its_newest_snapshot() -> None:
@@ -418,6 +408,4 @@ def test_a_run_is_identified() -> None:
     spaced = data.replace(b'"tool": ', b'"tool":  ')
     head = spaced[: spaced.rindex(b' "digest"')]
     with pytest.raises(ManifestError, match="form that this version writes"):
-        RunIdentity.from_bytes(
-            head + f' "digest": "{xxhash.xxh3_128_hexdigest(head)}"\n}}\n'.encode()
-        )
+        RunIdentity.from_bytes(head + f' "digest": "{xxhash.xxh3_128_hexdigest(head)}"\n}}\n'.encode())

@@ -177,9 +177,7 @@ def test_facts_out_of_range_have_no_key(name: StoredName) -> None:
         ("r1.w1234567890123", None),
     ],
 )
-def test_a_run_that_may_be_a_world_has_one_spelling(
-    name: str, found: tuple[str, int] | None
-) -> None:
+def test_a_run_that_may_be_a_world_has_one_spelling(name: str, found: tuple[str, int] | None) -> None:
     assert incarnation_of_run(name) == found
     if found is not None:
         assert run_of_incarnation(*found) == name

@@ -114,9 +114,7 @@ def test_a_failed_read_is_raised_when_no_other_writes_any_more(
             under_way.discard(key)
 
     with ThreadPoolExecutor(2) as pool, pytest.raises(Unavailable, match="reset"):
-        restore_snapshot(
-            Failing(), snapshot, memoryview(bytearray(snapshot.image_len)), map_fn=pool.map
-        )
+        restore_snapshot(Failing(), snapshot, memoryview(bytearray(snapshot.image_len)), map_fn=pool.map)
     assert under_way == set()
     assert second != first
 
@@ -316,9 +314,7 @@ def snapshot_of(extents: list[Extent], sizes: list[int]) -> StoredSnapshot:
         for n, size in enumerate(sizes)
     )
     length = sum(extent.length for extent in extents)
-    return StoredSnapshot(
-        1, -1, 0, 0, 7, -1, 0, bytes(16), length, 0, 0, 0, objects, tuple(extents)
-    )
+    return StoredSnapshot(1, -1, 0, 0, 7, -1, 0, bytes(16), length, 0, 0, 0, objects, tuple(extents))
 
 
 def test_large_extents_are_split_and_read_in_place() -> None:

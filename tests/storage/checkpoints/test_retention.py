@@ -82,9 +82,7 @@ class World:
         unread: Collection[str] = (),
     ) -> RetentionPlan:
         references = {k: v for k, v in self.references.items() if k not in unread}
-        return plan_retention(
-            self.catalog, policy, verified=verified, references=references, now_ns=now
-        )
+        return plan_retention(self.catalog, policy, verified=verified, references=references, now_ns=now)
 
     def carry_out(self, plan: RetentionPlan, steps: int | None = None) -> None:
         """As far as ``steps`` deletions (all)."""
@@ -106,9 +104,7 @@ def test_the_last_ones_stay() -> None:
     assert {int(d.key.split("/")[2]) for d in plan.objects} == {9, 10, 19, 20}
     assert plan.freed_bytes == 4 * 10 + 8 * 1000
     assert plan.manifests[0].reason.startswith("replaced by iteration 40 (epoch 7")
-    assert plan.objects[0].reason == (
-        "no manifest refers to it, and the newest checkpoint begins at 39"
-    )
+    assert plan.objects[0].reason == ("no manifest refers to it, and the newest checkpoint begins at 39")
     assert plan.notes == ()
 
 
@@ -189,10 +185,7 @@ def test_an_unfinished_checkpoint_of_a_later_history_stays() -> None:
     world = World()
     world.checkpoint(50, epoch=7)
     late = world.checkpoint(45, epoch=9, epoch_start=50, ranks=[0])
-    assert (
-        world.plan([], now=NOW).kept[late]
-        == "incomplete, and no newer one is committed (long enough ago)"
-    )
+    assert world.plan([], now=NOW).kept[late] == "incomplete, and no newer one is committed (long enough ago)"
 
 
 def test_a_stale_checkpoint_goes_when_its_successor_history_is_verified() -> None:
@@ -404,10 +397,7 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
 def restorable(world: World, name: CheckpointId) -> bool:
     """Whether every manifest, and whatever it refers to, is there."""
     keys = [ManifestName(JOB, RUN, name, r, world.world_size).key for r in range(world.world_size)]
-    return all(
-        key in world.listing and world.references[key].objects <= world.listing.keys()
-        for key in keys
-    )
+    return all(key in world.listing and world.references[key].objects <= world.listing.keys() for key in keys)
 
 
 @settings(deadline=None, max_examples=150)
@@ -418,9 +408,7 @@ def test_whenever_a_deletion_is_cut_short_the_newest_verified_one_is_whole(
     """Random histories, policies and deaths; at last everything that nobody needs is gone."""
     rng = random.Random(seed)
     world = World(rng.choice([1, 2, 3]))
-    policy = RetentionPolicy(
-        keep_last=rng.randint(1, 3), keep_every=rng.choice([0, 40]), grace_ns=24 * HOUR
-    )
+    policy = RetentionPolicy(keep_last=rng.randint(1, 3), keep_every=rng.choice([0, 40]), grace_ns=24 * HOUR)
     verified: set[CheckpointId] = set()
     now, end, epoch, begun = 0, 0, 1, -1
     for _ in range(rng.randint(3, 12)):
@@ -432,9 +420,7 @@ def test_whenever_a_deletion_is_cut_short_the_newest_verified_one_is_whole(
         olds = [o.info.key for found in world.catalog.objects.values() for o in found]
         newest = world.catalog.newest
         shared = (
-            [k for i in newest.manifests.values() for k in world.references[i.key].objects]
-            if newest
-            else []
+            [k for i in newest.manifests.values() for k in world.references[i.key].objects] if newest else []
         )
         whole = rng.random() < 0.7
         name = world.checkpoint(

@@ -124,9 +124,7 @@ def test_any_flipped_bit_of_any_object_is_found(store: MemoryStore) -> None:
 
 def test_the_damaged_tensor_is_named(store: MemoryStore) -> None:
     key = objects_of(store)[0]
-    header = parse_header(
-        store.objects[key][: 8 + int.from_bytes(store.objects[key][:8], "little")]
-    )
+    header = parse_header(store.objects[key][: 8 + int.from_bytes(store.objects[key][:8], "little")])
     for tensor in header.tensors:
         if tensor.nbytes:
             good = store.objects[key]
@@ -168,9 +166,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_missing_or_of_another_length_is_found(
-    store: MemoryStore, damage: str, full: bool
-) -> None:
+def test_what_is_missing_or_of_another_length_is_found(store: MemoryStore, damage: str, full: bool) -> None:
     change, what = DAMAGES[damage]
     for number in range(len(objects_of(store))):
         broken = make_store()
@@ -303,9 +299,7 @@ def test_a_stale_checkpoint_is_mentioned_and_not_verified(store: MemoryStore) ->
         Writer(store, rank=rank, world_size=2).commit(samples)
     report = verify_run(store, JOB, RUN)
     assert report.ok
-    assert [f.what for f in report.findings] == [
-        "stale: a later history began at iteration 14, before 21"
-    ]
+    assert [f.what for f in report.findings] == ["stale: a later history began at iteration 14, before 21"]
     assert [c.end for _, _, c in report.whole] == [16, 11]
 
 
@@ -345,10 +339,7 @@ def test_a_store_that_fails_is_not_damage(store: MemoryStore) -> None:
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (7, 3), (64, 2), (1 << 16, 4)])
 def test_tensors_are_digested_whatever_the_buffers(size: int, count: int) -> None:
     """Tensors larger than a buffer, several in one, and empty ones at every place."""
-    entries = [
-        TensorEntry(f"t{n}", "U8", (length,))
-        for n, length in enumerate([0, 5, 0, 0, 200, 1, 64, 0])
-    ]
+    entries = [TensorEntry(f"t{n}", "U8", (length,)) for n, length in enumerate([0, 5, 0, 0, 200, 1, 64, 0])]
     sample = make_sample(1, entries=entries)
     header = parse_header(sample.header)
     store = MemoryStore()

@@ -51,9 +51,7 @@ def make(
 
 def raw(header: object, data: bytes = b"", *, length: int | None = None) -> memoryview:
     """An image from any JSON value, padded as ours are."""
-    text = (
-        header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
-    )
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
     size = len(text) if length is None else length
     return memoryview(bytearray(size.to_bytes(8, "little") + text + data))
@@ -105,9 +103,7 @@ def test_data_that_is_in_place_already_keeps_its_place_and_order(tmp_path: Path)
         TensorEntry("none", "F32", (0, 3)),
         TensorEntry("half", "BF16", (5,)),
     ]
-    layout = ImageLayout.build(
-        entries, identity=IDENTITY, num_operators=1, anchors=0, data_offset=4096
-    )
+    layout = ImageLayout.build(entries, identity=IDENTITY, num_operators=1, anchors=0, data_offset=4096)
     assert [layout.offset_of(e.name) for e in entries] == [4096, 4160, 4224, 4224]
     buf = memoryview(bytearray(range(256)) * 20)
     before = bytes(buf[4096:])
@@ -125,9 +121,7 @@ def test_data_that_is_in_place_already_keeps_its_place_and_order(tmp_path: Path)
 @pytest.mark.parametrize("data_offset", [64, 4095])
 def test_a_header_that_does_not_end_where_data_begins_is_refused(data_offset: int) -> None:
     with pytest.raises(ValueError, match=f"cannot be padded to {data_offset}"):
-        ImageLayout.build(
-            ENTRIES, identity=IDENTITY, num_operators=1, anchors=0, data_offset=data_offset
-        )
+        ImageLayout.build(ENTRIES, identity=IDENTITY, num_operators=1, anchors=0, data_offset=data_offset)
 
 
 def test_view_returns_what_was_written() -> None:
@@ -139,9 +133,7 @@ def test_view_returns_what_was_written() -> None:
     assert view.layout_id == layout.layout_id
     assert (view.data_offset, view.image_len) == (layout.data_offset, layout.image_len)
     assert view.names() == tuple(entry.name for entry in layout.entries)
-    assert [(t.name, t.dtype, t.shape) for t in view] == [
-        (e.name, e.dtype, e.shape) for e in layout.entries
-    ]
+    assert [(t.name, t.dtype, t.shape) for t in view] == [(e.name, e.dtype, e.shape) for e in layout.entries]
     assert len(view) == len(ENTRIES)
     assert "step" in view
     assert "stop" not in view
@@ -209,9 +201,7 @@ def test_many_small_tensors_go_to_the_pool_in_batches() -> None:
 
 def test_batches_are_bounded_and_keep_the_order() -> None:
     big = image_header._BATCH_BYTES
-    entries = [
-        TensorEntry(f"t{i}", "U8", (size,)) for i, size in enumerate([9, big, 5, 5, big * 2])
-    ]
+    entries = [TensorEntry(f"t{i}", "U8", (size,)) for i, size in enumerate([9, big, 5, 5, big * 2])]
     _, buf = make(entries)
     view = ImageView(buf)
     batches = image_header._batches(view.entries)

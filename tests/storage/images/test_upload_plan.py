@@ -32,9 +32,7 @@ FROZEN = {"expert.0.w": 1, "mask": 1}
 DTYPES = sorted(set(DTYPE_SIZE) - {"F8_E8M0", "C64"})
 
 
-def plan_of(
-    sample: Sample, index: StoredIndex, *, least: int = 64, saving: float = 0.05
-) -> UploadPlan:
+def plan_of(sample: Sample, index: StoredIndex, *, least: int = 64, saving: float = 0.05) -> UploadPlan:
     return plan_upload(
         sample.image,
         index,

@@ -34,10 +34,7 @@ def test_reads_cover_every_buffer_once(data: st.DataObject) -> None:
     wanted = data.draw(st.lists(st.tuples(st.integers(0, 299), st.integers(0, 60)), max_size=12))
     size = data.draw(st.integers(1, 80))
     buffers = [bytearray(min(length, 300 - offset)) for offset, length in wanted]
-    ranges = [
-        Range(offset, memoryview(buffer))
-        for (offset, _), buffer in zip(wanted, buffers, strict=True)
-    ]
+    ranges = [Range(offset, memoryview(buffer)) for (offset, _), buffer in zip(wanted, buffers, strict=True)]
     step = data.draw(st.integers(1, 50))
     for piece in plan_reads(ranges, size):
         assert 0 < piece.size <= size
@@ -52,9 +49,7 @@ def test_reads_cover_every_buffer_once(data: st.DataObject) -> None:
 
 def test_neighbours_share_a_request() -> None:
     buffers = [bytearray(10) for _ in range(4)]
-    ranges = [
-        Range(offset, memoryview(b)) for offset, b in zip((20, 0, 10, 31), buffers, strict=True)
-    ]
+    ranges = [Range(offset, memoryview(b)) for offset, b in zip((20, 0, 10, 31), buffers, strict=True)]
     assert [(p.offset, p.size) for p in plan_reads(ranges, 100)] == [(0, 30), (31, 10)]
     assert [(p.offset, p.size) for p in plan_reads(ranges, 25)] == [(0, 25), (25, 5), (31, 10)]
 

@@ -88,9 +88,7 @@ def store() -> FsspecStore:
         (ConnectionResetError("gone"), Unavailable),
     ],
 )
-def test_errors_of_file_systems(
-    store: FsspecStore, error: Exception, expected: type[StoreError]
-) -> None:
+def test_errors_of_file_systems(store: FsspecStore, error: Exception, expected: type[StoreError]) -> None:
     store.put("a", [memoryview(b"abc")])
     Failing.error = error
     with pytest.raises(expected) as caught:
@@ -118,9 +116,7 @@ def test_answers_that_are_too_short(store: FsspecStore, monkeypatch: pytest.Monk
         store.read("a", limit=3)
 
 
-def test_a_range_that_fails_is_read_again(
-    store: FsspecStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_range_that_fails_is_read_again(store: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """One connection that broke made the whole call fail: only the store for S3 asked again."""
     store.put("a", [memoryview(b"abc")])
     answers: list[Exception | bytes] = [ConnectionResetError("gone"), b"abc"]

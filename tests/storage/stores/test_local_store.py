@@ -167,9 +167,7 @@ def test_readers_see_the_old_object_or_the_new_one(store: ObjectStore) -> None:
     assert set(seen) <= set(contents)
 
 
-def test_a_writer_that_is_killed_leaves_a_file_that_is_found(
-    store: ObjectStore, tmp_path: Path
-) -> None:
+def test_a_writer_that_is_killed_leaves_a_file_that_is_found(store: ObjectStore, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from ckptd.storage.stores.open_store import open_store\n"

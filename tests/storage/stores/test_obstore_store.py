@@ -84,9 +84,7 @@ def test_anonymous(s3_server: S3Server, s3_url: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sign_payload", [False, True])
-def test_signed_payloads(
-    s3_server: S3Server, s3_url: str, backend: str, sign_payload: bool
-) -> None:
+def test_signed_payloads(s3_server: S3Server, s3_url: str, backend: str, sign_payload: bool) -> None:
     options = {**s3_server.options, "sign_payload": sign_payload, "part_bytes": 5 * MIB}
     store = open_store(s3_url, {**options, "threshold_bytes": 5 * MIB}, backend)
     data = random.Random(1).randbytes(11 * MIB)

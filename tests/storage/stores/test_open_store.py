@@ -47,9 +47,7 @@ def test_memory_is_one_for_a_process() -> None:
 
 
 @pytest.mark.parametrize("backend", ["obstore", "fsspec"])
-def test_what_is_not_installed_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     missing = "obstore" if backend == "obstore" else "s3fs"
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setitem(sys.modules, f"{missing}.store", None)

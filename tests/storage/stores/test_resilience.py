@@ -106,9 +106,7 @@ class TestCircuit:
         assert circuit.allows(10.0)
 
     @given(st.lists(st.sampled_from(["ask", "fail", "succeed", "abandon", "wait"]), max_size=60))
-    def test_whatever_happens_a_success_closes_it_and_time_gives_a_chance(
-        self, steps: list[str]
-    ) -> None:
+    def test_whatever_happens_a_success_closes_it_and_time_gives_a_chance(self, steps: list[str]) -> None:
         circuit = Circuit(threshold=2, open_s=5.0)
         now_s = 0.0
         for step in steps:
@@ -118,9 +116,7 @@ class TestCircuit:
                 case "fail":
                     was = circuit.state
                     opened = circuit.failed(now_s)
-                    assert opened == (
-                        was is CircuitState.CLOSED and circuit.state is CircuitState.OPEN
-                    )
+                    assert opened == (was is CircuitState.CLOSED and circuit.state is CircuitState.OPEN)
                 case "succeed":
                     was = circuit.state
                     assert circuit.succeeded() == (was is not CircuitState.CLOSED)
@@ -310,8 +306,14 @@ class TestRetries:
             lambda: resilient.delete(["key"]),
         ]
         expected = [
-            setting.store.inner.facts, b"abc", None, setting.store.inner.info("key"), ["key"], -1, None,
-        ]  # fmt: skip
+            setting.store.inner.facts,
+            b"abc",
+            None,
+            setting.store.inner.info("key"),
+            ["key"],
+            -1,
+            None,
+        ]
         for call, answer in zip(calls, expected, strict=True):
             setting.fails(unavailable())
             assert call() == answer

@@ -167,9 +167,7 @@ def test_an_event_that_is_heard_late_costs_the_next_with_its_descriptor_nothing(
         socket.socket() as friend,
     ):
         number = port.accepted(gone)
-        gone.shutdown(
-            socket.SHUT_RDWR
-        )  # its own descriptor stays open: libzmq's is the lowest that is free
+        gone.shutdown(socket.SHUT_RDWR)  # its own descriptor stays open: libzmq's is the lowest that is free
         until(lambda: not is_open(number))
         assert port.accepted(friend) == number
         port.door.identified(number, "friend", "127.0.0.1")

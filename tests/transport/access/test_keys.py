@@ -114,9 +114,7 @@ def test_changes_are_seen_in_both_directions(tmp_path: Path) -> None:
         ("tcp://*:*", "plain", "10.0.0.5", True),
     ],
 )
-def test_safe_places(
-    endpoint: str, security: str, advertise: str | None, allow_plain: bool
-) -> None:
+def test_safe_places(endpoint: str, security: str, advertise: str | None, allow_plain: bool) -> None:
     check_security(endpoint, security, advertise=advertise, allow_plain=allow_plain)
 
 
@@ -134,16 +132,12 @@ def test_safe_places(
         ("tcp://127.0.0.1:5", "none", None, "security"),
     ],
 )
-def test_places_that_are_not_safe(
-    endpoint: str, security: str, advertise: str | None, says: str
-) -> None:
+def test_places_that_are_not_safe(endpoint: str, security: str, advertise: str | None, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check_security(endpoint, security, advertise=advertise)
 
 
-def test_a_public_key_can_be_typed_after_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_public_key_can_be_typed_after_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Z85 has a dash: one key in 85 would begin with it, and be taken for an option."""
     pairs = iter([(b"-" * 40, b"s" * 40), zmq.curve_keypair()])
     monkeypatch.setattr(zmq, "curve_keypair", lambda: next(pairs))
@@ -193,9 +187,7 @@ def test_a_rotated_key_is_accepted_beside_its_successor_for_a_while(tmp_path: Pa
         trust(tmp_path, "other", old)
     now_s += 101
     assert (book.node_of(old), book.node_of(new)) == (None, "one")
-    trust(
-        tmp_path, "one", third
-    )  # nothing is to be kept: the key before goes, and the one before that
+    trust(tmp_path, "one", third)  # nothing is to be kept: the key before goes, and the one before that
     assert [k.public for k in trusted_keys(tmp_path)] == [third]
 
 

@@ -86,9 +86,7 @@ def test_a_file_in_the_place_of_the_socket_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
-def test_a_folder_that_others_may_write_to_is_refused_with_its_mode(
-    folder: Path, mode: int
-) -> None:
+def test_a_folder_that_others_may_write_to_is_refused_with_its_mode(folder: Path, mode: int) -> None:
     """Who may write there can put a socket of his own in the place of ours at any moment, whoever
     owns the one there now.
     """

@@ -151,17 +151,11 @@ def test_requests_that_are_not_allowed_touch_nothing(host: Host, put: bool) -> N
     ]
     buffer = bytearray(16)
     for bad, fault in wrong:
-        begin = (
-            host.peer.put(memoryview(buffer), bad)
-            if put
-            else host.peer.get(bad, memoryview(buffer))
-        )
+        begin = host.peer.put(memoryview(buffer), bad) if put else host.peer.get(bad, memoryview(buffer))
         assert begin.wait(WAIT_S).fault is fault
     long = bytearray(17)
     for bad in (key, replace(key, length=17)):
-        begin = (
-            host.peer.put(memoryview(long), bad) if put else host.peer.get(bad, memoryview(long))
-        )
+        begin = host.peer.put(memoryview(long), bad) if put else host.peer.get(bad, memoryview(long))
         assert begin.wait(WAIT_S).fault is Fault.BOUNDS
     assert buffer == bytes(16)
     assert shared.inside == b"0123456789abcdef"
@@ -212,9 +206,7 @@ def test_a_file_that_is_not_the_one_is_left_alone(
 
 @pytest.mark.parametrize("who", ["here", "there"])
 def test_it_can_be_switched_off_on_either_side(make: Make, tmp_path: Path, who: str) -> None:
-    host = Host(
-        make("here", short_cut=who != "here"), make("there", short_cut=who != "there"), tmp_path
-    )
+    host = Host(make("here", short_cut=who != "here"), make("there", short_cut=who != "there"), tmp_path)
     shared, region = host.share(bytes(CHUNK))
     assert (region.key.file is None) == (who == "there")
     data = content(CHUNK)
@@ -236,16 +228,12 @@ def test_a_file_that_was_cut_short_ends_nothing(host: Host) -> None:
 
 
 @pytest.mark.parametrize("put", [True, False])
-def test_a_region_is_revoked_at_once_while_a_copy_goes_on(
-    host: Host, brake: Brake, put: bool
-) -> None:
+def test_a_region_is_revoked_at_once_while_a_copy_goes_on(host: Host, brake: Brake, put: bool) -> None:
     """Its end is waited for; nothing begins after it."""
     shared, region = host.share(bytes(9 * CHUNK))
     other = bytearray(b"\1" * 9 * CHUNK)
     transfer = (
-        host.peer.put(memoryview(other), region.key)
-        if put
-        else host.peer.get(region.key, memoryview(other))
+        host.peer.put(memoryview(other), region.key) if put else host.peer.get(region.key, memoryview(other))
     )
     assert brake.reached.wait(WAIT_S)
     begun_s = time.monotonic()
@@ -294,9 +282,7 @@ def test_no_descriptor_is_left(host: Host) -> None:
 
     shares = [host.share(bytes(CHUNK)) for _ in range(5)]  # whose mappings have descriptors, too
     regions = [region for _, region in shares]
-    assert all(
-        host.peer.put(memoryview(bytes(CHUNK)), region.key).wait(WAIT_S).ok for region in regions
-    )
+    assert all(host.peer.put(memoryview(bytes(CHUNK)), region.key).wait(WAIT_S).ok for region in regions)
     before = opened()
     for region in regions:
         region.close()

@@ -185,9 +185,7 @@ class TestStreamFabric(FabricContract):
         assert put.wait(WAIT_S).fault is Fault.BOUNDS
 
 
-def flipped(
-    get: Callable[..., Transfer], target: memoryview, key: RegionKey, **options: Any
-) -> Transfer:
+def flipped(get: Callable[..., Transfer], target: memoryview, key: RegionKey, **options: Any) -> Transfer:
     """A get with its arguments in the order of a put."""
     return get(key, target, **options)
 
@@ -213,9 +211,7 @@ class TestStreamsWithKeys(TestStreamFabric):
     test_a_server_killed_and_restarted_is_no_hang = None  # type: ignore[assignment]
     test_a_peer_that_hangs_keeps_no_buffer = None  # type: ignore[assignment]
 
-    def test_a_link_that_always_damages_ends_in_a_digest_fault(
-        self, proxied: tuple[Pair, TcpProxy]
-    ) -> None:
+    def test_a_link_that_always_damages_ends_in_a_digest_fault(self, proxied: tuple[Pair, TcpProxy]) -> None:
         """Nobody can find the bytes that he means to damage, but he can damage all that are many."""
         pair, proxy = proxied
         key = pair.expose(bytearray(CHUNK))
@@ -291,20 +287,14 @@ def test_a_wrong_ticket_is_not_let_in(fabric: StreamFabric) -> None:
     buffer = bytearray(4)
     key = fabric.register(memoryview(buffer), access=BOTH, scope=Scope("")).key
     preamble = encode_preamble(secrets.token_bytes(32))
-    assert (
-        knock(fabric.data_address, preamble, ask(key, 0, 4), b"1234", digest(key, 0, b"1234"))
-        == b""
-    )
+    assert knock(fabric.data_address, preamble, ask(key, 0, 4), b"1234", digest(key, 0, b"1234")) == b""
     until(lambda: fabric.counters.unauthenticated == 1)
     assert buffer == bytes(4)
 
 
 def test_a_ticket_is_good_for_one_stream(fabric: StreamFabric) -> None:
     ticket = ticket_of(fabric)
-    assert (
-        decode_answer(knock(fabric.data_address, encode_preamble(ticket))).kind
-        is StreamKind.WELCOME
-    )
+    assert decode_answer(knock(fabric.data_address, encode_preamble(ticket))).kind is StreamKind.WELCOME
     assert knock(fabric.data_address, encode_preamble(ticket)) == b""
     assert fabric.counters.unauthenticated == 1
 
@@ -377,9 +367,7 @@ def test_a_refused_put_is_read_to_its_end(fabric: StreamFabric) -> None:
 
 
 @pytest.mark.parametrize("kind", [StreamKind.WRITE, StreamKind.READ])
-def test_a_region_is_closed_under_a_peer_that_stopped(
-    fabric: StreamFabric, kind: StreamKind
-) -> None:
+def test_a_region_is_closed_under_a_peer_that_stopped(fabric: StreamFabric, kind: StreamKind) -> None:
     """It sends or takes half a chunk and then nothing: the stream is broken off, not waited for."""
     buffer = bytearray(16 << 20)
     region = fabric.register(memoryview(buffer), access=BOTH, scope=Scope(""))

@@ -61,13 +61,9 @@ class Allocation:
     def reason(self) -> str:
         """What is guaranteed, in a sentence for the log and the operator."""
         nodes, domains = self.node_threshold - 1, self.domain_threshold - 1
-        kept = (
-            f"any {nodes} node{'s' * (nodes != 1)} may be lost" if nodes else "no node may be lost"
-        )
+        kept = f"any {nodes} node{'s' * (nodes != 1)} may be lost" if nodes else "no node may be lost"
         if domains != nodes:
-            kept += (
-                f", any {domains} domain{'s' * (domains != 1)}" if domains else ", but no domain"
-            )
+            kept += f", any {domains} domain{'s' * (domains != 1)}" if domains else ", but no domain"
         if self.met:
             return f"every expert has {self.threshold} places to live: {kept}"
         return (
@@ -76,9 +72,7 @@ class Allocation:
         )
 
 
-def allocate(
-    loads: ArrayLike, cluster: Cluster, threshold: int, *, limit: int | None = None
-) -> Allocation:
+def allocate(loads: ArrayLike, cluster: Cluster, threshold: int, *, limit: int | None = None) -> Allocation:
     """Give every expert of every layer its number of replicas; see the module.
 
     Args:

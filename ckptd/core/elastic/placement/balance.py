@@ -30,9 +30,7 @@ def straggler_factor(placement: ExpertPlacement, loads: ArrayLike, cluster: Clus
     return cluster.num_ranks * sum(most) / sum(total) if sum(total) else 1.0
 
 
-def straggler_by_layer(
-    placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster
-) -> tuple[float, ...]:
+def straggler_by_layer(placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster) -> tuple[float, ...]:
     """``straggler_factor`` of each layer for itself."""
     most, total = _most_and_total(placement, loads, cluster)
     return tuple(cluster.num_ranks * m / t if t else 1.0 for m, t in zip(most, total, strict=True))

@@ -55,12 +55,8 @@ def _few(problem: LayoutProblem, *, balanced: bool) -> list[Shape]:
 
 def _family(problem: LayoutProblem, threshold: int) -> list[Shape]:
     units, slots = len(problem.capacity), int(problem.capacity.min())
-    levels = dict.fromkeys(
-        [0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)]
-    )
-    most = -(
-        -problem.replicas.shape[1] // slots
-    )  # groups, if all units are as small as the smallest
+    levels = dict.fromkeys([0, units] if problem.uniform else [units, threshold, min(2 * threshold, units)])
+    most = -(-problem.replicas.shape[1] // slots)  # groups, if all units are as small as the smallest
     bundles = [b for b in range(1, slots + 1) if slots % b == 0]
     return [
         *(Shape(most, level) for level in levels),
@@ -99,9 +95,7 @@ def within_domains(
             if not len(present):
                 continue
             replicas = counts_LDE[layer, domain, present].astype(np.int64)[None]
-            inner = LayoutProblem(
-                replicas, problem.shares[layer, present][None], cluster.slots[nodes]
-            )
+            inner = LayoutProblem(replicas, problem.shares[layer, present][None], cluster.slots[nodes])
             laid = lay_out(inner, Shape(num_groups(inner)))[0]
             out[layer, nodes[:, None], present] = laid
     return out

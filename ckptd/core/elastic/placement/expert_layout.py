@@ -188,9 +188,7 @@ def _groups(problem: LayoutProblem, order_LE: NDArray[np.int64], shape: Shape) -
     return _topped_up(out, ascending_LE, left_L, shape)
 
 
-def _levels(
-    problem: LayoutProblem, ascending_LE: NDArray[np.int64], shape: Shape
-) -> NDArray[np.int64]:
+def _levels(problem: LayoutProblem, ascending_LE: NDArray[np.int64], shape: Shape) -> NDArray[np.int64]:
     """``[L]``: the most units of a group, so that all groups find room (where units are alike)."""
     num_units = len(problem.capacity)
     if shape.level or not problem.uniform:
@@ -198,9 +196,7 @@ def _levels(
     wanted_LG = ascending_LE[:, :: int(problem.capacity[0]) - shape.even][:, : shape.groups]
     levels = np.full(len(ascending_LE), num_units, dtype=np.int64)
     for layer in np.flatnonzero(wanted_LG.sum(axis=1) > num_units):
-        fits = [
-            n for n in range(1, num_units + 1) if np.minimum(wanted_LG[layer], n).sum() <= num_units
-        ]
+        fits = [n for n in range(1, num_units + 1) if np.minimum(wanted_LG[layer], n).sum() <= num_units]
         levels[layer] = max(fits, default=1)
     return levels
 

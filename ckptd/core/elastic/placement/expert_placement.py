@@ -165,9 +165,7 @@ def spread(allocation: Allocation, cluster: Cluster) -> ExpertPlacement:
     """
     _check_fits(allocation, cluster)
     replicas = allocation.replicas
-    return ExpertPlacement(
-        spread_out(LayoutProblem(replicas, np.zeros_like(replicas), cluster.slots))
-    )
+    return ExpertPlacement(spread_out(LayoutProblem(replicas, np.zeros_like(replicas), cluster.slots)))
 
 
 def compact(allocation: Allocation, cluster: Cluster) -> ExpertPlacement:
@@ -206,9 +204,7 @@ class _Candidate(NamedTuple):
 class _Planner:
     """One call of ``place``: the problem for nodes and for units, and the judge."""
 
-    def __init__(
-        self, allocation: Allocation, loads_LE: Loads, cluster: Cluster, lost: int | None
-    ) -> None:
+    def __init__(self, allocation: Allocation, loads_LE: Loads, cluster: Cluster, lost: int | None) -> None:
         shares, self.bits = token_shares(loads_LE, allocation.replicas)
         self.allocation = allocation
         self.cluster = cluster
@@ -258,9 +254,7 @@ class _Planner:
             last = guaranteed(self.cluster, self.nodes, promised.node_threshold)
             yield _Candidate("dealt out in turn", last)
 
-    def best(
-        self, found: Iterable[_Candidate], allowed: int | None
-    ) -> tuple[_Candidate, _Candidate]:
+    def best(self, found: Iterable[_Candidate], allowed: int | None) -> tuple[_Candidate, _Candidate]:
         """The first of the most valuable: of those whose busiest ranks are allowed, and of all.
 
         If none is allowed, the best balanced stands for the first. Only what may be returned is

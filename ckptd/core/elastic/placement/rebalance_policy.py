@@ -237,9 +237,7 @@ class PlacementTimes:
                 return self._step_done(event, now_s)
             case Placed() if self._state is _State.PLACING:
                 return self._now_placed(event, now_s)
-        raise LocalProtocolError(
-            f"{type(event).__name__} while {self._state}", operation="placement times"
-        )
+        raise LocalProtocolError(f"{type(event).__name__} while {self._state}", operation="placement times")
 
     def wants_forecast(self, step: int) -> bool:
         """Whether the next :class:`StepDone` should carry a forecast, which takes a plan to make."""

@@ -106,8 +106,7 @@ def recovery_by_layer(
     """``recovery_probability`` of each layer for itself; training needs all of them at once."""
     layers = (ExpertPlacement(placement.counts[i : i + 1]) for i in range(placement.num_layers))
     return tuple(
-        recovery_probability(layer, lost, units=units, samples=samples, seed=seed)
-        for layer in layers
+        recovery_probability(layer, lost, units=units, samples=samples, seed=seed) for layer in layers
     )
 
 
@@ -131,9 +130,7 @@ def _chance(held_MU: NDArray[np.bool_], lost: int, samples: int, seed: int) -> C
 # --- the sets --------------------------------------------------------------------------------------------
 
 
-def holder_sets(
-    placement: ExpertPlacement, units: NDArray[np.int64] | None = None
-) -> NDArray[np.bool_]:
+def holder_sets(placement: ExpertPlacement, units: NDArray[np.int64] | None = None) -> NDArray[np.bool_]:
     """``[M, U]``: the minimal sets of units whose loss loses an expert of some layer, in a fixed order."""
     held_LNE = placement.counts > 0
     held_MN = np.ascontiguousarray(held_LNE.transpose(0, 2, 1)).reshape(-1, placement.num_nodes)
@@ -144,9 +141,7 @@ def _merged(held_MN: NDArray[np.bool_], units: NDArray[np.int64]) -> NDArray[np.
     number = integers(units, "units", ndim=1)
     present = np.unique(number)
     if len(number) != held_MN.shape[1] or not np.array_equal(present, np.arange(len(present))):
-        raise ValueError(
-            f"units must number the units of {held_MN.shape[1]} nodes from 0 without gaps"
-        )
+        raise ValueError(f"units must number the units of {held_MN.shape[1]} nodes from 0 without gaps")
     order = np.argsort(number, kind="stable")
     starts = np.searchsorted(number[order], present)
     return np.asarray(np.logical_or.reduceat(held_MN[:, order], starts, axis=1))
@@ -171,9 +166,7 @@ def minimal_sets(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
 # --- counting --------------------------------------------------------------------------------------------
 
 
-def survivor_counts(
-    held_MU: NDArray[np.bool_], up_to: int, states_max: int = STATES_MAX
-) -> list[int] | None:
+def survivor_counts(held_MU: NDArray[np.bool_], up_to: int, states_max: int = STATES_MAX) -> list[int] | None:
     """For k = 0 … ``up_to``, how many sets of k lost units contain no row whole; None: too many states."""
     num_units = held_MU.shape[1]
     if num_units > ENUMERATED_MAX:

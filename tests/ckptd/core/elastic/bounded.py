@@ -80,10 +80,7 @@ def best_above(
     best, kept = floor, 1
     for expert, most in enumerate(replicas):
         later = replicas[expert + 1 :]
-        found = [
-            _continued(tables, levels, part, at, most, later, best)
-            for part, at in _chunks(sets, room)
-        ]
+        found = [_continued(tables, levels, part, at, most, later, best) for part, at in _chunks(sets, room)]
         if not later:
             best = max(chain([best], (int(value.max()) for _, _, value in found if len(value))))
             return Optimum(best, kept)
@@ -98,8 +95,7 @@ def best_above(
 
 def _chunks(sets: Bytes, room: Bytes) -> list[tuple[Bytes, Bytes]]:
     return [
-        (sets[begin : begin + _CHUNK], room[begin : begin + _CHUNK])
-        for begin in range(0, len(sets), _CHUNK)
+        (sets[begin : begin + _CHUNK], room[begin : begin + _CHUNK]) for begin in range(0, len(sets), _CHUNK)
     ]
 
 
@@ -202,9 +198,7 @@ def _distinct(sets: Bytes, room: Bytes) -> tuple[Bytes, Bytes]:
     shifts = np.arange(num_nodes, dtype=np.uint64) * np.uint64(width)
     keys = np.unique((rows << shifts).sum(axis=1, dtype=np.uint64))
     rows = (keys[:, None] >> shifts) & np.uint64((1 << width) - 1)
-    bits = ((rows[:, :, None] >> np.arange(num_sets, dtype=np.uint64)) & np.uint64(1)).astype(
-        np.uint8
-    )
+    bits = ((rows[:, :, None] >> np.arange(num_sets, dtype=np.uint64)) & np.uint64(1)).astype(np.uint8)
     back = (bits << np.arange(num_nodes, dtype=np.uint8)[:, None]).sum(axis=1, dtype=np.uint8)
     return back, (rows >> np.uint64(num_sets)).astype(np.uint8)
 
@@ -225,14 +219,10 @@ def _minimal(sets: Bytes) -> Bytes:
 def _sorted_sets(sets: Bytes, room: Bytes) -> Bytes:
     """By numbers that do not depend on the order of nodes or sets; empty ones first."""
     num_nodes = room.shape[1]
-    member = ((sets[:, None, :] >> np.arange(num_nodes, dtype=np.uint8)[:, None]) & 1).astype(
-        np.int64
-    )
+    member = ((sets[:, None, :] >> np.arange(num_nodes, dtype=np.uint8)[:, None]) & 1).astype(np.int64)
     mark = np.asarray(member.sum(axis=1))
     for _ in range(2):
-        node = 97 * room.astype(np.int64) + (member * (mark * mark + 7 * mark)[:, None, :]).sum(
-            axis=2
-        )
+        node = 97 * room.astype(np.int64) + (member * (mark * mark + 7 * mark)[:, None, :]).sum(axis=2)
         node %= 1_000_003
         seen = (member * (node * node + 3 * node)[:, :, None]).sum(axis=1) % 1_000_003
         mark = np.where(sets > 0, 1 + seen, 0)

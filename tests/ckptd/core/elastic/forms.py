@@ -47,9 +47,7 @@ class Form(Protocol):
 class _FromDevice:
     """A plan that was made on a device."""
 
-    def __init__(
-        self, device: str, tokens: ArrayLike, replicas: ArrayLike, nodes: ArrayLike | None
-    ) -> None:
+    def __init__(self, device: str, tokens: ArrayLike, replicas: ArrayLike, nodes: ArrayLike | None) -> None:
         nodes_R = None if nodes is None else torch.tensor(np.asarray(nodes))
         planner = DeviceDispatcher(torch.tensor(np.asarray(replicas)), device, nodes=nodes_R)
         self._plan = planner.plan(torch.tensor(np.asarray(tokens)).to(device))

@@ -45,9 +45,7 @@ class Distance:
     states: int
 
 
-def planned(
-    layers: list[tuple[int, ...]], num_nodes: int, slots: int, moves: int = 100
-) -> PlacementPlan:
+def planned(layers: list[tuple[int, ...]], num_nodes: int, slots: int, moves: int = 100) -> PlacementPlan:
     """A plan for given numbers of replicas, which promise what their smallest can."""
     replicas = np.array(layers)
     cluster = Cluster.uniform(num_nodes, slots)
@@ -56,9 +54,7 @@ def planned(
     return place(allocation, np.ones_like(replicas), cluster, moves=moves)
 
 
-def distance(
-    replicas: tuple[int, ...], num_nodes: int, slots: int, *, moves: int = MOVES
-) -> Distance:
+def distance(replicas: tuple[int, ...], num_nodes: int, slots: int, *, moves: int = MOVES) -> Distance:
     """Plan one instance and look for anything better."""
     strict = sum(replicas[::slots]) <= num_nodes
     plan = planned([replicas], num_nodes, slots, 0 if strict else moves)
@@ -97,8 +93,7 @@ def main() -> None:
     for num_nodes, num_experts, slots in _rows(args.nodes, args.experts, args.slots):
         begun = time.monotonic()
         found = [
-            distance(replicas, num_nodes, slots)
-            for replicas in instances(num_nodes, num_experts, slots)
+            distance(replicas, num_nodes, slots) for replicas in instances(num_nodes, num_experts, slots)
         ]
         if found:
             everything += found

@@ -48,9 +48,7 @@ class Case:
         layers, nodes, experts = self.wanted.counts.shape
         return [
             (layer, expert, node)
-            for layer, expert, node in itertools.product(
-                range(layers), range(experts), range(nodes)
-            )
+            for layer, expert, node in itertools.product(range(layers), range(experts), range(nodes))
             if self.wanted.counts[layer, node, expert] and not self.held.counts[layer, node, expert]
         ]
 
@@ -104,9 +102,7 @@ def cases(draw: st.DrawFn, *, sizes: tuple[int, ...]) -> Case:
     of = draw(st.lists(st.sampled_from(sizes), min_size=number, max_size=number))
     domains = draw(st.lists(st.sampled_from("ab"), min_size=nodes, max_size=nodes) | st.just([]))
     # Round in seconds for every size, so that the planner's nanoseconds are exact.
-    speeds = draw(
-        st.lists(st.sampled_from([1, 2, 4]), min_size=nodes, max_size=nodes) | st.just([1] * nodes)
-    )
+    speeds = draw(st.lists(st.sampled_from([1, 2, 4]), min_size=nodes, max_size=nodes) | st.just([1] * nodes))
     return Case(
         ExpertPlacement(wanted),
         ExpertPlacement(counts()),
@@ -142,9 +138,7 @@ def _check(case: Case, plan: TransferPlan) -> tuple[Fraction, int]:
     assert plan.snapshot_bytes.tolist() == restored
     busiest, crossing = case.cost(tuple(plan.source.tolist()))
     assert plan.cross_domain_bytes == crossing
-    arriving = max(
-        Fraction(received[node] + restored[node], case.speeds[node]) for node in range(nodes)
-    )
+    arriving = max(Fraction(received[node] + restored[node], case.speeds[node]) for node in range(nodes))
     assert plan.predicted_s == float(max(busiest, arriving))
     return busiest, crossing
 
@@ -162,9 +156,7 @@ def _by_linear_program(case: Case) -> tuple[Fraction, int]:
     """
     missing = case.missing()
     pairs = [
-        (at, owner)
-        for at, (layer, expert, _) in enumerate(missing)
-        for owner in case.owners(layer, expert)
+        (at, owner) for at, (layer, expert, _) in enumerate(missing) for owner in case.owners(layer, expert)
     ]
     served = np.zeros((len(missing), len(pairs)))
     sent = np.zeros((case.cluster.num_nodes, len(pairs)))
@@ -287,9 +279,7 @@ def test_large_experts_make_way_for_small_ones() -> None:
 def test_the_loss_of_all_owners_is_recovered_from_the_snapshot() -> None:
     held = ExpertPlacement(np.array([[[1, 0], [0, 1], [0, 0]]]))
     wanted = ExpertPlacement(np.array([[[1, 1], [0, 0], [1, 1]]]))
-    plan = plan_transfers(
-        wanted, held, Cluster.uniform(3, 2), [[10, 30]], alive=[True, False, True]
-    )
+    plan = plan_transfers(wanted, held, Cluster.uniform(3, 2), [[10, 30]], alive=[True, False, True])
     assert plan.expert.tolist() == [0, 1, 1]
     assert plan.source.tolist() == [0, SNAPSHOT, SNAPSHOT]
     assert plan.snapshot_bytes.tolist() == [30, 0, 30]

@@ -42,9 +42,7 @@ def experts(*numbers: int) -> list[Unit]:
 ALL = [*DENSE, *experts(0, 1, 2, 3)]
 
 
-def node(
-    *images: tuple[int, int, int, bool, Sequence[Unit]], knows: Sequence[Unit] = ()
-) -> NodeHeld:
+def node(*images: tuple[int, int, int, bool, Sequence[Unit]], knows: Sequence[Unit] = ()) -> NodeHeld:
     """A node with these images: world, rank, iteration, whether parked, and what is in it;
     ``knows``: what its segments tell besides.
     """
@@ -61,7 +59,7 @@ def node(
         ),
         {world: tuple(sorted(known)) for world, known in expected.items()},
         tuple(sorted({world for world, *_ in images})),
-    )  # fmt: skip
+    )
 
 
 def chosen(*held: NodeHeld) -> Chosen:
@@ -143,15 +141,14 @@ def test_a_world_that_is_held_in_part_gives_way_to_the_one_before() -> None:
     """It ended before everything of it was sealed."""
     found = chosen(node((5, 0, 30, True, ALL), (6, 0, 33, False, [*DENSE, *experts(0)])))
     assert (found.world, found.iteration) == (5, 30)
-    assert (
-        "left out is world 6, the newest: of iteration 33 of world 6 no node holds a.moe"
-        in found.reason
-    )
+    assert "left out is world 6, the newest: of iteration 33 of world 6 no node holds a.moe" in found.reason
 
 
 def test_what_is_missing_everywhere_is_named() -> None:
     held = [node((5, 0, 19, True, [*DENSE, *experts(0, 1, 2)]))]
-    with pytest.raises(ElasticError, match=r"of iteration 19 of world 5 no node holds a\.moe\.experts\.3, b\.moe\.experts\.3"):  # fmt: skip
+    with pytest.raises(
+        ElasticError, match=r"of iteration 19 of world 5 no node holds a\.moe\.experts\.3, b\.moe\.experts\.3"
+    ):
         choose(held, LAYERS)
     held = [node((5, 0, 19, False, [*DENSE[1:], *experts(0, 1, 2, 3)]), knows=DENSE)]
     with pytest.raises(ElasticError, match=r"no node holds dense\[0:3\]"):
@@ -231,8 +228,12 @@ def test_every_rank_gets_everything_it_needs_once_from_who_has_it() -> None:
         assert plan == plan_handover(found, LAYERS, replicas, list(range(ranks)))
         wanted = [Give(0, rank, unit) for rank in range(ranks) for unit in DENSE]
         for layer, rank, number in zip(*replicas.nonzero(), strict=True):
-            wanted += [Give(0, int(rank), u) for u in experts(int(number)) if LAYERS.expert_of(u.param) == (layer, number)]  # fmt: skip
-        assert sorted((g.target, g.unit) for g in plan.gives) == sorted((g.target, g.unit) for g in wanted)  # fmt: skip
+            wanted += [
+                Give(0, int(rank), u)
+                for u in experts(int(number))
+                if LAYERS.expert_of(u.param) == (layer, number)
+            ]
+        assert sorted((g.target, g.unit) for g in plan.gives) == sorted((g.target, g.unit) for g in wanted)
         for give in plan.gives:
             assert give.source in found.holders[give.unit], "it reads what its node has"
             if give.target in found.holders[give.unit]:

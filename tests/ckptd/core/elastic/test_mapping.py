@@ -27,9 +27,7 @@ def _fetched(plan: ExpertPlacement, held: ExpertPlacement, sizes: Ints, p: int, 
     )
 
 
-def _least(
-    plan: ExpertPlacement, held: ExpertPlacement, cluster: Cluster, sizes: Ints
-) -> tuple[int, int]:
+def _least(plan: ExpertPlacement, held: ExpertPlacement, cluster: Cluster, sizes: Ints) -> tuple[int, int]:
     """Largest and summed fetch of the best of all permutations that keep domains whole and fit the slots."""
     nodes = range(cluster.num_nodes)
     costs = [[_fetched(plan, held, sizes, p, q) for q in nodes] for p in nodes]
@@ -53,9 +51,7 @@ def _allowed(plan: ExpertPlacement, cluster: Cluster, order: tuple[int, ...]) ->
     return fits and together
 
 
-def _check(
-    plan: ExpertPlacement, held: ExpertPlacement, cluster: Cluster, sizes: Ints
-) -> NodeMapping:
+def _check(plan: ExpertPlacement, held: ExpertPlacement, cluster: Cluster, sizes: Ints) -> NodeMapping:
     mapping = map_nodes(plan, held, cluster, sizes)
     order = tuple(mapping.node_of.tolist())
     assert sorted(order) == list(range(cluster.num_nodes))
@@ -238,6 +234,4 @@ def test_bad_sizes_are_named(sizes: list[list[float]], message: str) -> None:
 def test_shapes_must_agree() -> None:
     plan = ExpertPlacement(np.ones((1, 2, 1), dtype=np.int32))
     with pytest.raises(ValueError, match="both tell of the same layers"):
-        map_nodes(
-            plan, ExpertPlacement(np.ones((1, 1, 1), dtype=np.int32)), Cluster.uniform(2, 1), [[1]]
-        )
+        map_nodes(plan, ExpertPlacement(np.ones((1, 1, 1), dtype=np.int32)), Cluster.uniform(2, 1), [[1]])

@@ -20,9 +20,7 @@ Ints = NDArray[np.int64]
 EXAMPLES = 8 if INTERPRETED else 2000 if LONG else 60
 
 
-def _reference(
-    tokens: Ints, replicas: Ints, nodes: list[int] | None
-) -> list[list[list[list[int]]]]:
+def _reference(tokens: Ints, replicas: Ints, nodes: list[int] | None) -> list[list[list[list[int]]]]:
     """For each source, target and expert: which of the source's tokens go there. No arithmetic but
     adding one.
     """
@@ -183,9 +181,7 @@ def test_an_expert_that_nobody_holds_is_refused_even_without_tokens() -> None:
         ([[1], [1]], [[1], [1]], [0], "nodes of 1 ranks for 2 ranks"),
     ],
 )
-def test_bad_input_is_named(
-    tokens: object, replicas: object, nodes: list[int] | None, message: str
-) -> None:
+def test_bad_input_is_named(tokens: object, replicas: object, nodes: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_dispatch(tokens, replicas, nodes=nodes)  # type: ignore[arg-type]
 

@@ -41,9 +41,7 @@ def places(found: JoinedSnapshot) -> dict[str, int]:
 
 def test_what_is_shared_comes_from_its_owner_and_nothing_else_does() -> None:
     own = image("a", "expert", "buffer/mean", "ckptd.scalars")
-    theirs = image(
-        "b", "expert", "master/b", "optim/exp_avg/b", "optim/exp_avg/expert", "buffer/mean", "c"
-    )
+    theirs = image("b", "expert", "master/b", "optim/exp_avg/b", "optim/exp_avg/expert", "buffer/mean", "c")
     found = joined(own, {3: theirs}, SharedRows("b", None, 3))
     assert places(found) == {
         **dict.fromkeys(["a", "expert", "buffer/mean", "ckptd.scalars"], 0),
@@ -71,9 +69,7 @@ def test_one_who_captured_all_rows_has_them_whole() -> None:
     """Its image has no slices then; state that is not per row goes with its parameter."""
     shares = (SharedRows("w", (0, 2), 1), SharedRows("w", (2, 6), 1), SharedRows("q", None, 1))
     other = [*image("w", "optim/m/w", "q"), ImageTensor("optim/row/q", "F32", (1,), 9000, 4)]
-    assert places(joined([], {1: other}, *shares)) == dict.fromkeys(
-        ["w", "optim/m/w", "q", "optim/row/q"], 1
-    )
+    assert places(joined([], {1: other}, *shares)) == dict.fromkeys(["w", "optim/m/w", "q", "optim/row/q"], 1)
 
 
 def test_what_every_image_holds_is_asked_of_nobody() -> None:

@@ -90,7 +90,5 @@ def test_transcripts(name: str, transcript: Callable[[str, Driver], None]) -> No
 
 def test_an_event_that_is_not_legal_names_machine_state_and_event() -> None:
     """A checkpoint must not be begun beside another one: its slots would be held twice."""
-    with pytest.raises(
-        LocalProtocolError, match=r"persistence: event begin .* in state committing"
-    ):
+    with pytest.raises(LocalProtocolError, match=r"persistence: event begin .* in state committing"):
         TRANSITIONS.after(PersistPhase.COMMITTING, PersistEvent.BEGIN)

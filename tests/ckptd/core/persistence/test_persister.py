@@ -140,9 +140,7 @@ def test_a_crowded_ring_is_let_go_and_the_third_checkpoint_is_firm() -> None:
     for end in (4, 8):
         core.handle(slots(end - 1, end, total=5), now_s=0.0)
         effects = core.handle(slots(end - 1, end, end + 1, end + 2, total=5), now_s=0.0)
-        assert of(Release, effects), (
-            "two held beside a newest suffix of two leave one of five slots"
-        )
+        assert of(Release, effects), "two held beside a newest suffix of two leave one of five slots"
     effects = core.handle(slots(11, 12, total=5), now_s=0.0)
     assert [e.kind for e in of(Note, effects)] == ["persist_firm"]  # type: ignore[union-attr]
     assert core.handle(slots(11, 12, 13, 14, total=5), now_s=0.0) == []

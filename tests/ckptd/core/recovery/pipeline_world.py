@@ -88,9 +88,7 @@ class History:
     history differ from another.
     """
 
-    def __init__(
-        self, shape: Shape, salts: Sequence[int], states: list[list[State]] | None = None
-    ) -> None:
+    def __init__(self, shape: Shape, salts: Sequence[int], states: list[list[State]] | None = None) -> None:
         self.shape = shape
         self.states: list[list[State]] = [first_state(shape)] if states is None else states
         self.salts = salts
@@ -161,9 +159,7 @@ class Store:
     def holdings(self, kind: str) -> list[HeldRecords]:
         count = 1 if kind == "boundary" else self.window
         return [
-            HeldRecords(
-                node, self._name(kind, rank, own), own, rank, count, "t", 4096, tuple(records)
-            )
+            HeldRecords(node, self._name(kind, rank, own), own, rank, count, "t", 4096, tuple(records))
             for (node, rank, own), records in self.segments[kind].items()
         ]
 
@@ -264,8 +260,7 @@ class Execution:
         local = {}
         for rank in running:
             received = [
-                sent[n] if n in sent else self._fed(rank, n, iteration)
-                for n in self._shape.neighbours(rank)
+                sent[n] if n in sent else self._fed(rank, n, iteration) for n in self._shape.neighbours(rank)
             ]
             local[rank] = hash((sent[rank], *received))
         for rank in running:
@@ -317,9 +312,7 @@ def random_world(rng: random.Random, *, domains_max: int = 5) -> World:
     if left_at is not None:
         abandoned = History(shape, [7] * left_at + [8] * (length - left_at))
         for rank in range(shape.world_size):
-            _fill(
-                store, rng, abandoned, rank, range(left_at, length + 1), epochs[0], 0.7, stale=True
-            )
+            _fill(store, rng, abandoned, rank, range(left_at, length + 1), epochs[0], 0.7, stale=True)
         epochs.append((6, left_at))
     stop = length - 1
     for members in shape.domains:

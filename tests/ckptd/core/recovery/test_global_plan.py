@@ -125,9 +125,8 @@ def test_the_rank_with_the_longest_window_decides_the_start() -> None:
 
 def test_a_short_rank_must_still_hold_the_common_start() -> None:
     """Rank 0 alone could resume at 9, but rank 1 starts at 6, which rank 0 has no more."""
-    assert (
-        "anchor all operators (rank 0: 8 to 9, whole from 9, rank 1: 2 to 9, whole from 6)"
-        in refused([rank(0, 1, 8, 9), rank(1, 4, 2, 9)], 2)
+    assert "anchor all operators (rank 0: 8 to 9, whole from 9, rank 1: 2 to 9, whole from 6)" in refused(
+        [rank(0, 1, 8, 9), rank(1, 4, 2, 9)], 2
     )
     plan = planned([rank(0, 1, 5, 9, missing=7), rank(1, 2, 2, 9)])
     assert (plan.start, plan.end) == (8, 9)
@@ -248,12 +247,18 @@ NONE_LEADS_TO_9 = "before iteration 9 leads to that of iteration 9"
     [
         ([dense(0, 9)], f"no snapshot of rank 0 {NONE_LEADS_TO_9}"),
         ([dense(0, 8, 9), dense(1, 9)], f"no snapshot of rank 1 {NONE_LEADS_TO_9}"),
-        ([held(0, [snap(8, 1), snap(9, 1, previous=-1, epoch=1, epoch_start=8)])], f"no snapshot of rank 0 {NONE_LEADS_TO_9}"),
-        ([held(0, chain(2, 8, 9), window=2)], "no snapshot of rank 0 before iteration 8 leads to that of iteration 8"),
+        (
+            [held(0, [snap(8, 1), snap(9, 1, previous=-1, epoch=1, epoch_start=8)])],
+            f"no snapshot of rank 0 {NONE_LEADS_TO_9}",
+        ),
+        (
+            [held(0, chain(2, 8, 9), window=2)],
+            "no snapshot of rank 0 before iteration 8 leads to that of iteration 8",
+        ),
         ([dense(0, 6, 8, 9), dense(1, 7, 9)], "the ranks have no snapshot before iteration 9 in common"),
         ([dense(0, 4, 9)], "the previous snapshot is 5 iterations older, and verify_iterations=4"),
     ],
-)  # fmt: skip
+)
 def test_where_there_is_none_the_plan_is_as_without(known: list[HeldRecords], why: str) -> None:
     plan = verified(known, 4)
     assert plan.unverified == why
@@ -267,10 +272,7 @@ def test_what_is_compared_must_be_of_the_same_phases() -> None:
     other = [replace(snap(8, 1, previous=-1), phase=1), replace(snap(9, 1), phase=0)]
     plan = verified([held(0, ahead), held(1, other)])
     assert (plan.start, plan.end) == (9, 9)
-    assert (
-        plan.unverified
-        == "before iteration 9 the ranks were in different phases of their schedules"
-    )
+    assert plan.unverified == "before iteration 9 the ranks were in different phases of their schedules"
 
 
 def test_a_damaged_snapshot_before_is_taken_from_where_it_is_whole() -> None:
@@ -408,9 +410,7 @@ def test_a_slot_in_any_state_is_a_witness_of_its_epoch() -> None:
 
 def test_the_epoch_seen_is_told_even_without_a_plan() -> None:
     stale = [held(0, [snap(7, 0, state=SlotState.FREE, epoch=4, epoch_start=6)])]
-    assert plan_recovery(stale, 1) == NoRecovery(
-        "no node holds a snapshot of rank 0 (world size 1)", 4
-    )
+    assert plan_recovery(stale, 1) == NoRecovery("no node holds a snapshot of rank 0 (world size 1)", 4)
     assert plan_recovery([], 1) == NoRecovery("no node holds a snapshot of rank 0 (world size 1)")
 
 
@@ -456,8 +456,7 @@ class Reference:
 
     def _stale(self, record: SlotRecord) -> bool:
         return any(
-            other.epoch > record.epoch and other.epoch_start < record.iteration
-            for _, other in self.every
+            other.epoch > record.epoch and other.epoch_start < record.iteration for _, other in self.every
         )
 
     def counted(self, number: int, table: str) -> list[SlotRecord]:
@@ -567,9 +566,7 @@ def check_pieces(
 HOMES = {0: "a", 1: "b"}
 
 
-def world(
-    snapshots: Iterable[tuple[int, str, SlotRecord]], *, window: int = 2
-) -> list[HeldRecords]:
+def world(snapshots: Iterable[tuple[int, str, SlotRecord]], *, window: int = 2) -> list[HeldRecords]:
     """Segments from (rank, node, record) triples."""
     found: dict[tuple[int, str], list[SlotRecord]] = {}
     for number, node, record in snapshots:
@@ -584,8 +581,7 @@ def world(
 def test_every_small_case_against_brute_force() -> None:
     """Two ranks of two operators: each iteration of three absent, or anchoring 0, 1 or both."""
     tables = [
-        [snap(t, a) for t, a in enumerate(anchors) if a]
-        for anchors in itertools.product(range(4), repeat=3)
+        [snap(t, a) for t, a in enumerate(anchors) if a] for anchors in itertools.product(range(4), repeat=3)
     ]
     found = sum(
         check([held(0, a, window=2), held(1, b, window=2)], 2, {0: "0", 1: "1"})
@@ -658,11 +654,7 @@ def test_random_cases_against_brute_force(seed: int) -> None:
     known = []
     for number, node in itertools.product(range(world_size), "abc"):
         for generation in range(rng.choice([0, 1, 1, 2])):
-            records = [
-                some_record(rng, t, operators[number], starts)
-                for t in range(6)
-                if rng.random() < 0.8
-            ]
+            records = [some_record(rng, t, operators[number], starts) for t in range(6) if rng.random() < 0.8]
             rng.shuffle(records)
             known.append(
                 held(

@@ -63,9 +63,7 @@ class Job:
         ranks = range(len(stops))
         self.window = window
         self.domains = [tuple(d) for d in domains] if domains else [(r,) for r in ranks]
-        self.snapshots = {
-            r: [slot(t, 1 << t % window) for t in range(2, stops[r] + 1)] for r in ranks
-        }
+        self.snapshots = {r: [slot(t, 1 << t % window) for t in range(2, stops[r] + 1)] for r in ranks}
         self.parked = {r: [slot(stops[r], (1 << window) - 1)] for r in ranks}
         self.logs = {r: [slot(t, 0) for t in range(2, stops[r])] for r in ranks}
         self.tables = dict.fromkeys(ranks, "table")  # by which snapshots name operators
@@ -122,9 +120,7 @@ class Job:
         assert isinstance(plan, NotLocalized), plan
         return plan.reason
 
-    def _held(
-        self, kind: str, records: Mapping[int, Iterable[SlotRecord]], count: int
-    ) -> list[HeldRecords]:
+    def _held(self, kind: str, records: Mapping[int, Iterable[SlotRecord]], count: int) -> list[HeldRecords]:
         return [
             HeldRecords(f"n{r}", f"r{r}.{kind}", True, r, count, table, 4096, tuple(found))
             for r, found in records.items()
@@ -458,10 +454,7 @@ def test_without_parked_states_or_facts_there_is_no_localized_plan() -> None:
     assert Job([T] * 3).trainer_lost(0, 1, 2).refused() == "no rank was parked"
     job = Job([T] * 3)
     job.facts = {}
-    assert (
-        job.refused()
-        == "no rank reported with which ranks it communicates (is the boundary log enabled?)"
-    )
+    assert job.refused() == "no rank reported with which ranks it communicates (is the boundary log enabled?)"
     nothing = plan_localized(RunHoldings([]), {}, 0)
     assert nothing == NotLocalized("world size 0", -1)
 
@@ -537,10 +530,7 @@ def test_parks_of_ranks_that_went_on_do_not_hold_anybody_back() -> None:
     assert outline(job.planned()) == ["parked 10", "replays 8-10 < 0[8:10] < 2[8:10]", "parked 10"]
     for rank in range(3):
         job.parked[rank] = [slot(6, EVERYTHING)]
-    assert (
-        job.refused()
-        == "snapshots make all ranks exact at 10, later than the newest parked state (6)"
-    )
+    assert job.refused() == "snapshots make all ranks exact at 10, later than the newest parked state (6)"
 
 
 def test_a_park_is_better_than_a_suffix_that_begins_before_it() -> None:
@@ -559,9 +549,7 @@ def test_where_nobody_would_replay_all_recover_together() -> None:
 
 def test_ranks_that_replay_together_recorded_the_same_phases() -> None:
     job = Job([T] * 4).trainer_lost(1, 2)
-    job.snapshots[2] = [
-        replace(r, phase=(r.phase + (r.iteration > 8)) % 3) for r in job.snapshots[2]
-    ]
+    job.snapshots[2] = [replace(r, phase=(r.phase + (r.iteration > 8)) % 3) for r in job.snapshots[2]]
     assert outline(job.planned())[1:3] == ["replays 6-8 < 0[6:10]", "replays 6-8 < 3[6:10]"]
     # Those that do not replay together need not.
     alone = Job([T] * 4).trainer_lost(1, 3)
@@ -642,9 +630,7 @@ class Possible:
         found: dict[tuple[int, int], SlotRecord] = {}
         for h in held:
             for r in h.records:
-                if any(
-                    e > r.epoch and start < r.iteration + sent for e, start in self.epochs.items()
-                ):
+                if any(e > r.epoch and start < r.iteration + sent for e, start in self.epochs.items()):
                     continue
                 other = found.get((h.rank, r.iteration))
                 if other is None or r.epoch > other.epoch:
@@ -663,11 +649,7 @@ class Possible:
     def _stands_at(self, rank: int, members: Sequence[int], t: int) -> bool:
         if (rank, t) in self._parks:
             return True
-        peers = [
-            m
-            for m in members
-            if (m, t) in self._parks and self._relations.have_same_operators(rank, m)
-        ]
+        peers = [m for m in members if (m, t) in self._parks and self._relations.have_same_operators(rank, m)]
         return bool(peers) and (rank, t) in self._snapshots
 
     def _starts(self, domains: Iterable[int]) -> list[int]:
@@ -699,8 +681,7 @@ class Possible:
                 if not all((other, t) in self._logs for t in feed):
                     return False
         return all(
-            choice[min(component)][0] in self._starts(component)
-            for component in self._components(replaying)
+            choice[min(component)][0] in self._starts(component) for component in self._components(replaying)
         )
 
     def _components(self, replaying: set[int]) -> list[set[int]]:
@@ -825,9 +806,7 @@ def test_nobody_starts_earlier_than_any_plan_needs_and_a_plan_is_found_if_there_
         assert (starts, plan.resume) == (best[0], possible.resume)
         return
     snapshots = world.store.holdings("seg")
-    together = plan_recovery(
-        snapshots, world.shape.world_size, lost=world.lost, epochs=possible.epochs
-    )
+    together = plan_recovery(snapshots, world.shape.world_size, lost=world.lost, epochs=possible.epochs)
     better = isinstance(together, RecoveryPlan) and (
         together.end > possible.resume or together.start >= possible.resume
     )

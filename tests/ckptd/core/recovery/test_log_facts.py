@@ -47,7 +47,7 @@ def test_a_replica_that_was_left_behind_tells_nothing(last: int, counts: bool) -
 def test_what_a_recovery_ran_again_tells_nothing() -> None:
     """An epoch that began at 8: what was sent in 8 before is not what its rank did last."""
     logs = [log("abandoned", OLD, records(8)), log("last", NEW, records(7))]
-    parked = [*PARKED_AT_9, HeldRecords("n0", "q", True, 2, 1, "", 4096, records(9, epoch=1, start=8))]  # fmt: skip
+    parked = [*PARKED_AT_9, HeldRecords("n0", "q", True, 2, 1, "", 4096, records(9, epoch=1, start=8))]
     assert facts_from_logs({0}, logs, parked) == {0: NEW}
 
 

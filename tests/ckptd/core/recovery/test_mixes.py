@@ -9,9 +9,7 @@ import pytest
 from ckptd.core.recovery.mixes import MIXES, next_mix
 
 
-def all_of(
-    num_parts: int, holders: list[str], cannot: dict[int, str] | None = None
-) -> list[tuple[str, ...]]:
+def all_of(num_parts: int, holders: list[str], cannot: dict[int, str] | None = None) -> list[tuple[str, ...]]:
     """What is tried if everything is wrong."""
     unable = [(cannot or {}).get(part, "") for part in range(num_parts)]
     tried: list[tuple[str, ...]] = []

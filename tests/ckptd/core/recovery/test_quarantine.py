@@ -74,9 +74,7 @@ def test_a_changed_machine_is_a_better_explanation() -> None:
 
 
 def test_what_a_localized_recovery_came_to_is_no_first_try() -> None:
-    assert (
-        judge_replay(failure(4, 6), [failure(4, 6, verdict=ReplayVerdict.WIDENED)]) == "suspected"
-    )
+    assert judge_replay(failure(4, 6), [failure(4, 6, verdict=ReplayVerdict.WIDENED)]) == "suspected"
 
 
 def test_another_suffix_is_another_question() -> None:
@@ -104,7 +102,7 @@ def test_a_replay_that_reproduces_settles_the_rest() -> None:
 
 def test_a_failure_is_told_with_operator_iteration_and_digests() -> None:
     text = describe_failure(failure(4, 6))
-    for word in ("iteration 5 did", "at iteration 6", "began at iteration 4", "rank 1", "e3", "aa", "bb"):  # fmt: skip
+    for word in ("iteration 5 did", "at iteration 6", "began at iteration 4", "rank 1", "e3", "aa", "bb"):
         assert word in text
 
 
@@ -117,9 +115,7 @@ def test_a_plan_goes_back_to_the_suffix_before_what_is_quarantined() -> None:
     """On both ranks, though only one of them was wrong, and though a peer and the store still tell of it."""
     everything = [held(rank, chain(2, 5, 8), window=2) for rank in (0, 1)]
     everything += [held(rank, chain(2, 7, 8), window=2, node="peer", own=False) for rank in (0, 1)]
-    everything += [
-        held(rank, chain(2, 7, 8), window=2, node=".store", own=False) for rank in (0, 1)
-    ]
+    everything += [held(rank, chain(2, 7, 8), window=2, node=".store", own=False) for rank in (0, 1)]
     before = plan_recovery(everything, 2)
     assert isinstance(before, RecoveryPlan)
     assert (before.start, before.end) == (7, 8)

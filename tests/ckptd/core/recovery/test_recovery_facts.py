@@ -106,9 +106,7 @@ ascending = st.sets(st.integers(0, 200), max_size=12).map(lambda ranks: tuple(so
 def test_the_wire_keeps_facts(facts: dict[int, RankFacts]) -> None:
     told = facts_from_wire([facts_to_wire(facts)])
     assert told == {
-        rank: RankFacts(
-            f.neighbours, tuple(sorted({*f.domain, rank})), tuple(sorted({*f.alike, rank}))
-        )
+        rank: RankFacts(f.neighbours, tuple(sorted({*f.domain, rank})), tuple(sorted({*f.alike, rank})))
         for rank, f in facts.items()
     }
 

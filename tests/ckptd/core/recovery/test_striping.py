@@ -263,9 +263,7 @@ def test_a_large_tensor_that_is_damaged_in_each_copy_is_put_together(
         tries += 1
         deliver_all(stripes)
         assert not stripes.failed
-        if not any(
-            p.start // 10 in damaged[stripes.bringers((p.start, p.stop))[0]] for p in stripes.parts
-        ):
+        if not any(p.start // 10 in damaged[stripes.bringers((p.start, p.stop))[0]] for p in stripes.parts):
             break
         stripes.blame([(0, 30)])
     assert tries <= 8

@@ -65,7 +65,7 @@ def test_what_is_replayed_only_to_compare_counts(lose: list[str], told: int, rep
     assert {rank.replayed for rank in answer.ranks} == {replayed}
     text = render_what_if(answer)
     assert ("1 of the replayed iterations only verify" in text) == (told > 0)
-    assert ("no additional iteration verifies the loaded values: verify_iterations=0" in text) == (told == 0)  # fmt: skip
+    assert ("no additional iteration verifies the loaded values: verify_iterations=0" in text) == (told == 0)
 
 
 def test_losing_nothing_costs_nothing_but_the_replay() -> None:
@@ -209,9 +209,7 @@ def test_why_all_would_recover_together() -> None:
             assert (answer.plan, answer.ranks) == (plain.plan, plain.ranks)
         return answer.localized.reason
 
-    assert "no rank reported with which ranks it communicates" in told(
-        HELD, "node=n1", None, None, None
-    )
+    assert "no rank reported with which ranks it communicates" in told(HELD, "node=n1", None, None, None)
     everybody = tuple(CHAIN.values())
     assert "no node is left" in told(HELD, "rack=A,rack=B", *everybody)
     without = [h for h in HELD if h.rank]

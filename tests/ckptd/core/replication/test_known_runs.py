@@ -65,9 +65,7 @@ def test_a_floor_that_a_recovery_left_behind_does_not_survive_it() -> None:
     known.note_epoch(*RUN, 2, 11)
     assert known.promise(*RUN) == (Promise(), 1)
     known.learn(*RUN, 1, Promise(12, 12), 3)
-    assert known.promise(*RUN) == (Promise(), 1), (
-        "also if who told it has not heard of the recovery"
-    )
+    assert known.promise(*RUN) == (Promise(), 1), "also if who told it has not heard of the recovery"
     known.learn(*RUN, 2, Promise(11, 11), 3)
     assert known.promise(*RUN) == (Promise(11, 11), 3)
 

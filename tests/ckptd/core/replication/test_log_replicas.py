@@ -89,9 +89,7 @@ class TestSending:
         driven.feed(PeerBack("a"))
         assert driven.sent[4:] == [("a", 5)]
         assert driven.begun == [5], "what is newer is not doubted: nobody gives it away"
-        assert driven.notes == [], (
-            "that the peer was lost is told by the replicator of the snapshots"
-        )
+        assert driven.notes == [], "that the peer was lost is told by the replicator of the snapshots"
 
     def test_a_target_without_memory_is_told_of_once_and_holds_nobody_back(self) -> None:
         driven = driven_to("a")
@@ -155,7 +153,7 @@ class TestAdmitting:
         assert found.index == 6 % SLOTS
 
     def test_the_oldest_is_that_of_the_generation_that_is_sent(self) -> None:
-        records = [logged(4), logged(5), logged(5, generation=4, sequence=9), logged(6, generation=4)]  # fmt: skip
+        records = [logged(4), logged(5), logged(5, generation=4, sequence=9), logged(6, generation=4)]
         assert oldest_held(records, 3) == 4
         assert oldest_held(records, 4) == 5
         assert oldest_held(records, 5) == -1

@@ -104,9 +104,7 @@ def test_transcripts(name: str, transcript: Callable[[str, Driver], None]) -> No
 
 def test_an_event_that_is_not_legal_names_machine_node_state_and_event() -> None:
     """A seal that was never asked for must not count as a copy."""
-    with pytest.raises(
-        LocalProtocolError, match=r"replication \[node=b\]: event sealed .* state idle"
-    ):
+    with pytest.raises(LocalProtocolError, match=r"replication \[node=b\]: event sealed .* state idle"):
         TRANSITIONS.after(Phase.IDLE, TargetEvent.SEALED, node="b")
 
 

@@ -202,9 +202,7 @@ def test_aligned_levels_are_those_of_the_paper() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(EXTRAS, st.integers(0, 10), st.integers(0, 150))
-def test_aligned_takes_the_smallest_window_that_fits(
-    extras: list[int], compute: int, budget: int
-) -> None:
+def test_aligned_takes_the_smallest_window_that_fits(extras: list[int], compute: int, budget: int) -> None:
     operators = [op(extra, compute) for extra in extras]
     count = len(operators)
 
@@ -212,8 +210,7 @@ def test_aligned_takes_the_smallest_window_that_fits(
         size = math.ceil(count / window)
         parts = [range(a, min(a + size, count)) for a in range(0, count, size)]
         return max(
-            sum(operators[i].anchor_bytes for i in part) + compute * (count - part.stop)
-            for part in parts
+            sum(operators[i].anchor_bytes for i in part) + compute * (count - part.stop) for part in parts
         )
 
     schedule = plan_aligned(operators, budget_bytes=budget, order=range(count))
@@ -295,9 +292,7 @@ def test_popularity_over_time() -> None:
         ([], [], False),
     ],
 )
-def test_the_reorder_trigger_of_the_paper(
-    old: list[float], new: list[float], expected: bool
-) -> None:
+def test_the_reorder_trigger_of_the_paper(old: list[float], new: list[float], expected: bool) -> None:
     assert needs_reorder(old, new) is expected
 
 
@@ -312,8 +307,7 @@ def test_splitting_is_advised_where_one_operator_sets_the_peak() -> None:
     assert piece == 1000 * 300 // 900
     pieces = [op(300, 33) for _ in range(3)] + operators[1:]
     before, after = (
-        plan_schedule(ops, budget_bytes=None, order=range(len(ops)), window=4)
-        for ops in (operators, pieces)
+        plan_schedule(ops, budget_bytes=None, order=range(len(ops)), window=4) for ops in (operators, pieces)
     )
     assert after.peak_bytes < before.peak_bytes
     assert max_piece_bytes(operators, 1) is None
@@ -361,9 +355,7 @@ def test_coverage_survives_any_series_of_reorders(
         assert following.peak_bytes <= capacity
         assert following.window == current.window
         assert sorted(following.order) == sorted(target)
-        assert following.phase_bytes == tuple(
-            sum(extras[i] for i in phase) for phase in following.phases
-        )
+        assert following.phase_bytes == tuple(sum(extras[i] for i in phase) for phase in following.phases)
         current = following
         history.append(current)
     gaps_hold(history)

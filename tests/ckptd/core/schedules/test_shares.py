@@ -57,9 +57,7 @@ def test_the_answer_depends_on_nothing_but_what_all_members_know(
     Largest first leaves the fullest member, in the last phase it was given something for, above the
     emptiest by no more than what it was given last, which is no larger than the largest anchor.
     """
-    operators = [
-        SharedOperator(f"op{i}", size, size // 3, phase) for i, (size, phase) in enumerate(sizes)
-    ]
+    operators = [SharedOperator(f"op{i}", size, size // 3, phase) for i, (size, phase) in enumerate(sizes)]
     owners = dict(zip(operators, spread(operators, sorted(members), {}), strict=True))
     assert set(owners.values()) <= members
     mixed = rng.sample(operators, len(operators))

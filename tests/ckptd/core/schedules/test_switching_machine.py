@@ -43,9 +43,7 @@ class Rank:
             case ["boundary", iteration]:
                 lines = list(map(shown, machine.boundary(int(iteration), iteration_s=1.0)))
                 knows = machine.knows(int(iteration))
-                lines.append(
-                    "   snapshot" if knows else "   no snapshot: by which schedule is not known"
-                )
+                lines.append("   snapshot" if knows else "   no snapshot: by which schedule is not known")
             case ["ask"]:
                 ask = machine.ask(self.now_s)
                 lines = ["   nothing" if ask is None else shown(ask)]

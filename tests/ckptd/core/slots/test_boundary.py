@@ -24,9 +24,7 @@ COUNTS = st.integers(0, 10**9 - 1)
 
 
 @given(st.sampled_from(SentKind), COUNTS, COUNTS, COUNTS, COUNTS)
-def test_names_round_trip(
-    kind: SentKind, stage: int, micro_batch: int, index: int, nth: int
-) -> None:
+def test_names_round_trip(kind: SentKind, stage: int, micro_batch: int, index: int, nth: int) -> None:
     key = RecordKey(kind, stage, micro_batch, index, nth)
     assert parse_record_name(record_name(key)) == key
 
@@ -137,9 +135,7 @@ def test_the_order_in_which_slots_are_given() -> None:
     assert choice.reason == "every slot is needed from iteration 5 on, or being read"
 
 
-def test_a_slot_that_is_read_or_filled_is_passed_over_and_other_generations_are_not_filled() -> (
-    None
-):
+def test_a_slot_that_is_read_or_filled_is_passed_over_and_other_generations_are_not_filled() -> None:
     records = [
         record(0, 1),
         record(1, 2, SlotState.FILLING),
@@ -183,9 +179,7 @@ def skipped(window: int, num_slots: int, behind: int) -> list[int]:
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("slack", [0, 2])
-def test_as_many_slots_as_are_asked_for_are_enough_and_one_less_is_not(
-    window: int, slack: int
-) -> None:
+def test_as_many_slots_as_are_asked_for_are_enough_and_one_less_is_not(window: int, slack: int) -> None:
     """The snapshot of the iteration that runs is not sealed, ranks are behind by the slack, and the
     oldest slot is being read.
     """

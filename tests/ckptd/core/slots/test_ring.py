@@ -459,9 +459,7 @@ def test_a_generation_that_the_floor_needs_stays() -> None:
 
 @pytest.mark.parametrize("window", range(1, 6))
 @pytest.mark.parametrize("slack", range(4))
-def test_a_replica_ring_takes_in_its_slack_before_the_floor_must_move(
-    window: int, slack: int
-) -> None:
+def test_a_replica_ring_takes_in_its_slack_before_the_floor_must_move(window: int, slack: int) -> None:
     """From a suffix that ends at the floor on: the slack and one more, then it waits; then one at a time."""
     slots = {i: free(i) for i in range(slots_for_window(window, slack))}
     floor, taken = window - 1, 0
@@ -500,8 +498,7 @@ RECORDS = st.lists(
 )
 RECORDS = st.builds(
     lambda records, starts: [
-        replace(r, index=i, sequence=i, epoch_start=(-1, *starts)[r.epoch])
-        for i, r in enumerate(records)
+        replace(r, index=i, sequence=i, epoch_start=(-1, *starts)[r.epoch]) for i, r in enumerate(records)
     ],
     RECORDS,
     st.tuples(st.integers(-1, 7), st.integers(-1, 7)),
@@ -519,9 +516,7 @@ def brute_suffixes(records: list[SlotRecord]) -> list[tuple[SlotRecord, ...]]:
             last[record.iteration] = record
     runs = []
     for size in range(1, len(last) + 1):
-        for chosen in itertools.combinations(
-            sorted(last.values(), key=lambda r: r.iteration), size
-        ):
+        for chosen in itertools.combinations(sorted(last.values(), key=lambda r: r.iteration), size):
             linked = all(b.previous == a.iteration for a, b in itertools.pairwise(chosen))
             covered = {op for r in chosen for op in range(NUM_OPERATORS) if r.anchors >> op & 1}
             if linked and len(covered) == NUM_OPERATORS:
@@ -570,9 +565,7 @@ def test_choose_slot_on_any_table(
 ) -> None:
     """Whatever the table: what is given was free to give, and no promise is hurt by it."""
     busy = {(gen, index) for index in read}
-    choice = choose_slot(
-        records, NUM_OPERATORS, busy=busy, generation=gen, protected=protected, hard=hard
-    )
+    choice = choose_slot(records, NUM_OPERATORS, busy=busy, generation=gen, protected=protected, hard=hard)
     assert choice.reason
     assert not (choice.overrides_floor and hard)
     if choice.index is None:
@@ -628,9 +621,7 @@ def test_one_message_does_not_use_epochs_up() -> None:
     assert epoch_can_follow(1, 5 << 12), "an older one is no news"
     newest = -1
     for _ in range(3):
-        newest = max(
-            e for e in (1 << 32, 3 << 30, 1 << 30, 1 << 23, 1) if epoch_can_follow(e, newest)
-        )
+        newest = max(e for e in (1 << 32, 3 << 30, 1 << 30, 1 << 23, 1) if epoch_can_follow(e, newest))
     assert epoch_after(newest, 0) < 1 << 32
 
 

@@ -192,9 +192,7 @@ def test_a_writer_that_dies_between_stores_never_leaves_a_new_body_sealed(
     recorder = Recorder(buf)
     write_slot_header(recorder, geometry, 0, after)  # type: ignore[arg-type]
     assert recorder.images
-    seen = [
-        read_slot_header(memoryview(image), geometry, 0) for image in [*recorder.images, bytes(buf)]
-    ]
+    seen = [read_slot_header(memoryview(image), geometry, 0) for image in [*recorder.images, bytes(buf)]]
     for header in seen:
         if header is not None and header.state is SlotState.SEALED:
             assert header == after if new is SlotState.SEALED else header == before
@@ -266,9 +264,7 @@ def test_damage_is_named(at: int, value: bytes, message: str) -> None:
         (12, struct.pack("<I", 4), "truncated: the file has 2121728 bytes, needs 2129920"),
     ],
 )
-def test_impossible_numbers_are_refused_even_with_a_right_crc(
-    at: int, value: bytes, message: str
-) -> None:
+def test_impossible_numbers_are_refused_even_with_a_right_crc(at: int, value: bytes, message: str) -> None:
     buf, _ = make()
     buf[at : at + len(value)] = value
     reseal(buf)
@@ -299,9 +295,7 @@ def test_a_descriptor_of_another_kind_is_refused(payload: bytes) -> None:
         ("num_operators", 1, 1 << 20),
     ],
 )
-def test_a_descriptor_with_numbers_that_cannot_be_is_refused(
-    name: str, least: int, most: int
-) -> None:
+def test_a_descriptor_with_numbers_that_cannot_be_is_refused(name: str, least: int, most: int) -> None:
     for number in (least, most):
         fitting = msgspec.structs.replace(DESCRIPTOR, **{name: number})
         assert decode_descriptor(encode_descriptor(fitting)) == fitting

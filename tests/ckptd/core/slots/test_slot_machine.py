@@ -82,9 +82,7 @@ class Ring:
         self.slots[record.index] = replace(record, state=state)
 
     def of(self, iteration: str) -> SlotRecord:
-        return max(
-            (r for r in self.slots if r.iteration == int(iteration)), key=lambda r: r.sequence
-        )
+        return max((r for r in self.slots if r.iteration == int(iteration)), key=lambda r: r.sequence)
 
     def shown(self) -> str:
         slots = ", ".join(

@@ -176,9 +176,7 @@ def unbalanced(**when: Any) -> m.Elastic:
         ({}, None),
     ],
 )
-def test_the_next_time_follows_the_rule_of_the_running_job(
-    when: dict[str, Any], pays: bool | None
-) -> None:
+def test_the_next_time_follows_the_rule_of_the_running_job(when: dict[str, Any], pays: bool | None) -> None:
     found = situation(unbalanced(**when))
     assert found.held is not None
     coming = next_time(found, outlook(found, found.held), plan(found))
@@ -218,17 +216,13 @@ def test_the_map_counts_replicas_and_colours_only_where_it_may() -> None:
     lines = plain.splitlines()
     assert lines[1:5] == ["   01", "a  1.  0.75", "b  .1  1.12", "c  .1  1.12"]
     colored = outlook_text(found, now, Canvas(color=True)).splitlines()
-    hottest, cooler = (
-        f"48;5;{color}m1" for color in (elastic_render._HEAT[-1], elastic_render._HEAT[6])
-    )
+    hottest, cooler = (f"48;5;{color}m1" for color in (elastic_render._HEAT[-1], elastic_render._HEAT[6]))
     assert cooler in colored[2]
     assert hottest in colored[3]
 
 
 def test_wide_layers_are_wrapped_and_many_nodes_cut() -> None:
-    wide = m.Elastic(
-        ((1,) * 130,), tuple(m.ElasticNode(f"n{i}", 10) for i in range(45)), threshold=1
-    )
+    wide = m.Elastic(((1,) * 130,), tuple(m.ElasticNode(f"n{i}", 10) for i in range(45)), threshold=1)
     planned = plan(situation(wide))
     text = planned_text(planned, Canvas(columns=100))
     assert "and 5 more nodes" in text
@@ -330,17 +324,13 @@ def test_one_node_and_no_load_are_planned(file: Any, capsys: pytest.CaptureFixtu
 
 
 def test_too_few_slots_end_with_a_status(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(
-        capsys, "plan", file({"loads": [[1, 2, 3]], "nodes": 2, "slots": 1}), "--json"
-    )
+    code, out, err = run(capsys, "plan", file({"loads": [[1, 2, 3]], "nodes": 2, "slots": 1}), "--json")
     assert code == 1
     assert "2 slots on 2 nodes cannot hold 3 experts" in err
     assert json.loads(out)["exit_status"] == 1
 
 
-def test_a_wrong_file_or_layer_is_wrong_usage(
-    file: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_file_or_layer_is_wrong_usage(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "plan", file({"loads": [[-1]], "nodes": 1, "slots": 1}))
     assert (code, "cannot be negative" in err) == (2, True)
     code, _, err = run(capsys, "plan", file(SMALL), "--layer", "3")

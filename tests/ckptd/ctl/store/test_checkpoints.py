@@ -61,9 +61,7 @@ def test_a_list_is_newest_first_with_sizes_and_what_only_one_needs(
     assert "2 h" in text or "120 min" in text
 
 
-def test_a_list_tells_who_is_missing_what_is_stale_and_what_is_pinned(
-    ctl: Ctl, store: ObjectStore
-) -> None:
+def test_a_list_tells_who_is_missing_what_is_stale_and_what_is_pinned(ctl: Ctl, store: ObjectStore) -> None:
     """The job was recovered at 11 and goes on as epoch 8: what epoch 7 had after that is of no use."""
     later = Writer(store, rank=1, world_size=2)
     later.commit(window(14, seeds=FROZEN, rank=1, epoch=8, epoch_start=11))
@@ -101,9 +99,7 @@ def test_a_list_of_an_elastic_run_has_all_its_worlds(ctl: Ctl, store: ObjectStor
         store.put(IncarnationName(JOB, "elastic", world).key, [])
     runs = ctl.json("list", JOB, "elastic", "--fast")["runs"]
     assert [run["run"] for run in runs] == ["elastic.w7", "elastic.w5"]
-    assert [[row["iteration"] for row in run["checkpoints"]] for run in runs] == [
-        list(reversed(ENDS))
-    ] * 2
+    assert [[row["iteration"] for row in run["checkpoints"]] for run in runs] == [list(reversed(ENDS))] * 2
     everything = [run["run"] for run in ctl.json("list", JOB, "--fast")["runs"]]
     assert everything == ["elastic.w7", "elastic.w5", "elastic.w6", RUN]
     marks = [f for f in verify_store(store).findings if "/worlds/" in f.key]
@@ -214,9 +210,7 @@ def test_a_flipped_bit_is_found_with_its_tensor_and_what_to_do(
     (error,) = [finding for finding in found["findings"] if finding["severity"] == "error"]
     assert (error["key"], error["tensor"] != "") == (victim, True)
     assert "restore it from an older version or a backup" in error["advice"]
-    instead = (
-        "found no other whole checkpoint" if command == "newest" else "a restore uses iteration 21"
-    )
+    instead = "found no other whole checkpoint" if command == "newest" else "a restore uses iteration 21"
     assert instead in error["advice"]
     text = ctl.run(*line, code=1)[0]
     assert f"-> {error['advice']}" in text
@@ -224,9 +218,7 @@ def test_a_flipped_bit_is_found_with_its_tensor_and_what_to_do(
     assert json.loads(ctl.run(*line, "--json", "--fast", code=0)[0])["read_bytes"] == 0
 
 
-def test_fast_finds_what_is_missing_and_what_is_too_short(
-    ctl: Ctl, store: ObjectStore, folder: Path
-) -> None:
+def test_fast_finds_what_is_missing_and_what_is_too_short(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     gone, short = object_keys(store, iteration=31)
     (folder / gone).unlink()
     (folder / short).write_bytes((folder / short).read_bytes()[:-1])

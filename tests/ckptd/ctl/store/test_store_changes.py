@@ -130,9 +130,7 @@ def test_rm_removes_a_checkpoint_and_what_nobody_else_needs(
     assert read_catalog(store, *NAMES).foreign == ()
 
 
-def test_the_newest_whole_one_goes_by_force_only(
-    ctl: Ctl, store: ObjectStore, folder: Path
-) -> None:
+def test_the_newest_whole_one_goes_by_force_only(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     before = keys_in(store)
     assert "it is the newest whole checkpoint" in ctl("rm", *NAMES, "31", code=4)
     assert ctl.json("rm", *NAMES, "31", code=4)["exit_status"] == 4
@@ -159,9 +157,7 @@ def test_one_that_may_be_being_written_goes_by_force_only(ctl: Ctl, store: Objec
     assert object_keys(store, iteration=41) == []
 
 
-def test_what_a_running_job_may_refer_to_stays_for_gc(
-    ctl: Ctl, store: ObjectStore, folder: Path
-) -> None:
+def test_what_a_running_job_may_refer_to_stays_for_gc(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     """The newest checkpoint was committed just now: a writer that has not seen it yet may still
     refer to the one before.
     """
@@ -177,9 +173,7 @@ def test_what_a_running_job_may_refer_to_stays_for_gc(
     assert whole_ends(folder) == [11, 41]
 
 
-def test_what_is_younger_than_the_grace_time_stays_for_gc(
-    ctl: Ctl, store: ObjectStore, folder: Path
-) -> None:
+def test_what_is_younger_than_the_grace_time_stays_for_gc(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     """Committed by all long ago, and yet: a rank may have put this object again for what it is
     about to commit.
     """
@@ -195,9 +189,7 @@ def test_what_is_younger_than_the_grace_time_stays_for_gc(
     assert whole_ends(folder) == [31]
 
 
-def test_the_last_thing_that_is_left_goes_by_force_only(
-    ctl: Ctl, store: ObjectStore, folder: Path
-) -> None:
+def test_the_last_thing_that_is_left_goes_by_force_only(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     """Nothing is whole any more: what is damaged may be all that can be repaired."""
     for end in (11, 21, 31):
         (folder / object_keys(store, iteration=end)[0]).unlink()
@@ -317,18 +309,14 @@ def keep(desk: Desk, segment: Segment, end: int) -> None:
 # -- gc ------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_tells_all_and_touches_nothing(
-    ctl: Ctl, store: ObjectStore, folder: Path
-) -> None:
+def test_a_dry_run_tells_all_and_touches_nothing(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     found = ctl.json("gc", "--dry-run", "--keep-last", "1", "--grace", "0")
     text = ctl("gc", "--dry-run", "--keep-last", "1", "--grace", "0")
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
     (run,) = found["runs"]
     assert (found["dry_run"], run["done"], run["refused"]) == (True, False, "")
-    assert [(kept["iteration"], kept["reason"]) for kept in run["kept"]] == [
-        (31, "one of the last 1")
-    ]
+    assert [(kept["iteration"], kept["reason"]) for kept in run["kept"]] == [(31, "one of the last 1")]
     gone = {each["key"]: each for each in run["manifests"] + run["objects"]}
     assert set(gone) == set(manifest_keys(store, 11) + manifest_keys(store, 21)) | (
         set(object_keys(store)) - set(needed_by(store, 31))
@@ -422,9 +410,7 @@ def test_time_is_the_stores() -> None:
     assert ends(store) == [31]
 
 
-def test_gc_ends_what_dead_writers_left_half_finished(
-    ctl: Ctl, store: ObjectStore, folder: Path
-) -> None:
+def test_gc_ends_what_dead_writers_left_half_finished(ctl: Ctl, store: ObjectStore, folder: Path) -> None:
     left = folder / JOB / RUN / ".ckptd-0123456789abcdef"
     left.write_bytes(b"half of an object")
     os.utime(left, (1, 1))

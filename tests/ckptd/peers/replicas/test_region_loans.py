@@ -94,9 +94,7 @@ def test_peers_that_stopped_in_the_middle_of_a_copy_hold_up_nobody_elses_slot(
     segment, regions = store.create(descriptor(), 4, MIB), Regions()
     settlers = Workers("settle", 2, 100, lambda: None)
     failures: list[BaseException] = []
-    lending = Lending(
-        settlers, still_here=lambda s: True, failed=lambda what, error: failures.append(error)
-    )
+    lending = Lending(settlers, still_here=lambda s: True, failed=lambda what, error: failures.append(error))
 
     def lend(index: int, peer: str) -> Loan:
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)

@@ -20,9 +20,7 @@ from tests.ckptd.running import MIB, DaemonProcess, attach, descriptor, running_
 from tests.client.rank_threads import outcomes
 
 HOUR_S = 3600
-WISHES = Wishes(
-    "job", "run", ExpertLayers(("a",), 2), PlacementOptions(threshold=1, max_straggler=None)
-)
+WISHES = Wishes("job", "run", ExpertLayers(("a",), 2), PlacementOptions(threshold=1, max_straggler=None))
 
 
 @pytest.fixture

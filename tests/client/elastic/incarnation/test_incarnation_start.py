@@ -33,7 +33,9 @@ def here(node: str, slots: int = 4) -> Here:
     return Here(Seat(node, node, slots), None)
 
 
-def started(places: Sequence[Here | Exception], each: Sequence[Wishes] | None = None) -> list[Started | Exception]:  # fmt: skip
+def started(
+    places: Sequence[Here | Exception], each: Sequence[Wishes] | None = None
+) -> list[Started | Exception]:
     asked = each or [wishes()] * len(places)
 
     def start(ranks: Collectives) -> Started:
@@ -100,9 +102,7 @@ class Unlistable(type(Path())):  # type: ignore[misc]
         raise OSError("input/output error")
 
 
-@pytest.mark.parametrize(
-    "order", [["x", "x", "y", "y"], ["x", "y", "x", "y"], ["y", "x", "x", "y"]]
-)
+@pytest.mark.parametrize("order", [["x", "x", "y", "y"], ["x", "y", "x", "y"], ["y", "x", "x", "y"]])
 def test_experts_of_a_node_are_split_over_its_ranks_wherever_they_stand(order: list[str]) -> None:
     """Whatever the order of ranks, a node's replicas are on ranks of that node."""
     seats = [Seat(node, node, 2 if node == "x" else 3) for node in order]
@@ -124,9 +124,7 @@ class Held:
         units = tuple(Unit(f"{n}.experts.{e}.w") for n in LAYERS.names for e in range(6))
         image = HeldImage(5, 0, 9, True, 0)
         numbers = tuple(range(len(units)))
-        self.of_node = NodeHeld(
-            tuple((u, 8) for u in units), (numbers,), (image,), {5: units}, (5,)
-        )
+        self.of_node = NodeHeld(tuple((u, 8) for u in units), (numbers,), (image,), {5: units}, (5,))
         self.images = [SimpleNamespace(held=image, key=("file", 0, 1))]
 
 
@@ -144,9 +142,7 @@ class Torn:
         Torn.closed += 1
 
 
-def test_loads_that_cannot_be_read_are_told_to_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_loads_that_cannot_be_read_are_told_to_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only one rank reads them. It raised alone what was neither a damaged nor a vanished image,
     and the others waited for half an hour.
     """
@@ -177,9 +173,7 @@ def test_ranks_of_a_node_with_other_numbers_of_slots_are_refused_on_all() -> Non
     """
     for found in started([here("x", 6), here("x", 2), here("y", 4)]):
         assert isinstance(found, ValueError)
-        assert "rank 1 was started with slots=2, rank 0 on the same node x with slots=6" in str(
-            found
-        )
+        assert "rank 1 was started with slots=2, rank 0 on the same node x with slots=6" in str(found)
 
 
 class Damaged(Torn):
@@ -193,7 +187,9 @@ class Damaged(Torn):
     def open_for(self, units: Sequence[Unit], ranks: Sequence[int]) -> None:
         if Damaged.left:
             Damaged.left -= 1
-            image = SimpleNamespace(file=SimpleNamespace(path=Path("file")), index=0, key=("f", Damaged.left, 1))  # fmt: skip
+            image = SimpleNamespace(
+                file=SimpleNamespace(path=Path("file")), index=0, key=("f", Damaged.left, 1)
+            )
             raise Unreadable(image, "its digest differs")  # type: ignore[arg-type]
 
 
@@ -217,9 +213,7 @@ def test_a_clock_that_is_behind_draws_the_number_of_the_world(
     """
     seen = 2**36
     told = Held().of_node
-    monkeypatch.setattr(
-        Held, "of_node", msgspec.structs.replace(told, worlds=(5, seen)), raising=False
-    )
+    monkeypatch.setattr(Held, "of_node", msgspec.structs.replace(told, worlds=(5, seen)), raising=False)
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "images", []))
     monkeypatch.setattr(discovery, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Damaged)

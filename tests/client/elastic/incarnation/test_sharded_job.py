@@ -85,4 +85,4 @@ def test_experts_are_where_they_were_last_placed(found: list[Found]) -> None:
         assert (placed.sum(axis=1) <= 3).all(), "no rank has more than its slots"
         assert placed.sum() == 3 * RANKS, "all slots are used"
     for one in found[1:]:
-        assert all(map(np.array_equal, one["trained"]["placements"], found[0]["trained"]["placements"]))  # fmt: skip
+        assert all(map(np.array_equal, one["trained"]["placements"], found[0]["trained"]["placements"]))

@@ -81,7 +81,13 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def begin(run: str, *, slots: int = 3, buffer: bool = False) -> tuple[ElasticJob, Model]:
-    job = ElasticJob({"moe": EXPERTS}, slots=slots, run=RunOptions(job="shards", name=run, rank=dist.get_rank(), world_size=dist.get_world_size()), daemon=None, placement=PlacementOptions(threshold=1))  # fmt: skip
+    job = ElasticJob(
+        {"moe": EXPERTS},
+        slots=slots,
+        run=RunOptions(job="shards", name=run, rank=dist.get_rank(), world_size=dist.get_world_size()),
+        daemon=None,
+        placement=PlacementOptions(threshold=1),
+    )
     return job, Model(job, buffer=buffer)
 
 

@@ -32,9 +32,7 @@ def test_all_ranks_leave_a_world_at_the_same_step(tmp_path: Path) -> None:
     assert told == [{"done": list(range(EVERY)), "again": True}] * 2
 
 
-@pytest.mark.parametrize(
-    ("rank", "earlier", "asked"), [(0, -1, 1), (1, -1, 0), (2, -1, 1), (0, 5, 0)]
-)
+@pytest.mark.parametrize(("rank", "earlier", "asked"), [(0, -1, 1), (1, -1, 0), (2, -1, 1), (0, 5, 0)])
 def test_one_rank_of_a_node_frees_what_came_to_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rank: int, earlier: int, asked: int
 ) -> None:

@@ -33,9 +33,7 @@ def test_ranks_of_any_number_take_the_same_batch_together() -> None:
 
 def test_each_pass_has_every_sample_once_in_an_order_of_its_own() -> None:
     batches = GlobalBatches(20, 8, seed=4)
-    seen = torch.cat(
-        [batches.of(step) for step in range(5)]
-    )  # two passes; the third batch spans both
+    seen = torch.cat([batches.of(step) for step in range(5)])  # two passes; the third batch spans both
     first, second = seen[:20], seen[20:]
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(20))
     assert first.tolist() != second.tolist()

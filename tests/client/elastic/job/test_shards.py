@@ -38,7 +38,11 @@ from tests.e2e.test_bad_input import flip
 
 LAYERS = ExpertLayers(("moe",), 2)
 # One and two elements: with three ranks some shards are padding only.
-NUMELS = {f"{SHARDS}moe.{n}.{name}": numel for n in range(2) for name, numel in (("up", 11), ("bias", 2), ("scale", 1))}  # fmt: skip
+NUMELS = {
+    f"{SHARDS}moe.{n}.{name}": numel
+    for n in range(2)
+    for name, numel in (("up", 11), ("bias", 2), ("scale", 1))
+}
 # Never trained: its optimizer keeps nothing.
 IDLE = f"{SHARDS}moe.1.scale"
 NUM_OPERATORS = 2
@@ -47,9 +51,7 @@ NUM_OPERATORS = 2
 class Rank:
     """A dense part that is alike on all ranks, a rank's shards, and their optimizers."""
 
-    def __init__(
-        self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
         self.rank, self.ranks = rank, ranks
         torch.manual_seed(seed)
         self.model = nn.ModuleDict({"model": nn.Linear(2, 2), "expert_shards": nn.Module()})
@@ -127,12 +129,15 @@ def sealed(folder: Path, one: Rank, world: int, iteration: int) -> None:
         )
         for entry, source in zip(plan.layout.entries, plan.sources, strict=True)
     )
-    told = {"operators": [[op.name, str(op.kind), "", None, None, [[m.param, m.start, m.stop] for m in op.members]] for op in operators]}  # fmt: skip
+    told = {
+        "operators": [
+            [op.name, str(op.kind), "", None, None, [[m.param, m.start, m.stop] for m in op.members]]
+            for op in operators
+        ]
+    }
     store = SegmentStore(folder, 64 * MIB, "n", mlock="off", hugepages="off")
     store.adopt(0.0)
-    whose = descriptor(
-        run=f"run.w{world}", rank=one.rank, world_size=one.ranks, topology=WORLD_TOPOLOGY
-    )
+    whose = descriptor(run=f"run.w{world}", rank=one.rank, world_size=one.ranks, topology=WORLD_TOPOLOGY)
     segment = store.create(msgspec.structs.replace(whose, client=values.pack(told)), 1, MIB)
     fill(segment, 0, iteration, tensors=tensors, anchors=3, scalars_len=len(packed))
     seal_slot(segment, 0)
@@ -146,9 +151,7 @@ def _bytes_of(
         return packed if name == "ckptd.scalars" else plan.static
     if source.kind == "packed":
         zero = torch.zeros((), dtype=source.dtype)
-        return raw(
-            torch.stack([binding.state(n).get(k, zero) for n, k in plan.packed[source.dtype]])
-        )
+        return raw(torch.stack([binding.state(n).get(k, zero) for n, k in plan.packed[source.dtype]]))
     live: Any = binding.params[source.name]
     if source.kind == "optim":
         live = binding.state(source.name).get(source.key, torch.zeros_like(live))
@@ -196,9 +199,7 @@ def whole(ranks: Sequence[Rank]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2), (2, 3), (3, 3), (2, 5)])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_every_element_and_its_state_comes_to_who_owns_it(
-    before: int, after: int, steps: int
-) -> None:
+def test_every_element_and_its_state_comes_to_who_owns_it(before: int, after: int, steps: int) -> None:
     """Also before the first step, when there is no state; and what ranks do afterwards is the same,
     whoever owns what.
     """

@@ -42,9 +42,7 @@ def named(name: str, rank: int) -> RunOptions:
 def begun(rank: int, **options: Any) -> ElasticJob:
     layers, slots = options.pop("layers", LAYERS), options.pop("slots", 2)
     run = options.pop("run", None) or named("r", rank)
-    return ElasticJob(
-        layers, slots=slots, run=run, daemon=None, placement=PlacementOptions(**options)
-    )
+    return ElasticJob(layers, slots=slots, run=run, daemon=None, placement=PlacementOptions(**options))
 
 
 def trained(rank: int) -> tuple[ElasticJob, nn.Module, torch.optim.Optimizer]:
@@ -157,10 +155,28 @@ def closed_twice(rank: int) -> None:
 CASES: dict[str, Callable[[int], None]] = {
     work.__name__: work
     for work in (
-        other_runs, other_experts, no_slot, half_a_slot, true_slots, text_threshold, text_straggler, bad_name, too_few_slots, expert_fails, without_layer, steps_too_soon,
-        no_layers, other_times, no_total, other_totals, given_option, no_state_dict, own_loads, closed_twice,
+        other_runs,
+        other_experts,
+        no_slot,
+        half_a_slot,
+        true_slots,
+        text_threshold,
+        text_straggler,
+        bad_name,
+        too_few_slots,
+        expert_fails,
+        without_layer,
+        steps_too_soon,
+        no_layers,
+        other_times,
+        no_total,
+        other_totals,
+        given_option,
+        no_state_dict,
+        own_loads,
+        closed_twice,
     )
-}  # fmt: skip
+}
 
 
 def work(rank: int, folder: str) -> None:

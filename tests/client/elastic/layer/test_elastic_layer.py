@@ -49,17 +49,13 @@ def _reference(case: Case) -> list[Found]:
     found: list[Found] = [{"outs": [], "inputs": []} for _ in case.tokens]
     for micro_batch in range(case.micro_batches):
         brought = batches(case, micro_batch)
-        whole = Batch(
-            *(torch.cat([getattr(b, name) for b in brought]) for name in Batch.__annotations__)
-        )
+        whole = Batch(*(torch.cat([getattr(b, name) for b in brought]) for name in Batch.__annotations__))
         out = whole.tokens
         for _ in range(case.layers):
             out = reference_output(experts, whole, out)
         if out.requires_grad:
             (out * whole.target).sum().backward()
-        for one, batch, part in zip(
-            found, brought, out.detach().split(list(case.tokens)), strict=True
-        ):
+        for one, batch, part in zip(found, brought, out.detach().split(list(case.tokens)), strict=True):
             one["outs"].append(part)
             one["inputs"].append((batch.tokens.grad, batch.weights.grad))
     divisor = len(case.tokens) if case.reduce == "mean" else 1
@@ -76,13 +72,9 @@ def _close(found: Any, wanted: Any, dtype: torch.dtype) -> bool:
     """Whether both have the same structure, and tensors that are equal but for the order of sums."""
     if isinstance(wanted, Tensor):
         tolerance = TOLERANCES[dtype]
-        return isinstance(found, Tensor) and torch.allclose(
-            found, wanted, rtol=tolerance, atol=tolerance
-        )
+        return isinstance(found, Tensor) and torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)
     if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(
-            _close(found[key], wanted[key], dtype) for key in wanted
-        )
+        return found.keys() == wanted.keys() and all(_close(found[key], wanted[key], dtype) for key in wanted)
     if isinstance(wanted, Sequence):
         return len(found) == len(wanted) and all(
             _close(f, w, dtype) for f, w in zip(found, wanted, strict=True)
@@ -223,9 +215,7 @@ def test_gradients_that_would_be_summed_again_are_noticed(found: list[Found]) ->
         ("shared parameter", "rank 2: experts 0 and 1 share the parameter 0.weight"),
     ],
 )
-def test_all_ranks_are_told_why_the_layer_cannot_be_made(
-    found: list[Found], name: str, words: str
-) -> None:
+def test_all_ranks_are_told_why_the_layer_cannot_be_made(found: list[Found], name: str, words: str) -> None:
     told = {one["_refused"][name] for one in found}
     assert len(told) == 1, "all ranks raise the same error"
     assert words in told.pop()
@@ -247,9 +237,7 @@ def test_all_ranks_are_told_why_the_layer_cannot_be_made(
         ("fine afterwards", ""),
     ],
 )
-def test_all_ranks_are_told_why_a_call_cannot_be_computed(
-    found: list[Found], name: str, words: str
-) -> None:
+def test_all_ranks_are_told_why_a_call_cannot_be_computed(found: list[Found], name: str, words: str) -> None:
     told = {one["_bad_inputs"][name] for one in found}
     assert len(told) == 1, "all ranks raise the same error"
     assert words in told.pop() if words else told == {""}

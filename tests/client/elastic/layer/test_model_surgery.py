@@ -57,9 +57,7 @@ def _placement(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("family", [*FAMILIES, *(OTHERS if LONG else ())])
-def test_a_model_of_transformers_is_the_same_with_elastic_blocks(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_a_model_of_transformers_is_the_same_with_elastic_blocks(family: str, dtype: torch.dtype) -> None:
     """Loss, logits, the gates' logits, the auxiliary loss, and all gradients."""
     before, after = model_of(family, dtype), model_of(family, dtype)
     layers = replace_moe_blocks(after, _placement(after))
@@ -79,9 +77,7 @@ def test_a_model_of_transformers_is_the_same_with_elastic_blocks(
     assert not grads
 
 
-def _assert_close(
-    found: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, name: str
-) -> None:
+def _assert_close(found: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, name: str) -> None:
     """Within summation error of the largest element."""
     assert found is not None, name
     assert wanted is not None, name

@@ -24,8 +24,7 @@ def _routes(seed: int, nodes: list[int] | None) -> tuple[list[Tensor], list[Rout
     counts = torch.stack([torch.bincount(w.flatten(), minlength=EXPERTS) for w in wanted])
     replicas_RE, nodes_R = np.array(REPLICAS), None if nodes is None else np.array(nodes)
     return wanted, [
-        plan_route(w, Dispatcher(replicas_RE, nodes_R, rank).share(counts))
-        for rank, w in enumerate(wanted)
+        plan_route(w, Dispatcher(replicas_RE, nodes_R, rank).share(counts)) for rank, w in enumerate(wanted)
     ]
 
 

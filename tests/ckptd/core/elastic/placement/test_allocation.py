@@ -99,9 +99,7 @@ def test_zero_loads_share_evenly() -> None:
     cluster = Cluster.uniform(5, 4)
     assert allocate([[0, 0, 0]], Cluster.uniform(5, 2), 2).replicas.tolist() == [[3, 3, 4]]
     assert allocate([[0, 0, 9, 0, 0, 0]], cluster, 2).replicas.tolist() == [[3, 3, 5, 3, 3, 3]]
-    assert allocate([[0, 0, 9, 0, 0, 0, 0]], cluster, 2).replicas.tolist() == [
-        [2, 2, 5, 2, 3, 3, 3]
-    ]
+    assert allocate([[0, 0, 9, 0, 0, 0, 0]], cluster, 2).replicas.tolist() == [[2, 2, 5, 2, 3, 3, 3]]
 
 
 def test_integers_are_exact_where_floats_are_not() -> None:

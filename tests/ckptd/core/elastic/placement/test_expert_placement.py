@@ -72,9 +72,7 @@ def test_the_bounded_search_finds_what_trying_everything_finds() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_experts", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("num_nodes", [5, 6, 7])
-def test_no_placement_of_a_larger_instance_is_better(
-    num_nodes: int, num_experts: int, slots: int
-) -> None:
+def test_no_placement_of_a_larger_instance_is_better(num_nodes: int, num_experts: int, slots: int) -> None:
     """All of them; ``python -m tests.ckptd.core.elastic.optima`` prints how far the worst is."""
     for replicas in instances(num_nodes, num_experts, slots):
         found = distance(replicas, num_nodes, slots)
@@ -318,12 +316,8 @@ def test_a_thousand_nodes_have_a_strict_plan() -> None:
     assert got.ways == comb(1024, 3) - pairs * 1022 - ascending.count(3)
 
 
-@pytest.mark.parametrize(
-    ("slots", "bound"), [([7] * 72, None), ([7] * 72, 1.03), ([9, 8, 7, 6] * 18, None)]
-)
-def test_large_plans_without_a_strict_one_beat_spread(
-    slots: list[int], bound: float | None
-) -> None:
+@pytest.mark.parametrize(("slots", "bound"), [([7] * 72, None), ([7] * 72, 1.03), ([9, 8, 7, 6] * 18, None)])
+def test_large_plans_without_a_strict_one_beat_spread(slots: list[int], bound: float | None) -> None:
     """Too large for every layout to be tried, and 7 slots do not divide 30 experts."""
     rng = np.random.default_rng(3)
     loads = np.floor(1e5 * rng.dirichlet(np.full(30, 20), 12)).astype(np.int64)
@@ -397,9 +391,7 @@ def test_bad_questions_are_refused() -> None:
     with pytest.raises(ElasticError, match=r"6 replicas, .* do not fit 4 slots on 2 nodes"):
         place(allocation, loads, Cluster.uniform(2, 2))
     safe = allocate(loads, cluster, 2)
-    with pytest.raises(
-        ElasticError, match=r"on 2 nodes in 2 domains, do not fit 6 slots on 1 nodes in 1"
-    ):
+    with pytest.raises(ElasticError, match=r"on 2 nodes in 2 domains, do not fit 6 slots on 1 nodes in 1"):
         place(safe, loads, Cluster.uniform(1, 6))
     for baseline in (spread, compact):
         with pytest.raises(ElasticError, match="do not fit"):

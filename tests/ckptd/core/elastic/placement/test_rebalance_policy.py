@@ -32,14 +32,10 @@ def _seen(nodes: str) -> NodesSeen:
     return NodesSeen(tuple(nodes), Cluster.uniform(len(nodes), SLOTS) if nodes else None)
 
 
-def _times(
-    nodes: str, *, num_experts: int = 16, config: TimesConfig | None = None
-) -> PlacementTimes:
+def _times(nodes: str, *, num_experts: int = 16, config: TimesConfig | None = None) -> PlacementTimes:
     first = _seen(nodes)
     assert first.cluster is not None
-    return PlacementTimes(
-        config or TimesConfig(), first.nodes, first.cluster, num_experts=num_experts
-    )
+    return PlacementTimes(config or TimesConfig(), first.nodes, first.cluster, num_experts=num_experts)
 
 
 def _play(times: PlacementTimes, *events: tuple[float, Event]) -> list[tuple[Action, str, int]]:
@@ -50,9 +46,7 @@ def _play(times: PlacementTimes, *events: tuple[float, Event]) -> list[tuple[Act
 def test_a_loss_is_answered_at_once_and_the_threshold_falls_with_the_slots() -> None:
     times = _times("abcdef")
     fewer = "every expert on 1 node only, not on 2: the slots hold no more"
-    assert _play(times, (0, _seen("abcdef"))) == [
-        (Action.KEEP, "the nodes are those of the placement", 2)
-    ]
+    assert _play(times, (0, _seen("abcdef"))) == [(Action.KEEP, "the nodes are those of the placement", 2)]
     assert _play(times, (5, _seen("abcde")), (6, _seen("abcde"))) == [
         (
             Action.PLACE,
@@ -76,9 +70,7 @@ def test_too_few_slots_are_refused_until_enough_nodes_are_there() -> None:
     assert _play(times, (0, _seen("ab")), (1, _seen("ab"))) == [(Action.REFUSE, refusal, 0)] * 2
     action, reason, _ = _play(times, (2, _seen("")))[0]
     assert action is Action.REFUSE
-    assert reason.startswith(
-        "no node has a slot, and 16 experts need one each: wait for nodes with 16 more"
-    )
+    assert reason.startswith("no node has a slot, and 16 experts need one each: wait for nodes with 16 more")
     with pytest.raises(LocalProtocolError, match="StepDone while halted"):
         times.handle(StepDone(8), now_s=3)
     # Nothing runs, so nobody waits for more.
@@ -171,9 +163,7 @@ def test_a_better_balance_is_worth_its_cost_or_not() -> None:
     def decide(forecast: Forecast) -> Decision:
         return _times("abcdef", config=config).handle(StepDone(50, forecast), now_s=0)
 
-    assert decide(_forecast(2, 1.5)) == Decision(
-        Action.PLACE, f"it pays: {gain} 125.0 s, costs 20.0 s", 2
-    )
+    assert decide(_forecast(2, 1.5)) == Decision(Action.PLACE, f"it pays: {gain} 125.0 s, costs 20.0 s", 2)
     # 200 steps save 25 s, which is more than 20 s, but not by half.
     assert decide(_forecast(2, 1.5, remaining=200)) == Decision(
         Action.KEEP, f"it does not pay: {gain} 25.0 s, costs 20.0 s", 2
@@ -265,9 +255,7 @@ def test_bad_forecasts_are_named(numbers: tuple[float, float, float, int, float]
 
 def test_bad_beginnings_are_named() -> None:
     two = Cluster.uniform(2, SLOTS)
-    with pytest.raises(
-        ValueError, match="2 nodes with 12 slots in a layer, and 16 experts need one"
-    ):
+    with pytest.raises(ValueError, match="2 nodes with 12 slots in a layer, and 16 experts need one"):
         PlacementTimes(TimesConfig(), ("a", "b"), two, num_experts=16)
     with pytest.raises(ValueError, match="num_experts=0"):
         PlacementTimes(TimesConfig(), ("a", "b"), two, num_experts=0)
@@ -281,9 +269,7 @@ def courses(draw: st.DrawFn) -> list[str]:
     """Sets of nodes, seen one after the other: each a subset of six."""
     return draw(
         st.lists(
-            st.lists(st.sampled_from("abcdef"), unique=True).map(
-                lambda some: "".join(sorted(some))
-            ),
+            st.lists(st.sampled_from("abcdef"), unique=True).map(lambda some: "".join(sorted(some))),
             min_size=1,
             max_size=12,
         )

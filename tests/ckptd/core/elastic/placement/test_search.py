@@ -53,18 +53,14 @@ def test_balance_is_mended_at_equal_recovery() -> None:
     heavy_together = np.array([[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2, dtype=np.int32)
     shares = np.array([100, 100, 1, 1], dtype=np.int64)
     everything, of = np.ones(16, dtype=np.bool_), judge(4, 2)
-    found = improved(
-        of, heavy_together, shares, everything, limit=101, doubles=False, moves=300, seed=0
-    )
+    found = improved(of, heavy_together, shares, everything, limit=101, doubles=False, moves=300, seed=0)
     assert of.busiest(found, shares) == 101
     assert value(of, found) == value(of, heavy_together)
 
 
 def test_a_replica_too_many_is_doubled_where_that_helps() -> None:
     """5 nodes, replicas 3, 3, 3, 5: with the last on all nodes, no two others can share their nodes."""
-    start = np.array(
-        [[1, 1, 0, 1], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1]], dtype=np.int32
-    )
+    start = np.array([[1, 1, 0, 1], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1]], dtype=np.int32)
     of, shares = judge(5, 3, 3), np.ones(4, dtype=np.int64)
     everything = np.ones(32, dtype=np.bool_)
     found = improved(of, start, shares, everything, limit=None, doubles=True, moves=500, seed=0)
@@ -86,9 +82,7 @@ def test_under_a_limit_recovery_is_given_up_for_balance() -> None:
 
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_replicas_slots_and_distinct_holders_are_kept(
-    seed: int, bounded: bool, doubles: bool
-) -> None:
+def test_replicas_slots_and_distinct_holders_are_kept(seed: int, bounded: bool, doubles: bool) -> None:
     rng = np.random.default_rng(seed)
     num_units, num_experts = int(rng.integers(1, 6)), int(rng.integers(1, 7))
     counts = rng.integers(0, 3, (num_units, num_experts)).astype(np.int32)
@@ -99,9 +93,7 @@ def test_replicas_slots_and_distinct_holders_are_kept(
     )
     everything = np.ones(1 << num_units, dtype=np.bool_)
     limit = int(of.busiest(counts, shares)) if bounded else None
-    found = improved(
-        of, counts, shares, everything, limit=limit, doubles=doubles, moves=60, seed=seed
-    )
+    found = improved(of, counts, shares, everything, limit=limit, doubles=doubles, moves=60, seed=seed)
     assert (found.sum(axis=0) == counts.sum(axis=0)).all()
     assert (found.sum(axis=1) <= slots).all()
     assert found.min() >= 0

@@ -54,9 +54,7 @@ def test_it_is_the_share_of_losses_survived(counts_LNE: NDArray[np.int32]) -> No
 
 @given(placements(), st.data())
 @settings(max_examples=40, deadline=None)
-def test_nodes_of_a_domain_are_lost_together(
-    counts_LNE: NDArray[np.int32], data: st.DataObject
-) -> None:
+def test_nodes_of_a_domain_are_lost_together(counts_LNE: NDArray[np.int32], data: st.DataObject) -> None:
     num_nodes = counts_LNE.shape[1]
     some = data.draw(st.lists(st.integers(0, 3), min_size=num_nodes, max_size=num_nodes))
     units = [sorted(set(some)).index(unit) for unit in some]
@@ -135,9 +133,7 @@ def test_only_minimal_sets_are_kept() -> None:
         (1, None, 0, "samples is 0"),
     ],
 )
-def test_bad_questions_are_refused(
-    lost: int, units: list[int] | None, samples: int, said: str
-) -> None:
+def test_bad_questions_are_refused(lost: int, units: list[int] | None, samples: int, said: str) -> None:
     placement = ExpertPlacement(np.ones((1, 3, 2), dtype=np.int32))
     numbers = None if units is None else np.array(units)
     with pytest.raises(ValueError, match=said):
