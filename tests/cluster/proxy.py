@@ -20,13 +20,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol, Self
 
-__all__ = ["FaultProxy", "Meddler"]
+__all__ = ["FaultProxy", "LastBytes", "Meddler"]
 
 CHUNK_BYTES = 64 << 10
 CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 10.0
 LOOK_S = 0.2  # a blocked thread looks so often whether its connection was cut
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, zero seconds; `close` then sends RST
+
+
+class LastBytes(bytes):
+    """These are passed on, and the connection ends with them."""
 
 
 class Meddler(Protocol):
@@ -172,6 +176,9 @@ class FaultProxy:
                         self._end(source, sink)
                         return
                     self._send(sink, chosen)
+                    if isinstance(chosen, LastBytes):
+                        self._end(source, sink)
+                        return
                     continue
                 self._send(sink, passed)
                 if len(passed) < len(data):

@@ -29,7 +29,7 @@ from ckptd.transport.tcp.stream_frames import (
     encode_preamble,
 )
 from ckptd.transport.verbs import Access, Fault, Peer, RegionKey, Scope
-from tests.cluster.proxy import FaultProxy, Meddler
+from tests.cluster.proxy import FaultProxy, LastBytes, Meddler
 from tests.transport.fabric_pairs import CHUNK, WAIT_S, settings, until
 from tests.transport.tcp.test_stream_fabric import LOOPBACK, BehindProxies, knock, nobody
 
@@ -277,7 +277,8 @@ class _Side:
             del self._buffer[:size]
             out += self._done_to(record, attack)
             self._name = next(self._names)
-        return None if self._ended and not out else bytes(out)
+        # Nothing may come after a record that is cut short: the connection ends with it, and not with the next one.
+        return LastBytes(out) if self._ended else bytes(out)
 
     def _done_to(self, record: bytes, attack: Attack) -> bytes:
         held, self._held = self._held, b""
