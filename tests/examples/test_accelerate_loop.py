@@ -16,7 +16,6 @@ import pytest
 
 from ckptd.saved import saved_iterations
 from tests.e2e.harness import own_daemon
-from tests.e2e.lives import resumed_at
 
 pytestmark = pytest.mark.skipif(
     not find_spec("accelerate"), reason="accelerate is not installed: pip install ckptd[test]"
@@ -84,4 +83,7 @@ def test_it_goes_on_at_the_exact_bits(tmp_path: Path) -> None:
         finally:
             plain.process.kill()
             killed.process.kill()
-    assert resumed_at(again.said) >= 20, again.said
+    # Steps of milliseconds may outrun a busy daemon, which leaves no snapshot before the newest one to compare with.
+    resumed = re.search(r"resuming at iteration (\d+), replay begins at", again.said)
+    assert resumed is not None, again.said
+    assert int(resumed[1]) >= 20, again.said
