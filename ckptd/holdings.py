@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from ckptd.core.recovery.global_plan import HeldRecords, SnapshotToLoad
-from ckptd.core.recovery.histories import History, history_of
+from ckptd.core.recovery.held import History, history_of
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
-from ckptd.core.schedules.schedule import Ordering
+from ckptd.core.schedule import Ordering
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from ckptd.client.model.tensor_sharding import check_sharded
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.schedules.schedule import OperatorKind
+from ckptd.core.schedule import OperatorKind
 
 __all__ = ["TrainingState", "check_state", "examine"]
 

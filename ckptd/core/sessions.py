@@ -10,16 +10,17 @@ reserves, so that of eight ranks that each fit alone the one too many is told at
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.transport.control.messages import Member, RefusalCode
+from ckptd.transport.control.messages import Member, Parks, RankParked, RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = [
     "Admitted",
     "AttachWish",
     "MemoryFacts",
+    "ParkRequests",
     "RankKey",
     "Rejected",
     "SegmentFacts",
@@ -393,3 +394,67 @@ def _listed(sizes: Mapping[str, int]) -> str:
     largest = sorted(sizes, key=lambda name: (-sizes[name], name))
     named = ", ".join(f"{name!r} ({format_bytes(sizes[name])})" for name in largest[:8])
     return named + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
+
+
+@dataclass(slots=True)
+class _Request:
+    number: int
+    until_s: float
+    answer: Callable[[Parks], None]
+    waits_for: set[RankKey]
+    heard: dict[RankKey, RankParked] = field(default_factory=dict)
+
+
+class ParkRequests:
+    """All requests that are open."""
+
+    def __init__(self) -> None:
+        self._open: list[_Request] = []
+        self._last = 0
+
+    def ask(self, ranks: Iterable[RankKey], until_s: float, answer: Callable[[Parks], None]) -> None:
+        """Ask these ranks; ``answer`` is called once, at once if there are none."""
+        self._last += 1
+        self._open.append(_Request(self._last, until_s, answer, set(ranks)))
+        self._end_complete()
+
+    def number_for(self, rank: RankKey) -> int:
+        """The newest request that this rank has not answered; 0 if there is none."""
+        return max((r.number for r in self._open if rank in r.waits_for), default=0)
+
+    def outcome(self, rank: RankKey, number: int, iteration: int, reason: str) -> None:
+        """A rank says at which iteration it is parked (-1: not at all, and why). It answers older
+        requests, too.
+        """
+        for request in self._open:
+            if request.number <= number:
+                self._hear(request, rank, iteration, reason)
+        self._end_complete()
+
+    def gone(self, rank: RankKey) -> None:
+        """A rank has left; what it parked before is not known here."""
+        for request in self._open:
+            self._hear(request, rank, -1, "its process ended before it said anything")
+        self._end_complete()
+
+    def tick(self, now_s: float) -> None:
+        """Answer what waited long enough."""
+        for request in self._open:
+            if now_s >= request.until_s:
+                for rank in list(request.waits_for):
+                    why = "no answer: it hangs, or its ckptd knows no parking"
+                    self._hear(request, rank, -1, why)
+        self._end_complete()
+
+    @staticmethod
+    def _hear(request: _Request, rank: RankKey, iteration: int, reason: str) -> None:
+        if rank in request.waits_for:
+            request.waits_for.discard(rank)
+            told = RankParked(rank.job, rank.run, rank.rank, iteration, reason)
+            request.heard[rank] = told
+
+    def _end_complete(self) -> None:
+        ended = [request for request in self._open if not request.waits_for]
+        self._open = [request for request in self._open if request.waits_for]
+        for request in ended:
+            request.answer(Parks(tuple(request.heard[rank] for rank in sorted(request.heard))))

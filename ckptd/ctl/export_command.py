@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptd.config.config_values import parse_bytes
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.wording import named_ranks
+from ckptd.core.export_plan import ExportError, named_ranks
 from ckptd.ctl.progress import ProgressBar
 from ckptd.ctl.store.checkpoints import CommandOutcome
 from ckptd.ctl.store.store_access import configured_place, opened

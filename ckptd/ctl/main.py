@@ -22,7 +22,7 @@ import msgspec
 
 import ckptd
 from ckptd.config.daemon_config import ConfigError, LoadedConfig, default_endpoint, load_config
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
+from ckptd.core.export_plan import DamagedSnapshot, ExportError
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.ctl import render
 from ckptd.ctl.doctor import Grade, as_rows, diagnose

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core.export.export_errors import ExportError
+from ckptd.core.export_plan import ExportError
 
 __all__ = ["convert"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptd.core.export.export_plan import ExportPlan, Whole, plan_export
+from ckptd.core.export_plan import ExportPlan, Whole, plan_export
 from ckptd.export.dcp_wire import Ask, DcpTensor, WriteJob, Wrote
 from ckptd.export.exports import (
     ExportReport,

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import ExportPlan, Whole, plan_export
+from ckptd.core.export_plan import ExportError, ExportPlan, Whole, plan_export
 from ckptd.export.convert import convert
 from ckptd.export.files import check_target, new_file, new_folder, write_all
 from ckptd.export.safetensors_files import Moved, write_part, write_synced

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptd.core.export.export_errors import ExportError
+from ckptd.core.export_plan import ExportError
 from ckptd.private_files import sync_folder
 from ckptd.units import format_bytes
 

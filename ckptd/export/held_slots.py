@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
-from ckptd.core.export.joining import RankImage
+from ckptd.core.export_plan import DamagedSnapshot, ExportError, RankImage
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.errors import SegmentError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ckptd
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
+from ckptd.core.export_plan import DamagedSnapshot, ExportError
 from ckptd.export.dcp_wire import Ask, Contents, ReadJob
 from ckptd.export.exports import DEFAULT_SHARD_BYTES, Watch, unwatched
 from ckptd.export.files import check_target, new_folder

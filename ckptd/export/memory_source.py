@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.joining import JoinedSnapshot, RankImage, join, lacking
-from ckptd.core.export.wording import ranges
+from ckptd.core.export_plan import ExportError, JoinedSnapshot, RankImage, join, lacking, ranges
 from ckptd.export.held_slots import (
     SealedSlot,
     held,

@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import SharedRows
-from ckptd.core.export.wording import first_of, named_ranks, ranges
+from ckptd.core.export_plan import ExportError, SharedRows, first_of, named_ranks, ranges
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.segment_format import SlotHeader
-from ckptd.core.slots.segment_names import parse_replica_file_name
+from ckptd.core.slots.segment_format import SlotHeader, parse_replica_file_name
 from ckptd.export.held_slots import (
     SealedSlot,
     held,

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import SharedRows, SnapshotFacts
+from ckptd.core.export_plan import ExportError, SharedRows, SnapshotFacts
 from ckptd.storage.images.image_format import ImageTensor
 from ckptd.unpacking import unpack
 

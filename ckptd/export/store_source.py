@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import xxhash
 from blake3 import blake3
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.joining import JoinedSnapshot, join, lacking
+from ckptd.core.export_plan import ExportError, JoinedSnapshot, join, lacking
 from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.export.read_ahead import ReadAhead

@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
-from ckptd.core.export.joining import RankImage
-from ckptd.core.export.wording import named_ranks
+from ckptd.core.export_plan import DamagedSnapshot, ExportError, RankImage, named_ranks
 from ckptd.storage.checkpoints.catalog import StoredCheckpoint
 from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.reader import (

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar, cast
 
 import msgspec
 
-from ckptd.core.export.export_errors import ExportError
+from ckptd.core.export_plan import ExportError
 
 __all__ = ["Child", "running"]
 

@@ -26,8 +26,7 @@ from ckptd.core.recovery.quarantine import (
     settled,
 )
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
-from ckptd.core.slots.segment_names import check_name
+from ckptd.core.slots.segment_format import check_name, set_slot_state, slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment

@@ -18,26 +18,27 @@ from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
+    QUIET_OFFSET,
+    REPLICA_ENDS,
     SLOT_HEADER_LEN,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     encode_descriptor,
     last_filled,
     origin_of,
+    parse_replica_file_name,
+    parse_segment_file_name,
     read_prologue,
     read_raw_slot_header,
+    read_ring_hint,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
     slot_view,
+    write_ring_hint,
     write_slot_header,
-)
-from ckptd.core.slots.segment_hints import QUIET_OFFSET, RingHint, read_ring_hint, write_ring_hint
-from ckptd.core.slots.segment_names import (
-    REPLICA_ENDS,
-    parse_replica_file_name,
-    parse_segment_file_name,
 )
 from ckptd.errors import SegmentError
 from ckptd.memory import locks

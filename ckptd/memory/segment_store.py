@@ -34,13 +34,14 @@ import msgspec
 
 from ckptd.core.sessions import AttachWish, MemoryFacts, RankKey, SegmentFacts
 from ckptd.core.slots.segment_format import (
+    FILE_ENDS,
     SegmentDescriptor,
     SegmentGeometry,
     encode_descriptor,
     plan_geometry,
+    segment_file_name,
     write_prologue,
 )
-from ckptd.core.slots.segment_names import FILE_ENDS, segment_file_name
 from ckptd.memory.adoption import ASIDE, Adopted, Adoption
 from ckptd.memory.file_mapping import FileMapping
 from ckptd.memory.pages import allocate, populate, try_mlock

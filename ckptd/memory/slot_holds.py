@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import slot_lock_byte
-from ckptd.core.slots.snapshot_events import SnapshotKey
+from ckptd.core.slots.slots import SnapshotKey
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.replication.access import RunAccess
+from ckptd.core.replication.known_runs import RunAccess
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState

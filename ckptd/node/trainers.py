@@ -11,10 +11,10 @@ from functools import partial
 
 import ckptd
 from ckptd.config.settings import given_settings
-from ckptd.core.park_requests import ParkRequests
 from ckptd.core.sessions import (
     Admitted,
     AttachWish,
+    ParkRequests,
     RankKey,
     Rejected,
     SessionTable,

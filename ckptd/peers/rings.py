@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ckptd.core.replication.log_replicas import as_sent, as_whole, oldest_held
-from ckptd.core.replication.replication_events import Slots
+from ckptd.core.replication.target import Slots
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.memory.inventory import log_records, records_of

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from ckptd.core.slots.segment_names import check_name
+from ckptd.core.slots.segment_format import check_name
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory

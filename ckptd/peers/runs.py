@@ -23,7 +23,7 @@ from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.replication.target import Interval
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.segment_hints import RingHint
+from ckptd.core.slots.segment_format import RingHint
 from ckptd.errors import RemoteProtocolError
 from ckptd.memory.image_digests import Vouch
 from ckptd.node_context import NodeContext

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptd.core.replication.replicas import Promise
-from ckptd.core.replication.replication_events import (
+from ckptd.core.replication.replicator import Replicator
+from ckptd.core.replication.target import (
     Abort,
     Agreed,
     Begin,
@@ -38,11 +39,10 @@ from ckptd.core.replication.replication_events import (
     TargetOpened,
     Targets,
 )
-from ckptd.core.replication.replicator import Replicator
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import origin_of, unpack_slot_header
-from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick
 from ckptd.holdings import header_record
 from ckptd.memory.image_digests import Vouch
 from ckptd.memory.slot_files import region_of

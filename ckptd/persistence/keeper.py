@@ -3,7 +3,7 @@ ckptd.persistence.keeper <fd>`).
 
 It is told what to do over the socket pair that it inherits, and ends when that ends: whatever it
 was doing is taken up by the next one, because everything that counts is in the store. What it may
-not do is decide: that is the daemon's (`ckptd.core.persistence.persister`).
+not do is decide: that is the daemon's (`ckptd.core.persister`).
 """
 
 from __future__ import annotations

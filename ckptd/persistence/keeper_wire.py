@@ -67,7 +67,7 @@ class RankName(Struct, frozen=True, array_like=True):
 
 
 class SnapshotId(Struct, frozen=True, array_like=True):
-    """Which snapshot of a rank; see `ckptd.core.slots.snapshot_events.SnapshotKey`."""
+    """Which snapshot of a rank; see `ckptd.core.slots.slots.SnapshotKey`."""
 
     generation: int
     iteration: int

@@ -1,4 +1,4 @@
-"""The shell around `ckptd.core.persistence.persister`: performs what it decides for one local rank.
+"""The shell around `ckptd.core.persister`: performs what it decides for one local rank.
 
 Lives on the daemon's loop thread. A slot is held by a read lock of a description of its own while
 it is uploaded, so that the trainer passes it over; the store keeper takes one more, for the case
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from ckptd.core.persistence.persistence_events import (
+from ckptd.core.persister import (
     Commit,
     CommitFailed,
     Committed,
@@ -21,16 +21,17 @@ from ckptd.core.persistence.persistence_events import (
     Fenced,
     Flush,
     Forgotten,
+    Persister,
+    PersistState,
     SlotReused,
     SlotTables,
     SnapshotStored,
     Store,
     StoreFailed,
 )
-from ckptd.core.persistence.persister import Persister, PersistState
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick
 from ckptd.event_log import EventLog
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_store import SegmentStore

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 
 from ckptd.config.config_values import parse_bytes
 from ckptd.config.settings import DaemonConfig
-from ckptd.core.persistence.cadence import Cadence
-from ckptd.core.persistence.persister import Persister, PersistState
+from ckptd.core.persister import Cadence, Persister, PersistState
 from ckptd.core.sessions import RankKey
 from ckptd.memory.segment_file import Segment
 from ckptd.node_context import NodeContext

@@ -69,7 +69,7 @@ class Recorder:
         self._capture: Capture | None = None
         # Which snapshot of the schedule this is. One rank counts its clean boundaries; several
         # ranks, which must be in the same phase, take it from the number of the iteration
-        # (`ckptd.core.schedules.calendar`).
+        # (`ckptd.core.snapshot_policy`).
         self._ordinal = -1
         self._counted = -1
         self._chain = SnapshotChain()

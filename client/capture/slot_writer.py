@@ -37,8 +37,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import PhasePlan
 from ckptd.core.slots.ring import SlotState, choose_slot
-from ckptd.core.slots.segment_format import SlotHeader
-from ckptd.core.slots.segment_hints import RingHint
+from ckptd.core.slots.segment_format import RingHint, SlotHeader
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.cuda.samples import SamplePlan, Samples
 

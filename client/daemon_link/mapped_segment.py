@@ -19,19 +19,22 @@ from ckptd.config.daemon_config import trusted_users
 from ckptd.core.replication.replicas import Promise, promised
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
+    HINT_OFFSET,
     OWNER_LOCK_BYTE,
+    QUIET_OFFSET,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     last_filled,
     read_prologue,
+    read_ring_hint,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
     slot_view,
     write_slot_header,
 )
-from ckptd.core.slots.segment_hints import HINT_OFFSET, QUIET_OFFSET, RingHint, read_ring_hint
 from ckptd.cuda.engine import HostMemory
 from ckptd.memory import locks
 from ckptd.storage.images.image import ImageView, seal

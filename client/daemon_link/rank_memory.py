@@ -27,10 +27,9 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import SlotRecord, SlotState, truncate
-from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
-from ckptd.core.slots.segment_names import Kind
+from ckptd.core.slots.segment_format import Kind, SegmentDescriptor, encode_descriptor
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.launch import ensure_daemon, unexpected
 from ckptd.storage.images.image import ImageView

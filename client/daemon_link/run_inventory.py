@@ -10,12 +10,10 @@ from typing import Protocol
 import msgspec
 
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
-from ckptd.core.recovery.histories import history_of
-from ckptd.core.recovery.log_facts import facts_from_logs
+from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, history_of, to_wire
 from ckptd.core.recovery.quarantine import reported_epochs, without_marked
-from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire, facts_to_wire
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy
+from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs, facts_from_wire, facts_to_wire
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy
 from ckptd.core.slots.ring import SlotRecord, epoch_table
 from ckptd.core.slots.slots import DRAWN_EPOCHS, epoch_after, least_starts
 from ckptd.holdings import held_from_segments

@@ -16,16 +16,17 @@ from pathlib import Path
 from ckptd.config.daemon_config import trusted_users
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
+    Kind,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     read_prologue,
+    read_ring_hint,
     read_slot_header,
     slot_lock_byte,
     slot_view,
 )
-from ckptd.core.slots.segment_hints import RingHint, read_ring_hint
-from ckptd.core.slots.segment_names import Kind
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.transport.access.local_trust import open_file

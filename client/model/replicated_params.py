@@ -31,8 +31,8 @@ from ckptd.client.model.operators import Operator
 from ckptd.client.model.parameter_names import names_with_wrappers
 from ckptd.client.optimizers.value_trees import plain_parts
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.schedules.policy import OperatorCost
-from ckptd.core.schedules.shares import SharedOperator, spread
+from ckptd.core.schedule import SharedOperator, spread
+from ckptd.core.snapshot_policy import OperatorCost
 
 __all__ = [
     "EVERY_RANK",

@@ -19,9 +19,9 @@ from ckptd.client.daemon_link.slot_file import SlotFile
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.upstream_feed import BringsLogs
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import SlotRecord
-from ckptd.core.slots.segment_names import parse_segment_file_name
+from ckptd.core.slots.segment_format import parse_segment_file_name
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece

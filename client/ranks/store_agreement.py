@@ -6,7 +6,7 @@ over ranks, so it must be frozen on all of them in the same replayed iterations,
 rank proposes its numbers, and the largest of each counts. The last rank to propose announces the
 result, so the store is asked a constant number of times per rank.
 
-Which registers are read and written in which order is decided by `ckptd.core.schedules.registers`;
+Which registers are read and written in which order is decided by `ckptd.core.switching`;
 `play` does it on a real store.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.store_connection import own_connection
-from ckptd.core.schedules.registers import (
+from ckptd.core.switching import (
     Access,
     Add,
     CompareAndSwap,

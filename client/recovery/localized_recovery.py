@@ -36,11 +36,10 @@ from ckptd.core.recovery.localized_plan import (
     RankPlan,
     plan_localized,
 )
-from ckptd.core.recovery.log_facts import facts_from_logs
 from ckptd.core.recovery.quarantine import open_failures, snapshots_used
-from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
-from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
+from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
+from ckptd.core.slots.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
 from ckptd.transport.control.messages import NodeCard

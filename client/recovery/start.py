@@ -34,7 +34,7 @@ from ckptd.client.recovery.verification import Verification
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, captured_once, plan_from_payload
 from ckptd.client.training_state import TrainingState
 from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix
-from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
+from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
 

@@ -26,7 +26,7 @@ from ckptd.core.recovery.quarantine import (
     judge_replay,
     reason_of,
 )
-from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
+from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
 from ckptd.transport.control.messages import RankMismatch, ReplayFailure
 
 __all__ = ["Replayed", "Verification"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptd.client.model.operators import Operator
-from ckptd.core.schedules.schedule import OperatorCost, Schedule
+from ckptd.core.schedule import OperatorCost, Schedule
 
 __all__ = ["describe_table"]
 

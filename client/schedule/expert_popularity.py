@@ -19,7 +19,7 @@ from ckptd.client.model.module_hooks import ModuleHook
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.parameter_names import named_modules
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.core.schedules.schedule import (
+from ckptd.core.schedule import (
     Ordering,
     Schedule,
     needs_reorder,

@@ -20,7 +20,7 @@ from ckptd.client.schedule.planning import MAX_WINDOW
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.slot_reservation import NewSlots
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.core.schedules.calendar import Calendar
+from ckptd.core.snapshot_policy import Calendar
 
 __all__ = ["FirstPlan"]
 

@@ -29,7 +29,7 @@ from ckptd.client.schedule.planning import (
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs
 from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
-from ckptd.core.schedules.schedule import Ordering
+from ckptd.core.schedule import Ordering
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 
 __all__ = ["Planner", "RankContext", "needed_memory", "note_prepared", "own_share_bytes"]

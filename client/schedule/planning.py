@@ -24,7 +24,7 @@ from ckptd.client.schedule.snapshot_plan import (
     operator_costs,
     schedule_of,
 )
-from ckptd.core.schedules.schedule import (
+from ckptd.core.schedule import (
     OperatorCost,
     Ordering,
     Schedule,

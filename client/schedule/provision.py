@@ -22,8 +22,8 @@ from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.slot_reservation import RETRY_STEPS, NewSlots
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.schedule.step_timing import StepTiming
-from ckptd.core.schedules.switching import Change
 from ckptd.core.slots.ring import most_slots
+from ckptd.core.switching import Change
 
 __all__ = ["Provision"]
 

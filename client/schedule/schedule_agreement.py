@@ -1,7 +1,7 @@
 """This rank's part in agreeing on changes of the schedule: a thread beside training asks the job's
 store, training asks nobody.
 
-What is said when is decided by ``ckptd.core.schedules.switching``; here is the thread that says it,
+What is said when is decided by ``ckptd.core.switching``; here is the thread that says it,
 and the lock between the two.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.store_agreement import play
 from ckptd.client.ranks.store_connection import own_connection
-from ckptd.core.schedules.registers import accesses
-from ckptd.core.schedules.switching import (
+from ckptd.core.switching import (
     Ask,
     Change,
     Effect,
@@ -27,6 +26,7 @@ from ckptd.core.schedules.switching import (
     Stage,
     Switching,
     Unable,
+    accesses,
 )
 from ckptd.errors import LocalProtocolError
 

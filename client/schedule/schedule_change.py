@@ -2,8 +2,8 @@
 memory, and going over to it.
 
 Which phase an iteration has follows from its number and from what was agreed on
-(``ckptd.core.schedules.calendar``); when something changes, from
-``ckptd.core.schedules.switching``. Memory for a change is made before this rank says that it is
+(``ckptd.core.snapshot_policy``); when something changes, from
+``ckptd.core.switching``. Memory for a change is made before this rank says that it is
 ready, so that going over cannot fail.
 """
 
@@ -27,10 +27,10 @@ from ckptd.client.schedule.schedule_agreement import ScheduleAgreement
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.schedule.step_timing import StepTiming
 from ckptd.client.stats import Stats
-from ckptd.core.schedules.calendar import Calendar, Strides
-from ckptd.core.schedules.schedule import OperatorCost, Schedule, reorder
-from ckptd.core.schedules.switching import Apply, Change, Discard, Effect, Prepare
+from ckptd.core.schedule import OperatorCost, Schedule, reorder
+from ckptd.core.snapshot_policy import Calendar, Strides
 from ckptd.core.state_machine import MachineState, Transitions, validated
+from ckptd.core.switching import Apply, Change, Discard, Effect, Prepare
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 

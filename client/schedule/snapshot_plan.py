@@ -20,7 +20,7 @@ from ckptd.client.model.signature import recorded_specs, signature
 from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.optimizers.optimizer_probe import StateSpec
 from ckptd.client.schedule.export_facts import export_facts
-from ckptd.core.schedules.schedule import (
+from ckptd.core.schedule import (
     AlignedPolicy,
     DensePolicy,
     OperatorCost,

@@ -22,13 +22,13 @@ from ckptd.config.daemon_config import endpoint_for
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
+    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
     slot_lock_byte,
     slot_view,
 )
-from ckptd.core.slots.segment_names import Kind
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.images.image_format import TensorEntry

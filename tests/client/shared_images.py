@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.core.export.entry_names import BUFFER, OURS, param_and_key, split_rows
+from ckptd.core.export_plan import BUFFER, OURS, param_and_key, split_rows
 from ckptd.export.held_slots import open_segments, sealed_slots
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.images.image import ImageView

@@ -32,28 +32,28 @@ from itertools import chain
 from types import MappingProxyType
 
 from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad, Sources
-from ckptd.core.recovery.spans import (
+from ckptd.core.recovery.snapshot_tables import (
+    Group,
+    Known,
+    SnapshotCopy,
+    SnapshotToLoad,
+    Sources,
+    Tables,
     all_spans,
     best_group,
     between,
     common_ends,
     common_start,
+    conflicts_text,
     covering_starts,
     has_suffix,
+    in_order,
     is_whole,
+    listed,
     newest_span,
+    nodes_of,
     one_before,
     span_to,
-)
-from ckptd.core.recovery.tables import (
-    Group,
-    Known,
-    Tables,
-    conflicts_text,
-    in_order,
-    listed,
-    nodes_of,
     tables_of,
 )
 from ckptd.core.slots.ring import chain_from, epoch_table, missing_operators, stale_after

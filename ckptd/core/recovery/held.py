@@ -5,17 +5,19 @@ between ranks.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import least_starts, other_histories
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
-__all__ = ["STORE_NODE", "HeldRecords", "RunHoldings", "from_wire", "to_wire"]
+__all__ = ["STORE_NODE", "HeldRecords", "History", "RunHoldings", "from_wire", "history_of", "to_wire"]
+
 
 STORE_NODE = ".store"  # inventories of object storage have this name, which no node can have
 
@@ -188,3 +190,49 @@ class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 _decoder = msgspec.msgpack.Decoder(list[_WireHeld])
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The history of a run that counts.
+
+    Attributes:
+        others: the known epochs that do not belong to it.
+        begun: its known epochs, with the iteration at which each began.
+    """
+
+    others: frozenset[int]
+    begun: Mapping[int, int]
+
+    def held(self, held: Iterable[HeldRecords]) -> tuple[HeldRecords, ...]:
+        """The inventories without the records of other histories."""
+        if not self.others:
+            return tuple(held)
+        return tuple(
+            replace(h, records=tuple(r for r in h.records if r.epoch not in self.others)) for h in held
+        )
+
+
+def history_of(
+    held: Iterable[HeldRecords],
+    epochs: Iterable[tuple[int, int, int]],
+    *,
+    complete: bool = False,
+) -> History:
+    """Choose the history that counts, from the inventories and epochs of the nodes that answered.
+
+    Args:
+        complete: every node that may hold something has answered.
+        held: snapshots, boundary logs and parked states.
+        epochs: from the nodes' records: an epoch, the iteration at which it began, and the epoch
+            that it follows (-1: not known).
+    """
+    known = list(epochs)
+    follows: dict[int, int] = {}
+    for epoch, _, before in known:
+        follows[epoch] = max(before, follows.get(epoch, -1))
+    sealed = {record.epoch for h in held for record in h.records}
+    empty = follows.keys() - sealed
+    others = other_histories(sealed | follows.keys(), follows, empty=empty, complete=complete)
+    begun = least_starts(*({epoch: start} for epoch, start, _ in known if epoch not in others))
+    return History(frozenset(others), begun)

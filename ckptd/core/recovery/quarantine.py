@@ -28,7 +28,7 @@ from enum import StrEnum
 import msgspec
 
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.snapshot_sources import SnapshotToLoad
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.transport.control.messages import ReplayFailure
 
 __all__ = [

@@ -13,7 +13,7 @@ replay, never exactness.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
@@ -21,13 +21,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ckptd.core.recovery.tables import listed
+from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.recovery.snapshot_tables import listed
+from ckptd.core.slots.boundary import outdated
+from ckptd.core.slots.ring import epoch_table, live
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
 __all__ = [
     "RankFacts",
     "Relations",
+    "facts_from_logs",
     "facts_from_wire",
     "facts_of_log",
     "facts_to_wire",
@@ -291,3 +295,41 @@ def _ranks(runs: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
 
 
 _decoder = msgspec.msgpack.Decoder(_WireFacts)
+
+
+# A rank's last completed step may be the one before the last; and its newest log may not have been sealed.
+_AT_MOST_BEFORE = 2
+
+
+def facts_from_logs(
+    ranks: Collection[int], logs: Iterable[HeldRecords], parked: Iterable[HeldRecords]
+) -> dict[int, RankFacts]:
+    """The facts by rank, from each rank's newest log, if it reaches the newest iteration at which
+    any rank was parked.
+
+    Args:
+        ranks: the ranks that cannot report themselves; other logs, possibly thousands, are not read.
+        logs: the boundary logs that nodes hold, including replicas.
+        parked: the parked states that they hold; without any, no facts are needed.
+    Raises:
+        RemoteProtocolError: the facts of a log cannot be read.
+    """
+    if not ranks:
+        return {}
+    known, parks = list(logs), list(parked)
+    epochs = epoch_table(r for each in (known, parks) for h in each for r in h.records)
+    ends = [r.iteration for h in parks for r in live(h.records, epochs) if r.sealed]
+    if not ends:
+        return {}
+    least = max(ends) - _AT_MOST_BEFORE
+    newest: dict[int, tuple[Sequence[int], bytes]] = {}
+    for h in (h for h in known if h.facts and h.rank in ranks):
+        filled = [
+            (r.epoch, r.iteration, r.sequence)
+            for r in h.records
+            if r.sealed and r.iteration >= least and not outdated(r, epochs)
+        ]
+        if filled:
+            newest[h.rank] = max(newest.get(h.rank, ((), b"")), (max(filled), h.facts))
+    found = facts_from_wire(fact for _, fact in newest.values())
+    return {rank: facts for rank, facts in found.items() if rank in newest}

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.core.recovery.recovery_facts import Relations
-from ckptd.core.recovery.spans import best_group, between, covering_starts
-from ckptd.core.recovery.tables import Group, listed
+from ckptd.core.recovery.snapshot_tables import Group, best_group, between, covering_starts, listed
 
 __all__ = [
     "DomainSpans",
@@ -172,7 +171,7 @@ def _lack_before(
 class DomainSpans:
     """The spans that domains can replay together, exact at an iteration that is not after ``last``.
 
-    Like `ckptd.core.recovery.spans.newest_span`, except that the newest start, which needs the least
+    Like `ckptd.core.recovery.snapshot_tables.newest_span`, except that the newest start, which needs the least
     replay, precedes the newest end, because all run on to a common iteration anyway.
     """
 

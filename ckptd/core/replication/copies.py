@@ -19,7 +19,7 @@ from ckptd.core.slots.ring import (
     epoch_table,
     newest_by_iteration,
 )
-from ckptd.core.slots.snapshot_events import Joined, SnapshotKey, key_of
+from ckptd.core.slots.slots import Joined, SnapshotKey, key_of
 
 __all__ = ["Copies"]
 

@@ -18,12 +18,11 @@ from dataclasses import replace
 
 from ckptd.core.replication.copies import Copies
 from ckptd.core.replication.replicas import Admit, Deny
-from ckptd.core.replication.replication_events import Effect, Event
 from ckptd.core.replication.replicator import Replicator
-from ckptd.core.replication.target import ReplicationConfig, ReplicationTarget
+from ckptd.core.replication.target import Effect, Event, ReplicationConfig, ReplicationTarget
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, outdated
 from ckptd.core.slots.ring import SlotRecord, epoch_table
-from ckptd.core.slots.snapshot_events import Note
+from ckptd.core.slots.slots import Note
 
 __all__ = [
     "LogReplicator",

@@ -34,7 +34,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ckptd.core.replication.copies import Copies
-from ckptd.core.replication.replication_events import (
+from ckptd.core.replication.target import (
+    ASKING,
+    HOLDING,
+    NO_INTERVAL,
     Abort,
     Agreed,
     Begin,
@@ -42,33 +45,28 @@ from ckptd.core.replication.replication_events import (
     Effect,
     Event,
     Granted,
+    Interval,
+    Lag,
     OpenRefused,
     OpenTarget,
     PeerBack,
     PeerLost,
+    Phase,
     Put,
     PutEnded,
+    ReplicationConfig,
+    ReplicationTarget,
     Seal,
     SealedThere,
     SealRefused,
     Slots,
+    TargetEvent,
     TargetOpened,
     Targets,
-)
-from ckptd.core.replication.target import (
-    ASKING,
-    HOLDING,
-    NO_INTERVAL,
-    Interval,
-    Lag,
-    Phase,
-    ReplicationConfig,
-    ReplicationTarget,
-    TargetEvent,
     TargetState,
 )
 from ckptd.core.slots.ring import SlotRecord
-from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
 from ckptd.core.state_machine import validated
 from ckptd.errors import LocalProtocolError
 

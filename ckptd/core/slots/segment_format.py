@@ -10,10 +10,10 @@ Invariants:
 * a slot's state word is one aligned 4-byte store. It comes after the body on the way up (filled,
   sealed) and before it on the way down (free, filling): no death of the writer can leave an old
   ``sealed`` over a new body. Whoever reads a body holds the slot's lock or checks its crc;
-* the hints at the end of the prologue page (`ckptd.core.slots.segment_hints`) are outside every checksum.
+* the hints at the end of the prologue page (`ckptd.core.slots.segment_format`) are outside every checksum.
 
 A *replica* is a segment file of another node's primary, descriptor and headers included; only its name
-(`ckptd.core.slots.segment_names`) tells them apart (``docs/replication.md`` section 4).
+(`ckptd.core.slots.segment_format`) tells them apart (``docs/replication.md`` section 4).
 
 A *boundary log* (``docs/boundary_logs.md``; it may have replicas, too) and *parked state*
 (``docs/parking.md``) are laid out alike. Descriptor, magic and name all say what it is, so that
@@ -22,54 +22,260 @@ nobody, of whatever version, takes it for snapshots.
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
 from ckptd.core.slots.ring import SlotState, check_transition
-from ckptd.core.slots.segment_hints import PAGE_BYTES, PROLOGUE_BYTES, RingHint, write_ring_hint
-from ckptd.core.slots.segment_names import Kind
 from ckptd.core.state_machine import validating
 from ckptd.errors import SegmentError
 from ckptd.unpacking import unpack
 
 __all__ = [
+    "FILE_ENDS",
     "FORMAT_VERSION",
+    "HINT_APART",
+    "HINT_APART_AGAIN",
+    "HINT_DROP_GRADIENTS",
+    "HINT_OFFSET",
     "LOG_MAGIC",
     "OWNER_LOCK_BYTE",
+    "PAGE_BYTES",
     "PARK_MAGIC",
+    "PROLOGUE_BYTES",
+    "QUIET_OFFSET",
+    "REPLICA_ENDS",
     "SEGMENT_MAGIC",
     "SLOTS_ALIGNMENT",
     "SLOT_HEADER_BYTES",
     "SLOT_HEADER_LEN",
     "SLOT_MAGIC",
     "WORLD_TOPOLOGY",
+    "Kind",
+    "ReplicaName",
+    "RingHint",
     "SegmentDescriptor",
     "SegmentGeometry",
+    "SegmentName",
     "SlotHeader",
+    "check_name",
     "decode_descriptor",
     "encode_descriptor",
     "last_filled",
     "origin_of",
     "pack_slot_header",
+    "parse_replica_file_name",
+    "parse_segment_file_name",
     "plan_geometry",
     "read_prologue",
     "read_raw_slot_header",
+    "read_ring_hint",
     "read_slot_header",
+    "replica_file_name",
+    "segment_file_name",
     "set_slot_state",
     "slot_lock_byte",
     "slot_view",
     "unpack_slot_header",
     "write_prologue",
+    "write_ring_hint",
     "write_slot_header",
 ]
+
+
+Kind = Literal["snapshots", "log", "parked"]
+FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked"}
+REPLICA_ENDS: Mapping[Kind, str] = {
+    "snapshots": ".rep",
+    "log": ".logrep",
+}  # no others have replicas
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FILE_NAME = re.compile(
+    r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
+    r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})"
+    r"(?P<end>\.seg|\.boundary|\.parked|~(?P<origin>[0-9a-f]{16})\.(?:log)?rep)"
+)
+_ORIGIN = re.compile(r"[0-9a-f]{16}")
+
+
+class SegmentName(NamedTuple):
+    """What a segment's file name says."""
+
+    job: str
+    run: str
+    rank: int
+    generation: int
+
+
+class ReplicaName(NamedTuple):
+    """What a replica's file name says; ``origin`` names the primary (`origin_of`)."""
+
+    job: str
+    run: str
+    rank: int
+    generation: int
+    origin: str
+
+
+def check_name(name: str, what: str) -> str:
+    """``name`` itself, if it can be a job or a run.
+
+    Raises:
+        ValueError: naming the character that cannot stand in a file name or a URL.
+    """
+    if _NAME.fullmatch(name) and name not in (".", ".."):
+        return name
+    if not name or len(name) > 64:
+        raise ValueError(f"{what} has {len(name)} characters, must have 1 to 64")
+    bad = next((char for char in name if not _NAME.fullmatch(char)), None)
+    if bad is None:
+        raise ValueError(f"{what} must not be {name!r}")
+    raise ValueError(f"{what} {name!r} contains {bad!r}; allowed are letters, digits, '.', '_' and '-'")
+
+
+def segment_file_name(job: str, run: str, rank: int, generation: int, kind: Kind = "snapshots") -> str:
+    """``<job>~<run>~r<rank>~g<generation>.seg``; ``.boundary`` for a log, ``.parked`` for parked state."""
+    return f"{_stem(job, run, rank, generation)}{FILE_ENDS[kind]}"
+
+
+def replica_file_name(
+    job: str, run: str, rank: int, generation: int, origin: str, kind: Kind = "snapshots"
+) -> str:
+    """``<job>~<run>~r<rank>~g<generation>~<origin>.rep``; ``.logrep`` for that of a boundary log.
+
+    Raises:
+        ValueError: there are no replicas of this kind, or something cannot stand in such a name.
+    """
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"origin {origin!r} is not 16 hex digits")
+    if kind not in REPLICA_ENDS:
+        raise ValueError(f"{kind} state is not replicated")
+    return f"{_stem(job, run, rank, generation)}~{origin}{REPLICA_ENDS[kind]}"
+
+
+def parse_segment_file_name(name: str, kind: Kind = "snapshots") -> SegmentName:
+    """What `segment_file_name` was called with.
+
+    Raises:
+        ValueError: ``name`` was not made by it for this kind.
+    """
+    return _parse(name, FILE_ENDS[kind])
+
+
+def parse_replica_file_name(name: str, kind: Kind = "snapshots") -> ReplicaName:
+    """What `replica_file_name` was called with.
+
+    Raises:
+        ValueError: ``name`` was not made by it for this kind.
+    """
+    match, end = _FILE_NAME.fullmatch(name), REPLICA_ENDS[kind]
+    if match is None or match["origin"] is None or not name.endswith(end):
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>~<origin>{end}")
+    return ReplicaName(*_parsed(match), match["origin"])
+
+
+def _stem(job: str, run: str, rank: int, generation: int) -> str:
+    if rank < 0 or generation < 0:
+        raise ValueError(f"rank {rank} and generation {generation} must not be negative")
+    return f"{check_name(job, 'job')}~{check_name(run, 'run')}~r{rank}~g{generation}"
+
+
+def _parse(name: str, end: str) -> SegmentName:
+    match = _FILE_NAME.fullmatch(name)
+    if match is None or match["end"] != end:
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>{end}")
+    return _parsed(match)
+
+
+def _parsed(match: re.Match[str]) -> SegmentName:
+    return SegmentName(
+        check_name(match["job"], "job"),
+        check_name(match["run"], "run"),
+        int(match["rank"]),
+        int(match["generation"]),
+    )
+
+
+PAGE_BYTES = 4096
+PROLOGUE_BYTES = PAGE_BYTES
+# The prologue page's last byte, outside every checksum: what a trainer learned for its successor
+# (0: nothing).
+HINT_OFFSET = PROLOGUE_BYTES - 1
+HINT_DROP_GRADIENTS = 1
+# A localized recovery has begun and not come to its end: once, or more than once in a row.
+HINT_APART = 2
+HINT_APART_AGAIN = 4
+# Before it what the daemon tells the trainer, see `RingHint`: i64, u32, i64, i64, u16, u8, and u16
+# after the trainer's wish for quiet.
+_AIM_AT = slice(PROLOGUE_BYTES - 40, PROLOGUE_BYTES - 32)
+_EPOCH_AT = slice(PROLOGUE_BYTES - 28, PROLOGUE_BYTES - 24)
+_FLOOR_AT = slice(PROLOGUE_BYTES - 24, PROLOGUE_BYTES - 16)
+_HORIZON_AT = slice(PROLOGUE_BYTES - 16, PROLOGUE_BYTES - 8)
+_SPAN_AT = slice(PROLOGUE_BYTES - 8, PROLOGUE_BYTES - 6)
+_SOLE_AT = PROLOGUE_BYTES - 6
+QUIET_OFFSET = PROLOGUE_BYTES - 5
+_BEHIND_AT = slice(PROLOGUE_BYTES - 4, PROLOGUE_BYTES - 2)
+
+
+class RingHint(NamedTuple):
+    """What the daemon knows of the other ranks, for the trainer's choice of slots (docs/replication.md §6).
+
+    And for a restarted daemon, which goes on from there: ``epoch`` is the history in which it was
+    agreed on. ``floor``: what the run agreed on (-1: nothing yet), see
+    `ckptd.core.replication.replicas`. ``horizon`` to ``aim``: where suffixes end that may become
+    the floor before this ring is told. ``span``: how many snapshots the longest suffix among all
+    ranks has (0: unknown). ``sole``: fewer than two other nodes are known to keep the floor's
+    suffix, so that this ring must. ``behind``: how many iterations the slowest of the nodes that do
+    is behind.
+    """
+
+    floor: int = -1
+    horizon: int = -1
+    span: int = 0
+    sole: bool = False
+    behind: int = 0
+    epoch: int = 0
+    aim: int = -1
+
+
+def read_ring_hint(buf: memoryview) -> RingHint:
+    """The daemon's hint; nonsense counts as none."""
+    # Against the order of writing: a mixture of two hints has the older horizon, or the newer span
+    # and aim, and keeps more.
+    horizon, floor = (max(-1, int(buf[at].cast("q")[0])) for at in (_HORIZON_AT, _FLOOR_AT))
+    span, behind = (int(buf[at].cast("H")[0]) for at in (_SPAN_AT, _BEHIND_AT))
+    epoch: int = buf[_EPOCH_AT].cast("I")[0]
+    sole, aim = bool(buf[_SOLE_AT]), max(-1, int(buf[_AIM_AT].cast("q")[0]))
+    return RingHint(floor, horizon, span, sole, behind, epoch, aim)
+
+
+def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
+    """Store the daemon's hint. Each part is one store, in the order in which a mixture of two hints
+    keeps more, not less.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    numbers_fit = all(0 <= n < 1 << 16 for n in (hint.span, hint.behind))
+    numbers_fit = numbers_fit and 0 <= hint.epoch < 1 << 32
+    if min(hint.floor, hint.horizon, hint.aim) < -1 or not numbers_fit:
+        raise ValueError(f"{hint} cannot be")
+    buf[_AIM_AT].cast("q")[0] = hint.aim
+    buf[_SPAN_AT].cast("H")[0] = hint.span
+    buf[_SOLE_AT] = hint.sole
+    buf[_EPOCH_AT].cast("I")[0] = hint.epoch
+    buf[_FLOOR_AT].cast("q")[0] = hint.floor
+    buf[_HORIZON_AT].cast("q")[0] = hint.horizon
+    buf[_BEHIND_AT].cast("H")[0] = hint.behind
+
 
 SEGMENT_MAGIC = b"CKPTDSEG"
 LOG_MAGIC = b"CKPTDLOG"

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
-from typing import Self
+from typing import NamedTuple, Self
 
 from ckptd.core.state_machine import Transitions
 from ckptd.errors import LocalProtocolError
@@ -27,14 +27,21 @@ __all__ = [
     "DRAWN_EPOCHS",
     "NO_EPOCHS",
     "TRANSITIONS",
+    "Hold",
+    "Joined",
+    "Note",
+    "Release",
     "SlotEvent",
     "SlotRecord",
     "SlotState",
+    "SnapshotKey",
+    "Tick",
     "check_transition",
     "epoch_after",
     "epoch_can_follow",
     "epoch_table",
     "is_stale",
+    "key_of",
     "least_starts",
     "live",
     "other_histories",
@@ -277,3 +284,64 @@ def live(records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS) -
     if not limits:
         return found
     return [r for r in found if r.epoch not in limits or r.iteration <= limits[r.epoch]]
+
+
+class SnapshotKey(NamedTuple):
+    """Which snapshot of the rank: no two fills have the same key."""
+
+    generation: int
+    iteration: int
+    epoch: int
+    sequence: int
+
+
+def key_of(record: SlotRecord) -> SnapshotKey:
+    """The key of the snapshot in a slot."""
+    return SnapshotKey(record.generation, record.iteration, record.epoch, record.sequence)
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The run goes on in this epoch: older histories end at ``epoch_start``.
+
+    ``span``: how many snapshots the longest suffix among all ranks has (the largest window).
+    """
+
+    epoch: int
+    epoch_start: int
+    span: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+# -- effects -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Take the read lock of the local slot, and see that it still holds this snapshot."""
+
+    key: SnapshotKey
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the read lock back: nobody is being sent this snapshot any more."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the event log; ``level`` is info, warning or error."""
+
+    level: str
+    kind: str
+    message: str

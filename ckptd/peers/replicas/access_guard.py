@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from ckptd.core.replication.access import RunAccess
+from ckptd.core.replication.known_runs import RunAccess
 from ckptd.core.sessions import RankKey
 from ckptd.event_log import EventLog
 from ckptd.transport.control import peer_messages as p

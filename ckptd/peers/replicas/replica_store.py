@@ -24,16 +24,17 @@ import msgspec
 from ckptd.core.sessions import room_for_replicas
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
+    REPLICA_ENDS,
     SegmentDescriptor,
     SlotHeader,
     decode_descriptor,
     encode_descriptor,
     origin_of,
     plan_geometry,
+    replica_file_name,
     set_slot_state,
     write_slot_header,
 )
-from ckptd.core.slots.segment_names import REPLICA_ENDS, replica_file_name
 from ckptd.holdings import operators_id
 from ckptd.memory.adoption import Adopted, Adoption
 from ckptd.memory.inventory import slot_record

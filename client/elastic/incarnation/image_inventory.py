@@ -17,8 +17,7 @@ from ckptd.client.elastic.incarnation.state_units import UnitIndex, operator_uni
 from ckptd.client.log_lines import get_logger
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, SlotHeader
-from ckptd.core.slots.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
+from ckptd.core.slots.segment_format import FILE_ENDS, REPLICA_ENDS, WORLD_TOPOLOGY, Kind, SlotHeader
 from ckptd.errors import SegmentError
 from ckptd.holdings import header_record
 from ckptd.storage.checkpoints import names

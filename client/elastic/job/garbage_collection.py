@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptd.client.daemon_link.slot_file import SlotFile
 from ckptd.client.elastic.incarnation.image_inventory import run_of_incarnation, world_files
 from ckptd.client.log_lines import get_logger
-from ckptd.core.slots.segment_names import FILE_ENDS
+from ckptd.core.slots.segment_format import FILE_ENDS
 from ckptd.errors import DaemonUnavailable, SegmentError
 from ckptd.launch import connect
 from ckptd.transport.control.messages import Done, Forget

@@ -12,8 +12,7 @@ import msgspec
 import torch
 
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import encode_descriptor, origin_of
-from ckptd.core.slots.segment_names import replica_file_name
+from ckptd.core.slots.segment_format import encode_descriptor, origin_of, replica_file_name
 from ckptd.export.exports import ExportReport, export_file
 from ckptd.export.memory_source import open_slot
 from ckptd.memory.sealer import seal_slot

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
+from ckptd.core.export_plan import DamagedSnapshot, ExportError
 from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.export.convert import convert
 from ckptd.export.exports import export_hf

@@ -17,8 +17,7 @@ from ckptd.config.runtime_dir import (
 )
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import slot_lock_byte
-from ckptd.core.slots.segment_names import Kind
+from ckptd.core.slots.segment_format import Kind, slot_lock_byte
 from ckptd.memory import locks
 from ckptd.memory.adoption import Adopted
 from ckptd.memory.pages import filesystem_kind, is_in_memory

@@ -15,12 +15,12 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
+    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
     pack_slot_header,
 )
-from ckptd.core.slots.segment_names import Kind
 from ckptd.ctl import render
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper, SlotListener

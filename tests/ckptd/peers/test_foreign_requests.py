@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.core.replication.access import RunAccess
+from ckptd.core.replication.known_runs import RunAccess
 from ckptd.core.slots.ring import SlotState
 from ckptd.event_log import EventLog
 from ckptd.peers.record_updates import RecordUpdates

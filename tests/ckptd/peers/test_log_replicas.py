@@ -20,9 +20,8 @@ import pytest
 from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.log_facts import facts_from_logs
-from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
+from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey, SentKind, record_name
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SlotHeader

@@ -15,12 +15,12 @@ from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
+    Kind,
     decode_descriptor,
     encode_descriptor,
     origin_of,
     unpack_slot_header,
 )
-from ckptd.core.slots.segment_names import Kind
 from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.storage.images.image import verify
 from ckptd.transport.control import peer_messages as p

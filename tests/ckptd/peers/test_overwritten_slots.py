@@ -18,8 +18,7 @@ from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.stats import Stats
 from ckptd.core.replication.replicas import Promise, spanning_suffix
-from ckptd.core.replication.replication_events import TargetOpened
-from ckptd.core.replication.target import Interval
+from ckptd.core.replication.target import Interval, TargetOpened
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState, newest_by_iteration
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte

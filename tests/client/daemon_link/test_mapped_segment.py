@@ -14,8 +14,13 @@ import pytest
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotTable
 from ckptd.client.daemon_link.slot_file import SlotFile
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import OWNER_LOCK_BYTE, encode_descriptor, slot_lock_byte
-from ckptd.core.slots.segment_hints import RingHint, write_ring_hint
+from ckptd.core.slots.segment_format import (
+    OWNER_LOCK_BYTE,
+    RingHint,
+    encode_descriptor,
+    slot_lock_byte,
+    write_ring_hint,
+)
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved

@@ -31,7 +31,7 @@ from ckptd.client.recovery.localized_recovery import LocalizedStart, begin_local
 from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
+from ckptd.core.slots.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.storage.images.image import ImageView

@@ -6,7 +6,7 @@ import pytest
 
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.schedule.describe import describe_table, human
-from ckptd.core.schedules.schedule import OperatorCost, OperatorKind, plan_schedule
+from ckptd.core.schedule import OperatorCost, OperatorKind, plan_schedule
 
 OPERATORS = [
     Operator(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptd.client.model.operators import Operator, discover_operators
 from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.core.schedules.schedule import Ordering
+from ckptd.core.schedule import Ordering
 
 
 class Listed(nn.Module):

@@ -14,7 +14,7 @@ from ckptd.client.model.signature import recorded_specs, signature, signature_di
 from ckptd.client.optimizers.optimizer_probe import StateSpec
 from ckptd.client.schedule.planning import PlanInputs, TrainingSpeed, make_plan, plan_together
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, plan_from_payload
-from ckptd.core.schedules.schedule import OperatorKind, Ordering
+from ckptd.core.schedule import OperatorKind, Ordering
 from ckptd.core.slots.segment_format import plan_geometry
 
 IDENTITY = {"job": "j", "run": "r", "rank": "0", "world_size": "1"}

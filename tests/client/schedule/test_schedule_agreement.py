@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.client.schedule.schedule_agreement import ScheduleAgreement
-from ckptd.core.schedules.switching import Apply, Change, Discard, Prepare, Switching
+from ckptd.core.switching import Apply, Change, Discard, Prepare, Switching
 from tests.ckptd.running import eventually
 
 WORLD = 4

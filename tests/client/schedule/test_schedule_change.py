@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ckptd.client.schedule.schedule_change import orders_towards
-from ckptd.core.schedules.schedule import OperatorCost, OperatorKind, Schedule, plan_schedule
+from ckptd.core.schedule import OperatorCost, OperatorKind, Schedule, plan_schedule
 
 COSTS = [OperatorCost(f"e{i}", OperatorKind.EXPERT, 100 + i, 10) for i in range(12)]
 ROOM = 2_000

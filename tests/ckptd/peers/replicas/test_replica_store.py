@@ -11,8 +11,8 @@ from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     origin_of,
+    replica_file_name,
 )
-from ckptd.core.slots.segment_names import replica_file_name
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.replicas.replica_store import ReplicaStore

@@ -9,8 +9,7 @@ import pytest
 from ckptd.client.elastic.incarnation.image_inventory import Inventory
 from ckptd.client.elastic.job.garbage_collection import GarbageCollection, needless
 from ckptd.core.elastic.incarnations import ExpertLayers
-from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
-from ckptd.core.slots.segment_hints import RingHint
+from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, RingHint
 from ckptd.memory.segment_store import SegmentStore
 from tests.ckptd.running import MIB, descriptor
 

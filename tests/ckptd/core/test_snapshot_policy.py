@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.schedules.calendar import Calendar, Strides
+from ckptd.core.snapshot_policy import Calendar, Strides
 
 A, B, C = (((0,), (1,)), ((1,), (0,)), ((0, 1), ()))
 

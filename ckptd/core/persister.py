@@ -24,33 +24,251 @@ is begun before the slots were told anew. Where the store shows that the names a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 
-from ckptd.core.persistence.cadence import Cadence
-from ckptd.core.persistence.persistence_events import (
-    Commit,
-    CommitFailed,
-    Committed,
-    Durable,
-    Effect,
-    Event,
-    Fenced,
-    Flush,
-    Forgotten,
-    SlotReused,
-    SlotTables,
-    SnapshotStored,
-    Store,
-    StoreFailed,
-)
 from ckptd.core.replication.replicas import spanning_suffix
 from ckptd.core.slots.ring import SlotRecord, newest_by_iteration
-from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
 from ckptd.core.state_machine import MachineState, Transitions, validated
 
-__all__ = ["TRANSITIONS", "PersistEvent", "PersistPhase", "PersistState", "Persister"]
+__all__ = [
+    "TRANSITIONS",
+    "Cadence",
+    "Commit",
+    "CommitFailed",
+    "Committed",
+    "Durable",
+    "Effect",
+    "Event",
+    "Fenced",
+    "Flush",
+    "Forgotten",
+    "PersistEvent",
+    "PersistPhase",
+    "PersistState",
+    "Persister",
+    "SlotReused",
+    "SlotTables",
+    "SnapshotStored",
+    "Store",
+    "StoreFailed",
+]
+
+
+_MAX_DOUBLINGS = 40
+_HEADROOM = 1.25  # uploads shall take at most 1 / 1.25 of the time there is
+_SHRINK_AT = 0.4  # a shorter stride must fit so well, or strides would go to and fro
+_MEASURED = 9
+_STRIKES = 2
+_FOLLOW = 16  # so many checkpoints a rank keeps the longer stride of the others before it tries its own again
+
+
+@dataclass(slots=True)
+class Cadence:
+    """Which iterations are persisted.
+
+    Args:
+        every: iterations between checkpoints that the user wants at least (1: as often as can be sustained).
+        every_s: seconds between checkpoints that the user wants at least.
+    """
+
+    every: int = 1
+    every_s: float = 0.0
+    _doublings: int = 0
+    _followed: int = 0  # the doublings that the other ranks seem to need
+    _follow_left: int = 0
+    _strikes: int = 0
+    _iterations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED))
+    _uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.every_s < 0:
+            raise ValueError(f"every {self.every} iterations, {self.every_s} s")
+
+    @property
+    def stride(self) -> int:
+        """Multiples of it are persisted."""
+        return self.every << max(self._doublings, self._followed)
+
+    def due(self, iteration: int) -> bool:
+        """Whether the suffix that ends at this iteration shall be persisted."""
+        return iteration > 0 and iteration % self.stride == 0
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds per iteration; 0 until measured."""
+        return median(self._iterations_s) if self._iterations_s else 0.0
+
+    def note_iterations(self, count: int, seconds: float) -> None:
+        """``count`` iterations took so long."""
+        if count > 0 and seconds > 0:
+            self._iterations_s.append(seconds / count)
+            self._adapt()
+
+    def note_upload(self, seconds: float) -> None:
+        """A checkpoint took so long, from its first byte to its manifest."""
+        self._uploads_s.append(max(0.0, seconds))
+        self._adapt()
+
+    def note_committed(self, iteration: int) -> None:
+        """All ranks have this checkpoint."""
+        self._strikes = 0
+        if self._follow_left:
+            self._follow_left -= 1
+            if not self._follow_left:
+                self._followed = 0
+
+    def note_left_alone(self, iteration: int) -> None:
+        """The others did not persist this iteration, although they had the time."""
+        current = max(self._doublings, self._followed)
+        if iteration % (self.every << (current + 1)) == 0:
+            return  # a longer stride would have taken it, too: their trouble is another
+        self._strikes += 1
+        if self._strikes >= _STRIKES:
+            self._strikes = 0
+            self._followed = min(current + 1, _MAX_DOUBLINGS)
+            self._follow_left = _FOLLOW
+
+    def _adapt(self) -> None:
+        iteration_s = self.iteration_s
+        if not iteration_s:
+            return
+        needed_s = max(self.every_s, _HEADROOM * max(self._uploads_s, default=0.0))
+        while self._spacing_s(self._doublings) < needed_s and self._doublings < _MAX_DOUBLINGS:
+            self._doublings += 1
+        while self._doublings and needed_s <= self._shorter_fits_s():
+            self._doublings -= 1
+
+    def _shorter_fits_s(self) -> float:
+        """What has to be at least needed for a stride half as long not to be taken."""
+        shorter = self._spacing_s(self._doublings - 1)
+        # The wish of the user is exact; what is measured varies.
+        return shorter if not self._uploads_s else shorter * 2 * _SHRINK_AT
+
+    def _spacing_s(self, doublings: int) -> float:
+        return (self.every << doublings) * self.iteration_s
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """All ranks have this checkpoint of this history in storage."""
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """The rank's slot tables after a change; ``total`` counts the slots of all generations,
+    whatever is in them.
+    """
+
+    records: tuple[SlotRecord, ...]
+    num_operators: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStored:
+    """A snapshot is in storage; so many bytes of it had to travel."""
+
+    key: SnapshotKey
+    uploaded_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """It is not, and trying again at once is of no use."""
+
+    key: SnapshotKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReused:
+    """The trainer was quicker than we: the slot holds something else."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Our manifest of the checkpoint whose last snapshot is this one is in storage."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFailed:
+    """It is not."""
+
+    key: SnapshotKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Who stores was restarted, and knows nothing any more of what it has stored and is not committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """The store shows that somebody else writes under our names: nothing more is stored until
+    another epoch is joined.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Persist the newest suffix, due or not: the rank has ended in order, or somebody asked."""
+
+
+Event = (
+    Joined
+    | Durable
+    | SlotTables
+    | SnapshotStored
+    | StoreFailed
+    | SlotReused
+    | Committed
+    | CommitFailed
+    | Forgotten
+    | Fenced
+    | Flush
+    | Tick
+)
+
+
+# -- effects -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Bring this snapshot, which is held, to storage."""
+
+    key: SnapshotKey
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All snapshots of the checkpoint, oldest first, are stored: write the manifest."""
+
+    end: int
+    stride: int
+    keys: tuple[SnapshotKey, ...]
+
+
+Effect = Hold | Release | Store | Commit | Note
+
 
 _FIRM_AFTER = 2
 _BACKOFF_S, _BACKOFF_MAX_S = 5.0, 300.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.histories import history_of
+from ckptd.core.recovery.held import HeldRecords, history_of
 from ckptd.core.slots.ring import SlotRecord, SlotState
 
 

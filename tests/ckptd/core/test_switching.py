@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from ckptd.core.schedules.switching import (
+from ckptd.core.switching import (
+    TRANSITIONS,
     AllReady,
     Apply,
     Ask,
@@ -21,6 +24,7 @@ from ckptd.core.schedules.switching import (
     Proposed,
     RequestFailed,
     Stage,
+    SwitchEvent,
     Switching,
     TellPromise,
     TellReady,
@@ -28,6 +32,7 @@ from ckptd.core.schedules.switching import (
     Watch,
 )
 from ckptd.errors import LocalProtocolError
+from tests.transcripts import Driver, scenarios, shown
 
 WIDER = Change("too slow", window=6)
 
@@ -192,3 +197,62 @@ def test_what_cannot_be_is_told(impossible: Event) -> None:
 def test_a_change_before_ones_own_promise_is_told() -> None:
     with pytest.raises(LocalProtocolError, match="promised 15"):
         promised(at=15).hears(Decided(1, 14))
+
+
+class PlayedRank:
+    """One rank whose iterations take a second."""
+
+    def __init__(self) -> None:
+        self.machine = Switching(patience_s=30, apart_s=10, apart_max_s=60)
+        self.now_s = 0.0
+
+    def play(self, words: list[str]) -> list[str]:
+        machine, lines = self.machine, []
+        match words:
+            case ["wait", seconds]:
+                self.now_s += float(seconds)
+            case ["wish", why]:
+                change = Change(why, window=6)
+                taken = machine.wish(change, margin_s=5.0, now_s=self.now_s)
+                lines = ["   taken" if taken else "   refused"]
+            case ["boundary", iteration]:
+                lines = list(map(shown, machine.boundary(int(iteration), iteration_s=1.0)))
+                knows = machine.knows(int(iteration))
+                lines.append("   snapshot" if knows else "   no snapshot: by which schedule is not known")
+            case ["ask"]:
+                ask = machine.ask(self.now_s)
+                lines = ["   nothing" if ask is None else shown(ask)]
+            case _:
+                machine.handle(self.event(words), now_s=self.now_s)
+        return [*lines, f"{machine.stage}, attempt {machine.number}"]
+
+    def event(self, words: list[str]) -> Event:
+        match words:
+            case ["proposed", number]:
+                return Proposed(int(number), Change("by another rank", window=6), 5.0)
+            case ["prepared", number]:
+                return Prepared(int(number))
+            case ["unable", number, *why]:
+                return Unable(int(number), " ".join(why))
+            case ["all-ready", number]:
+                return AllReady(int(number))
+            case ["go", number, at]:
+                return Decided(int(number), int(at), "")
+            case ["dropped", number, *why]:
+                return Decided(int(number), -1, " ".join(why))
+            case ["request-failed"]:
+                return RequestFailed()
+        raise ValueError(words)
+
+
+@pytest.mark.parametrize("name", scenarios("schedule_change"))
+def test_transcripts(name: str, transcript: Callable[[str, Driver], None]) -> None:
+    transcript(name, PlayedRank())
+
+
+def test_an_event_that_is_not_legal_names_machine_attempt_state_and_event() -> None:
+    """A rank that never promised must not go over: another one may have taken that iteration otherwise."""
+    with pytest.raises(
+        LocalProtocolError, match=r"schedule change \[attempt=3\]: event go .* in state ready"
+    ):
+        TRANSITIONS.after(Stage.READY, SwitchEvent.GO, attempt=3)

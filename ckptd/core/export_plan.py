@@ -9,16 +9,93 @@ optimizer state is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from ckptd.core.export.entry_names import BUFFER, MASTER, OPTIM, OURS, param_and_key, split_rows
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.wording import first_of, named_ranks
 from ckptd.storage.images.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.model_set import plain_names
 
-__all__ = ["ExportPlan", "SharedRows", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]
+__all__ = [
+    "BUFFER",
+    "MASTER",
+    "OPTIM",
+    "OURS",
+    "DamagedSnapshot",
+    "ExportError",
+    "ExportPlan",
+    "JoinedSnapshot",
+    "RankImage",
+    "SharedRows",
+    "SnapshotFacts",
+    "Whole",
+    "first_of",
+    "join",
+    "lacking",
+    "named_ranks",
+    "param_and_key",
+    "plan_export",
+    "ranges",
+    "smallest_dtypes",
+    "split_rows",
+]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as ascending ranges: 1, 3 to 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in runs)
+
+
+def named_ranks(ranks: Collection[int]) -> str:
+    """Ranks in words: rank 1; ranks 1, 3 to 7."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
+def first_of(names: Sequence[str], limit: int) -> str:
+    """The first names, and the number of others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+OURS = "ckptd."  # entries that only the client reads
+BUFFER, MASTER, OPTIM = "buffer/", "master/", "optim/"
+
+_SLICE = re.compile(r"(?P<name>.*)\[(?P<begin>\d+):(?P<end>\d+)\]", re.DOTALL)
+
+
+def split_rows(name: str) -> tuple[str, tuple[int, int] | None]:
+    """The name without the rows, and the rows (None: the whole tensor)."""
+    match = _SLICE.fullmatch(name)
+    if match is None:
+        return name, None
+    return match["name"], (int(match["begin"]), int(match["end"]))
+
+
+def param_and_key(name: str) -> tuple[str, str]:
+    """The parameter (or buffer) and the key of its optimizer state (``master``; empty: the
+    parameter itself).
+    """
+    if name.startswith(MASTER):
+        return name.removeprefix(MASTER), "master"
+    if name.startswith(OPTIM):
+        key, _, param = name.removeprefix(OPTIM).partition("/")
+        return param, key
+    return name.removeprefix(BUFFER), ""
+
+
+class ExportError(RuntimeError):
+    """The export or import cannot be done; the message gives the reason and the remedy."""
+
+
+class DamagedSnapshot(ExportError):
+    """The stored bytes differ from the sealed (or imported) ones."""
+
 
 _EXTRA = "extra/"  # prefix of parameters that belong to an optimizer but not to the model
 _MOST_NAMED = 5
@@ -247,3 +324,118 @@ def _smaller(one: str, other: str) -> str:
 
 def _rows(part: tuple[int, int, ImageTensor]) -> int:
     return part[0]
+
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RankImage:
+    """One rank's snapshot of the iteration.
+
+    Attributes:
+        tensors: all its tensors, in the order of its bytes.
+        dense: it anchors every operator of its rank.
+        snapshots: the tensors of all snapshots of the same rank, including this one; they show the
+            compute dtypes.
+    """
+
+    tensors: Sequence[ImageTensor]
+    dense: bool
+    snapshots: Sequence[Sequence[ImageTensor]] = field(default=())
+
+
+@dataclass(frozen=True)
+class JoinedSnapshot:
+    """A rank's snapshot with the tensors that other ranks captured for it.
+
+    Attributes:
+        tensors: the rank's own tensors in the order of their bytes, then those of other ranks, rank by rank.
+        ranks: by name, the rank whose image contains the tensor.
+    """
+
+    facts: SnapshotFacts
+    tensors: tuple[ImageTensor, ...]
+    ranks: Mapping[str, int]
+
+
+def lacking(
+    tensors: Iterable[ImageTensor], shares: Iterable[SharedRows]
+) -> dict[int, tuple[SharedRows, ...]]:
+    """The rows that other ranks captured and that these tensors lack, by rank."""
+    held: dict[str, list[Rows | None]] = {}
+    for tensor in tensors:
+        name, rows = split_rows(tensor.name)
+        held.setdefault(name, []).append(rows)
+    found: dict[int, list[SharedRows]] = {}
+    for share in shares:
+        if not _holds(held.get(share.param, ()), share.rows):
+            found.setdefault(share.rank, []).append(share)
+    return {rank: tuple(found[rank]) for rank in sorted(found)}
+
+
+def join(
+    rank: int,
+    image: RankImage,
+    facts: SnapshotFacts,
+    lacks: Mapping[int, Sequence[SharedRows]],
+    others: Mapping[int, RankImage],
+) -> JoinedSnapshot:
+    """Complete the image of ``rank`` with the rows that it lacks; `plan_export` checks that the
+    result is whole.
+
+    Args:
+        facts: the facts from the trainer; the other facts are computed here.
+        lacks: the result of `lacking`.
+        others: the images of those ranks.
+    """
+    tensors, ranks = list(image.tensors), {tensor.name: rank for tensor in image.tensors}
+    dense, snapshots = image.dense, list(image.snapshots)
+    for owner, shares in lacks.items():
+        other, params = others[owner], {share.param for share in shares}
+        taken = [t for t in _taken(shares, other.tensors) if t.name not in ranks]
+        tensors += taken
+        ranks.update({tensor.name: owner for tensor in taken})
+        # A sparse image has no optimizer state for these rows.
+        dense = dense and other.dense
+        snapshots += [[t for t in found if _param(t) in params] for found in other.snapshots]
+    # A dense image contains the parameters in their trained dtype.
+    compute = {} if dense else smallest_dtypes(snapshots)
+    return JoinedSnapshot(replace(facts, dense=dense, compute=compute), tuple(tensors), ranks)
+
+
+def _taken(shares: Sequence[SharedRows], tensors: Iterable[ImageTensor]) -> list[ImageTensor]:
+    """The tensors within the shares: rows of parameters, and their masters and optimizer state."""
+    wanted: dict[str, list[Rows | None]] = {}
+    for share in shares:
+        wanted.setdefault(share.param, []).append(share.rows)
+    named = [(t, *split_rows(t.name)) for t in tensors if not t.name.startswith((OURS, BUFFER))]
+    # State has the same rows as its parameter; the number of rows is known only for the parameter.
+    within = {
+        (name, rows)
+        for tensor, name, rows in named
+        if name in wanted and _holds(wanted[name], rows or _all_rows(tensor, wanted[name]))
+    }
+    return [tensor for tensor, name, rows in named if (param_and_key(name)[0], rows) in within]
+
+
+def _all_rows(tensor: ImageTensor, wanted: Sequence[Rows | None]) -> Rows | None:
+    """The row range of a whole tensor, if the share is given in rows."""
+    return None if None in wanted or not tensor.shape else (0, tensor.shape[0])
+
+
+def _holds(held: Sequence[Rows | None], rows: Rows | None) -> bool:
+    """Whether ``held`` contains all of these rows (None: the whole tensor)."""
+    if None in held:
+        return True
+    if rows is None:
+        return False
+    at, end = rows
+    for begin, stop in sorted(found for found in held if found is not None):
+        if begin <= at < stop:
+            at = stop
+    return at >= end and bool(held)
+
+
+def _param(tensor: ImageTensor) -> str:
+    return param_and_key(split_rows(tensor.name)[0])[0]

@@ -7,9 +7,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import SharedRows, SnapshotFacts, plan_export
-from ckptd.core.export.joining import JoinedSnapshot, RankImage, join, lacking
+from ckptd.core.export_plan import (
+    ExportError,
+    JoinedSnapshot,
+    RankImage,
+    SharedRows,
+    SnapshotFacts,
+    join,
+    lacking,
+    plan_export,
+)
 from ckptd.export.source import facts_of
 from ckptd.storage.images.image_format import ImageTensor
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.persistence.cadence import Cadence
-from ckptd.core.persistence.persistence_events import (
+from ckptd.core.persister import (
+    TRANSITIONS,
+    Cadence,
     Commit,
     CommitFailed,
     Committed,
@@ -18,16 +21,20 @@ from ckptd.core.persistence.persistence_events import (
     Fenced,
     Flush,
     Forgotten,
+    Persister,
+    PersistEvent,
+    PersistPhase,
     SlotReused,
     SlotTables,
     SnapshotStored,
     Store,
     StoreFailed,
 )
-from ckptd.core.persistence.persister import Persister
 from ckptd.core.replication.replicas import spanning_suffix
 from ckptd.core.slots.ring import SlotRecord, SlotState, choose_slot, newest_by_iteration
-from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.errors import LocalProtocolError
+from tests.transcripts import Driver, scenarios, shown
 
 W = 2
 
@@ -559,3 +566,146 @@ def test_whatever_goes_wrong_the_end_of_training_is_persisted_and_nothing_stays_
     assert not shell.ring.held
     if suffix is not None and suffix.records[-1].epoch == shell.epoch:
         assert suffix.end in shell.written
+
+
+def test_every_is_what_the_user_wants_while_the_store_sustains_it() -> None:
+    cadence = Cadence(every=10)
+    cadence.note_iterations(5, 5.0)
+    cadence.note_upload(2.0)
+    assert [i for i in range(41) if cadence.due(i)] == [10, 20, 30, 40]
+
+
+def test_seconds_become_the_next_doubling_of_the_base() -> None:
+    cadence = Cadence(every=10, every_s=60.0)
+    cadence.note_iterations(100, 100.0)
+    assert cadence.stride == 80  # 10, 20 and 40 s would be more often than is wanted
+
+
+def test_a_slow_store_makes_strides_longer_and_a_fast_one_shorter_again() -> None:
+    cadence = Cadence()
+    cadence.note_iterations(10, 1.0)
+    cadence.note_upload(1.0)
+    slow = cadence.stride
+    assert slow * 0.1 >= 1.25
+    for _ in range(3):
+        cadence.note_upload(0.01)
+    assert cadence.stride == 1
+
+
+def test_strides_do_not_go_to_and_fro() -> None:
+    cadence = Cadence()
+    cadence.note_iterations(1, 1.0)
+    strides = []
+    for upload_s in (3.1, 3.3, 3.0, 3.25, 3.1, 3.15, 3.05, 3.3):  # around what a stride of 4 allows
+        cadence.note_upload(upload_s)
+        strides.append(cadence.stride)
+    assert len(set(strides[3:])) == 1
+
+
+def test_nothing_is_due_at_the_beginning() -> None:
+    assert not Cadence().due(0)
+
+
+@given(st.integers(1, 50), st.lists(st.integers(0, 8), min_size=2, max_size=5))
+def test_ranks_with_different_strides_meet_at_the_longest(every: int, doublings: list[int]) -> None:
+    ranks = []
+    for j in doublings:
+        cadence = Cadence(every=every)
+        cadence.note_iterations(1, 1.0)
+        cadence.note_upload(every * 2**j / 1.25)
+        ranks.append(cadence)
+    longest = max(cadence.stride for cadence in ranks)
+    assert all(cadence.due(longest * n) for cadence in ranks for n in (1, 2, 7))
+
+
+def test_a_fast_rank_follows_the_strides_of_the_others_and_tries_its_own_again() -> None:
+    cadence = Cadence(every=10)
+    cadence.note_left_alone(10)
+    cadence.note_committed(20)
+    cadence.note_left_alone(30)
+    assert cadence.stride == 10  # once may be chance
+    cadence.note_left_alone(50)
+    assert cadence.stride == 20
+    for n in range(16):
+        assert cadence.stride == 20
+        cadence.note_committed(20 * n)
+    assert cadence.stride == 10
+
+
+def test_what_longer_strides_would_not_have_avoided_changes_nothing() -> None:
+    cadence = Cadence(every=10)
+    for _ in range(5):
+        cadence.note_left_alone(40)
+    assert cadence.stride == 10
+
+
+@pytest.mark.parametrize(("every", "every_s"), [(0, 0.0), (1, -1.0)])
+def test_impossible_wishes_are_refused(every: int, every_s: float) -> None:
+    with pytest.raises(ValueError, match="every"):
+        Cadence(every, every_s)
+
+
+class Persistence:
+    """One rank with two operators that are anchored in turns, and a checkpoint every four iterations."""
+
+    def __init__(self) -> None:
+        self.core = Persister(Cadence(every=4), parallel=1)
+        self.now_s = 0.0
+
+    def play(self, words: list[str]) -> list[str]:
+        if words[0] == "wait":
+            self.now_s += float(words[1])
+        effects = self.core.handle(self.event(words), now_s=self.now_s)
+        state = self.core.state()
+        line = str(self.core.phase)
+        if state.under_way >= 0:
+            line += f" {state.under_way}, {state.stored} of {state.of}"
+        line += f"; durable {state.committed}" if state.committed >= 0 else ""
+        return [*map(shown, effects), line]
+
+    def event(self, words: list[str]) -> Event:
+        match words:
+            case ["wait", _]:
+                return Tick()
+            case ["join", epoch, start]:
+                return Joined(int(epoch), int(start))
+            case ["ring", slots, *iterations]:
+                return SlotTables(tuple(map(self.record, iterations)), 2, int(slots))
+            case ["stored", iteration]:
+                return SnapshotStored(self.key(iteration), 100)
+            case ["store-failed", iteration]:
+                return StoreFailed(self.key(iteration), "said the store")
+            case ["reused", iteration]:
+                return SlotReused(self.key(iteration))
+            case ["committed", iteration]:
+                return Committed(self.key(iteration))
+            case ["commit-failed", iteration]:
+                return CommitFailed(self.key(iteration), "said the store")
+            case ["durable", iteration]:
+                return Durable(int(iteration))
+            case ["fenced"]:
+                return Fenced("another job writes there")
+            case ["keeper-restarted"]:
+                return Forgotten()
+            case ["flush"]:
+                return Flush()
+        raise ValueError(words)
+
+    def record(self, told: str) -> SlotRecord:
+        iteration = int(told)
+        made = SlotRecord(0, iteration % 8, SlotState.SEALED, iteration, iteration - 1, iteration)
+        return replace(made, anchors=1 << iteration % 2, image_len=100)
+
+    def key(self, iteration: str) -> SnapshotKey:
+        return key_of(self.record(iteration))
+
+
+@pytest.mark.parametrize("name", scenarios("persistence"))
+def test_transcripts(name: str, transcript: Callable[[str, Driver], None]) -> None:
+    transcript(name, Persistence())
+
+
+def test_an_event_that_is_not_legal_names_machine_state_and_event() -> None:
+    """A checkpoint must not be begun beside another one: its slots would be held twice."""
+    with pytest.raises(LocalProtocolError, match=r"persistence: event begin .* in state committing"):
+        TRANSITIONS.after(PersistPhase.COMMITTING, PersistEvent.BEGIN)
