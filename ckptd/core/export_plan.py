@@ -18,8 +18,6 @@ from ckptd.storage.model_set import plain_names
 
 __all__ = [
     "BUFFER",
-    "MASTER",
-    "OPTIM",
     "OURS",
     "DamagedSnapshot",
     "ExportError",
@@ -36,7 +34,6 @@ __all__ = [
     "param_and_key",
     "plan_export",
     "ranges",
-    "smallest_dtypes",
     "split_rows",
 ]
 

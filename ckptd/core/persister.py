@@ -1,25 +1,23 @@
-"""What of one rank goes to storage, and when (pure: events in, effects out; DESIGN §5, §11).
+"""Which snapshots of one rank go to storage, and when. Pure (DESIGN §5, §11).
 
-A *checkpoint* is the complete suffix that ends at an iteration which the cadence names. Its
-snapshots are held (the trainer passes over slots with a reader) and stored oldest first; what an
-earlier checkpoint stored already is not stored again. When all are stored, this rank's manifest is
-committed. One checkpoint is under way at a time: those that fall due meanwhile are skipped, and the
-cadence takes longer strides.
+A *checkpoint* is the complete suffix that ends at an iteration that the `Cadence` names. Its snapshots are
+held (the trainer skips slots with a reader) and stored oldest first, except those that an earlier checkpoint
+has stored. When all are stored, the rank's manifest is committed. One checkpoint is under way at a time:
+those that fall due meanwhile are skipped, and the cadence takes longer strides.
 
-The trainer never waits for storage, so what is held must not be what it needs next: beyond the
-newest suffix the ring has some spare slots, and when more than those would be held, the checkpoint
-is *overtaken*: it is given up. Is that so twice in a row, the next one is *firm*: it keeps its
-slots, and for as long as it takes the ring may have none for new snapshots (training goes on all
-the same, and the suffix that is held is complete). That is reported; more memory is the cure.
+The trainer never waits for storage, so a checkpoint must not hold the slots that the trainer needs next. If
+it would hold more than the ring's spare slots beyond the newest suffix, the checkpoint is *overtaken*: given
+up. After two in a row the next one is *firm*: it keeps its slots until it is stored, and meanwhile the ring
+may have none for new snapshots (training continues, and the suffix that is held is complete). That is
+reported; more memory is the remedy.
 
-What fails in the store is retried there; what it finally refuses gives the checkpoint up, and the
-newest that is due then (the same one, where nothing is trained any more) is tried after a while
-that doubles each time. A flush stays due whatever becomes of it, until the newest suffix is stored
-or there is none.
+The store retries by itself. What it finally refuses ends the checkpoint. The newest one that is due then (the
+same one, if training has stopped) is tried after a pause that doubles each time. A flush stays due until the
+newest suffix is stored or there is none.
 
-What is believed of the store holds for one epoch and one life of who stores: after either, nothing
-is begun before the slots were told anew. Where the store shows that the names are another's
-(`Fenced`), nothing is begun until another epoch is joined.
+Beliefs about the store hold for one epoch and one life of the store keeper: after either, nothing begins
+before the slots are reported again. If the store shows that another job uses these names (`Fenced`), nothing
+begins until another epoch is joined.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from enum import StrEnum
 from statistics import median
 
 from ckptd.core.replication.replicas import spanning_suffix
-from ckptd.core.slots.ring import SlotRecord, newest_by_iteration
+from ckptd.core.slots.ring import SlotRecord, Suffix, newest_by_iteration
 from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
 from ckptd.core.state_machine import MachineState, Transitions, validated
 
@@ -58,99 +56,62 @@ __all__ = [
     "StoreFailed",
 ]
 
-
-_MAX_DOUBLINGS = 40
-_HEADROOM = 1.25  # uploads shall take at most 1 / 1.25 of the time there is
-_SHRINK_AT = 0.4  # a shorter stride must fit so well, or strides would go to and fro
-_MEASURED = 9
-_STRIKES = 2
-_FOLLOW = 16  # so many checkpoints a rank keeps the longer stride of the others before it tries its own again
+_FIRM_AFTER = 2
+_BACKOFF_S, _BACKOFF_MAX_S = 5.0, 300.0
+_LATE = 4  # a suffix that is incomplete this many iterations later stays so
+_REMEMBERED = 4096  # snapshots that are known to be stored
 
 
-@dataclass(slots=True)
-class Cadence:
-    """Which iterations are persisted.
+class PersistPhase(MachineState):
+    """How far one rank's way to storage is."""
 
-    Args:
-        every: iterations between checkpoints that the user wants at least (1: as often as can be sustained).
-        every_s: seconds between checkpoints that the user wants at least.
-    """
+    UNTOLD = "untold", "the slots were not reported since the epoch began or the store keeper restarted"
+    IDLE = "idle", "no checkpoint is under way"
+    STORING = "storing", "the snapshots of a checkpoint are held, and stored"
+    COMMITTING = "committing", "all are stored; the manifest is being written"
+    FENCED = "fenced", "the store shows that another job uses these names"
 
-    every: int = 1
-    every_s: float = 0.0
-    _doublings: int = 0
-    _followed: int = 0  # the doublings that the other ranks seem to need
-    _follow_left: int = 0
-    _strikes: int = 0
-    _iterations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED))
-    _uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=3))
 
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.every_s < 0:
-            raise ValueError(f"every {self.every} iterations, {self.every_s} s")
+class PersistEvent(StrEnum):
+    """What happens to it."""
 
-    @property
-    def stride(self) -> int:
-        """Multiples of it are persisted."""
-        return self.every << max(self._doublings, self._followed)
+    TOLD = "told"
+    BEGIN = "begin"
+    STORED = "stored"
+    COMMITTED = "committed"
+    ABANDON = "abandon"  # refused by the store, or overtaken by training
+    FORGET = "forget"  # the store keeper was restarted
+    FENCE = "fence"
+    JOIN = "join"  # another epoch
 
-    def due(self, iteration: int) -> bool:
-        """Whether the suffix that ends at this iteration shall be persisted."""
-        return iteration > 0 and iteration % self.stride == 0
 
-    @property
-    def iteration_s(self) -> float:
-        """Seconds per iteration; 0 until measured."""
-        return median(self._iterations_s) if self._iterations_s else 0.0
-
-    def note_iterations(self, count: int, seconds: float) -> None:
-        """``count`` iterations took so long."""
-        if count > 0 and seconds > 0:
-            self._iterations_s.append(seconds / count)
-            self._adapt()
-
-    def note_upload(self, seconds: float) -> None:
-        """A checkpoint took so long, from its first byte to its manifest."""
-        self._uploads_s.append(max(0.0, seconds))
-        self._adapt()
-
-    def note_committed(self, iteration: int) -> None:
-        """All ranks have this checkpoint."""
-        self._strikes = 0
-        if self._follow_left:
-            self._follow_left -= 1
-            if not self._follow_left:
-                self._followed = 0
-
-    def note_left_alone(self, iteration: int) -> None:
-        """The others did not persist this iteration, although they had the time."""
-        current = max(self._doublings, self._followed)
-        if iteration % (self.every << (current + 1)) == 0:
-            return  # a longer stride would have taken it, too: their trouble is another
-        self._strikes += 1
-        if self._strikes >= _STRIKES:
-            self._strikes = 0
-            self._followed = min(current + 1, _MAX_DOUBLINGS)
-            self._follow_left = _FOLLOW
-
-    def _adapt(self) -> None:
-        iteration_s = self.iteration_s
-        if not iteration_s:
-            return
-        needed_s = max(self.every_s, _HEADROOM * max(self._uploads_s, default=0.0))
-        while self._spacing_s(self._doublings) < needed_s and self._doublings < _MAX_DOUBLINGS:
-            self._doublings += 1
-        while self._doublings and needed_s <= self._shorter_fits_s():
-            self._doublings -= 1
-
-    def _shorter_fits_s(self) -> float:
-        """What has to be at least needed for a stride half as long not to be taken."""
-        shorter = self._spacing_s(self._doublings - 1)
-        # The wish of the user is exact; what is measured varies.
-        return shorter if not self._uploads_s else shorter * 2 * _SHRINK_AT
-
-    def _spacing_s(self, doublings: int) -> float:
-        return (self.every << doublings) * self.iteration_s
+TRANSITIONS = Transitions(
+    "persistence",
+    {
+        (PersistPhase.UNTOLD, PersistEvent.TOLD): PersistPhase.IDLE,
+        (PersistPhase.IDLE, PersistEvent.TOLD): PersistPhase.IDLE,
+        (PersistPhase.IDLE, PersistEvent.BEGIN): PersistPhase.STORING,
+        (PersistPhase.STORING, PersistEvent.TOLD): PersistPhase.STORING,
+        (PersistPhase.STORING, PersistEvent.STORED): PersistPhase.COMMITTING,
+        # The answer to an earlier try of the same checkpoint.
+        (PersistPhase.STORING, PersistEvent.COMMITTED): PersistPhase.IDLE,
+        (PersistPhase.STORING, PersistEvent.ABANDON): PersistPhase.IDLE,
+        (PersistPhase.COMMITTING, PersistEvent.TOLD): PersistPhase.COMMITTING,
+        (PersistPhase.COMMITTING, PersistEvent.COMMITTED): PersistPhase.IDLE,
+        (PersistPhase.COMMITTING, PersistEvent.ABANDON): PersistPhase.IDLE,
+        # Slots are reported all the same.
+        (PersistPhase.FENCED, PersistEvent.TOLD): PersistPhase.FENCED,
+        (PersistPhase.FENCED, PersistEvent.FORGET): PersistPhase.FENCED,
+        **{(phase, PersistEvent.JOIN): PersistPhase.UNTOLD for phase in PersistPhase},
+        **{(phase, PersistEvent.FENCE): PersistPhase.FENCED for phase in PersistPhase},
+        **{
+            (phase, PersistEvent.FORGET): PersistPhase.UNTOLD
+            for phase in PersistPhase
+            if phase is not PersistPhase.FENCED
+        },
+    },
+)
+_UNDER_WAY = (PersistPhase.STORING, PersistPhase.COMMITTING)
 
 
 # -- events --------------------------------------------------------------------------------------
@@ -165,9 +126,7 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """The rank's slot tables after a change; ``total`` counts the slots of all generations,
-    whatever is in them.
-    """
+    """The rank's slots after a change; ``total`` counts those of all generations, in whatever state."""
 
     records: tuple[SlotRecord, ...]
     num_operators: int
@@ -176,7 +135,7 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStored:
-    """A snapshot is in storage; so many bytes of it had to travel."""
+    """A snapshot is in storage; this many of its bytes were uploaded."""
 
     key: SnapshotKey
     uploaded_bytes: int
@@ -184,7 +143,7 @@ class SnapshotStored:
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """It is not, and trying again at once is of no use."""
+    """The snapshot is not in storage, and to try again at once is useless."""
 
     key: SnapshotKey
     reason: str
@@ -192,21 +151,21 @@ class StoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class SlotReused:
-    """The trainer was quicker than we: the slot holds something else."""
+    """The trainer has overwritten the slot."""
 
     key: SnapshotKey
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Our manifest of the checkpoint whose last snapshot is this one is in storage."""
+    """The manifest of the checkpoint whose last snapshot is this one is in storage."""
 
     key: SnapshotKey
 
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """It is not."""
+    """The manifest is not in storage."""
 
     key: SnapshotKey
     reason: str
@@ -214,21 +173,19 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """Who stores was restarted, and knows nothing any more of what it has stored and is not committed."""
+    """The store keeper was restarted: it knows nothing of snapshots that it stored and did not commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The store shows that somebody else writes under our names: nothing more is stored until
-    another epoch is joined.
-    """
+    """The store shows that another job writes under these names."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Persist the newest suffix, due or not: the rank has ended in order, or somebody asked."""
+    """Persist the newest suffix, due or not: the rank has ended in order, or a user asked."""
 
 
 Event = (
@@ -252,7 +209,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Bring this snapshot, which is held, to storage."""
+    """Upload this snapshot, whose slot is held."""
 
     key: SnapshotKey
     record: SlotRecord
@@ -260,7 +217,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """All snapshots of the checkpoint, oldest first, are stored: write the manifest."""
+    """Write the manifest: all snapshots of the checkpoint (``keys``, oldest first) are stored."""
 
     end: int
     stride: int
@@ -270,70 +227,15 @@ class Commit:
 Effect = Hold | Release | Store | Commit | Note
 
 
-_FIRM_AFTER = 2
-_BACKOFF_S, _BACKOFF_MAX_S = 5.0, 300.0
-_LATE = 4  # iterations after which a suffix that is not complete will not be
-_REMEMBERED = 4096  # snapshots that are known to be stored
-
-
-class PersistPhase(MachineState):
-    """How far one rank's way to storage is."""
-
-    UNTOLD = "untold", "the slots were not told since the epoch began, or who stores was restarted"
-    IDLE = "idle", "no checkpoint is under way"
-    STORING = "storing", "the snapshots of a checkpoint are held, and stored"
-    COMMITTING = "committing", "all are stored; the manifest is being written"
-    FENCED = "fenced", "the store shows that the names are another's"
-
-
-class PersistEvent(StrEnum):
-    """What happens to it."""
-
-    TOLD = "told"
-    BEGIN = "begin"
-    STORED = "stored"
-    COMMITTED = "committed"
-    ABANDON = "abandon"  # refused by the store, or overtaken by training
-    FORGET = "forget"  # nothing is believed of the store any more
-    FENCE = "fence"
-    JOIN = "join"  # another epoch
-
-
-TRANSITIONS = Transitions(
-    "persistence",
-    {
-        (PersistPhase.UNTOLD, PersistEvent.TOLD): PersistPhase.IDLE,
-        (PersistPhase.IDLE, PersistEvent.TOLD): PersistPhase.IDLE,
-        (PersistPhase.IDLE, PersistEvent.BEGIN): PersistPhase.STORING,
-        (PersistPhase.STORING, PersistEvent.TOLD): PersistPhase.STORING,
-        (PersistPhase.STORING, PersistEvent.STORED): PersistPhase.COMMITTING,
-        # The answer to an earlier try of the same checkpoint.
-        (PersistPhase.STORING, PersistEvent.COMMITTED): PersistPhase.IDLE,
-        (PersistPhase.STORING, PersistEvent.ABANDON): PersistPhase.IDLE,
-        (PersistPhase.COMMITTING, PersistEvent.TOLD): PersistPhase.COMMITTING,
-        (PersistPhase.COMMITTING, PersistEvent.COMMITTED): PersistPhase.IDLE,
-        (PersistPhase.COMMITTING, PersistEvent.ABANDON): PersistPhase.IDLE,
-        # What falls due is told of all the same.
-        (PersistPhase.FENCED, PersistEvent.TOLD): PersistPhase.FENCED,
-        (PersistPhase.FENCED, PersistEvent.FORGET): PersistPhase.FENCED,
-        **{(phase, PersistEvent.JOIN): PersistPhase.UNTOLD for phase in PersistPhase},
-        **{(phase, PersistEvent.FENCE): PersistPhase.FENCED for phase in PersistPhase},
-        **{
-            (phase, PersistEvent.FORGET): PersistPhase.UNTOLD
-            for phase in PersistPhase
-            if phase is not PersistPhase.FENCED
-        },
-    },
-)
-_UNDER_WAY = (PersistPhase.STORING, PersistPhase.COMMITTING)
+# -- the machine ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PersistState:
     """For `ckptctl status` and metrics; -1: none yet.
 
-    ``committed``: the newest checkpoint that all ranks are known to have in storage; the lag is
-    counted from it.
+    ``committed``: the newest checkpoint that all ranks are known to have in storage; the lag is counted from
+    it.
     """
 
     under_way: int
@@ -351,7 +253,7 @@ class PersistState:
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """The one that is under way; ``records`` are its snapshots, oldest first."""
+    """The checkpoint that is under way; ``records`` are its snapshots, oldest first."""
 
     records: dict[SnapshotKey, SlotRecord]
     begun_s: float
@@ -370,15 +272,13 @@ class _Checkpoint:
 
 
 class Persister:
-    """Decides for one rank.
-
-    Args:
-        parallel: how many snapshots are on their way at a time.
-    """
+    """Decides for one rank; ``parallel`` snapshots are uploaded at a time."""
 
     def __init__(self, cadence: Cadence, *, parallel: int = 2) -> None:
         self.cadence = cadence
         self._parallel = parallel
+        self._now_s = 0.0
+        self._effects: list[Effect] = []
         self._epoch, self._epoch_start, self._span = -1, -1, 1
         self._newest: Mapping[int, SlotRecord] = {}
         self._num_operators = self._total = 0
@@ -389,51 +289,51 @@ class Persister:
         self._flush = False
         self._overtaken = 0
         self._failures, self._not_before_s = 0, 0.0
-        # The ends of what this rank has written its manifest of, and of what all ranks have.
+        # The ends of the newest checkpoints that this rank has committed, and that all ranks have.
         self._written = self._durable = -1
         self._skipped = self._abandoned = 0
         self._uploaded_bytes, self._last_s, self._reason = 0, 0.0, ""
 
     @validated
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
-        """What follows from an event."""
-        effects: list[Effect] = []
+        """The effects of an event, in the order in which to perform them."""
+        self._now_s, self._effects = now_s, []
         match event:
             case Joined():
-                self._join(event, effects)
+                self._join(event)
             case Durable(end):
                 self._durable, self._written = max(self._durable, end), max(self._written, end)
             case SlotTables():
-                self._look(event, now_s, effects)
+                self._take_tables(event)
             case Flush():
                 self._flush = self._phase is not PersistPhase.FENCED
             case SnapshotStored(key, uploaded_bytes):
                 self._uploaded_bytes += uploaded_bytes
                 self._note_stored(key)
-                self._let_go(key, effects)
             case StoreFailed(key, reason):
                 if self._wants(key):
-                    self._fail(reason, now_s, effects)
+                    self._fail(reason)
             case SlotReused(key):
                 if self._wants(key):
-                    self._overtake(f"iteration {key.iteration} was overwritten", now_s, effects)
+                    self._overtake(f"iteration {key.iteration} was overwritten")
             case Committed(key):
-                self._finish(key, now_s, effects)
+                self._finish(key)
             case CommitFailed(key, reason):
                 if self._current is not None and self._current.last == key:
-                    self._fail(reason, now_s, effects)
+                    self._fail(reason)
             case Forgotten():
-                self._forget(effects)
+                self._forget()
             case Fenced(reason):
-                self._fence(reason, effects)
+                self._fence(reason)
             case Tick():
                 pass
-        self._go_on(now_s, effects)
-        return effects
+        self._begin_due()
+        self._store_more()
+        return self._effects
 
     @property
     def phase(self) -> PersistPhase:
-        """Which state it is in; see the table."""
+        """The state of the machine."""
         return self._phase
 
     @property
@@ -459,15 +359,15 @@ class Persister:
             reason=self._reason,
         )
 
-    def _on(self, event: PersistEvent, effects: list[Effect]) -> None:
-        """Every transition goes through here; what was held for a checkpoint that ends is released."""
+    def _on(self, event: PersistEvent) -> None:
+        """Make a transition; release the slots of a checkpoint that ends."""
         self._phase = TRANSITIONS.after(self._phase, event)
         if self._phase not in _UNDER_WAY and self._current is not None:
-            effects += [Release(key) for key in sorted(self._current.held)]
+            self._effects += [Release(key) for key in sorted(self._current.held)]
             self._current = None
 
     def _validate(self) -> None:
-        """What is held is what has yet to be stored of the one checkpoint that is under way."""
+        """The slots that are held are those of the checkpoint that are not stored yet."""
         current, phase = self._current, self._phase
         assert (current is not None) == (phase in _UNDER_WAY), f"{phase} with {current}"
         assert phase is not PersistPhase.UNTOLD or not self._newest, "slots are believed in"
@@ -482,43 +382,40 @@ class Persister:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def _join(self, event: Joined, effects: list[Effect]) -> None:
+    def _join(self, event: Joined) -> None:
         if (event.epoch, event.epoch_start) != (self._epoch, self._epoch_start):
-            self._on(PersistEvent.JOIN, effects)
-            self._forget_slots()  # some of it may be of a history that was left
+            self._on(PersistEvent.JOIN)
+            self._forget_slots()  # some may belong to a history that was abandoned
             self._flush = False
             self._overtaken = self._failures = 0
             self._not_before_s, self._last_looked_at = 0.0, -1
-            # What ends later is of a history that was left before it.
+            # Checkpoints that end later belong to a history that was abandoned.
             self._written = self._written if self._written <= event.epoch_start else -1
             self._durable = self._durable if self._durable <= event.epoch_start else -1
         self._epoch, self._epoch_start, self._span = event.epoch, event.epoch_start, event.span
 
     def _forget_slots(self) -> None:
-        """Nothing is begun before we are told of the slots again, and nothing is believed to be stored."""
         self._newest = {}
         self._stored.clear()
 
-    def _look(self, event: SlotTables, now_s: float, effects: list[Effect]) -> None:
+    def _take_tables(self, event: SlotTables) -> None:
         known = {self._epoch: self._epoch_start} if self._epoch >= 0 else {}
         self._newest = newest_by_iteration(event.records, known)
         self._num_operators, self._total = event.num_operators, event.total
-        self._on(PersistEvent.TOLD, effects)
+        self._on(PersistEvent.TOLD)
         current = self._current
         if current is None or self._phase is PersistPhase.COMMITTING:
             return
         there = {key_of(record) for record in self._newest.values()}
         gone = [k for k in current.records if k not in there and k not in self._stored]
         if gone:
-            self._overtake(f"iteration {gone[0].iteration} is gone from memory", now_s, effects)
+            self._overtake(f"iteration {gone[0].iteration} is gone from memory")
         elif not current.firm and self._crowded(current):
-            self._overtake("its slots are needed for newer snapshots", now_s, effects)
+            self._overtake("its slots are needed for newer snapshots")
 
     def _crowded(self, current: _Checkpoint) -> bool:
-        """Whether what is held, beside the newest suffix, leaves fewer slots than the trainer needs
-        to go on.
-        """
-        newest = spanning_suffix(self._newest, self._num_operators, self._span)
+        """Whether the held slots and the newest suffix leave too few for the trainer to continue."""
+        newest = self._suffix()
         if newest is None:
             return False
         kept = {key_of(record) for record in newest.records}
@@ -529,145 +426,226 @@ class Persister:
         self._stored[key] = None
         while len(self._stored) > _REMEMBERED:
             del self._stored[next(iter(self._stored))]
+        if self._current is not None and key in self._current.held:
+            self._current.held.discard(key)
+            self._effects.append(Release(key))
 
-    def _finish(self, key: SnapshotKey, now_s: float, effects: list[Effect]) -> None:
+    def _finish(self, key: SnapshotKey) -> None:
         current = self._current
         if current is None or current.last != key:
-            return  # committed all the same; this history does not wait for it
-        self._last_s = now_s - current.begun_s
+            return  # it is committed, but this history does not wait for it
+        self._last_s = self._now_s - current.begun_s
         self.cadence.note_upload(self._last_s)
         self._written, self._reason = current.end, ""
         self._overtaken = self._failures = 0
         self._not_before_s = 0.0
-        self._on(PersistEvent.COMMITTED, effects)
+        self._on(PersistEvent.COMMITTED)
 
-    def _fail(self, reason: str, now_s: float, effects: list[Effect]) -> None:
+    def _fail(self, reason: str) -> None:
         current = self._current
         assert current is not None
         pause_s = min(_BACKOFF_S * 2**self._failures, _BACKOFF_MAX_S)
         self._failures += 1
-        self._not_before_s = now_s + pause_s
+        self._not_before_s = self._now_s + pause_s
         self._try_again(current)
-        self._abandon(current, f"{reason}; the next is tried in {pause_s:.0f} s or later", effects)
+        self._abandon(current, f"{reason}; the next is tried in {pause_s:.0f} s or later")
 
     def _try_again(self, failed: _Checkpoint) -> None:
-        """Perhaps nothing falls due any more, because its trainer is gone: it is due until
-        something newer is.
-        """
+        """Keep it due until a newer one is: after the trainer's end no other falls due."""
         self._last_looked_at = min(self._last_looked_at, failed.end - 1)
         self._flush = self._flush or failed.flush
 
-    def _forget(self, effects: list[Effect]) -> None:
+    def _forget(self) -> None:
         self._forget_slots()
         if self._current is not None:
             self._try_again(self._current)
-        self._on(PersistEvent.FORGET, effects)
+        self._on(PersistEvent.FORGET)
 
-    def _fence(self, reason: str, effects: list[Effect]) -> None:
+    def _fence(self, reason: str) -> None:
         if self._phase is not PersistPhase.FENCED:
-            text = f"nothing more is made durable: {reason}"
-            effects.append(Note("error", "persist.fenced", text))
+            self._effects.append(Note("error", "persist.fenced", f"nothing more is made durable: {reason}"))
         self._flush, self._reason = False, reason
-        self._on(PersistEvent.FENCE, effects)
+        self._on(PersistEvent.FENCE)
 
-    def _overtake(self, reason: str, now_s: float, effects: list[Effect]) -> None:
+    def _overtake(self, reason: str) -> None:
         current = self._current
         assert current is not None
         self._overtaken += 1
         hint = "storage is slower than training and the ring has too few slots: give the daemon more memory"
-        if current.flush:  # nothing falls due after it, so it is tried again
-            self._fail(reason, now_s, effects)
+        if current.flush:  # no other falls due after it
+            self._fail(reason)
         else:
-            self._abandon(current, f"{reason} ({hint})", effects)
+            self._abandon(current, f"{reason} ({hint})")
 
-    def _abandon(self, current: _Checkpoint, reason: str, effects: list[Effect]) -> None:
+    def _abandon(self, current: _Checkpoint, reason: str) -> None:
         self._abandoned += 1
         self._reason = reason
         text = f"checkpoint {current.end} is not stored: {reason}"
-        effects.append(Note("warning", "persist_abandoned", text))
-        self._on(PersistEvent.ABANDON, effects)
+        self._effects.append(Note("warning", "persist_abandoned", text))
+        self._on(PersistEvent.ABANDON)
 
     def _wants(self, key: SnapshotKey) -> bool:
         return self._current is not None and key in self._current.records
 
-    def _let_go(self, key: SnapshotKey, effects: list[Effect]) -> None:
-        if self._current is not None and key in self._current.held:
-            self._current.held.discard(key)
-            effects.append(Release(key))
-
     # -- what is next ----------------------------------------------------------------------------
 
-    def _go_on(self, now_s: float, effects: list[Effect]) -> None:
-        self._begin_due(now_s, effects)
+    def _store_more(self) -> None:
         current = self._current
         if current is None or self._phase is PersistPhase.COMMITTING:
             return
         waiting = [key for key in current.records if key not in self._stored]
         if not waiting:
-            self._on(PersistEvent.STORED, effects)
-            effects.append(self._commit(current))
+            self._on(PersistEvent.STORED)
+            self._effects.append(Commit(current.end, self.cadence.stride, tuple(current.records)))
             return
-        flying = sum(key in current.asked for key in waiting)
-        for key in waiting:
-            if flying >= self._parallel:
-                return
-            if key not in current.asked:
-                current.asked.add(key)
-                flying += 1
-                effects.append(Store(key, current.records[key]))
+        free = self._parallel - sum(key in current.asked for key in waiting)
+        for key in [key for key in waiting if key not in current.asked][: max(0, free)]:
+            current.asked.add(key)
+            self._effects.append(Store(key, current.records[key]))
 
-    def _begin_due(self, now_s: float, effects: list[Effect]) -> None:
+    def _begin_due(self) -> None:
         end = self._due()
         if end is None:
             return
         if self._current is not None:
-            self._skip(end)
+            if end > self._current.end:
+                self._last_looked_at = end
+                self._skipped += 1
             return
-        if now_s < self._not_before_s:
+        if self._now_s < self._not_before_s:
             return
-        suffix = spanning_suffix(self._newest, self._num_operators, self._span, end=end)
+        suffix = self._suffix(end)
         if suffix is not None:
             self._last_looked_at = end
-            self._begin(suffix.records, now_s, effects)
-        # Until then one of its snapshots may still be being digested.
+            self._begin(suffix.records)
+        # Until then one of its snapshots may still be in the digest.
         elif max(self._newest) > end + _LATE:
             self._last_looked_at = end
 
     def _due(self) -> int | None:
-        """The newest iteration that shall be persisted and was not looked at yet."""
+        """The newest iteration that is due and was not looked at yet."""
         if self._phase in (PersistPhase.UNTOLD, PersistPhase.FENCED):
             return None
         if self._flush and self._current is None:
-            newest = spanning_suffix(self._newest, self._num_operators, self._span)
+            newest = self._suffix()
             if newest is not None and newest.end > self._written:
                 return newest.end
-            self._flush = False  # it is stored already, or there is nothing
+            self._flush = False  # it is stored already, or there is none
         first = max(self._last_looked_at, self._written) + 1
         return max((i for i in self._newest if i >= first and self.cadence.due(i)), default=None)
 
-    def _skip(self, end: int) -> None:
-        current = self._current
-        assert current is not None
-        if end > current.end:
-            self._last_looked_at = end
-            self._skipped += 1
-
-    def _begin(self, records: Sequence[SlotRecord], now_s: float, effects: list[Effect]) -> None:
+    def _begin(self, records: Sequence[SlotRecord]) -> None:
         by_key = {key_of(record): record for record in records}
         firm = self._overtaken >= _FIRM_AFTER
         held = {key for key in by_key if key not in self._stored}
-        self._on(PersistEvent.BEGIN, effects)
-        self._current = _Checkpoint(by_key, now_s, firm, held, self._flush)
+        self._on(PersistEvent.BEGIN)
+        self._current = _Checkpoint(by_key, self._now_s, firm, held, self._flush)
         self._flush = False
         if firm:
             self._overtaken = 0
             text = (
-                f"checkpoint {records[-1].iteration} keeps its slots until it is stored: newer "
-                "snapshots may have to "
-                "wait for it; more memory for the daemon would prevent that"
+                f"checkpoint {records[-1].iteration} keeps its slots until it is stored: newer snapshots may "
+                "have to wait for it; more memory for the daemon would prevent that"
             )
-            effects.append(Note("warning", "persist_firm", text))
-        effects += [Hold(key, by_key[key]) for key in by_key if key in held]
+            self._effects.append(Note("warning", "persist_firm", text))
+        self._effects += [Hold(key, by_key[key]) for key in by_key if key in held]
 
-    def _commit(self, current: _Checkpoint) -> Commit:
-        return Commit(current.end, self.cadence.stride, tuple(current.records))
+    def _suffix(self, end: int | None = None) -> Suffix | None:
+        return spanning_suffix(self._newest, self._num_operators, self._span, end=end)
+
+
+# -- the cadence ---------------------------------------------------------------------------------
+
+_MAX_DOUBLINGS = 40
+_HEADROOM = 1.25  # uploads may take at most 1 / 1.25 of the available time
+_SHRINK_AT = 0.4  # how well a shorter stride must fit, lest strides alternate
+_MEASURED = 9
+_STRIKES = 2
+_FOLLOW = 16  # checkpoints for which a rank keeps the longer stride of the others
+
+
+@dataclass(slots=True)
+class Cadence:
+    """Which iterations are persisted. Times are given in; there is no clock.
+
+    A checkpoint needs the same iteration on all ranks, and there is no leader. So every rank persists the
+    iterations that are multiples of its *stride*, and a stride is ``every * 2**j``: the multiples of a larger
+    stride are among those of a smaller one. Ranks with different measurements therefore meet at the multiples
+    of the largest stride, without a message. What a faster rank uploads in between is never committed and is
+    collected later; that this happens makes the rank take longer strides, too.
+
+    Args:
+        every: the user's minimum of iterations between checkpoints (1: as often as can be sustained).
+        every_s: the user's minimum of seconds between checkpoints.
+    """
+
+    every: int = 1
+    every_s: float = 0.0
+    _doublings: int = 0
+    _followed: int = 0  # the doublings that the other ranks seem to need
+    _follow_left: int = 0
+    _strikes: int = 0
+    _iterations_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED))
+    _uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=3))
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.every_s < 0:
+            raise ValueError(f"every {self.every} iterations, {self.every_s} s")
+
+    @property
+    def stride(self) -> int:
+        """Its multiples are persisted."""
+        return self.every << max(self._doublings, self._followed)
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds per iteration; 0 until measured."""
+        return median(self._iterations_s) if self._iterations_s else 0.0
+
+    def due(self, iteration: int) -> bool:
+        """Whether to persist the suffix that ends at this iteration."""
+        return iteration > 0 and iteration % self.stride == 0
+
+    def note_iterations(self, count: int, seconds: float) -> None:
+        """``count`` iterations took ``seconds``."""
+        if count > 0 and seconds > 0:
+            self._iterations_s.append(seconds / count)
+            self._adapt()
+
+    def note_upload(self, seconds: float) -> None:
+        """A checkpoint took ``seconds`` from its first byte to its manifest."""
+        self._uploads_s.append(max(0.0, seconds))
+        self._adapt()
+
+    def note_committed(self, iteration: int) -> None:
+        """All ranks have this checkpoint."""
+        self._strikes = 0
+        if self._follow_left:
+            self._follow_left -= 1
+            if not self._follow_left:
+                self._followed = 0
+
+    def note_left_alone(self, iteration: int) -> None:
+        """The other ranks did not persist this iteration, although they had the time."""
+        current = max(self._doublings, self._followed)
+        if iteration % (self.every << (current + 1)) == 0:
+            return  # a longer stride would have included it: the reason is another one
+        self._strikes += 1
+        if self._strikes >= _STRIKES:
+            self._strikes = 0
+            self._followed = min(current + 1, _MAX_DOUBLINGS)
+            self._follow_left = _FOLLOW
+
+    def _adapt(self) -> None:
+        if not self.iteration_s:
+            return
+        needed_s = max(self.every_s, _HEADROOM * max(self._uploads_s, default=0.0))
+        while self._spacing_s(self._doublings) < needed_s and self._doublings < _MAX_DOUBLINGS:
+            self._doublings += 1
+        # The user's wish is exact; measurements vary.
+        margin = 2 * _SHRINK_AT if self._uploads_s else 1.0
+        while self._doublings and needed_s <= self._spacing_s(self._doublings - 1) * margin:
+            self._doublings -= 1
+
+    def _spacing_s(self, doublings: int) -> float:
+        return (self.every << doublings) * self.iteration_s

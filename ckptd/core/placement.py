@@ -1,37 +1,36 @@
 """Which nodes hold whose replicas: one pure function of a run's nodes and ranks.
 
-Every daemon computes it from the same members and gets the same answer, whatever the order of its
-input. In the order of what gives way last:
+Every daemon computes it from the same members and gets the same answer, whatever the order of its input.
+The goals, the most important first:
 
-1. a replica is never on its rank's own node, and no node holds two of one rank;
-2. no node is given more than its capacity;
-3. the copies of a rank (its own, and every replica) lie in as many domains of the most significant label as
-   there are, then of the next label, and so on; what cannot be had so is named in a warning;
-4. no node receives more than the mean and one rank's ring, where 1 to 3 allow it;
-5. a node that comes or goes changes the targets of few ranks.
+1. A replica is never on its rank's own node, and no node holds two of one rank.
+2. No node is given more than its capacity.
+3. The copies of a rank (its own, and every replica) lie in as many domains of the most significant label as
+   exist, then of the next label, and so on; a warning names what cannot be had.
+4. No node receives more than the mean and one rank's ring, where 1 to 3 allow it.
+5. A node that comes or goes changes the targets of few ranks.
 
-How. Nodes stand on a ring in the order of a hash of their names, which a change of the membership leaves as
-it is. Each takes the first nodes clockwise that lie in new domains and have room under a limit near the
-mean, the nearest pairs first: all take their first target, then all their second. Where all that is eligible
-is full, the limit of just that is raised by what is needed. At last, nodes above the mean and one ring
-hand on what others can take. With many more domains than replicas, a node that goes concerns the few
-before it; with hardly more (two or three zones), room has to be handed on from zone to zone, which
-concerns the ranks of a few times the root of the number of nodes.
+How. The nodes stand on a ring in the order of a hash of their names, which a change of the membership does
+not affect. Each takes the first nodes clockwise that lie in new domains and have room under a limit near the
+mean, the nearest pairs first: all take their first target, then all their second. Where all eligible nodes
+are full, their limit is raised by what is needed. At last, nodes above the mean and one ring hand on what
+others can take. With many more domains than replicas, a node that goes affects the few before it; with hardly
+more (two or three zones), room has to be passed from zone to zone, which affects the ranks of a few times the
+root of the number of nodes.
 
-All ranks of one node go to the same peers, unless capacity or the balance splits them. What each
-node receives is the same either way, and so is the time to restore a lost node, since its own link
-is the narrow one. But there are fewer connections, and fewer sets of replicas + 1 nodes whose
-simultaneous loss takes all copies of a rank: that is the reason behind Gemini's groups (SOSP '23).
-Groups of replicas + 1 would have fewer such sets still than our one for each node, but a node that
-comes or goes moves all their borders.
+All ranks of one node go to the same peers, unless capacity or the balance splits them. What each node
+receives is the same either way, and so is the time to restore a lost node, since its own link is the narrow
+one. But there are fewer connections, and fewer sets of replicas + 1 nodes whose simultaneous loss takes all
+copies of a rank: the reason for Gemini's groups (SOSP '23). Groups of replicas + 1 would have still fewer
+such sets than one set for each node, but a node that comes or goes moves all their borders.
 
 Ranks of the same ``state_group`` hold the same state (MoEtion §5.1: data-parallel peers), so a live one on
-another node is a copy that need not be sent. It counts only if no usable node would lie in better
-domains: redundancy that fails with the same rack is no reason to send nothing.
+another node is a copy that need not be sent. It counts only if no usable node would lie in better domains:
+redundancy that fails with the same rack is no reason to send nothing.
 
 Sizes are bytes; ``domains`` are label keys, most significant first. A domain is named by the labels from the
-most significant on, so that rack 1 of zone a is not rack 1 of zone b; a node without a label is a domain of
-its own.
+most significant on, so rack 1 of zone a is not rack 1 of zone b; a node without a label is a domain of its
+own.
 """
 
 from __future__ import annotations
@@ -44,24 +43,7 @@ from dataclasses import dataclass, field
 
 from ckptd.units import format_bytes
 
-__all__ = [
-    "ALL",
-    "DOMAINS",
-    "UNBOUNDED",
-    "Bundle",
-    "NodeFacts",
-    "NodeRing",
-    "PlacedRank",
-    "ReplicaPlacement",
-    "Spreading",
-    "balance",
-    "bundles_of",
-    "check",
-    "fair_share",
-    "hash_of",
-    "plan_placement",
-    "warnings_of",
-]
+__all__ = ["DOMAINS", "NodeFacts", "PlacedRank", "ReplicaPlacement", "plan_placement"]
 
 
 DOMAINS = ("zone", "rack", "host")
@@ -69,9 +51,7 @@ DOMAINS = ("zone", "rack", "host")
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """A node that can hold replicas. ``capacity_bytes`` is the limit for replicas of other nodes'
-    ranks; None: no limit.
-    """
+    """A node that can hold replicas of other nodes' ranks: at most ``capacity_bytes`` (None: no limit)."""
 
     node: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +86,51 @@ class ReplicaPlacement:
     reason: str
 
 
-def check(nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int) -> None:
+def plan_placement(
+    nodes: Sequence[NodeFacts],
+    ranks: Sequence[PlacedRank],
+    *,
+    replicas: int,
+    domains: tuple[str, ...] = DOMAINS,
+    without: Container[str] = (),
+) -> ReplicaPlacement:
+    """Place ``replicas`` replicas of every rank; see the module.
+
+    Args:
+        without: dead nodes; neither they nor their ranks count.
+    Raises:
+        ValueError: a node or a rank is listed twice, a rank is on an unknown node, or a number is negative.
+    """
+    _check(nodes, ranks, replicas)
+    ring = _NodeRing([facts for facts in nodes if facts.node not in without], domains)
+    live = [facts for facts in ranks if facts.node in ring.position]
+    wanted = max(0, min(replicas, len(ring.names) - 1))
+    bundles = _bundles_of(ring, sorted(live, key=lambda facts: facts.rank), wanted)
+    spreading = _Spreading(ring, max((facts.ring_bytes for facts in live), default=0))
+    spreading.place(bundles, wanted)
+    _balance(spreading)
+    return _result(spreading, ranks, replicas, domains)
+
+
+def _result(
+    spreading: _Spreading, ranks: Sequence[PlacedRank], replicas: int, domains: tuple[str, ...]
+) -> ReplicaPlacement:
+    ring = spreading.ring
+    targets: dict[int, tuple[str, ...]] = {facts.rank: () for facts in sorted(ranks, key=lambda f: f.rank)}
+    for bundle in spreading.bundles:
+        names = tuple(ring.names[p] for p in bundle.members[1 + bundle.num_copies :])
+        targets.update((facts.rank, names) for facts in bundle.ranks)
+    received = dict(sorted(zip(ring.names, spreading.load, strict=True)))
+    num_targets = sum(map(len, targets.values()))
+    most, mean = max(received.values(), default=0), sum(received.values()) // (len(received) or 1)
+    reason = (
+        f"{num_targets} replicas ({replicas} wanted) of {len(ranks)} ranks on {len(received)} nodes, "
+        f"of which one receives {format_bytes(most)} at most, {format_bytes(mean)} on average"
+    )
+    return ReplicaPlacement(targets, received, _warnings_of(spreading, replicas, domains), reason)
+
+
+def _check(nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int) -> None:
     known = {facts.node for facts in nodes}
     if len(known) < len(nodes) or len({facts.rank for facts in ranks}) < len(ranks):
         raise ValueError("a node or a rank is listed twice")
@@ -117,23 +141,25 @@ def check(nodes: Sequence[NodeFacts], ranks: Sequence[PlacedRank], replicas: int
             raise ValueError(f"rank {facts.rank}: node {facts.node!r}, {facts.ring_bytes} bytes")
 
 
-ALL = -1  # the domain of all nodes
-UNBOUNDED = 1 << 80
+# -- nodes and their domains -------------------------------------------------------------------------
+
+_ALL = -1  # the domain of all nodes
+_UNBOUNDED = 1 << 80
 
 
-class NodeRing:
+class _NodeRing:
     """The usable nodes in the order of their hashes, by position, and the domains they lie in."""
 
     def __init__(self, nodes: Iterable[NodeFacts], domains: tuple[str, ...]) -> None:
-        ordered = sorted(nodes, key=lambda facts: (hash_of("ring", facts.node), facts.node))
+        ordered = sorted(nodes, key=lambda facts: (_hash_of("ring", facts.node), facts.node))
         self.names = [facts.node for facts in ordered]
         self.position = {name: position for position, name in enumerate(self.names)}
         self.capacity = [
-            UNBOUNDED if facts.capacity_bytes is None else facts.capacity_bytes for facts in ordered
+            _UNBOUNDED if facts.capacity_bytes is None else facts.capacity_bytes for facts in ordered
         ]
         paths = [_domain_paths(facts, domains) for facts in ordered]
         ids: dict[tuple[int, tuple[str | None, ...]], int] = {}
-        # One number for each domain of any level, so that a set of them answers what two nodes share.
+        # One number for each domain of any level, so that sets show what two nodes share.
         self.keys = [
             tuple(ids.setdefault((level, path), len(ids)) for level, path in enumerate(of)) for of in paths
         ]
@@ -144,7 +170,7 @@ class NodeRing:
                 self.open_nodes[key] += 1
         self.num_domains = [len({keys[level] for keys in self.keys}) for level in range(len(domains))]
         self.open_domains = list(self.num_domains)
-        # Nodes of one neighbourhood are alike to all others: the domains that they share with anybody.
+        # Nodes of one neighbourhood are equivalent to all others: they share the same domains with them.
         level_of = {key: level for keys in self.keys for level, key in enumerate(keys)}
         hoods: dict[tuple[int, ...], int] = {}
         self.neighbourhood = [
@@ -154,13 +180,13 @@ class NodeRing:
         self._bits_of = [[(key, 1 << (len(domains) - 1 - level_of[key])) for key in hood] for hood in hoods]
 
     def close(self, position: int) -> None:
-        """The node takes nothing more: a domain of such nodes is none that could be chosen."""
+        """The node takes nothing more; a domain of closed nodes cannot be chosen."""
         for level, key in enumerate(self.keys[position]):
             self.open_nodes[key] -= 1
             self.open_domains[level] -= not self.open_nodes[key]
 
     def clockwise(self, start: int) -> Iterator[int]:
-        """All positions but ``start``, beginning behind it."""
+        """All positions except ``start``, beginning after it."""
         yield from range(start + 1, len(self.names))
         yield from range(start)
 
@@ -182,20 +208,20 @@ class NodeRing:
         return bits
 
     def shared_by(self, seen: set[int]) -> list[int]:
-        """What `shared` is, by neighbourhood, of nodes that are not among those seen."""
+        """The value of `shared` by neighbourhood, for nodes that are not among those seen."""
         return [sum([bit for key, bit in bits if key in seen]) for bits in self._bits_of]
 
     def has_unseen(self, nodes_in: Counter[int], positions: Iterable[int], least: int) -> bool:
-        """Whether some node of those counted shares no domain at the levels that ``least`` leaves free."""
+        """Whether some counted node shares no domain at the levels that ``least`` leaves free."""
         for level in range(len(self.num_domains)):
             if not least >> (len(self.num_domains) - 1 - level) & 1:
                 used = {self.keys[position][level] for position in positions}
-                if sum(nodes_in[key] for key in used) >= nodes_in[ALL]:
+                if sum(nodes_in[key] for key in used) >= nodes_in[_ALL]:
                     return False
         return True
 
     def least_shared(self, seen: set[int], positions: Iterable[int]) -> int:
-        """What `shared` is at the least for a node that is open: 0 if each level has a domain left."""
+        """The least value of `shared` of an open node: 0 if each level has a domain left."""
         bits = 0
         for level, available in enumerate(self.open_domains):
             used = {self.keys[position][level] for position in positions}
@@ -203,12 +229,12 @@ class NodeRing:
         return bits
 
 
-def hash_of(salt: str, name: str) -> bytes:
+def _hash_of(salt: str, name: str) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=8, person=salt.encode()).digest()
 
 
-def fair_share(total: int, capacity: Sequence[int]) -> int:
-    """What each node receives if all receive the same, but none more than its capacity; rounded up."""
+def _fair_share(total: int, capacity: Sequence[int]) -> int:
+    """The bytes of each node if all receive the same, but none more than its capacity; rounded up."""
     left = total
     for count, most in zip(range(len(capacity), 0, -1), sorted(capacity), strict=True):
         if most * count >= left:
@@ -227,8 +253,8 @@ def _domain_paths(facts: NodeFacts, domains: tuple[str, ...]) -> list[tuple[str 
 
 
 @dataclass(slots=True, eq=False)
-class Bundle:
-    """Ranks of one node that go the same way. ``members``: their node, live copies, and then targets."""
+class _Bundle:
+    """Ranks of one node with the same targets; ``members``: their node, live copies, then targets."""
 
     ranks: list[PlacedRank]
     members: list[int]
@@ -239,35 +265,35 @@ class Bundle:
     def owner(self) -> int:
         return self.members[0]
 
-    def split(self, facts: PlacedRank) -> Bundle:
+    def split(self, facts: PlacedRank) -> _Bundle:
         """Take one rank out into a bundle of its own."""
         self.ranks.remove(facts)
         self.size -= facts.ring_bytes
-        return Bundle([facts], list(self.members), self.num_copies, facts.ring_bytes)
+        return _Bundle([facts], list(self.members), self.num_copies, facts.ring_bytes)
 
 
-def bundles_of(ring: NodeRing, ranks: Sequence[PlacedRank], wanted: int) -> list[Bundle]:
+def _bundles_of(ring: _NodeRing, ranks: Sequence[PlacedRank], wanted: int) -> list[_Bundle]:
     """The ranks of each node that have the same live copies, in the order in which they choose."""
     groups: dict[str, set[int]] = defaultdict(set)
     for facts in ranks:
         groups[facts.state_group].add(ring.position[facts.node])
     places = {group: tuple(sorted(nodes)) for group, nodes in groups.items() if group}
     copies: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
-    bundles: dict[tuple[int, ...], Bundle] = {}
+    bundles: dict[tuple[int, ...], _Bundle] = {}
     for facts in ranks:
         owner = ring.position[facts.node]
         key = (owner, places.get(facts.state_group, ()))
         if key not in copies:
             copies[key] = _live_copies(ring, *key, wanted)
         members = (owner, *copies[key])
-        bundle = bundles.setdefault(members, Bundle([], list(members), len(members) - 1, 0))
+        bundle = bundles.setdefault(members, _Bundle([], list(members), len(members) - 1, 0))
         bundle.ranks.append(facts)
         bundle.size += facts.ring_bytes
-    order = [hash_of("order", name) for name in ring.names]
+    order = [_hash_of("order", name) for name in ring.names]
     return sorted(bundles.values(), key=lambda b: (order[b.owner], b.ranks[0].rank))
 
 
-def _live_copies(ring: NodeRing, owner: int, group: tuple[int, ...], wanted: int) -> tuple[int, ...]:
+def _live_copies(ring: _NodeRing, owner: int, group: tuple[int, ...], wanted: int) -> tuple[int, ...]:
     """The nodes of live ranks with the same state that count as replicas, clockwise from the owner."""
     members = [owner]
     start = bisect_right(group, owner)
@@ -280,23 +306,23 @@ def _live_copies(ring: NodeRing, owner: int, group: tuple[int, ...], wanted: int
     return tuple(members[1:])
 
 
-class Spreading:
+class _Spreading:
     """The state of the placement: loads, limits, and the nodes of each bundle."""
 
-    def __init__(self, ring: NodeRing, largest: int) -> None:
+    def __init__(self, ring: _NodeRing, largest: int) -> None:
         self.ring = ring
         self.largest = largest
-        self.bundles: list[Bundle] = []
+        self.bundles: list[_Bundle] = []
         self.load = [0] * len(ring.names)
         self.limit = [0] * len(ring.names)
-        self.held: list[list[Bundle]] = [[] for _ in ring.names]
+        self.held: list[list[_Bundle]] = [[] for _ in ring.names]
         self.smallest = 0
-        self.open = list(range(len(ring.names)))  # who may take the smallest ring still
+        self.open = list(range(len(ring.names)))  # nodes that can still take the smallest ring
         self.skipped: set[int] = set()
         self.lying_in: dict[tuple[int, ...], list[int]] = {}
-        self.passed: dict[tuple[int, ...], int] = {}  # up to where bundles that are alike have looked
+        self.passed: dict[tuple[int, ...], int] = {}  # up to where equal bundles have looked
 
-    def place(self, bundles: list[Bundle], wanted: int) -> None:
+    def place(self, bundles: list[_Bundle], wanted: int) -> None:
         """Choose the targets: the first target of all bundles, then the second, and so on."""
         self.bundles = bundles
         self.smallest = min((f.ring_bytes for b in bundles for f in b.ranks), default=0)
@@ -306,14 +332,14 @@ class Spreading:
         for turn in range(1, wanted + 1):
             waiting = [bundle for bundle in self.bundles if wanted - bundle.num_copies >= turn]
             total += sum(bundle.size for bundle in waiting)
-            level = fair_share(total, self.ring.capacity) + self.largest
+            level = _fair_share(total, self.ring.capacity) + self.largest
             self.limit = [max(limit, level) for limit in self.limit]
             self.passed.clear()
             waiting = self._choose_nearest(waiting)
             while waiting:
                 waiting = [left for bundle in waiting for left in self._choose(bundle)]
 
-    def _choose_nearest(self, waiting: Sequence[Bundle]) -> list[Bundle]:
+    def _choose_nearest(self, waiting: Sequence[_Bundle]) -> list[_Bundle]:
         """Choose targets in the best domains and under the limits, the nearest pairs first; returns
         the bundles without one.
         """
@@ -354,10 +380,10 @@ class Spreading:
         keys, capacity = self.ring.keys, self.ring.capacity
         free = [p for p in self.open if self.load[p] + size <= min(self.limit[p], capacity[p])]
         nodes_in = Counter(key for position in free for key in keys[position])
-        nodes_in[ALL] = len(free)
+        nodes_in[_ALL] = len(free)
         return nodes_in
 
-    def _choose(self, bundle: Bundle) -> list[Bundle]:
+    def _choose(self, bundle: _Bundle) -> list[_Bundle]:
         """Choose the next target of a bundle; returns the bundles to try again, in smaller parts."""
         ring = self.ring
         seen = ring.seen(bundle.members)
@@ -373,7 +399,7 @@ class Spreading:
             self._give(bundle, self._raise_limit(candidates, bundle.size))
         return []
 
-    def _next_under_limit(self, bundle: Bundle, seen: set[int], least: int) -> int | None:
+    def _next_under_limit(self, bundle: _Bundle, seen: set[int], least: int) -> int | None:
         """The next node clockwise, in the best domains, with room under its limit.
 
         Loads only grow, so equal bundles skip the nodes that one of them has passed.
@@ -393,8 +419,8 @@ class Spreading:
         self.passed[key] = bundle.owner - 1
         return None
 
-    def _with_room(self, bundle: Bundle, seen: set[int]) -> tuple[int, list[int]]:
-        """The best value of `NodeRing.shared` among the nodes with room, and all nodes with that value."""
+    def _with_room(self, bundle: _Bundle, seen: set[int]) -> tuple[int, list[int]]:
+        """The best value of `_NodeRing.shared` among the nodes with room, and all nodes with that value."""
         load, capacity, size = self.load, self.ring.capacity, bundle.size
         hood, members = self.ring.neighbourhood, bundle.members
         order = _clockwise(self.open, bundle.owner, bundle.owner)
@@ -403,11 +429,11 @@ class Spreading:
             self.skipped.update(set(order).difference(room))
         room = [position for position in room if position not in members]
         shared_by = self.ring.shared_by(seen)
-        best = min([shared_by[h] for h in {hood[position] for position in room}], default=UNBOUNDED)
+        best = min([shared_by[h] for h in {hood[position] for position in room}], default=_UNBOUNDED)
         return best, [position for position in room if shared_by[hood[position]] == best]
 
     def _in_shared_domains(self, members: Sequence[int], seen: set[int], least: int) -> list[int]:
-        """The nodes whose `NodeRing.shared` is ``least``, by position; may include members."""
+        """The nodes whose `_NodeRing.shared` is ``least``, by position; may include members."""
         hood = self.ring.neighbourhood
         key = (least, *sorted([hood[member] for member in members]))
         if key not in self.lying_in:
@@ -423,19 +449,19 @@ class Spreading:
         self.passed.clear()
         return next(p for p in candidates if self.load[p] + size <= self.limit[p])
 
-    def _separate(self, bundle: Bundle) -> list[Bundle]:
+    def _separate(self, bundle: _Bundle) -> list[_Bundle]:
         """No node has room for the whole bundle: split it into ranks, which may still fit."""
         parts = [self.split(bundle, facts) for facts in bundle.ranks[1:]]
         return [bundle, *parts]
 
-    def split(self, bundle: Bundle, facts: PlacedRank) -> Bundle:
+    def split(self, bundle: _Bundle, facts: PlacedRank) -> _Bundle:
         part = bundle.split(facts)
         self.bundles.append(part)
         for position in part.members[1 + part.num_copies :]:
             self.held[position].append(part)
         return part
 
-    def _give(self, bundle: Bundle, position: int) -> None:
+    def _give(self, bundle: _Bundle, position: int) -> None:
         bundle.members.append(position)
         self.held[position].append(bundle)
         self.load[position] += bundle.size
@@ -447,7 +473,7 @@ class Spreading:
             self.skipped.add(position)
             self.ring.close(position)
 
-    def move(self, bundle: Bundle, source: int, target: int) -> None:
+    def move(self, bundle: _Bundle, source: int, target: int) -> None:
         bundle.members[bundle.members.index(source, 1 + bundle.num_copies)] = target
         self.held[source].remove(bundle)
         self.held[target].append(bundle)
@@ -464,13 +490,13 @@ def _clockwise(positions: list[int], owner: int, passed: int) -> list[int]:
 _LEVELS_MAX = 4
 
 
-def balance(spreading: Spreading) -> None:
+def _balance(spreading: _Spreading) -> None:
     """Move replicas from nodes above the mean plus one ring to nodes with room in equally good domains."""
     load = spreading.load
     if not load:
         return
     relief = _Relief(spreading)
-    share = fair_share(sum(load), spreading.ring.capacity)
+    share = _fair_share(sum(load), spreading.ring.capacity)
     above = relief.lower(share + spreading.largest)
     for _ in range(_LEVELS_MAX):
         if not above:
@@ -478,7 +504,7 @@ def balance(spreading: Spreading) -> None:
         # Domains or capacity force more than their share on these nodes: distribute it evenly among them.
         even = -(-sum(load[position] for position in above) // len(above))
         above = relief.lower(even + spreading.largest)
-    relief.lower(share + spreading.largest)  # which may have freed room below, too
+    relief.lower(share + spreading.largest)  # the exchanges may have freed room below
 
 
 class _Relief:
@@ -489,7 +515,7 @@ class _Relief:
     node could not free enough room.
     """
 
-    def __init__(self, spreading: Spreading) -> None:
+    def __init__(self, spreading: _Spreading) -> None:
         self.spreading = spreading
         self.ring = spreading.ring
         self.effort_left = 100_000 + 500 * len(spreading.load)
@@ -516,7 +542,7 @@ class _Relief:
             above = [source for source in above if not self._relieve(source, self._exchange)]
         return above
 
-    def _relieve(self, source: int, step: Callable[[Bundle, PlacedRank | None, int], bool]) -> bool:
+    def _relieve(self, source: int, step: Callable[[_Bundle, PlacedRank | None, int], bool]) -> bool:
         """Perform steps until the node is at the level; False if no step is left before that."""
         spreading = self.spreading
         while (excess := spreading.load[source] - self.level) > 0:
@@ -525,7 +551,7 @@ class _Relief:
                 spreading.held[source],
                 key=lambda b: (-self.ring.distance(b.owner, source), b.ranks[0].rank),
             )
-            items: list[tuple[Bundle, PlacedRank | None]] = [
+            items: list[tuple[_Bundle, PlacedRank | None]] = [
                 (bundle, None) for bundle in held if 0 < bundle.size <= 2 * excess
             ]
             items += [(bundle, facts) for bundle in held for facts in bundle.ranks if facts.ring_bytes]
@@ -534,7 +560,7 @@ class _Relief:
         self._reopen(source)
         return True
 
-    def _move(self, bundle: Bundle, facts: PlacedRank | None, source: int) -> bool:
+    def _move(self, bundle: _Bundle, facts: PlacedRank | None, source: int) -> bool:
         """Move the bundle, or one rank of it, to the next node that has room."""
         target = self._find(bundle, bundle.size if facts is None else facts.ring_bytes, source)
         if target is None:
@@ -542,7 +568,7 @@ class _Relief:
         self._transfer(bundle, facts, source, target)
         return True
 
-    def _exchange(self, bundle: Bundle, facts: PlacedRank | None, source: int) -> bool:
+    def _exchange(self, bundle: _Bundle, facts: PlacedRank | None, source: int) -> bool:
         """Move the bundle to a node without room, and another bundle of that node to one with room,
         if necessary.
         """
@@ -556,7 +582,7 @@ class _Relief:
             self.effort_left -= 1
             if self.effort_left <= 0:
                 return False
-            if size >= self.stuck.get(middle, UNBOUNDED) or middle in bundle.members:
+            if size >= self.stuck.get(middle, _UNBOUNDED) or middle in bundle.members:
                 continue
             if self.ring.shared(middle, seen) > allowed:
                 continue
@@ -587,7 +613,7 @@ class _Relief:
         self.stuck[position] = size
         return False
 
-    def _transfer(self, bundle: Bundle, facts: PlacedRank | None, source: int, target: int) -> None:
+    def _transfer(self, bundle: _Bundle, facts: PlacedRank | None, source: int, target: int) -> None:
         if facts is not None and len(bundle.ranks) > 1:
             bundle = self.spreading.split(bundle, facts)
         self.num_moves += 1
@@ -602,7 +628,7 @@ class _Relief:
         spreading = self.spreading
         return spreading.load[position] + spreading.smallest <= self._most(position)
 
-    def _find(self, bundle: Bundle, size: int, source: int) -> int | None:
+    def _find(self, bundle: _Bundle, size: int, source: int) -> int | None:
         """The next node after the source with room for ``size``, in domains as good as the source's."""
         ring, load = self.ring, self.spreading.load
         self.effort_left -= 1
@@ -612,7 +638,7 @@ class _Relief:
         seen = ring.seen(others)
         allowed = ring.shared(source, seen)
         signature = (allowed, *sorted([ring.neighbourhood[member] for member in others]))
-        if size >= self.hopeless.get(signature, UNBOUNDED):
+        if size >= self.hopeless.get(signature, _UNBOUNDED):
             return None
         worse: set[int] = set()
         start = bisect_right(self.room, source)
@@ -633,7 +659,7 @@ class _Relief:
 _WARNINGS_MAX = 32
 
 
-def warnings_of(spreading: Spreading, replicas: int, domains: tuple[str, ...]) -> tuple[str, ...]:
+def _warnings_of(spreading: _Spreading, replicas: int, domains: tuple[str, ...]) -> tuple[str, ...]:
     """The missing guarantees, one sentence for all affected ranks."""
     about: dict[str, list[int]] = defaultdict(list)
     for bundle in spreading.bundles:
@@ -654,10 +680,10 @@ def warnings_of(spreading: Spreading, replicas: int, domains: tuple[str, ...]) -
     return tuple(texts)
 
 
-def _uneven(spreading: Spreading) -> Iterator[str]:
+def _uneven(spreading: _Spreading) -> Iterator[str]:
     """A warning if domains or nodes with many ranks give a node more than twice its share."""
     most = max(spreading.load, default=0)
-    share = fair_share(sum(spreading.load), spreading.ring.capacity)
+    share = _fair_share(sum(spreading.load), spreading.ring.capacity)
     if most > 2 * share + spreading.largest:
         name = spreading.ring.names[spreading.load.index(most)]
         yield (
@@ -667,7 +693,7 @@ def _uneven(spreading: Spreading) -> Iterator[str]:
 
 
 def _shortcomings(
-    spreading: Spreading, bundle: Bundle, replicas: int, domains: tuple[str, ...]
+    spreading: _Spreading, bundle: _Bundle, replicas: int, domains: tuple[str, ...]
 ) -> Iterator[str]:
     ring, members = spreading.ring, bundle.members
     if len(members) <= replicas:
@@ -697,47 +723,3 @@ def _some(noun: str, items: Sequence[object]) -> str:
         return f"{noun} {items[0]}"
     shown = ", ".join(map(str, items[:4]))
     return f"{noun}s {shown}" + (f", … ({len(items)} in all)" if len(items) > 4 else "")
-
-
-def plan_placement(
-    nodes: Sequence[NodeFacts],
-    ranks: Sequence[PlacedRank],
-    *,
-    replicas: int,
-    domains: tuple[str, ...] = DOMAINS,
-    without: Container[str] = (),
-) -> ReplicaPlacement:
-    """Place ``replicas`` replicas of every rank; see the module.
-
-    Args:
-        without: the nodes that are dead: they hold nothing, and their ranks count for nothing.
-    Raises:
-        ValueError: a node or a rank twice, a rank on an unknown node, a negative number.
-    """
-    check(nodes, ranks, replicas)
-    ring = NodeRing([facts for facts in nodes if facts.node not in without], domains)
-    live = [facts for facts in ranks if facts.node in ring.position]
-    wanted = max(0, min(replicas, len(ring.names) - 1))
-    bundles = bundles_of(ring, sorted(live, key=lambda facts: facts.rank), wanted)
-    spreading = Spreading(ring, max((facts.ring_bytes for facts in live), default=0))
-    spreading.place(bundles, wanted)
-    balance(spreading)
-    return _result(spreading, ranks, replicas, domains)
-
-
-def _result(
-    spreading: Spreading, ranks: Sequence[PlacedRank], replicas: int, domains: tuple[str, ...]
-) -> ReplicaPlacement:
-    ring = spreading.ring
-    targets: dict[int, tuple[str, ...]] = {facts.rank: () for facts in sorted(ranks, key=lambda f: f.rank)}
-    for bundle in spreading.bundles:
-        names = tuple(ring.names[p] for p in bundle.members[1 + bundle.num_copies :])
-        targets.update((facts.rank, names) for facts in bundle.ranks)
-    received = dict(sorted(zip(ring.names, spreading.load, strict=True)))
-    num_targets = sum(map(len, targets.values()))
-    most, mean = max(received.values(), default=0), sum(received.values()) // (len(received) or 1)
-    reason = (
-        f"{num_targets} replicas ({replicas} wanted) of {len(ranks)} ranks on {len(received)} nodes, "
-        f"of which one receives {format_bytes(most)} at most, {format_bytes(mean)} on average"
-    )
-    return ReplicaPlacement(targets, received, warnings_of(spreading, replicas, domains), reason)

@@ -1,17 +1,16 @@
-"""Planning a schedule: the smallest window whose largest snapshot fits, cut for the lowest peak.
+"""Schedules: which operators are anchored in which phase, and how that is planned and changed. Pure.
 
-With ``extra = anchor - compute`` bytes, the snapshot of a phase of a sliding window takes
+With ``extra = anchor - compute`` bytes, the snapshot of a phase of a sliding window has
 
     bytes(phase) = fixed + sum(compute of all) + sum(extra of the phase)
 
-Phases are contiguous in the given order (`ckptd.core.schedule`), and among all such
-cuts the peak is the smallest possible: a binary search for the lowest capacity with which
-``window`` phases are enough, over prefix sums. What the phases mean is in
-`ckptd.core.snapshot_policy`, how an order changes in `ckptd.core.schedule`; their public
-names are here too, so that one import serves.
+The plan has the smallest window whose largest snapshot fits the budget. Phases are contiguous in a given
+order (`order_operators`), and among all such cuts the peak is the smallest possible: a binary search over
+prefix sums for the lowest capacity with which ``window`` phases suffice. `ckptd.core.snapshot_policy` defines
+what phases mean; its public names can be imported from here, too.
 
 Source: MoEvement (NSDI '26), 3.5 and Algorithm 1; corrected: bytes instead of counts, no floor of two
-operators, and what cannot fit is said. Pure: no clock, no I/O.
+operators, and the plan says what cannot fit.
 """
 
 from __future__ import annotations
@@ -74,14 +73,14 @@ def plan_schedule(
     max_window: int = 64,
     window: int | None = None,
 ) -> Schedule:
-    """The smallest sliding window whose largest snapshot fits the budget, cut for the lowest peak.
+    """Plan the smallest sliding window whose largest snapshot fits the budget, cut for the lowest peak.
 
     Args:
-        budget_bytes: what can be copied per iteration; None for no limit.
-        fixed_bytes: what every snapshot holds besides operators: scalars, buffers, header.
-        order: a permutation of the operator ids, in the order in which to anchor them.
+        budget_bytes: the bytes that can be copied per iteration; None for no limit.
+        fixed_bytes: the bytes of every snapshot besides operators: scalars, buffers, header.
+        order: a permutation of the operator ids, in the order of their anchors.
         max_window: the largest window to consider.
-        window: take this one, whatever the budget (but never more phases than operators).
+        window: use this window, whatever the budget (but never more phases than operators).
     """
     _check_order(order, len(operators))
     _check_windows(window, max_window)
@@ -120,9 +119,9 @@ def plan_aligned(
     max_window: int = 64,
     window: int | None = None,
 ) -> Schedule:
-    """The paper's schedule: phases of equal operator counts, as few as fit the budget.
+    """Plan the paper's schedule: phases of equal operator counts, as few as fit the budget.
 
-    Arguments as for `plan_schedule`. Where none fits, the window with the lowest peak is returned.
+    Arguments as for `plan_schedule`. If no window fits, the one with the lowest peak is returned.
     """
     _check_order(order, len(operators))
     _check_windows(window, max_window)
@@ -163,8 +162,8 @@ def plan_aligned(
 def max_piece_bytes(operators: Sequence[OperatorCost], window: int, fixed_bytes: int = 0) -> int | None:
     """The anchor size above which splitting an operator would lower the peak; None if none would.
 
-    A phase cannot be lighter than its heaviest operator: one above the average of a phase sets the
-    peak alone. A gain of less than a sixty-fourth of the snapshot is not worth a split.
+    A phase is at least as heavy as its heaviest operator, so one above the average of a phase sets the peak.
+    A gain of less than a sixty-fourth of the snapshot is not worth a split.
     """
     extras = _extras(operators)
     ideal = max(1, math.ceil(sum(extras) / window))
@@ -181,7 +180,7 @@ def max_piece_bytes(operators: Sequence[OperatorCost], window: int, fixed_bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """Prefix sums of what anchoring adds, in the order of anchoring, on a floor per snapshot."""
+    """The bytes that anchors add, as prefix sums in the order of anchoring, and the floor of a snapshot."""
 
     prefix: list[int]
     floor: int
@@ -199,7 +198,7 @@ class _Costs:
         return self.prefix[end] - self.prefix[begin]
 
     def count(self, capacity: int, limit: int) -> int:
-        """How many phases of ``capacity`` it takes, or limit + 1 if more than ``limit``."""
+        """The number of phases of ``capacity`` that are needed, or limit + 1 if more than ``limit``."""
         end, at, phases = len(self.prefix) - 1, 0, 0
         while at < end and phases <= limit:
             at = bisect_right(self.prefix, self.prefix[at] + capacity) - 1
@@ -207,7 +206,7 @@ class _Costs:
         return phases
 
     def lowest(self, window: int) -> int:
-        """The lowest capacity with which ``window`` phases are enough."""
+        """The lowest capacity with which ``window`` phases suffice."""
         low = max(self.heaviest, -(-self.prefix[-1] // window))
         high = low + self.heaviest  # a phase that is not the last leaves less than that unused
         while low < high:
@@ -219,10 +218,11 @@ class _Costs:
         return low
 
     def cut(self, window: int) -> list[int]:
-        """Where phases begin and end: peak as low as can be, none empty, the rest as even as can be.
+        """The borders of the phases: the lowest possible peak, no empty phase, otherwise as even as possible.
 
-        From the back: the earliest cut from which the later phases still suffice. From the front:
-        the cut nearest to an equal share of what is left, between that and what capacity allows.
+        From the back: the earliest cut from which the later phases still suffice. From the front: the cut
+        nearest to an equal share of the remainder, between that earliest cut and the one that capacity
+        allows.
         """
         count, capacity = len(self.prefix) - 1, self.lowest(window)
         earliest = [count]
@@ -274,7 +274,7 @@ def _misfit_text(costs: _Costs, operators: Sequence[OperatorCost]) -> str:
 
 
 def _extras(operators: Sequence[OperatorCost]) -> list[int]:
-    """What anchoring adds to a snapshot, per operator."""
+    """The bytes that the anchor of each operator adds to a snapshot."""
     anchor = map(attrgetter("anchor_bytes"), operators)
     return list(map(sub, anchor, map(attrgetter("compute_bytes"), operators)))
 
@@ -294,9 +294,7 @@ def _check_windows(window: int | None, max_window: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SharedOperator:
-    """An operator that all members of a group have: what it takes anchored and not (bytes), and
-    when it is anchored.
-    """
+    """An operator that all members of a group have, its bytes with and without anchor, and its phase."""
 
     name: str
     anchor_bytes: int
@@ -307,15 +305,22 @@ class SharedOperator:
 def spread(
     operators: Sequence[SharedOperator], members: Sequence[int], own_bytes: Mapping[int, int]
 ) -> list[int]:
-    """The member that captures each operator.
+    """The member of a replicate group that captures each operator: each one once, bytes spread evenly.
+
+    Every member computes the same answer from what all members know: names, sizes and phases of the shared
+    operators, and the bytes that each member captures besides. In phase p a rank's snapshot takes the compute
+    weights of all that it captures and the rest of the anchors of p. Operators are assigned from the largest
+    to the smallest, each to the member whose snapshot of that phase is the smallest so far.
 
     Args:
         operators: of one group; their names are distinct.
         members: the group's ranks.
-        own_bytes: what each member's snapshots take beside this group's operators; 0 where not given.
+        own_bytes: the bytes of each member's snapshots besides this group's operators; 0 where not given.
+    Source: MoC-System (ASPLOS '25), section 4: fully sharded checkpointing, "equal" where every member starts
+    from nothing, and "adaptive" where members that capture more of their own (experts) are given less.
     """
     ranks = sorted(members)
-    # What a member's snapshots take in every phase, and what a phase adds to that.
+    # The bytes of a member's snapshots in every phase, and those that a phase adds.
     always = {rank: own_bytes.get(rank, 0) for rank in ranks}
     extra: dict[tuple[int, int], int] = {}
     found = [ranks[0]] * len(operators)
@@ -345,9 +350,9 @@ def update_popularity(
     """Popularity after one more mini-batch.
 
     Args:
-        observed: of this mini-batch, per operator: tokens routed to it, or for `Ordering.SOFT` its
-            gate probabilities summed over the tokens.
-        alpha: how much of the past `Ordering.DECAYED` keeps, 0 to 1.
+        observed: in this mini-batch, per operator: the tokens routed to it, or for `Ordering.SOFT` the sum of
+            its gate probabilities over the tokens.
+        alpha: the weight of the past for `Ordering.DECAYED`, 0 to 1.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}, must be 0 to 1")
@@ -363,15 +368,16 @@ def order_operators(
     *,
     capacities: Sequence[float] | None = None,
 ) -> list[int]:
-    """The order in which to anchor: dense parts and gates, then experts, the popular ones last.
+    """The order of anchors: dense parts and gates, then experts, the popular ones last.
 
-    Popular experts then stay frozen longest during replay. The slices of a fused tensor stay
-    together, because its weight gradient is skipped only while all of them are frozen: groups go by
-    their mean popularity, the slices within a group by their own. Ties keep the order of the ids.
+    Popular experts then stay frozen longest during replay, where replay saves most (MoEvement, NSDI '26, 3.5
+    and appendix B). The slices of a fused tensor stay together, because its weight gradient is skipped only
+    while all of them are frozen: groups are ordered by their mean popularity, the slices of a group by their
+    own. Ties keep the order of the ids.
 
     Args:
-        popularity: per operator id; only that of experts is looked at. A mapping may leave out
-            operators: they count as never used.
+        popularity: per operator id; only that of experts counts. Operators that a mapping omits were never
+            used.
         capacities: tokens that each operator takes per batch, for `Ordering.CAPACITY`.
     """
     weight = _weights(len(operators), popularity, ordering, capacities)
@@ -387,10 +393,9 @@ def order_operators(
 def needs_reorder(
     old: Sequence[float], new: Sequence[float], *, change: float = 0.10, share: float = 0.25
 ) -> bool:
-    """Whether the activation frequency of enough experts changed enough (paper 3.5).
+    """Whether ``share`` of the experts or more changed by more than ``change`` of their frequency (3.5).
 
-    Frequencies are shares of the total, so counters may have gone on or begun anew. True if at least
-    ``share`` of the experts changed by more than ``change`` of their old frequency.
+    Frequencies are shares of the total, so counters may have continued or begun anew.
     """
     if len(old) != len(new):
         raise ValueError(f"popularity of {len(old)} experts before and {len(new)} now")
@@ -405,24 +410,18 @@ def needs_reorder(
 
 
 def _blockwise(experts: list[int], group_of: Sequence[str | None], weight: Sequence[float]) -> list[int]:
-    """``experts`` (sorted by weight), the members of each group brought together."""
+    """``experts`` (sorted by weight) with the members of each group together."""
     if set(group_of) <= {None}:
         return experts
-    groups: dict[str, list[int]] = {}
-    blocks: list[list[int]] = []
+    blocks: dict[str | int, list[int]] = {}
     for i in experts:
         group = group_of[i]
-        if group is None:
-            blocks.append([i])
-        elif group in groups:
-            groups[group].append(i)
-        else:
-            groups[group] = [i]
-    blocks.extend(groups.values())
-    mean = [sum(map(weight.__getitem__, block)) / len(block) for block in blocks]
-    first = list(map(min, blocks))
-    places = sorted(range(len(blocks)), key=lambda at: (mean[at], first[at]))
-    return list(itertools.chain.from_iterable(blocks[at] for at in places))
+        blocks.setdefault(i if group is None else group, []).append(i)
+
+    def place(block: list[int]) -> tuple[float, int]:
+        return sum(weight[i] for i in block) / len(block), min(block)
+
+    return list(itertools.chain.from_iterable(sorted(blocks.values(), key=place)))
 
 
 def _weights(
@@ -453,19 +452,23 @@ def reorder(
     *,
     capacity_bytes: int,
 ) -> Schedule:
-    """One step from ``schedule`` towards ``new_order``, to take effect where a window begins.
+    """One step from ``schedule`` towards ``new_order``, to be applied where a window begins.
 
-    No operator is postponed by more than one phase (it may come earlier by any number), so any
-    window + 1 consecutive snapshots still anchor everything, also across the change. Applied at each
-    following boundary it gets closer each time, until the returned schedule is the one given.
+    An operator that moves from phase p to phase q waits ``window + q - p`` snapshots for its next anchor. No
+    operator is postponed by more than one phase (q <= p + 1), so any window + 1 consecutive snapshots anchor
+    everything, also across the change, and the ring needs no more slots. Applied at each following boundary,
+    the schedule gets closer to the new order each time, until the returned schedule equals the given one.
 
-    One pass of a bubble sort over phases, last pair first: two neighbours are pooled and shared out
-    anew, earlier operators to the earlier phase. What moves back a phase is not touched again.
-    A pair changes only if that leaves fewer operators out of order and no phase above capacity.
+    The step must start from the schedule of the newest snapshots: two steps from one boundary would postpone
+    an operator by two phases. So a restored trainer goes back to the schedule at the end of its suffix.
+
+    One pass of a bubble sort over phases, last pair first: two neighbours are pooled and divided again,
+    earlier operators to the earlier phase. An operator that moves back a phase does not move again. A pair
+    changes only if that leaves fewer operators out of order and no phase above capacity.
 
     Args:
         new_order: a permutation of the operator ids.
-        capacity_bytes: what a slot can hold.
+        capacity_bytes: the size of a slot.
     """
     if sorted(new_order) != list(range(schedule.num_operators)):
         raise ValueError(f"new_order is not a permutation of {schedule.num_operators} operators")
@@ -517,7 +520,7 @@ def _split_pair(
     rank: Sequence[int],
     room: int,
 ) -> tuple[list[int], list[int]] | None:
-    """Both phases (each sorted by rank) shared out anew, or None if that gains nothing."""
+    """Both phases (each sorted by rank) divided again, or None if that gains nothing."""
     before = _inversions(early, late, rank)
     if before == 0:
         return None
@@ -536,7 +539,7 @@ def _split_pair(
 
 
 def _even_split(pool: list[int], extra: Mapping[int, int], room: int) -> int | None:
-    """Where to cut so that both halves fit, none is empty, and the heavier one is lightest."""
+    """The cut into two non-empty halves that fit, with the lightest heavier half; None: there is none."""
     prefix = list(itertools.accumulate((extra[i] for i in pool), initial=0))
     middle = bisect_left(prefix, prefix[-1] / 2)
     cuts = [cut for cut in (middle - 1, middle) if 0 < cut < len(pool)]
@@ -546,7 +549,7 @@ def _even_split(pool: list[int], extra: Mapping[int, int], room: int) -> int | N
 
 
 def _first_fit(pool: Sequence[int], extra: Mapping[int, int], room: int) -> list[int]:
-    """What goes into the earlier phase if each operator in turn takes its place where it fits."""
+    """The operators of the earlier phase if each in turn is put there where it fits."""
     taken: list[int] = []
     for i in pool:
         if extra[i] <= room:
@@ -556,7 +559,7 @@ def _first_fit(pool: Sequence[int], extra: Mapping[int, int], room: int) -> list
 
 
 def _last_fit(pool: Sequence[int], extra: Mapping[int, int], room: int) -> list[int]:
-    """The same from the back: what is left for the earlier phase once the later one is full."""
+    """The operators that are left for the earlier phase once the later one was filled from the back."""
     late = set(_first_fit(pool[::-1], extra, room))
     return [i for i in pool if i not in late]
 
@@ -566,6 +569,6 @@ def _load(ids: Sequence[int], extra: Mapping[int, int]) -> int:
 
 
 def _inversions(early: Sequence[int], late: Sequence[int], rank: Sequence[int]) -> int:
-    """How many pairs stand the wrong way round; both are sorted by rank."""
+    """The number of pairs in the wrong order; both phases are sorted by rank."""
     late_ranks = [rank[i] for i in late]
     return sum(bisect_left(late_ranks, rank[i]) for i in early)

@@ -1,15 +1,13 @@
-"""What a schedule is, and the policies that carry it out.
+"""How a schedule is carried out: which operators, at which level, the snapshot of an iteration records. Pure.
 
-A schedule is periodic: the snapshot of iteration t has phase ``t % window``. Three policies answer the
-one question "which operators, at which level, at this iteration":
+A schedule is periodic: the snapshot of iteration t has phase ``t % window`` (see `Calendar`). Operator ids
+are indices into the sequence of operators that was planned. There are three policies:
 
 * *sliding* (default): the operators of the phase are anchored, of all others the compute weights are
   recorded. Any ``window`` consecutive snapshots are a suffix (DESIGN 4);
-* *aligned*: the paper's windows. An operator is absent once anchored, so only a whole window, from
-  phase 0 on, is a suffix: its first snapshot begins a chain (``PhaseLevels.begins_chain``);
-* *dense*: everything anchored, every k iterations.
-
-Operator ids are indices into the sequence of operators that was planned.
+* *aligned*: the paper's windows. An operator is absent once anchored, so only a whole window, from phase 0
+  on, is a suffix: its first snapshot begins a chain (``PhaseLevels.begins_chain``);
+* *dense*: everything is anchored, every k iterations.
 """
 
 from __future__ import annotations
@@ -63,13 +61,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """What an operator takes in a snapshot.
+    """The bytes of an operator in a snapshot.
 
     Args:
-        anchor_bytes: size where it is anchored, its weights included.
-        compute_bytes: size where it is not.
+        anchor_bytes: size if it is anchored, including its weights.
+        compute_bytes: size if it is not.
         group: the fused tensor of which it is a slice; slices are kept together in time.
-        layer: the layer it belongs to, -1 if none.
+        layer: its layer, -1 if none.
     """
 
     name: str
@@ -89,7 +87,7 @@ class OperatorCost:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A plan of one window; ``phases[p]`` are the ids of the operators anchored in phase p."""
+    """The plan of one window; ``phases[p]`` are the ids of the operators anchored in phase p."""
 
     window: int
     phases: tuple[tuple[int, ...], ...]
@@ -102,7 +100,7 @@ class Schedule:
 
     @property
     def num_operators(self) -> int:
-        """How many operators it plans."""
+        """The number of operators."""
         return sum(map(len, self.phases))
 
     @property
@@ -124,7 +122,7 @@ class Schedule:
 class PhaseLevels:
     """What one snapshot records; operators in neither list are absent.
 
-    ``begins_chain``: the snapshot does not go on from the one before, so its ``previous`` is -1.
+    ``begins_chain``: the snapshot does not continue the previous one, so its ``previous`` is -1.
     """
 
     phase: int
@@ -134,7 +132,7 @@ class PhaseLevels:
 
 
 class SnapshotPolicy(Protocol):
-    """The seam between capture and scheduling."""
+    """Which operators a snapshot records."""
 
     @property
     def window(self) -> int:
@@ -142,14 +140,14 @@ class SnapshotPolicy(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """How many slots the ring needs so that it never runs out."""
+        """How many slots the ring needs so that it never runs out of them."""
 
     def levels_for(self, iteration: int) -> PhaseLevels | None:
         """What the snapshot of ``iteration`` records; None for no snapshot."""
 
 
-class SlidingPolicy:
-    """A snapshot every iteration, each with the compute weights of what it does not anchor."""
+class _PhasedPolicy:
+    """A snapshot every iteration, as the phases of a schedule say."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -159,47 +157,44 @@ class SlidingPolicy:
     def window(self) -> int:
         """How many snapshots a suffix has."""
         return self.schedule.window
+
+    def levels_for(self, iteration: int) -> PhaseLevels:
+        """What the snapshot of ``iteration`` records."""
+        phase = iteration % self.window
+        if phase not in self._by_phase:
+            self._by_phase[phase] = self._levels(phase)
+        return self._by_phase[phase]
+
+    def _levels(self, phase: int) -> PhaseLevels:
+        raise NotImplementedError
+
+
+class SlidingPolicy(_PhasedPolicy):
+    """Each snapshot has the compute weights of the operators that it does not anchor."""
 
     @property
     def num_slots(self) -> int:
         """The suffix, one slot being filled, one being digested."""
         return self.window + 2
 
-    def levels_for(self, iteration: int) -> PhaseLevels:
-        """What the snapshot of ``iteration`` records."""
-        phase = iteration % self.window
-        if phase not in self._by_phase:
-            others = self.schedule.phases[:phase] + self.schedule.phases[phase + 1 :]
-            compute = tuple(itertools.chain.from_iterable(others))
-            self._by_phase[phase] = PhaseLevels(phase, self.schedule.phases[phase], compute)
-        return self._by_phase[phase]
+    def _levels(self, phase: int) -> PhaseLevels:
+        phases = self.schedule.phases
+        compute = tuple(itertools.chain.from_iterable(phases[:phase] + phases[phase + 1 :]))
+        return PhaseLevels(phase, phases[phase], compute)
 
 
-class AlignedPolicy:
+class AlignedPolicy(_PhasedPolicy):
     """The paper's windows: an operator is recorded until it is anchored, then no more."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self._by_phase: dict[int, PhaseLevels] = {}
-
-    @property
-    def window(self) -> int:
-        """How many snapshots a suffix has."""
-        return self.schedule.window
 
     @property
     def num_slots(self) -> int:
         """A whole window promised, a whole one being built, one slot being digested."""
         return 2 * self.window + 1
 
-    def levels_for(self, iteration: int) -> PhaseLevels:
-        """What the snapshot of ``iteration`` records."""
-        phase = iteration % self.window
-        if phase not in self._by_phase:
-            compute = tuple(itertools.chain.from_iterable(self.schedule.phases[phase + 1 :]))
-            anchored = self.schedule.phases[phase]
-            self._by_phase[phase] = PhaseLevels(phase, anchored, compute, begins_chain=phase == 0)
-        return self._by_phase[phase]
+    def _levels(self, phase: int) -> PhaseLevels:
+        phases = self.schedule.phases
+        compute = tuple(itertools.chain.from_iterable(phases[phase + 1 :]))
+        return PhaseLevels(phase, phases[phase], compute, begins_chain=phase == 0)
 
 
 class DensePolicy:
@@ -251,11 +246,18 @@ _SEEN = 8
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """Phase 0 begins at iteration ``base``, each phase lasts ``stride`` iterations.
+    """The phase of each iteration: phase 0 begins at ``base``, and each lasts ``stride`` iterations.
 
-    ``orders``: the schedules that follow one another, one at each window's beginning from iteration
-    ``since`` on; the last one stays.
-    Empty: the schedule stays as it is.
+    A phase follows from the number of the iteration and from what the ranks have agreed on, and from nothing
+    else. A rank that counted its own snapshots or boundaries would be shifted against the others for good by
+    whatever happens to it alone: a snapshot that failed, a step that its loss scaler skipped.
+
+    If gradients are accumulated over several iterations of the loop, only every ``stride``-th boundary can
+    have a snapshot. These boundaries must not all fall on the same few phases, so iterations are counted in
+    strides. An irregular accumulation repeats or skips a phase; the next window has all of them again.
+
+    ``orders``: the schedules that follow one another, one at the start of each window from iteration
+    ``since`` on; the last one stays. Empty: the schedule does not change.
     """
 
     base: int = 0
@@ -264,11 +266,11 @@ class Calendar:
     since: int = 0
 
     def ordinal(self, iteration: int) -> int:
-        """Which snapshot of the schedule this is; its phase is the remainder by the window."""
+        """The number of its snapshot in the schedule; the phase is this number modulo the window."""
         return (iteration - self.base) // self.stride
 
     def phases(self, iteration: int, window: int) -> Phases | None:
-        """The schedule that counts at ``iteration``; None: the one from before ``orders``."""
+        """The schedule at ``iteration``; None: the one before ``orders``."""
         if not self.orders:
             return None
         first_whole = -(-(self.since - self.base) // self.stride)
@@ -276,17 +278,17 @@ class Calendar:
         return None if begun < 0 else self.orders[min(begun, len(self.orders) - 1)]
 
     def from_here(self, iteration: int, *, phase: int = 0, stride: int = 0) -> Calendar:
-        """Begin anew: ``iteration`` has this phase."""
+        """A calendar in which ``iteration`` has this phase."""
         stride = stride or self.stride
         return Calendar(iteration - phase * stride, stride)
 
     def ordered(self, orders: tuple[Phases, ...], since: int) -> Calendar:
-        """Go on with these schedules, from the first window that begins at ``since`` or later."""
+        """A calendar with these schedules from the first window that begins at ``since`` or later."""
         return replace(self, orders=orders, since=since)
 
 
 class Strides:
-    """How many iterations lie between clean boundaries: what was seen lately."""
+    """The numbers of iterations between recent clean boundaries."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -299,16 +301,16 @@ class Strides:
         self._last = iteration
 
     def forget(self) -> None:
-        """What comes next does not follow on what was seen."""
+        """The next boundary does not follow the last one."""
         self._last = -1
         self._seen.clear()
 
     @property
     def shortest(self) -> int:
-        """The shortest seen; 1 if nothing was."""
+        """The shortest one; 1 without any."""
         return min(self._seen, default=1)
 
     def settled(self) -> int:
-        """The one that is seen now, each time; 0 if they differ, or too few were seen."""
+        """The stride, if all recent ones are equal; 0 if they differ or are too few."""
         same = len(self._seen) == _SEEN and len(set(self._seen)) == 1
         return self._seen[0] if same else 0

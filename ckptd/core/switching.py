@@ -1,24 +1,26 @@
-"""All ranks go over to another schedule at one iteration, or none of them does (pure).
+"""A change of the schedule: all ranks change at one iteration, or none does. Pure.
 
-What must hold is *agreement*: no two ranks of an epoch snapshot the same iteration by different
-schedules. Nobody may wait for it, training least of all, and every rank is at another place when it
-hears of something. The ranks share registers that can be compared and swapped (the job's store); an
-attempt to change has a number and goes through the stages of the table below. To be *ready* binds to
-nothing. Who has *promised* takes no snapshot from iteration ``promised`` on before it knows the outcome,
-which is the same for everybody: ``go`` at the largest promise of all, or dropped.
+The requirement is *agreement*: no two ranks of an epoch snapshot the same iteration by different schedules.
+Nothing may wait for it, least of all training, and each rank is at another iteration when it hears of
+something. The ranks share registers that can be compared and swapped (the job's store). An attempt to change
+has a number and goes through the stages of the table below. *Ready* binds to nothing. A rank that has
+*promised* takes no snapshot from iteration ``promised`` on before it knows the outcome, which is the same for
+all ranks: ``go`` at the largest promise of all, or dropped.
 
-The outcome is one register, written once: by the last to promise (go), or by whoever gives up
-(dropped): because it cannot prepare, because it has waited too long for others to be ready, or
-because it has reached its own promise and knows nothing.
+The outcome is one register, written once: by the last rank that promises (go), or by a rank that gives up
+(dropped), because it cannot prepare, because it has waited too long for others to be ready, or because it has
+reached its own promise without knowing the outcome.
 
-Why it holds. Say rank *q* snapshots iteration *s* after a change that went at *T* ≤ *s*. Then every
-rank *r* has promised, some *A* ≤ *T*, and *A* was later than any iteration that *r* had begun. If
-*r* began *s* before it promised, *s* < *A* ≤ *T*, which is not so. If it began *s* afterwards, it
-is past its promise and takes a snapshot only if it has read the register, which says *T*: by the
-new schedule, too. A rank prepares the next change only after it has gone over to the last one, so
-changes are applied everywhere in the same order. Nothing here depends on clocks or delays: they
-decide whether a change comes about, and how many snapshots are left out by a rank in doubt. That is
-none if it hears in time, and one read of the store otherwise.
+Why agreement holds. Suppose rank *q* snapshots iteration *s* by a change that went at *T* ≤ *s*. Then every
+rank *r* has promised some *A* ≤ *T*, and *A* was later than any iteration that *r* had begun. If *r* began
+*s* before it promised, then *s* < *A* ≤ *T*, a contradiction. If *r* began *s* afterwards, it is past its
+promise and takes a snapshot only if it has read the register, which says *T*: so by the new schedule, too. A
+rank prepares the next change only after it has applied the last one, so all ranks apply changes in the same
+order. Nothing here depends on clocks or delays: they decide whether a change succeeds, and how many snapshots
+a rank in doubt leaves out. That is none if it hears in time, and as many as one read of the store takes
+otherwise.
+
+The second half of the module plays each question to the store as a sequence of register accesses.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ _MOST_MARGIN_S = 60.0
 
 
 class Stage(MachineState):
-    """How far the newest attempt is on this rank; see the module."""
+    """How far the newest attempt is on this rank."""
 
     IDLE = "idle", "nothing is open"
     PROPOSING = "proposing", "this rank wishes for a change, and asks the store to open an attempt"
@@ -87,7 +89,7 @@ class Stage(MachineState):
 
 
 class SwitchEvent(StrEnum):
-    """What happens to an attempt, as this rank hears of it."""
+    """What happens to an attempt, as this rank sees it."""
 
     WISH = "wish"
     PROPOSED = "proposed"  # by anybody
@@ -113,7 +115,7 @@ TRANSITIONS = Transitions(
         (Stage.READY, SwitchEvent.UNABLE): Stage.READY,
         (Stage.READY, SwitchEvent.ALL_READY): Stage.PROMISED,
         (Stage.READY, SwitchEvent.DROPPED): Stage.IDLE,
-        # A promise binds: who has given it learns the outcome like all others.
+        # A promise binds: this rank learns the outcome like all others.
         (Stage.PROMISED, SwitchEvent.UNABLE): Stage.PROMISED,
         (Stage.PROMISED, SwitchEvent.GO): Stage.DECIDED,
         (Stage.PROMISED, SwitchEvent.DROPPED): Stage.IDLE,
@@ -124,10 +126,10 @@ _ANSWERING = (Stage.PREPARING, Stage.READY, Stage.PROMISED)
 
 
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is proposed; what is not named stays as it is.
+    """A proposed change; defaults mean no change.
 
-    ``order``: operators of the table with the digest ``table``, in the order in which they shall be anchored.
-    ``stride``: how many iterations lie between two boundaries at which a snapshot can be taken.
+    ``order``: the operators of the table with the digest ``table``, in the order of their anchors.
+    ``stride``: the iterations between two boundaries at which a snapshot can be taken.
     """
 
     why: str
@@ -138,12 +140,12 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     table: str = ""
 
 
-# -- what happened ---------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Attempt ``number`` is open, proposed by anybody; promises leave ``margin_s`` for the messages."""
+    """Some rank opened attempt ``number``; promises leave ``margin_s`` for the messages."""
 
     number: int
     change: Change
@@ -152,14 +154,14 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """This rank could go over."""
+    """This rank has prepared the change."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unable:
-    """This rank cannot."""
+    """This rank cannot prepare the change."""
 
     number: int
     why: str
@@ -167,14 +169,14 @@ class Unable:
 
 @dataclass(frozen=True, slots=True)
 class AllReady:
-    """Every rank could."""
+    """Every rank has prepared the change."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The outcome: go at iteration ``at``, or dropped (-1) because of ``why``."""
+    """The outcome: go at iteration ``at``, or dropped (-1) for the reason ``why``."""
 
     number: int
     at: int
@@ -183,17 +185,17 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The store did not answer what was asked last; it may have been done all the same."""
+    """The store did not answer the last question; it may have been executed all the same."""
 
 
 Event = Proposed | Prepared | Unable | AllReady | Decided | RequestFailed
 
-# -- what to ask the store, one thing at a time ----------------------------------------------------
+# -- questions to the store, one at a time ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Open the attempt, unless somebody else has: Proposed, or Failed."""
+    """Open the attempt, unless another rank has: Proposed, or RequestFailed."""
 
     number: int
     change: Change
@@ -202,14 +204,14 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class TellReady:
-    """Count this rank, once: AllReady if it is the last."""
+    """Count this rank as ready, once: AllReady if it is the last."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TellPromise:
-    """Tell this rank's promise, once: Decided if it is the last."""
+    """Publish this rank's promise, once: Decided if it is the last."""
 
     number: int
     at: int
@@ -217,7 +219,7 @@ class TellPromise:
 
 @dataclass(frozen=True, slots=True)
 class EndAttempt:
-    """End the attempt, unless it is decided: Decided."""
+    """Drop the attempt, unless it is decided: Decided."""
 
     number: int
     why: str
@@ -225,7 +227,7 @@ class EndAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """See whether it is decided, or (``ready``) all are ready."""
+    """Read whether the attempt is decided, or (``ready``) all ranks are ready."""
 
     number: int
     ready: bool
@@ -233,19 +235,19 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class LookForAttempt:
-    """See whether there is an attempt later than ``number``."""
+    """Read whether there is an attempt later than ``number``."""
 
     number: int
 
 
 Ask = Propose | TellReady | TellPromise | EndAttempt | Watch | LookForAttempt
 
-# -- what the trainer is to do ---------------------------------------------------------------------
+# -- effects for the trainer -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Make plan and memory, then tell Prepared or Unable; repeated at each boundary until then."""
+    """Prepare plan and memory, then report Prepared or Unable; repeated at each boundary until then."""
 
     number: int
     change: Change
@@ -253,9 +255,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Go over now; the change counts from iteration ``at`` on (earlier than this one if this rank
-    was in doubt).
-    """
+    """Apply the change now; it counts from ``at`` on, which has passed if this rank was in doubt."""
 
     number: int
     change: Change
@@ -264,7 +264,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """It will not be: give back what was prepared."""
+    """The attempt was dropped: give back what was prepared."""
 
     number: int
     change: Change
@@ -278,10 +278,9 @@ class Switching:
     """One rank's part in one epoch.
 
     Args:
-        patience_s: how long a rank that prepares or is ready waits for all to be ready.
-        apart_s: how long after an attempt that was dropped this rank proposes another; doubled with
-            each further one.
-        apart_max_s: at most.
+        patience_s: how long a rank that prepares or is ready waits for all ranks to be ready.
+        apart_s: the pause after a dropped attempt before this rank proposes another; doubles with each.
+        apart_max_s: the limit of that pause.
     """
 
     def __init__(self, *, patience_s: float, apart_s: float, apart_max_s: float) -> None:
@@ -299,15 +298,14 @@ class Switching:
         self._reached, self._iteration_s = -1, 0.0
         self._discards: list[Discard] = []
 
-    # -- the trainer ---------------------------------------------------------------------------------
+    # -- called by the trainer -----------------------------------------------------------------------
 
     @validated
     def wish(self, change: Change, *, margin_s: float, now_s: float) -> bool:
         """Propose a change; False while another one is open, or the last attempt is too recent.
 
         Args:
-            margin_s: how long it takes all to hear of something; grows by itself with every attempt
-                that came to nothing.
+            margin_s: the time in which all ranks hear of something; doubles with every dropped attempt.
         """
         if self.stage is not Stage.IDLE or now_s < self._not_before_s:
             return False
@@ -318,7 +316,7 @@ class Switching:
 
     @validated
     def boundary(self, iteration: int, *, iteration_s: float) -> list[Effect]:
-        """The top of ``iteration``, before its snapshot: what to do now."""
+        """The effects at the top of ``iteration``, before its snapshot."""
         self._reached, self._iteration_s = max(self._reached, iteration), iteration_s
         effects: list[Effect] = list(self._discards)
         self._discards.clear()
@@ -332,17 +330,17 @@ class Switching:
         return effects
 
     def knows(self, iteration: int) -> bool:
-        """Whether this rank may snapshot ``iteration``: it knows by which schedule all do."""
+        """Whether this rank knows the schedule of ``iteration``, so that it may take a snapshot."""
         return self.stage is not Stage.PROMISED or iteration < self._promised
 
-    # -- what happened -------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------
 
     @validated
     def handle(self, event: Event, *, now_s: float) -> None:
-        """Take note of an event. What a rank hears of an attempt that it has left behind is passed over.
+        """Take note of an event; those of past attempts are ignored.
 
         Raises:
-            LocalProtocolError: it cannot have happened if all keep to the rules.
+            LocalProtocolError: the event is impossible if all ranks keep to the rules.
         """
         if isinstance(event, RequestFailed):
             if self.stage is Stage.PROPOSING:
@@ -365,15 +363,13 @@ class Switching:
                 self._decided(event, now_s)
 
     def _on(self, event: SwitchEvent) -> None:
-        """Every transition goes through here; what a stage asks of the store has not been told when
-        it begins.
-        """
+        """Make a transition; each stage has its own question to the store."""
         before, self.stage = self.stage, TRANSITIONS.after(self.stage, event, attempt=self.number)
         if self.stage is not before:
             self._told = False
 
     def _validate(self) -> None:
-        """What the module's proof rests on, as far as one rank can see it."""
+        """Assert what the module's proof rests on, as far as one rank can see it."""
         if self.stage is Stage.DECIDED:
             assert self._at >= self._promised, f"go at {self._at}, promised {self._promised}"
         assert not self._dropping or self.stage in _ANSWERING, f"{self.stage}, and dropping"
@@ -395,7 +391,7 @@ class Switching:
 
     def _promise(self) -> None:
         margin = math.ceil(self._margin_s / self._iteration_s) if self._iteration_s > 0 else 0
-        # Later than anything that this rank has begun; from here on it is bound, told or not.
+        # Later than anything that this rank has begun; from here on it is bound, published or not.
         self._on(SwitchEvent.ALL_READY)
         self._promised = self._reached + max(_LEAST_MARGIN, margin)
 
@@ -414,18 +410,16 @@ class Switching:
     def _rest(self, now_s: float, *, came_about: bool) -> None:
         self._dropping = ""
         self._dropped_in_a_row = 0 if came_about else self._dropped_in_a_row + 1
-        # What came about is no reason to wait; the next wish may be that of a rank which is not
-        # protected until then.
+        # After a success there is no pause: the next wish may be that of a rank which is not protected until
+        # then.
         tries = min(self._dropped_in_a_row, 20)
         apart_s = min(self._apart_s * 2 ** (tries - 1), self._apart_max_s) if tries else 0.0
         self._not_before_s = now_s + apart_s
 
-    # -- the store -----------------------------------------------------------------------------------
+    # -- questions to the store ----------------------------------------------------------------------
 
     def ask(self, now_s: float) -> Ask | None:
-        """What to ask the store next. What must be done once is given once: a repetition could be
-        counted twice.
-        """
+        """The next question to the store. A question that counts this rank comes once, never repeated."""
         stage, number = self.stage, self.number
         waits = stage in (Stage.PREPARING, Stage.READY)
         if waits and not self._dropping and now_s > self._begun_s + self._patience_s:
@@ -446,16 +440,23 @@ class Switching:
         return Watch(number, stage is Stage.READY)
 
 
+# -- accesses to the store -------------------------------------------------------------------------
+
+# A question is a generator that yields single accesses, is sent their results, and returns the resulting
+# event, or None. So the same sequence is played against a real store, and by a simulation that interleaves
+# the accesses of many ranks.
+
+
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Count up by one; sent the sum. Not to be repeated where it may have been done."""
+    """Count up by one; the result is the sum. It must not be repeated where it may have been executed."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class CompareAndSwap:
-    """Write ``new`` if the register holds ``old`` (empty: nothing yet); sent what it holds then."""
+    """Write ``new`` if the register holds ``old`` (empty: nothing yet); the result is what it holds then."""
 
     key: str
     old: bytes
@@ -464,21 +465,21 @@ class CompareAndSwap:
 
 @dataclass(frozen=True, slots=True)
 class Has:
-    """Whether anything was written; sent 1 or 0."""
+    """Whether anything was written; the result is 1 or 0."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read what is known to be there; sent its bytes."""
+    """Read a register that was written; the result is its bytes."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Forget what nobody reads any more; sent anything."""
+    """Delete a register that is not read any more; the result is anything."""
 
     key: str
 
@@ -504,8 +505,14 @@ _outcome_decoder = msgspec.msgpack.Decoder(_Outcome)
 def accesses(ask: Ask, world_size: int) -> Steps:
     """The accesses that answer a question.
 
+    Keys, beneath a prefix that is new in each epoch: ``head`` (the newest attempt), and per attempt *n*
+    ``n/proposal``, ``n/ready`` and ``n/all``, ``n/at`` (the largest promise), ``n/promised``, ``n/outcome``.
+    Of attempts before the last two only the outcome stays (tens of bytes): a rank in doubt must find it
+    whenever it comes back. A rank that proposes attempt *n* knows how *n* - 1 ended, so nothing else of them
+    is needed.
+
     Raises:
-        ValueError: another program has written to our keys.
+        ValueError: another program has written to these keys.
     """
     match ask:
         case Propose():
@@ -550,7 +557,7 @@ def _tell_ready(number: int, world_size: int) -> Steps:
 
 
 def _promise(ask: TellPromise, world_size: int) -> Steps:
-    # Before it is counted: who counts the last one must find the largest of all.
+    # Before this rank is counted: the one that counts the last rank must find the largest promise of all.
     yield from _raise_to(f"{ask.number}/at", ask.at)
     if (yield Add(f"{ask.number}/promised")) != world_size:
         return None
@@ -584,11 +591,11 @@ def _raise_to(key: str, value: int) -> Steps:
 def propose_largest(
     key: str, mine: Sequence[int], *, rank: int, ranks: int
 ) -> Generator[Access, bytes | int, None]:
-    """Take part in an agreement on the largest of each number; the last of so many ranks announces it.
-    Repeating it does no harm.
+    """Agree on the largest of each number: every rank proposes once, and the last of ``ranks`` announces it.
 
-    Keys: ``<key>/<place>`` (the largest number so far), ``<key>/rank<n>`` and ``<key>/count`` (who has
-    proposed), ``<key>/decided``.
+    The first schedule needs no attempts, only this. To repeat it is harmless. Keys: ``<key>/<place>`` (the
+    largest number so far), ``<key>/rank<n>`` and ``<key>/count`` (which ranks have proposed),
+    ``<key>/decided``.
     """
     for place, value in enumerate(mine):
         yield from _raise_to(f"{key}/{place}", value)
@@ -603,7 +610,7 @@ def propose_largest(
 
 
 def largest_found(key: str) -> Generator[Access, bytes | int, tuple[int, ...] | None]:
-    """The largest of each number, as announced; None until then."""
+    """The announced largest numbers; None until then."""
     if not (yield Has(f"{key}/decided")):
         return None
     found = yield Get(f"{key}/decided")

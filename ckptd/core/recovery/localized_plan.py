@@ -67,7 +67,7 @@ from ckptd.core.recovery.snapshot_tables import (
 )
 from ckptd.core.slots.ring import epoch_table, stale_after
 
-__all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankHoldings", "RankKind", "RankPlan", "plan_localized"]
+__all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
 
 
 class RankHoldings:

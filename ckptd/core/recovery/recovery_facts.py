@@ -1,20 +1,23 @@
-"""The facts of each rank, which say with which ranks it communicates in a step; and their completion
-for ranks without facts. Pure.
+"""The facts of each rank about its communication in a step, completed for ranks without facts. Pure.
 
-A rank records its facts with its boundary log. The neighbour relation is symmetric, so the neighbours
-of a lost rank follow from the facts of the others. A *domain* contains all ranks that are joined by
-other communication within a step, directly or through other ranks; each rank reports those that it
-knows, and the domains are the connected components. Whether two lost ranks communicate with each other
-or belong to one domain does not follow. They are therefore treated as one domain: its ranks start at
-the same iteration, so no log of the tensors sent within it is needed. A domain that is too large costs
-replay, never exactness.
+A rank records its facts with its boundary log. The neighbour relation is symmetric, so the neighbours of a
+lost rank follow from the facts of the others. A *domain* contains all ranks that are joined by other
+communication within a step, directly or through other ranks; each rank reports those that it knows, and the
+domains are the connected components. Whether two lost ranks communicate with each other or belong to one
+domain does not follow. They are therefore treated as one domain: its ranks start at the same iteration, so no
+log of the tensors sent within it is needed. A domain that is too large costs replay, never exactness.
+
+The facts of a rank that lost its node, or whose node is only asked, come from the descriptors of its log and
+of the log's replicas (`facts_from_logs`). Those of the newest generation count, because facts grow. A replica
+may belong to an older generation; its facts are used only if it contains tensors that the rank sent shortly
+before the end. A rank without such a log has no facts, which costs replay but no exactness.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
 
@@ -73,6 +76,15 @@ class Relations:
     neighbours: Sequence[tuple[int, ...]]
     unreported: tuple[int, ...]
     facts: Mapping[int, RankFacts]
+    _adjacent: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def adjacent(self, domain: int) -> list[int]:
+        """The other domains with a neighbour of this one's ranks, ascending."""
+        if domain not in self._adjacent:
+            ranks = self.domains[domain]
+            found = {self.domain_of[other] for rank in ranks for other in self.neighbours[rank]}
+            self._adjacent[domain] = sorted(found - {domain})
+        return self._adjacent[domain]
 
     def have_same_operators(self, rank: int, other: int) -> bool:
         """Whether all operators of both ranks are equal, according to their facts: one says so, and none

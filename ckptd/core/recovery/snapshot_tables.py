@@ -1,9 +1,15 @@
-"""The spans of iterations that all ranks can replay together, given their snapshots. Pure."""
+"""Each rank's merged inventory, the spans that all ranks can replay together, and the sources to load. Pure.
+
+`Tables` have for each rank and iteration the snapshot that counts, with all its copies. A *span* is a (start,
+end) of iterations: from the snapshots of start to end every rank becomes exact at end. `Sources` orders the
+copies of each snapshot. `ckptd.core.recovery.global_plan` defines the snapshots that count; parked states and
+logs are merged in the same way (`ckptd.core.recovery.localized_plan`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,6 +30,7 @@ __all__ = [
     "all_spans",
     "best_group",
     "between",
+    "common",
     "common_ends",
     "common_start",
     "conflicts_text",
@@ -31,7 +38,6 @@ __all__ = [
     "groups_of",
     "has_suffix",
     "in_order",
-    "in_phase",
     "is_whole",
     "listed",
     "newest_span",
@@ -188,34 +194,31 @@ def conflicts_text(conflicts: Sequence[str]) -> str:
 
 
 def newest_span(tables: Tables) -> tuple[int, int] | None:
-    """The newest (start, end) of all ranks."""
-    for end in common_ends(tables):
-        start = common_start(tables, end)
-        if start is not None and in_phase(tables, start, end):
-            return start, end
-    return None
+    """The span with the newest end."""
+    return next(all_spans(tables), None)
 
 
 def span_to(tables: Tables, end: int) -> tuple[int, int] | None:
     """The span that ends at ``end``."""
-    start = common_start(tables, end) if end in common_ends(tables) else None
-    return (start, end) if start is not None and in_phase(tables, start, end) else None
+    start = common_start(tables, end)
+    return None if start is None or not _in_phase(tables, start, end) else (start, end)
 
 
-def all_spans(tables: Tables) -> list[tuple[int, int]]:
+def all_spans(tables: Tables) -> Iterator[tuple[int, int]]:
     """The spans of all iterations at which all ranks can resume, newest first."""
-    found = (span_to(tables, end) for end in common_ends(tables))
-    return [span for span in found if span is not None]
+    for end in common_ends(tables):
+        if (span := span_to(tables, end)) is not None:
+            yield span
 
 
-def in_phase(tables: Tables, start: int, end: int) -> bool:
+def _in_phase(tables: Tables, start: int, end: int) -> bool:
     """Whether every rank recorded the same phases of the schedule from ``start`` to ``end``."""
     phases: dict[int, int] = {}
-    for groups in tables.values():
-        for record in between(best_group(groups, start, end), start, end):
-            if phases.setdefault(record.iteration, record.phase) != record.phase:
-                return False
-    return True
+    return all(
+        phases.setdefault(record.iteration, record.phase) == record.phase
+        for groups in tables.values()
+        for record in between(best_group(groups, start, end), start, end)
+    )
 
 
 def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | str:
@@ -230,7 +233,7 @@ def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | st
         start: a start of all ranks, from which they are exact at ``end``.
         within: the limit of additional iterations to replay.
     """
-    common: set[int] | None = None
+    shared: set[int] | None = None
     phases: dict[int, set[int]] = {}
     for rank, groups in sorted(tables.items()):
         group = best_group(groups, start, end)
@@ -239,10 +242,10 @@ def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | st
             return f"no snapshot of rank {rank} before iteration {start} leads to that of iteration {start}"
         for iteration in before:
             phases.setdefault(iteration, set()).add(group.newest[iteration].phase)
-        common = before if common is None else common & before
-    if not common:
+        shared = before if shared is None else shared & before
+    if not shared:
         return f"the ranks have no snapshot before iteration {start} in common"
-    newest = max(common)
+    newest = max(shared)
     if start - newest > within:
         return f"the previous snapshot is {start - newest} iterations older, and verify_iterations={within}"
     if len(phases[newest]) > 1:
@@ -263,24 +266,27 @@ def between(group: Group, start: int, end: int) -> list[SlotRecord]:
 
 def common_ends(tables: Tables) -> list[int]:
     """The iterations, newest first, of which every rank has a snapshot."""
-    common: set[int] | None = None
-    for groups in tables.values():
-        mine = set(chain.from_iterable(group.newest for group in groups))
-        common = mine if common is None else common & mine
-    return sorted(common or (), reverse=True)
+    ends = (set(chain.from_iterable(group.newest for group in groups)) for groups in tables.values())
+    return sorted(common(ends), reverse=True)
 
 
 def common_start(tables: Tables, end: int) -> int | None:
     """The newest iteration from which a chain up to ``end`` anchors all operators of every rank."""
-    common: set[int] | None = None
-    for groups in tables.values():
-        starts: set[int] = set()
-        for group in groups:
-            starts |= covering_starts(group, end)
-        common = starts if common is None else common & starts
-        if not common:
-            return None
-    return max(common) if common else None
+    starts = (
+        set(chain.from_iterable(covering_starts(group, end) for group in groups))
+        for groups in tables.values()
+    )
+    return max(common(starts), default=None)
+
+
+def common(sets: Iterable[set[int]]) -> frozenset[int]:
+    """The intersection of the sets; stops when it is empty."""
+    found: set[int] | None = None
+    for each in sets:
+        found = each if found is None else found & each
+        if not found:
+            break
+    return frozenset(found or ())
 
 
 def covering_starts(group: Group, end: int) -> set[int]:

@@ -590,6 +590,6 @@ def test_a_slot_that_nobody_reads_and_is_held_is_noticed() -> None:
     """The check must be able to fail: what is held for nobody is a slot that the ring has lost."""
     core = Replicator()
     core.handle(Targets(("b",)), now_s=0.0)
-    core._holders[key_of(Replication().record("3"))] = 1
+    core._turn.readers[key_of(Replication().record("3"))] = 1
     with pytest.raises(AssertionError, match="held for"):
         core.handle(Tick(), now_s=1.0)
