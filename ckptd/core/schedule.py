@@ -417,11 +417,9 @@ def _blockwise(experts: list[int], group_of: Sequence[str | None], weight: Seque
     for i in experts:
         group = group_of[i]
         blocks.setdefault(i if group is None else group, []).append(i)
-
-    def place(block: list[int]) -> tuple[float, int]:
-        return sum(weight[i] for i in block) / len(block), min(block)
-
-    return list(itertools.chain.from_iterable(sorted(blocks.values(), key=place)))
+    mean = {key: sum(weight[i] for i in block) / len(block) for key, block in blocks.items()}
+    order = sorted(blocks, key=lambda key: (mean[key], min(blocks[key])))
+    return list(itertools.chain.from_iterable(blocks[key] for key in order))
 
 
 def _weights(

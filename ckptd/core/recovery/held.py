@@ -114,7 +114,7 @@ class _WireRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid
     @classmethod
     def of(cls, record: SlotRecord, num_operators: int) -> _WireRecord:
         anchors = record.anchors.to_bytes((num_operators + 7) // 8, "little")
-        return cls(*_before_anchors(record), anchors, *_after_anchors(record))
+        return cls(*(*_before_anchors(record), anchors, *_after_anchors(record)))
 
     def record(self, num_operators: int) -> SlotRecord:
         anchors = int.from_bytes(self.anchors, "little")
@@ -126,7 +126,8 @@ class _WireRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid
         if len(self.header_digest) not in (0, 16):
             raise ValueError(f"a header digest of {len(self.header_digest)} bytes")
         generation, index, state, *before = _before_anchors(self)
-        return SlotRecord(generation, index, SlotState(state), *before, anchors, *_after_anchors(self))
+        values = (generation, index, SlotState(state), *before, anchors, *_after_anchors(self))
+        return SlotRecord(*values)
 
 
 class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -143,11 +144,11 @@ class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     @classmethod
     def of(cls, held: HeldRecords) -> _WireHeld:
         records = [_WireRecord.of(record, held.num_operators) for record in held.records]
-        return cls(*_before_records(held), records, held.facts)
+        return cls(*(*_before_records(held), records, held.facts))
 
     def held(self) -> HeldRecords:
         records = tuple(record.record(self.num_operators) for record in self.records)
-        return HeldRecords(*_before_records(self), records, self.facts)
+        return HeldRecords(*(*_before_records(self), records, self.facts))
 
 
 _decoder = msgspec.msgpack.Decoder(list[_WireHeld])
