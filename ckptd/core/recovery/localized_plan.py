@@ -1,8 +1,8 @@
 """Localized recovery: only the ranks that lost their state replay. One pure function.
 
-Survivors of a failure *park*: their nodes' memory holds their state before the interrupted step. All
-ranks run together again from the newest iteration at which any rank was parked (``resume``). Until then
-each rank runs *isolated*, from its own start:
+Survivors of a failure *park*: their nodes' memory holds their state before the interrupted step. All ranks
+run together again from the newest iteration at which any rank was parked (``resume``). Until then each rank
+runs *isolated*, from its own start:
 
 * **parked**: it resumes where it was parked. Stages of a pipeline end their steps at different times,
   so some are parked one step before ``resume``; they run that step again.
@@ -70,8 +70,222 @@ from ckptd.core.slots.ring import epoch_table, stale_after
 __all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
 
 
-class RankHoldings:
-    """The inventory of each rank; snapshots and logs are merged on first use."""
+_NO_HOMES: Mapping[int, str] = MappingProxyType({})
+_MOST_WIDENINGS = 3
+_LOGS_TRIED = 8
+
+
+class RankKind(StrEnum):
+    """The source of a rank's state."""
+
+    PARKED = "parked"
+    MOVED = "moved"
+    COPIED = "copied"
+    REPLAYS = "replays"
+
+
+class Feed(msgspec.Struct, frozen=True, gc=False):
+    """The logs of the tensors that ``neighbour`` sent from iteration ``first`` to before ``end``: one per
+    iteration, in order.
+    """
+
+    neighbour: int
+    first: int
+    end: int
+    pieces: tuple[SnapshotToLoad, ...]
+
+
+class RankPlan(msgspec.Struct, frozen=True, gc=False):
+    """The path of one rank to the iteration from which all ranks run together.
+
+    Args:
+        start: its base, the first iteration that it runs; isolated until ``LocalizedPlan.resume``.
+        exact_at: the first iteration in which it is dense.
+        pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is not after
+            it; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
+            ``exact_at``.
+        feeds: logs of the neighbours that start later, in ascending order.
+        values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no neighbour
+            feeds it. Values that all ranks compute together cannot be computed there, but were logged. Empty
+            if no log exists; needed only if a job has such values.
+        unverified: why a rank that replays does not start one iteration earlier to verify all values that it
+            loads; "" if it does.
+    """
+
+    kind: RankKind
+    start: int
+    exact_at: int
+    pieces: tuple[SnapshotToLoad, ...]
+    feeds: tuple[Feed, ...]
+    values: tuple[Feed, ...] = ()
+    unverified: str = ""
+
+    @property
+    def snapshots(self) -> tuple[SnapshotToLoad, ...]:
+        """The pieces that are snapshots of this rank."""
+        match self.kind:
+            case RankKind.PARKED:
+                return ()
+            case RankKind.MOVED | RankKind.COPIED:
+                return self.pieces[1:]
+            case RankKind.REPLAYS:
+                return self.pieces
+
+    @property
+    def logs(self) -> dict[int, dict[int, SnapshotToLoad]]:
+        """The logs that feed it, by neighbour and iteration."""
+        return {f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalizedPlan:
+    """The iteration from which all ranks run together, and the path of each; ``epoch`` and ``moved_bytes``
+    as in `RecoveryPlan`.
+    """
+
+    resume: int
+    epoch: int
+    per_rank: Mapping[int, RankPlan]
+    reason: str
+    moved_bytes: Mapping[int, int]
+
+    @property
+    def bases(self) -> dict[int, int]:
+        """The base of each rank: the first iteration that it runs."""
+        return {rank: plan.start for rank, plan in self.per_rank.items()}
+
+    @property
+    def together(self) -> int:
+        """The first iteration that every rank runs as it would without a failure: ``resume``, or
+        one before it.
+        """
+        return max(plan.exact_at for plan in self.per_rank.values())
+
+
+@dataclass(frozen=True, slots=True)
+class NotLocalized:
+    """The reason why the recovery must be global (`ckptd.core.recovery.global_plan.plan_recovery`), and
+    the highest known epoch.
+    """
+
+    reason: str
+    epoch: int = -1
+
+
+def plan_localized(
+    held: RunHoldings,
+    facts: Mapping[int, RankFacts],
+    world_size: int,
+    *,
+    homes: Mapping[int, str] = _NO_HOMES,
+    lost: Container[str] = (),
+    verify_iterations: int = 0,
+) -> LocalizedPlan | NotLocalized:
+    """Plan a recovery to the newest state that all ranks can reach, with replay only on ranks without state.
+
+    Args:
+        held: the inventories of the nodes; epochs count as for `plan_recovery`.
+        facts: each rank's report of the ranks with which it communicates; ranks may be missing.
+        homes: the node on which each rank will run; its copies are preferred.
+        lost: nodes whose inventories do not count.
+        verify_iterations: if not 0, ranks that replay start one iteration earlier, if its snapshots and logs
+            exist.
+    """
+    left = held.without(lost)
+    known = [in_order(each) for each in (left.snapshots, left.parked, left.logs)]
+    epochs = epoch_table((r for each in known for h in each for r in h.records), held.begun)
+    epoch = max(epochs, default=-1)
+    ranks = _RankInventory(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
+    if world_size < 1 or ranks.beyond:
+        what = f"nodes hold state of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
+        return NotLocalized(f"{what}world size {world_size}", epoch)
+    resume = max((t for parks in ranks.parks.values() for t in parks), default=None)
+    if resume is None:
+        return NotLocalized("no rank was parked", epoch)
+    relations = relate(facts, world_size)
+    if isinstance(relations, str):
+        return NotLocalized(relations, epoch)
+    spans = DomainSpans(relations.domains, ranks.groups, resume)
+    stands = [_stands(d, relations, ranks, spans) for d in range(len(relations.domains))]
+    if not any(stands):
+        return NotLocalized("no rank can resume where it was parked: all would replay", epoch)
+    better = _global_is_better(ranks, resume, world_size)
+    if better is not None:
+        return NotLocalized(better, epoch)
+    scope = settle(relations, stands, spans, ranks.has_log, resume)
+    if isinstance(scope, str):
+        return NotLocalized(scope, epoch)
+    if all(place.stand is None for place in scope.places):
+        return NotLocalized("every rank would replay" + _because(scope), epoch)
+    why_not = "" if verify_iterations > 0 else "verify_iterations=0"
+    scope = verified(scope, relations, spans, ranks.has_log, why_not)
+    return _Assembly(ranks, relations, scope, resume).plan(epoch)
+
+
+def _stands(domain: int, relations: Relations, held: _RankInventory, spans: DomainSpans) -> list[Stand]:
+    """The iterations at which all ranks of a domain can resume, newest first."""
+    members = relations.domains[domain]
+    parks = held.parks
+    iterations = {t for rank in members if rank in parks for t in parks[rank]}
+    stands = []
+    for iteration in sorted(iterations, reverse=True):
+        if _superseded(domain, members, iteration, held, spans):
+            break  # so are those before
+        peers = _peers(members, iteration, relations, held)
+        if peers is not None:
+            stands.append(Stand(iteration, peers))
+    return stands
+
+
+def _superseded(
+    domain: int, members: Sequence[int], iteration: int, held: _RankInventory, spans: DomainSpans
+) -> bool:
+    """Whether the domain continued after this iteration, and could replay from a later one."""
+    if not all(held.went_past(rank, iteration) for rank in members):
+        return False
+    span = spans.newest((domain,), spans.last)
+    return span is not None and span[0] > iteration
+
+
+def _peers(
+    members: Sequence[int], iteration: int, relations: Relations, held: _RankInventory
+) -> dict[int, int] | None:
+    """The peer from which each member without a parked state copies; None if a member has none."""
+    there = [rank for rank in members if held.goes_on(rank, iteration)]
+    going_on = frozenset(there)
+    if len(there) == len(members):
+        return {}
+    peers: dict[int, int] = {}
+    for rank in members:
+        if rank in going_on:
+            continue
+        if not there:
+            return None
+        turn = len(peers) % len(there)  # each peer sends about as much
+        in_turn = itertools.chain(there[turn:], there[:turn])
+        equals = (other for other in in_turn if relations.have_same_operators(rank, other))
+        peer = next((other for other in equals if held.fits(rank, other, iteration)), None)
+        if peer is None:
+            return None
+        peers[rank] = peer
+    return peers
+
+
+def _global_is_better(held: _RankInventory, resume: int, world_size: int) -> str | None:
+    """The reason why the global recovery loses no more and makes no rank run more; None if it does."""
+    ranks = range(world_size)
+    if not all(held.went_past(rank, resume, or_dense_at=True) for rank in ranks):
+        return None  # some rank has neither a snapshot nor a parked state
+    span = newest_span({rank: held.groups(rank) for rank in ranks})
+    if span is not None and span[1] > resume:
+        return f"snapshots make all ranks exact at {span[1]}, later than the newest parked state ({resume})"
+    if span is not None and span[0] >= resume:
+        return f"every rank has a complete snapshot of iteration {resume}: none replays"
+    return None
+
+
+class _RankInventory:
+    """The parked states, snapshots and logs of each rank that count; merged on first use."""
 
     def __init__(
         self,
@@ -188,240 +402,23 @@ def _table_of(held: HeldRecords) -> tuple[int, str]:
     return held.num_operators, held.operators_id
 
 
-_NO_HOMES: Mapping[int, str] = MappingProxyType({})
-_MOST_WIDENINGS = 3
-_LOGS_TRIED = 8
-
-
-class RankKind(StrEnum):
-    """The source of a rank's state."""
-
-    PARKED = "parked"
-    MOVED = "moved"
-    COPIED = "copied"
-    REPLAYS = "replays"
-
-
-class Feed(msgspec.Struct, frozen=True, gc=False):
-    """The logs of the tensors that ``neighbour`` sent from iteration ``first`` to before ``end``: one per
-    iteration, in order.
-    """
-
-    neighbour: int
-    first: int
-    end: int
-    pieces: tuple[SnapshotToLoad, ...]
-
-
-class RankPlan(msgspec.Struct, frozen=True, gc=False):
-    """The path of one rank to the iteration from which all ranks run together.
-
-    Args:
-        start: its base, the first iteration that it runs; it runs isolated until ``LocalizedPlan.resume``.
-        exact_at: the first iteration in which it is dense.
-        pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is
-            not after it; copied: the peer's parked state, its own snapshot; replays: its snapshots
-            from ``start`` to ``exact_at``.
-        feeds: logs of the neighbours that start later, in ascending order.
-        values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no
-            neighbour feeds it. The values that all ranks compute together cannot be computed there, but
-            they were logged. Empty if no log exists; needed only if a job has such values.
-        unverified: the reason why a rank that replays does not start one iteration earlier to verify
-            all values that it loads; "" if it does.
-    """
-
-    kind: RankKind
-    start: int
-    exact_at: int
-    pieces: tuple[SnapshotToLoad, ...]
-    feeds: tuple[Feed, ...]
-    values: tuple[Feed, ...] = ()
-    unverified: str = ""
-
-    @property
-    def snapshots(self) -> tuple[SnapshotToLoad, ...]:
-        """The pieces that are snapshots of this rank."""
-        match self.kind:
-            case RankKind.PARKED:
-                return ()
-            case RankKind.MOVED | RankKind.COPIED:
-                return self.pieces[1:]
-            case RankKind.REPLAYS:
-                return self.pieces
-
-    @property
-    def logs(self) -> dict[int, dict[int, SnapshotToLoad]]:
-        """The logs that feed it, by neighbour and iteration."""
-        return {f.neighbour: dict(zip(range(f.first, f.end), f.pieces, strict=True)) for f in self.feeds}
-
-
-@dataclass(frozen=True, slots=True)
-class LocalizedPlan:
-    """The iteration from which all ranks run together, and the path of each; ``epoch`` and ``moved_bytes``
-    as in `RecoveryPlan`.
-    """
-
-    resume: int
-    epoch: int
-    per_rank: Mapping[int, RankPlan]
-    reason: str
-    moved_bytes: Mapping[int, int]
-
-    @property
-    def bases(self) -> dict[int, int]:
-        """The base of each rank: the first iteration that it runs."""
-        return {rank: plan.start for rank, plan in self.per_rank.items()}
-
-    @property
-    def together(self) -> int:
-        """The first iteration that every rank runs as it would without a failure: ``resume``, or
-        one before it.
-        """
-        return max(plan.exact_at for plan in self.per_rank.values())
-
-
-@dataclass(frozen=True, slots=True)
-class NotLocalized:
-    """The reason why the recovery must be global (`ckptd.core.recovery.global_plan.plan_recovery`), and
-    the highest known epoch.
-    """
-
-    reason: str
-    epoch: int = -1
-
-
-def plan_localized(
-    held: RunHoldings,
-    facts: Mapping[int, RankFacts],
-    world_size: int,
-    *,
-    homes: Mapping[int, str] = _NO_HOMES,
-    lost: Container[str] = (),
-    verify_iterations: int = 0,
-) -> LocalizedPlan | NotLocalized:
-    """Plan a recovery to the newest state that all ranks can reach, without replay on the ranks that kept
-    their state; see the module.
-
-    Args:
-        held: the inventories of the nodes; epochs count as for
-            `ckptd.core.recovery.global_plan.plan_recovery`.
-        facts: each rank's own report of the ranks with which it communicates; ranks may be missing.
-        homes: the node on which each rank will run; its copies are preferred.
-        lost: nodes whose inventories do not count.
-        verify_iterations: if not 0, ranks that replay start one iteration earlier, if all its
-            snapshots and logs exist.
-    """
-    left = held.without(lost)
-    known = [in_order(each) for each in (left.snapshots, left.parked, left.logs)]
-    epochs = epoch_table((r for each in known for h in each for r in h.records), held.begun)
-    epoch = max(epochs, default=-1)
-    ranks = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
-    if world_size < 1 or ranks.beyond:
-        what = f"nodes hold state of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
-        return NotLocalized(f"{what}world size {world_size}", epoch)
-    resume = max((t for parks in ranks.parks.values() for t in parks), default=None)
-    if resume is None:
-        return NotLocalized("no rank was parked", epoch)
-    relations = relate(facts, world_size)
-    if isinstance(relations, str):
-        return NotLocalized(relations, epoch)
-    spans = DomainSpans(relations.domains, ranks.groups, resume)
-    stands = [_stands(d, relations, ranks, spans) for d in range(len(relations.domains))]
-    if not any(stands):
-        return NotLocalized("no rank can resume where it was parked: all would replay", epoch)
-    better = _global_is_better(ranks, resume, world_size)
-    if better is not None:
-        return NotLocalized(better, epoch)
-    scope = settle(relations, stands, spans, ranks.has_log, resume)
-    if isinstance(scope, str):
-        return NotLocalized(scope, epoch)
-    if all(place.stand is None for place in scope.places):
-        return NotLocalized("every rank would replay" + _because(scope), epoch)
-    why_not = "" if verify_iterations > 0 else "verify_iterations=0"
-    scope = verified(scope, relations, spans, ranks.has_log, why_not)
-    return _Assembly(ranks, relations, scope, homes, resume).plan(epoch)
-
-
-def _stands(domain: int, relations: Relations, held: RankHoldings, spans: DomainSpans) -> list[Stand]:
-    """The iterations at which all ranks of a domain can resume, newest first."""
-    members = relations.domains[domain]
-    parks = held.parks
-    iterations = {t for rank in members if rank in parks for t in parks[rank]}
-    stands = []
-    for iteration in sorted(iterations, reverse=True):
-        if _superseded(domain, members, iteration, held, spans):
-            break  # so are those before
-        peers = _peers(members, iteration, relations, held)
-        if peers is not None:
-            stands.append(Stand(iteration, peers))
-    return stands
-
-
-def _superseded(
-    domain: int, members: Sequence[int], iteration: int, held: RankHoldings, spans: DomainSpans
-) -> bool:
-    """Whether the domain continued after this iteration, and could replay from a later one."""
-    if not all(held.went_past(rank, iteration) for rank in members):
-        return False
-    span = spans.newest((domain,), spans.last)
-    return span is not None and span[0] > iteration
-
-
-def _peers(
-    members: Sequence[int], iteration: int, relations: Relations, held: RankHoldings
-) -> dict[int, int] | None:
-    """The peer from which each member without a parked state copies; None if a member has none."""
-    there = [rank for rank in members if held.goes_on(rank, iteration)]
-    going_on = frozenset(there)
-    if len(there) == len(members):
-        return {}
-    peers: dict[int, int] = {}
-    for rank in members:
-        if rank in going_on:
-            continue
-        if not there:
-            return None
-        turn = len(peers) % len(there)  # each peer sends about as much
-        in_turn = itertools.chain(there[turn:], there[:turn])
-        equals = (other for other in in_turn if relations.have_same_operators(rank, other))
-        peer = next((other for other in equals if held.fits(rank, other, iteration)), None)
-        if peer is None:
-            return None
-        peers[rank] = peer
-    return peers
-
-
-def _global_is_better(held: RankHoldings, resume: int, world_size: int) -> str | None:
-    """The reason why the global recovery loses no more and makes no rank run more; None if it does."""
-    ranks = range(world_size)
-    if not all(held.went_past(rank, resume, or_dense_at=True) for rank in ranks):
-        return None  # some rank has neither a snapshot nor a parked state
-    span = newest_span({rank: held.groups(rank) for rank in ranks})
-    if span is not None and span[1] > resume:
-        return f"snapshots make all ranks exact at {span[1]}, later than the newest parked state ({resume})"
-    if span is not None and span[0] >= resume:
-        return f"every rank has a complete snapshot of iteration {resume}: none replays"
-    return None
-
-
 class _Assembly:
     """Builds the plan from the chosen starts."""
 
     def __init__(
         self,
-        held: RankHoldings,
+        held: _RankInventory,
         relations: Relations,
         scope: RecoveryScope,
-        homes: Mapping[int, str],
         resume: int,
     ) -> None:
         self._held, self._relations, self._scope = held, relations, scope
         self._resume = resume
-        self._snapshots = Sources(held.snapshots, homes)
-        self._parked = Sources(held.parked, homes, shared_load=self._snapshots)
-        self._logs = Sources(held.sent, homes, shared_load=self._snapshots)
+        self._snapshots = Sources(held.snapshots, held.homes)
+        self._parked = Sources(held.parked, held.homes, shared_load=self._snapshots)
+        self._logs = Sources(held.sent, held.homes, shared_load=self._snapshots)
         # Read only on demand, so they do not count in the load of a node.
-        self._values = Sources(held.sent, homes)
+        self._values = Sources(held.sent, held.homes)
         self._all_exact_at = max(place.exact_at for place in scope.places)
         self._loggers: dict[int, Sequence[int]] = {}
         self._conflicts: list[str] = []
