@@ -1,10 +1,16 @@
-"""Plans the whole tensors of an export from the entries of a snapshot, with their names and dtypes. Pure.
+"""The plan of an export: whole tensors, with names and dtypes, from the entries of snapshots. Pure.
 
-One snapshot contains the compute weights of every operator (of anchored ones, their parameter), so it is
-a whole model of that iteration. Slices ``<param>[a:b]`` are joined to their tensor. A parameter that is
-anchored in another dtype than its compute dtype is converted, if another snapshot (or another slice)
-shows that dtype. A dense snapshot anchors every operator: its parameters stay unchanged, and its
-optimizer state is complete.
+One snapshot contains the compute weights of every operator (of anchored ones, their parameter), so it is a
+whole model of that iteration. Slices ``<param>[a:b]`` are joined to their tensor. A parameter that is
+anchored in another dtype than its compute dtype is converted, if another snapshot (or another slice) shows
+that dtype. A dense snapshot anchors every operator: its parameters stay unchanged, and its optimizer state is
+complete.
+
+An export is the model of one rank. If several ranks have the same parameter (under data parallelism all of
+them), one of them captures it for all, and the trainer reports the ranks whose images contain the rest
+(`SharedRows`). So `join` completes the rank's own image, with its unshared parameters, buffers and step
+scalars, by the tensors that other ranks' images of the same iteration contain for it. Other tensors of those
+images are not used: another rank's parameter of the same name may be another expert.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class RecoveryPlan:
         epoch: the highest known one; the recovery begins the next.
         per_rank: the snapshots of each rank from ``start`` to ``end``, oldest first.
         moved_bytes: the bytes that each rank must fetch because its home node does not hold them.
-        needed: the first iteration whose snapshots are necessary; if ``start`` is earlier, the replay verifies
-            all values that it loads.
+        needed: the first iteration whose snapshots are necessary; if ``start`` is earlier, the replay
+            verifies all values that it loads.
         unverified: the reason why it does not; "" if it does.
         dense: the snapshots of ``start`` anchor all operators of every rank.
     """

@@ -1,19 +1,20 @@
-"""Striped transfer of one image from several holders at once; holders receive parts as they become
-free (pure).
+"""Striped transfer of one image from several holders at once. Pure.
 
-The image is cut into parts. Every holder has a few requests in flight; a holder that finishes takes the
-next part, so fast holders deliver more without any measurement. A part that fails returns to the front
-of the queue. A holder without work takes over a part that another one has been transferring for too long
-(the shell cancels that transfer first).
+The image is cut into parts. Every holder has a few requests in flight; a holder that finishes takes the next
+part, so fast holders deliver more without any measurement. A part that fails returns to the front of the
+queue. A holder without work takes over a part that another one has been transferring for too long (the shell
+cancels that transfer first).
 
 When all parts have arrived, the image is verified, and the shell passes all wrong ranges to `blame`.
 It cuts the parts at the edges of those ranges; correct bytes stay. Each wrong part is requested from
 another holder, never again from one that delivered it wrong; that holder remains usable for other parts.
 So copies with different damage form one whole image.
 
-A wrong range in several parts (a large tensor) does not show which part is wrong. When every holder has
-been tried for one of the parts, `ckptd.core.recovery.striping` chooses the holder of each part, each
-combination once, up to a limit.
+A wrong range in several parts (a large tensor) has one digest, which does not show which part is wrong. When
+every holder has been tried for one of the parts, `next_mix` chooses the holder of each part, each combination
+once, up to a limit. If each part is right at some holder, some combination is right. Likely ones come first:
+all parts from one holder; all but one part from one holder, which repairs a copy with one flipped bit; and so
+on.
 
 The bytes of a part that was taken over may come from the cancelled transfer, which finished last. In
 this case no holder is blamed, once.
@@ -446,9 +447,7 @@ def next_mix(
 
 
 def _mixes(num_parts: int, holders: Sequence[Holder]) -> Iterator[tuple[Holder, ...]]:
-    """All combinations, ordered by the number of parts that do not come from the main holder; with
-    duplicates.
-    """
+    """All combinations, by the number of parts that do not come from the main holder; with duplicates."""
     for num_others in range(num_parts + 1 if len(holders) > 1 else 1):
         for holder in holders:
             others = [other for other in holders if other != holder]
