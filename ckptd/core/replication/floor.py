@@ -109,6 +109,14 @@ class FloorTree:
     Every method returns the messages to send now: none unless something changed. Call `resend` once after
     the construction and then at each tick of the loop.
 
+    Attributes:
+        floor: the newest floor known here; -1: none yet.
+        horizon: no iteration between floor and horizon will become the floor; -1: not known.
+        span: the largest window of all ranks, as far as it is known here.
+        members_id: identifies the tree; messages of another one are not for this one.
+        parent: the receiver of the reports; None at the root.
+        children: the receivers of the announcements.
+
     Args:
         members: ids of the run's nodes, in any order; repetitions do not matter.
         node: the id of this node, one of the members.
@@ -144,49 +152,19 @@ class FloorTree:
         index = ordered.index(node)
         first = index * fan_out + 1
         self._node = node
-        self._parent = None if index == 0 else ordered[(index - 1) // fan_out]
-        self._children = tuple(ordered[first : first + fan_out])
-        self._members_id = _members_id(ordered, fan_out)
+        self.parent = None if index == 0 else ordered[(index - 1) // fan_out]
+        self.children = tuple(ordered[first : first + fan_out])
+        self.members_id = _members_id(ordered, fan_out)
         self._ranks: dict[int, _Standing] = dict.fromkeys(ranks, _Standing(-1, -1, 1, 1))
         self._reports: dict[str, tuple[int, _Standing]] = {}  # child: (sequence, what it reported)
         self._epoch, self._carried = epoch, carried
-        self._floor = -1
-        self._horizon = -1
-        self._span = 1
+        self.floor = -1
+        self.horizon = -1
+        self.span = 1
         self._sequence = started
         self._reported: _Standing | None = None  # what the sequence stands for
         self._resend_s = resend_s
         self._resent_s: float | None = None
-
-    @property
-    def floor(self) -> int:
-        """The newest floor known here; -1: none yet."""
-        return self._floor
-
-    @property
-    def horizon(self) -> int:
-        """No iteration between floor and horizon will become the floor; -1: not known."""
-        return self._horizon
-
-    @property
-    def span(self) -> int:
-        """The largest window of all ranks, as far as it is known here."""
-        return self._span
-
-    @property
-    def members_id(self) -> str:
-        """Identifies the tree; messages of another one are not for this one."""
-        return self._members_id
-
-    @property
-    def parent(self) -> str | None:
-        """The receiver of the reports; None at the root."""
-        return self._parent
-
-    @property
-    def children(self) -> tuple[str, ...]:
-        """The receivers of the announcements."""
-        return self._children
 
     def set_rank(
         self, rank: int, replicated_up_to: int, *, first: int = -1, span: int = 1
@@ -203,7 +181,7 @@ class FloorTree:
             raise LocalProtocolError(
                 f"replicated up to {replicated_up_to}", operation="floor", ids={"rank": rank}
             )
-        self._ranks[rank] = _Standing(replicated_up_to, first, span, self._span)
+        self._ranks[rank] = _Standing(replicated_up_to, first, span, self.span)
         return self._settle()
 
     def on_below(
@@ -222,7 +200,7 @@ class FloorTree:
         Raises:
             RemoteProtocolError: the sender is not a child of this node, or a number is out of range.
         """
-        if child not in self._children:
+        if child not in self.children:
             raise self._wrong(f"{child!r} is not a child of {self._node!r} in this tree", child)
         numbers_fit = min(sequence, span, counted) >= 0 and min(horizon, *carried) >= -1
         if not -1 <= value <= NO_RANKS or not numbers_fit:
@@ -244,10 +222,10 @@ class FloorTree:
         Raises:
             RemoteProtocolError: this node is the root, or a number is out of range.
         """
-        if self._parent is None:
+        if self.parent is None:
             raise self._wrong("the root of the tree was told a floor", "")
         if not -1 <= value < NO_RANKS or horizon < -1 or span < 0:
-            raise self._wrong(f"a floor of {value}", self._parent)
+            raise self._wrong(f"a floor of {value}", self.parent)
         messages = self._raise_floor(value, horizon, span)
         return messages + self._settle() if messages else []
 
@@ -258,9 +236,9 @@ class FloorTree:
         self._resent_s = now_s
         messages = self._settle()
         standing = self._standing()
-        if self._parent is not None and standing is not None and not messages:
-            messages = self._report(self._parent, standing)
-        if max(self._floor, self._horizon) >= 0:
+        if self.parent is not None and standing is not None and not messages:
+            messages = self._report(self.parent, standing)
+        if max(self.floor, self.horizon) >= 0:
             messages += self._announcements()
         return messages
 
@@ -269,40 +247,40 @@ class FloorTree:
         standing = self._standing()
         if standing is None:
             return []
-        if self._parent is None:
+        if self.parent is None:
             counts = standing.below != NO_RANKS and standing.below >= standing.above
-            counts = counts and standing.counted >= max(standing.span, self._span)
-            floor = standing.below if counts else self._floor
+            counts = counts and standing.counted >= max(standing.span, self.span)
+            floor = standing.below if counts else self.floor
             floor = max(floor, standing.carried.floor)
             return self._raise_floor(floor, standing.above, standing.span)
         if self._reported is not None and standing[:4] == self._reported[:4]:
             return []  # the carried floor came from the parent as a rule; the heartbeat reports it
-        return self._report(self._parent, standing)
+        return self._report(self.parent, standing)
 
     def _standing(self) -> _Standing | None:
         """The standing of this subtree; None until every child has reported."""
-        if len(self._reports) < len(self._children):
+        if len(self._reports) < len(self.children):
             return None
         known = [*self._ranks.values(), *(standing for _, standing in self._reports.values())]
-        here = Carried(self._epoch, self._floor) if self._floor >= 0 else self._carried
+        here = Carried(self._epoch, self.floor) if self.floor >= 0 else self._carried
         return _Standing(
             min((s.below for s in known), default=NO_RANKS),
-            max([self._horizon, *(s.above for s in known)]),
-            max([self._span, *(s.span for s in known)]),
+            max([self.horizon, *(s.above for s in known)]),
+            max([self.span, *(s.span for s in known)]),
             min((s.counted for s in known), default=ANY_SPAN),
             max([here, *(s.carried for s in known)]),
         )
 
     def _raise_floor(self, floor: int, horizon: int, span: int) -> list[FloorMessage]:
-        before = (self._floor, self._horizon, self._span)
-        self._floor = max(self._floor, floor)
-        self._horizon, self._span = max(self._horizon, horizon), max(self._span, span)
-        return self._announcements() if (self._floor, self._horizon, self._span) != before else []
+        before = (self.floor, self.horizon, self.span)
+        self.floor = max(self.floor, floor)
+        self.horizon, self.span = max(self.horizon, horizon), max(self.span, span)
+        return self._announcements() if (self.floor, self.horizon, self.span) != before else []
 
     def _announcements(self) -> list[FloorMessage]:
         return [
-            FloorMessage(child, FloorKind.FLOOR, self._floor, self._sequence, self._horizon, self._span)
-            for child in self._children
+            FloorMessage(child, FloorKind.FLOOR, self.floor, self._sequence, self.horizon, self.span)
+            for child in self.children
         ]
 
     def _report(self, parent: str, told: _Standing) -> list[FloorMessage]:
@@ -315,7 +293,7 @@ class FloorTree:
         return RemoteProtocolError(
             what,
             operation="floor",
-            ids={"from": sender, "members": self._members_id},
+            ids={"from": sender, "members": self.members_id},
             hint="Check that all nodes run the same version of ckptd",
         )
 
