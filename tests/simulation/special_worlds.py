@@ -1,4 +1,4 @@
-"""Worlds in which one kind of trouble is common: the loss of a machine, ranks without a target, falls back."""
+"""Worlds in which one kind of trouble is common: lost machines, ranks without a target, falls back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_S = 6.0  # by then there is a floor
 
 
 class SingleLosses(World):
-    """Two machines, one replica of each rank on the other: the loss of either must leave a plan, at every event.
+    """Two machines, one replica of each rank on the other: the loss of either must always leave a plan.
 
     The promise of DESIGN 5, invariant 2, asked in the strictest way: after every event of the world,
     for each machine, were it lost now with everything in it, would all ranks find a common start at the
