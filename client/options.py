@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ckptd.client.model.operators import Grouping
-    from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+    from ckptd.core.elastic.rebalance_policy import TimesConfig
 
 __all__ = [
     "CHECKPOINTER_GROUPS",

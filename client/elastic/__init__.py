@@ -8,8 +8,8 @@ What is decided, the pure planners in ``ckptd.core.elastic`` decide; here it is 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
 from ckptd.client.elastic.layer.full_state_dict import full_state_dict, load_full_state_dict
 from ckptd.client.elastic.layer.model_surgery import HandWritten, elastic_layers, replace_moe_blocks
-from ckptd.client.elastic.sharded.reshard import recut
-from ckptd.client.elastic.sharded.sharded_optimizer import ExpertShards
+from ckptd.client.elastic.reshard import recut
+from ckptd.client.elastic.sharded_optimizer import ExpertShards
 
 __all__ = [
     "ElasticExperts",

@@ -52,10 +52,10 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     it are hit.
     """
     from ckptd.client.elastic.incarnation import incarnation_start, state_transfer
-    from ckptd.client.elastic.incarnation.store_start import Storage
-    from ckptd.client.elastic.incarnation.unit_loading import Loader
+    from ckptd.client.elastic.incarnation.checkpoint_selection import Storage
+    from ckptd.client.elastic.incarnation.state_transfer import Loader
     from ckptd.client.elastic.job import elastic_job
-    from ckptd.client.elastic.job.garbage_collection import GarbageCollection
+    from ckptd.client.elastic.job.background_tasks import GarbageCollection
 
     faulthandler.register(STACKS, all_threads=True)
     rng = random.Random(seed)
@@ -76,7 +76,7 @@ def hold_bringing(log: Writes, gate: Path) -> None:
     """Tell when something is about to be brought from storage, and go on when ``gate`` is there;
     the first time only.
     """
-    from ckptd.client.elastic.incarnation.store_start import Storage
+    from ckptd.client.elastic.incarnation.checkpoint_selection import Storage
 
     bring = Storage.bring
 

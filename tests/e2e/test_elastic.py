@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+from ckptd.core.elastic.rebalance_policy import TimesConfig
 from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node

@@ -62,7 +62,7 @@ class ElasticNode(Struct, frozen=True, forbid_unknown_fields=True):
 
 class ElasticWhen(Struct, frozen=True, forbid_unknown_fields=True):
     """What decides when experts are placed anew, as
-    `ckptd.core.elastic.placement.rebalance_policy.TimesConfig` has it.
+    `ckptd.core.elastic.rebalance_policy.TimesConfig` has it.
 
     Args:
         placed_step: when they were last.

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.core.elastic.allocation import (
+    allocate,
+    split_over_ranks,
+    straggler_by_layer,
+    straggler_factor,
+)
 from ckptd.core.elastic.elastic_types import ExpertPlacement
+from ckptd.core.elastic.expert_placement import place
 from ckptd.core.elastic.expert_transfers import SNAPSHOT, TransferPlan, plan_transfers
 from ckptd.core.elastic.mapping import map_nodes
-from ckptd.core.elastic.placement.allocation import allocate
-from ckptd.core.elastic.placement.balance import straggler_by_layer, straggler_factor
-from ckptd.core.elastic.placement.expert_placement import place
-from ckptd.core.elastic.placement.rank_split import split_over_ranks
-from ckptd.core.elastic.placement.survival import Chance, recovery_probability
+from ckptd.core.elastic.survival import Chance, recovery_probability
 from ckptd.core.recovery.whatif import select_nodes
 from ckptd.ctl.elastic.elastic_input import InputProblem, Situation
 from ckptd.errors import ElasticError
@@ -305,7 +308,7 @@ def lose(situation: Situation, nodes: tuple[str, ...]) -> LossReport:
 
 def next_time(situation: Situation, now: Outlook, planned: Planned) -> NextTime:
     """Whether the gain of the planned placement exceeds its cost, by the rule of
-    `ckptd.core.elastic.placement.rebalance_policy`.
+    `ckptd.core.elastic.rebalance_policy`.
     """
     when, step = situation.report.when, situation.report.step
     assert planned.move is not None, "the situation says which experts the nodes hold"

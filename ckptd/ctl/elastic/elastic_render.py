@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.core.elastic.placement.survival import Chance
+from ckptd.core.elastic.survival import Chance
 from ckptd.ctl.elastic.elastic_answers import LossReport, NextTime, Outlook, PlacementMove, Planned
 from ckptd.ctl.elastic.elastic_input import Situation
 from ckptd.units import format_bytes, format_table

@@ -9,27 +9,263 @@ none, that is brought into memory first, and all begin again (`checkpoint_select
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ckptd.client.elastic.incarnation.checkpoint_selection import choose_with_storage
-from ckptd.client.elastic.incarnation.discovery import Discovery, Here, Wishes, look
-from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImage
-from ckptd.client.elastic.incarnation.recorded_loads import Recorded, read_recorded
-from ckptd.client.elastic.incarnation.store_start import DurableState, Storage
+import msgspec
+import numpy as np
+
+from ckptd.client import values
+from ckptd.client.elastic.incarnation.checkpoint_selection import DurableState, Storage, choose_with_storage
+from ckptd.client.elastic.incarnation.image_inventory import ImageKey, Inventory, LocalImage, settle
 from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
-from ckptd.client.elastic.sharded.shard_shapes import numels_of
+from ckptd.client.elastic.incarnation.whole_state import LOADS, SHAPES, numels_of
+from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.start_procedure import agree_on_plan
 from ckptd.core.elastic.elastic_types import Loads
-from ckptd.core.elastic.incarnation_plan import IncarnationPlan, plan_world
-from ckptd.core.elastic.incarnations import Chosen
+from ckptd.core.elastic.incarnation_plan import IncarnationPlan, Seat, nodes_of, plan_world
+from ckptd.core.elastic.incarnations import Chosen, ExpertLayers, NodeHeld
 from ckptd.errors import DaemonUnavailable, LocalProtocolError
+from ckptd.launch import connect
+from ckptd.transport.control.messages import Hello, Welcome
+from ckptd.transport.control.wire import RequestTimeout, WireError
 
-__all__ = ["Started", "start_world"]
+__all__ = [
+    "Discovery",
+    "Here",
+    "Recorded",
+    "Started",
+    "Wishes",
+    "find_here",
+    "look",
+    "read_recorded",
+    "start_world",
+]
+
+
+_DRAWN = 1000
+_SETTLE_S = 5.0
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What must be the same on all ranks.
+
+    Args:
+        placement: how many replicas experts have, and at which steps the ranks meet to look at the
+            load: one that does not would leave the others waiting.
+    """
+
+    job: str
+    run: str
+    layers: ExpertLayers
+    placement: PlacementOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This rank's node; ``folder`` is None where there is no daemon, and nothing is held."""
+
+    seat: Seat
+    folder: Path | None
+    endpoint: Callable[[], str] | None = None
+
+
+class _RankHere(msgspec.Struct, frozen=True):
+    """What a rank tells first; ``kept``: it has a daemon; ``drawn``: by lot, at least 1."""
+
+    seat: Seat
+    wishes: str
+    clock_s: int
+    drawn: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Discovery:
+    """What all have told, the same on all ranks, and what lies on this node.
+
+    Args:
+        seats: of each rank.
+        speakers: the rank of each node that tells what it holds: its first one.
+        held: what lies on each node, in the order of ``speakers``.
+        inventory: of this node; None where nothing is kept.
+        clock_s, drawn: of the first rank: the time there, and a number of at least 1 that it drew by lot.
+    """
+
+    seats: Sequence[Seat]
+    speakers: Sequence[int]
+    held: Sequence[NodeHeld]
+    inventory: Inventory | None
+    clock_s: int
+    drawn: int
+
+    def next_world(self, stored: Sequence[int]) -> int:
+        """The number of the new world: higher than all that are known here, ``stored`` ones among them."""
+        seen = max((*stored, *(world for node in self.held for world in node.worlds)), default=-1)
+        # A clock that is behind does not tell worlds apart: nodes that are away may know of one
+        # with the next number, and their images would be taken for those of this one when they are
+        # back.
+        return self.clock_s if self.clock_s > seen else seen + self.drawn
+
+
+def find_here(
+    find_endpoint: Callable[[], str] | None, rank: int, slots: int, domain: str
+) -> Here | Exception:
+    """Where this rank is; or why that cannot be found out: the other ranks wait to hear of it, and
+    raise it, too.
+
+    Args:
+        find_endpoint: of this node's daemon; None: nothing is kept, and the rank is a node of its own.
+    """
+    if find_endpoint is None:
+        return Here(Seat(f"rank-{rank}", f"rank-{rank}", slots), None)
+    try:
+        return _ask_daemon(find_endpoint, importlib.metadata.version("ckptd"), slots, domain)
+    except Exception as error:  # noqa: BLE001 - told to the others, and raised, in `look`
+        return error
+
+
+def _ask_daemon(find_endpoint: Callable[[], str], version: str, slots: int, domain: str) -> Here:
+    """Ask the daemon of this node who it is.
+
+    Raises:
+        DaemonUnavailable: none answers.
+    """
+    try:
+        with connect(find_endpoint(), _ANSWER_S) as client:
+            welcome = client.ask(Hello(version, os.getpid()), Welcome)
+    except (RequestTimeout, WireError, OSError) as error:
+        raise DaemonUnavailable(str(error), operation="start a world") from error
+    label = "" if welcome.card is None else welcome.card.labels.get(domain, "")
+    seat = Seat(welcome.node_id, label or welcome.node_id, slots)
+    return Here(seat, Path(welcome.segment_dir), find_endpoint)
+
+
+def look(
+    here: Here | Exception,
+    wishes: Wishes,
+    ranks: Collectives,
+    unusable: frozenset[ImageKey],
+) -> Discovery:
+    """Tell what this rank has, and hear what all have; a collective call.
+
+    Args:
+        unusable: images that are passed over.
+    Raises:
+        ValueError: on all ranks: they were started with other wishes, or some of them without a daemon.
+        DaemonUnavailable: on all ranks: one cannot tell where it is, or what lies there (which that
+            one raises itself).
+    """
+    inventories: list[Inventory] = []
+
+    def of_rank() -> _RankHere:
+        if isinstance(here, Exception):
+            raise here
+        if here.folder is not None:
+            settle(here.folder, wishes.job, wishes.run, _SETTLE_S)
+            inventories.append(Inventory(here.folder, wishes.job, wishes.run, wishes.layers, unusable))
+        drawn = 1 + secrets.randbelow(_DRAWN)
+        return _RankHere(here.seat, repr(wishes), int(time.time()), drawn, here.folder is not None)
+
+    everybody = ranks.agree(of_rank, _RankHere)
+    _check_equal(everybody)
+    seats = [one.seat for one in everybody]
+    speakers = _speakers(seats)
+    inventory = inventories[0] if inventories else None
+    mine = NodeHeld()
+    if inventory is not None and ranks.rank in speakers:
+        mine = inventory.of_node
+    by_rank = ranks.gather(mine, NodeHeld)
+    held = [by_rank[r] for r in speakers]
+    clock_s, drawn = everybody[0].clock_s, everybody[0].drawn
+    return Discovery(seats, speakers, held, inventory, clock_s, drawn)
+
+
+def _check_equal(everybody: Sequence[_RankHere]) -> None:
+    for other, one in enumerate(everybody):
+        if one.wishes != everybody[0].wishes:
+            raise ValueError(
+                f"rank {other} was started with {one.wishes}, rank 0 with {everybody[0].wishes}: "
+                "they must be the same"
+            )
+        if one.kept != everybody[0].kept:
+            without = 0 if one.kept else other
+            raise ValueError(
+                f"rank {without} was started with daemon=None, rank {other - without} was not: "
+                "pass it on all ranks or on none"
+            )
+
+
+def _speakers(seats: Sequence[Seat]) -> list[int]:
+    return [next(r for r, seat in enumerate(seats) if seat.node == n) for n in nodes_of(seats)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """The same on all ranks.
+
+    Args:
+        loads_LE: the load history; zeros, where none was recorded that fits.
+        shapes: of the experts whose shards are in the state (`ShardShapes`); None: it has none.
+    """
+
+    loads_LE: Loads
+    shapes: Mapping[str, Any] | None
+
+
+def read_recorded(
+    local: LocalState | None,
+    chosen: Chosen | None,
+    seats: Sequence[Seat],
+    layers: ExpertLayers,
+    ranks: Collectives,
+) -> Recorded:
+    """Of the state of the lowest rank that is held, read by the first rank on a node that holds it;
+    a collective call.
+
+    Args:
+        local: what this rank's node holds of it.
+        chosen: where the job goes on; None: it begins, and nothing is recorded.
+    Raises:
+        TryAgain: on all ranks: the image that it was to be read from cannot be used.
+        DaemonUnavailable: on all ranks: it failed otherwise (which the one that reads raises itself).
+    """
+    if chosen is None:
+        return _unpacked({}, layers)
+    whose = min(chosen.scalars)
+    nodes = nodes_of(seats)
+    reads = next(r for r, seat in enumerate(seats) if nodes.index(seat.node) in chosen.scalars[whose])
+
+    def read() -> bytes:
+        if ranks.rank != reads:
+            return b""
+        assert local is not None, "its node holds an image"
+        state = local.state(whose)
+        found = {name: state[name] for name in (LOADS, SHAPES) if name in state}
+        return values.pack(found, "what a plan needs")
+
+    return _unpacked(values.unpack(ranks.agree(read, bytes)[reads]), layers)
+
+
+def _unpacked(recorded: Mapping[str, bytes], layers: ExpertLayers) -> Recorded:
+    shapes = values.unpack(recorded[SHAPES]) if SHAPES in recorded else None
+    shape = len(layers.names), layers.num_experts
+    if LOADS in recorded:
+        loads_LE = np.array(values.unpack(recorded[LOADS])["loads"])
+        if loads_LE.shape == shape:
+            return Recorded(loads_LE, shapes)
+    return Recorded(np.zeros(shape, dtype=np.int64), shapes)
+
 
 # In each a rank may come upon one more damaged image: after trouble with a host's memory there are many.
 _PLANS = 20

@@ -11,8 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from ckptd.client import values
-from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImage
-from ckptd.client.elastic.incarnation.state_units import ParamFacts, UnitIndex
+from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImage, ParamFacts, UnitIndex
 from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.elastic.incarnations import ExpertLayers, Unit
 from ckptd.storage.images.image import ImageView, verify

@@ -4,26 +4,212 @@ records beside them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.elastic import ExpertShards
 from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart
-from ckptd.client.elastic.incarnation.recorded_loads import LOADS
-from ckptd.client.elastic.incarnation.sharded_job import with_shards
-from ckptd.client.elastic.load_history import LoadHistory
-from ckptd.client.elastic.sharded.shard_shapes import SHAPES, ShardShapes
+from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
+from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.training_state import check_state
-from ckptd.core.elastic.incarnations import ExpertLayers
+from ckptd.core.elastic.elastic_types import Loads
+from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers, shard_length
 
-__all__ = ["WholeState", "whole_state_of"]
+__all__ = [
+    "LOADS",
+    "SHAPES",
+    "LoadHistory",
+    "ShardShapes",
+    "WholeState",
+    "check_strategy",
+    "firsts_of",
+    "numels_of",
+    "same_call",
+    "whole_state_of",
+    "with_shards",
+]
+
+
+LOADS = "ckptd.loads"
+"""The name in the user's state under which the load history is recorded."""
+
+
+class LoadHistory:
+    """``[L, E]`` tokens, older ones counting half as much after every ``half_life`` steps; the same
+    on all ranks.
+
+    It is in every snapshot, as an object of ``state=``.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, half_life: int = 50) -> None:
+        self._loads = np.zeros((num_layers, num_experts), dtype=np.int64)
+        self._half_life, self._steps = half_life, 0
+        self._layers: Sequence[ElasticExperts] = ()
+
+    def watch(self, layers: Sequence[ElasticExperts]) -> None:
+        """Count in these layers from now on."""
+        self._layers = tuple(layers)
+
+    def step_over(self) -> None:
+        """Add what the layers have counted."""
+        if not self._layers:
+            return
+        self._steps += 1
+        if self._steps % self._half_life == 0:
+            self._loads //= 2
+        self._loads += np.stack([layer.take_loads() for layer in self._layers])
+
+    @property
+    def loads(self) -> Loads:
+        """A copy."""
+        return self._loads.copy()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loads": self._loads.copy(), "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loads = np.array(state["loads"], dtype=np.int64)
+        self._steps = int(state["steps"])
+
+
+SHAPES = "ckptd.shards"
+"""The name in the user's state under which it is recorded."""
+
+
+class ShardShapes:
+    """Recorded in every snapshot, as an object of ``state=``; of layers whose experts are all alike
+    once, so that it stays small.
+
+    Args:
+        layers: by name.
+    """
+
+    def __init__(self, layers: Mapping[str, ElasticExperts]) -> None:
+        self._shapes: dict[str, Any] = {}
+        for layer, module in layers.items():
+            experts = [
+                [[shape.name, list(shape.size)] for shape in shapes] for shapes in module.agreed.shapes_E
+            ]
+            equal = all(one == experts[0] for one in experts)
+            self._shapes[layer] = experts[:1] if equal else experts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of each layer the names and shapes of every expert's parameters; one expert's, if all are alike."""
+        return self._shapes
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing: it was compared before anything was loaded."""
+
+
+def numels_of(shapes: Mapping[str, Any] | None, layers: ExpertLayers) -> dict[str, int]:
+    """The elements of each parameter of which there are shards, by the shards' name; of what a
+    `ShardShapes` told.
+    """
+    found: dict[str, int] = {}
+    for layer, experts in (shapes or {}).items():
+        for expert in range(layers.num_experts):
+            for name, size in experts[expert if len(experts) > 1 else 0]:
+                found[f"{SHARDS}{layer}.{expert}.{name}"] = math.prod(size)
+    return found
+
+
+_MODEL, _SHARDS = "model", SHARDS.partition(".")[0]
+
+
+def with_shards(
+    model: nn.Module, optimizers: Sequence[Any], shards: ExpertShards
+) -> tuple[nn.Module, list[Any]]:
+    """The model and the shards as one, and all optimizers: what a snapshot is to hold.
+
+    Raises:
+        ValueError: another optimizer than that of the shards updates experts.
+    """
+    replicas = {id(p) for layer in shards.layers.values() for p in layer.experts.parameters()}
+    for optimizer in optimizers:
+        groups = unwrap_optimizer(optimizer).param_groups
+        if any(id(p) in replicas for group in groups for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} updates replicas of experts, which get their weights "
+                "from the shards: make it after shards(), of "
+                "model.parameters() as they are then"
+            )
+    return nn.ModuleDict({_MODEL: model, _SHARDS: shards}), [*optimizers, shards.optimizer]
+
+
+def same_call(ranks: Collectives, call: str) -> None:
+    """A collective call: all ranks have come to the same.
+
+    Raises:
+        ValueError: on all ranks: some have not.
+    """
+    said = ranks.gather(call, str)
+    other = [rank for rank, word in enumerate(said) if word != said[0]]
+    if other:
+        raise ValueError(
+            f"rank 0 called {said[0]}, rank {other[0]} {said[other[0]]}: either all ranks have "
+            "their experts' optimizer on shards, and call "
+            "shards() before checkpointer(), or none does"
+        )
+
+
+def check_strategy(
+    recorded: Mapping[str, Any] | None, shards: ExpertShards | None, layers: ExpertLayers
+) -> None:
+    """What is held has the experts' optimizer where this job has it, and experts of these shapes.
+
+    Args:
+        recorded: what a `ShardShapes` told; None: there were no shards.
+    Raises:
+        ValueError: says what differs.
+    """
+    anew = "or pass run= a new name to begin anew"
+    if shards is None and recorded is not None:
+        raise ValueError(
+            "the state of this run has the experts' optimizer on shards: call shards() before "
+            f"checkpointer(), {anew}"
+        )
+    if shards is None:
+        return
+    if recorded is None:
+        raise ValueError(
+            f"the state of this run has the experts' optimizer on each replica: leave shards() out, {anew}"
+        )
+    here = ShardShapes(shards.layers).state_dict()
+    for layer in layers.names:
+        if recorded.get(layer) != here[layer]:
+            raise ValueError(
+                f"the state of this run is of another model: the experts of {layer} have the "
+                f"parameters {_first(here[layer])} here, and "
+                f"{_first(recorded.get(layer, [[]]))} in the state; pass run= a new name to begin anew"
+            )
+
+
+def _first(experts: Sequence[Any]) -> str:
+    """Of the first expert; if others are not like it, with their number."""
+    more = "" if len(experts) == 1 else f" (and {len(experts) - 1} others like or unlike it)"
+    return ", ".join(f"{name} {size}" for name, size in experts[0]) + more
+
+
+def firsts_of(
+    binding: LiveState, shards: ExpertShards | None, layers: ExpertLayers, rank: int, ranks: int
+) -> dict[str, int]:
+    """Of each parameter of which this rank has a shard, by the shard's name: the element with which
+    it begins.
+    """
+    if shards is None:
+        return {}
+    numels = numels_of(ShardShapes(shards.layers).state_dict(), layers)
+    assert numels.keys() <= binding.params.keys(), "the names of shards follow from those of layers"
+    return {name: rank * shard_length(numel, ranks) for name, numel in numels.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

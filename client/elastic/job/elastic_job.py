@@ -38,16 +38,12 @@ from ckptd.client.capture.program import Program, apply_options, this_program
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.elastic import ElasticExperts, ExpertShards
-from ckptd.client.elastic.incarnation.discovery import Here, Wishes, find_here
 from ckptd.client.elastic.incarnation.image_inventory import run_of_incarnation
-from ckptd.client.elastic.incarnation.incarnation_start import start_world
-from ckptd.client.elastic.incarnation.sharded_job import same_call
-from ckptd.client.elastic.incarnation.state_transfer import take_over
-from ckptd.client.elastic.incarnation.unit_loading import Loader
-from ckptd.client.elastic.incarnation.whole_state import WholeState, whole_state_of
-from ckptd.client.elastic.job.background_tasks import BackgroundTasks, make_room
-from ckptd.client.elastic.job.dense_gradients import DenseGradients
-from ckptd.client.elastic.job.garbage_collection import floor_of
+from ckptd.client.elastic.incarnation.incarnation_start import Here, Wishes, find_here, start_world
+from ckptd.client.elastic.incarnation.state_transfer import Loader, take_over
+from ckptd.client.elastic.incarnation.whole_state import LoadHistory, WholeState, same_call, whole_state_of
+from ckptd.client.elastic.job.background_tasks import BackgroundTasks, floor_of, make_room
+from ckptd.client.elastic.job.global_batch import DenseGradients
 from ckptd.client.elastic.job.job_checks import (
     DENSE,
     check_groups,
@@ -57,7 +53,6 @@ from ckptd.client.elastic.job.job_checks import (
     same_total,
     wrong_arguments,
 )
-from ckptd.client.elastic.load_history import LoadHistory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.options import (
     DaemonOptions,

@@ -13,17 +13,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, checked_loads
+from ckptd.client.log_lines import get_logger
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
+from ckptd.core.elastic.incarnation_plan import IncarnationPlan
+from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
 from ckptd.core.elastic.mapping import checked_bytes
+from ckptd.errors import ElasticError
 from ckptd.transport.control.messages import Elastic, ElasticNode, ElasticWhen
 
-__all__ = ["PlacementTeller", "Placing", "reported_placement"]
+__all__ = ["PlacementTeller", "Placing", "WorldTeller", "reported_placement"]
+
+logger = get_logger(__name__)
+
 
 PERIODS = 8  # of the load that are kept beside the newest
 
@@ -196,3 +203,66 @@ class PlacementTeller:
             )
             self._send(self._report)
         self._loads.append(loads_LE)
+
+
+_EVERY_STEPS = 50
+
+
+class WorldTeller:
+    """Tells the placement when it is in use, and the loads now and then.
+
+    Args:
+        send: takes what is told, and does not wait.
+        chosen: tells how large experts are; None: not known before they are trained.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Elastic], None],
+        plan: IncarnationPlan,
+        layers: ExpertLayers,
+        chosen: Chosen | None,
+        loads_LE: Loads,
+        *,
+        threshold: int,
+        max_straggler: float | None,
+    ) -> None:
+        self._teller = PlacementTeller(send)
+        self._steps = 0
+        sizes = np.zeros_like(loads_LE) if chosen is None else chosen.expert_bytes_LE
+        self._placing = Placing(
+            plan.placement,
+            plan.cluster,
+            plan.nodes,
+            sizes,
+            threshold,
+            max_straggler,
+            layers.names,
+            reason=plan.reason,
+        )
+        self._tell_placement(plan.start, loads_LE)
+
+    def _tell_placement(self, step: int, loads_LE: Loads) -> None:
+        try:
+            self._teller.placed(step, self._placing, loads_LE)
+        except (ValueError, ElasticError) as error:  # `ckptctl` shows less; training goes on
+            logger.warning("the daemon is not told of the placement: %s", error)
+
+    def step_over(
+        self, step: int, placement: Callable[[], ExpertPlacement], loads_LE: Callable[[], Loads]
+    ) -> None:
+        """A step is done. Where the experts are may change in any step with shards: it is told
+        where it is not what was told last.
+        """
+        self._steps += 1
+        if self._steps % _EVERY_STEPS:
+            return
+        now = placement()
+        if not np.array_equal(now.counts, self._placing.placement.counts):
+            self._placing = replace(self._placing, placement=now)
+            self._tell_placement(step, loads_LE())
+            return
+        try:
+            self._teller.measured(step, loads_LE())
+        except ValueError as error:
+            logger.warning("the daemon is not told of the loads: %s", error)

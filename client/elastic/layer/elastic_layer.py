@@ -16,7 +16,7 @@ Shapes: ``T`` tokens of this rank, ``K`` choices of each, ``H`` their width, ``R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -25,21 +25,28 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from ckptd.client.elastic.layer.dispatch_planning import Dispatcher
 from ckptd.client.elastic.layer.layer_check import (
+    Inputs,
     LayerAgreement,
     agree,
     differing_replicas,
     digests_of,
+    exchange_inputs,
 )
-from ckptd.client.elastic.layer.layer_inputs import Inputs, exchange_inputs
 from ckptd.client.elastic.layer.replica_gradients import ReplicaGradients
-from ckptd.client.elastic.layer.row_exchange import RowExchange, swap_rows
-from ckptd.client.elastic.layer.token_rows import Route, plan_route, reorder, spread
+from ckptd.client.elastic.layer.token_routing import (
+    Dispatcher,
+    Route,
+    RowExchange,
+    plan_route,
+    reorder,
+    spread,
+    swap_rows,
+)
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.errors import CorruptionError
 
-__all__ = ["ElasticExperts"]
+__all__ = ["ElasticExperts", "common_device"]
 
 
 class ElasticExperts(nn.Module):
@@ -314,3 +321,31 @@ class ElasticExperts(nn.Module):
                 )
             outputs.append(output.to(part.dtype))
         return torch.cat(outputs)
+
+
+def common_device(layers: Iterable[ElasticExperts], group: Any, *, what: str) -> torch.device:
+    """The device of this rank's experts; where it has none, one of the kind that others have; a
+    collective call.
+
+    Args:
+        what: what is not done otherwise, as the beginning of the message.
+    Raises:
+        ValueError: on all ranks: experts of one rank are on several devices, or those of several
+            ranks on several kinds of them.
+    """
+    own = sorted({str(p.device) for layer in layers for p in layer.experts.parameters()})
+
+    def own_device() -> str:
+        if len(own) > 1:
+            raise ValueError(f"experts are on several devices: {', '.join(own)}")
+        return own[0] if own else ""
+
+    devices = Collectives.of_group(group).check(own_device, str, what=what)
+    kinds = {device.split(":")[0] for device in devices} - {""}
+    if len(kinds) > 1:
+        raise ValueError(f"{what}: experts are on devices of several kinds: {sorted(kinds)}")
+    if own:
+        return torch.device(own[0])
+    kind = kinds.pop()
+    index = None if kind == "cpu" else torch.accelerator.current_device_index()
+    return torch.device(kind) if index is None else torch.device(kind, index)

@@ -8,12 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ckptd.client.elastic.layer.layer_check import LayerAgreement
+from ckptd.client.elastic.layer.token_routing import all_to_all
+from ckptd.core.elastic.incarnations import shard_length
 
-__all__ = ["ExpertTensor", "Held", "by_dtype", "expert_tensors_of", "rounds"]
+__all__ = [
+    "ExpertTensor",
+    "Held",
+    "added",
+    "by_dtype",
+    "cut",
+    "expert_tensors_of",
+    "joined",
+    "rounds",
+    "shard_length",
+    "shards_to_holders",
+    "sum_over_holders",
+    "sums_to_owners",
+]
+
 
 # Of the busiest rank in one round: bounds what is needed beside the tensors, two to three times this.
 _ROUND_BYTES = 64 << 20
@@ -81,3 +100,150 @@ def rounds(entries: Sequence[ExpertTensor], ranks: int, itemsize: int) -> Iterat
             sizes[holder] += size
     if taken:
         yield taken
+
+
+def sum_over_holders(
+    held: Sequence[Held],
+    flats: Sequence[Tensor],
+    *,
+    divisor: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any,
+) -> None:
+    """Replace each tensor by the sum over its holders; a collective call, also for ranks that hold nothing.
+
+    Args:
+        held: what this rank holds; the holders of a tensor name it in the same order.
+        flats: the tensors, each ``[numel]``; written in place.
+        divisor: by which the sum is divided, before it is rounded to ``dtype``.
+        dtype: of all tensors; 16-bit ones are added in float32.
+        device: of all tensors.
+    """
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    shared = [[n for n, tensor in enumerate(held) if other in tensor.holders] for other in ranks]
+    mine = [[held[n].length_of(rank) for n in numbers] for numbers in shared]
+    theirs = [[held[n].length_of(other) for n in shared[other]] for other in ranks]
+    cut = [[flats[n][held[n].part_of(other)] for n in shared[other]] for other in ranks]
+    summed = added(_exchanged(cut, mine, dtype, device, group), shared, len(held), divisor)
+    given = [[summed[n] for n in numbers] for numbers in shared]
+    got = _exchanged(given, theirs, dtype, device, group)
+    for other in ranks:
+        for n, part in zip(shared[other], got[other], strict=True):
+            flats[n][held[n].part_of(other)] = part
+
+
+def _exchanged(
+    given: Sequence[Sequence[Tensor]],
+    lengths: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any,
+) -> list[tuple[Tensor, ...]]:
+    """By rank, the tensors that it gave to this one, whose lengths are known."""
+    # A tensor that is always there: a rank that holds nothing takes part, too.
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    row = torch.cat([nothing, *(tensor for tensors in given for tensor in tensors)])
+    sends = [sum(len(tensor) for tensor in tensors) for tensors in given]
+    received = all_to_all(row, sends, [sum(each) for each in lengths], group)
+    by_rank = received.split([sum(each) for each in lengths])
+    return [part.split(list(each)) for part, each in zip(by_rank, lengths, strict=True)]
+
+
+def added(
+    parts: Sequence[Sequence[Tensor]], shared: Sequence[Sequence[int]], count: int, divisor: int
+) -> list[Tensor]:
+    """This rank's part of each tensor, added up in the order of ranks; 16-bit ones in float32.
+
+    Args:
+        parts: by rank, its parts of the tensors that it holds.
+        shared: by rank, the numbers of these tensors.
+        count: of all tensors; each has a holder.
+        divisor: of the sums, before they are rounded to the dtype of the parts.
+    """
+    sums: list[Tensor | None] = [None] * count
+    dtype = torch.float32
+    for numbers, tensors in zip(shared, parts, strict=True):
+        for n, part in zip(numbers, tensors, strict=True):
+            dtype = part.dtype
+            wide = part.to(torch.float32 if dtype.itemsize < 4 else dtype)
+            before = sums[n]
+            sums[n] = wide if before is None else before + wide
+    whole = [one for one in sums if one is not None]
+    assert len(whole) == count, "each tensor has a holder"
+    return [(one / divisor if divisor > 1 else one).to(dtype) for one in whole]
+
+
+def cut(flat: Tensor, ranks: int) -> Tensor:
+    """``[R, length]``: the shards of a tensor ``[numel]``, padded with zeros."""
+    length = shard_length(len(flat), ranks)
+    padding = flat.new_zeros(ranks * length - len(flat))
+    return (torch.cat([flat, padding]) if len(padding) else flat).view(ranks, length)
+
+
+def joined(shards: Sequence[Tensor], numel: int) -> Tensor:
+    """``[numel]``: the tensor of which these are the shards of all ranks, in their order."""
+    return torch.cat(list(shards))[:numel]
+
+
+def sums_to_owners(
+    held: Sequence[Held],
+    flats: Sequence[Tensor],
+    *,
+    divisor: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any,
+) -> list[Tensor]:
+    """This rank's shard of the sum over its holders of every tensor; a collective call, also for
+    ranks that hold nothing.
+
+    Added in the order of ranks, as ``holders.sum_over_holders`` adds: each element has the same bits.
+
+    Args:
+        held: all tensors, the same on all ranks.
+        flats: those that this rank holds, in that order, each ``[numel]``.
+        divisor: by which a sum is divided, before it is rounded to ``dtype``.
+        dtype: of all tensors; 16-bit ones are added in float32.
+        device: of all tensors.
+    """
+    ranks = dist.get_world_size(group)
+    shared = [[n for n, one in enumerate(held) if rank in one.holders] for rank in range(ranks)]
+    lengths = [shard_length(one.numel, ranks) for one in held]
+    widths = [sum(lengths[n] for n in numbers) for numbers in shared]
+    nothing = torch.empty((ranks, 0), dtype=dtype, device=device)
+    sent_RC = torch.cat([nothing, *(cut(flat, ranks) for flat in flats)], dim=1)
+    row = all_to_all(sent_RC.reshape(-1), [sent_RC.shape[1]] * ranks, widths, group)
+    parts = [
+        list(from_rank.split([lengths[n] for n in numbers]))
+        for from_rank, numbers in zip(row.split(widths), shared, strict=True)
+    ]
+    return added(parts, shared, len(held), divisor)
+
+
+def shards_to_holders(
+    held: Sequence[Held],
+    shards: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Any,
+) -> list[Tensor]:
+    """The whole tensors that this rank holds, each ``[numel]``, in their order; a collective call,
+    also for ranks that hold nothing.
+
+    Args:
+        held: all tensors, the same on all ranks.
+        shards: this rank's shard of each, of ``dtype`` and on ``device``.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    given = [
+        torch.cat([nothing, *(s for s, one in zip(shards, held, strict=True) if to in one.holders)])
+        for to in range(ranks)
+    ]
+    mine = [one.numel for one in held if rank in one.holders]
+    lengths = [shard_length(numel, ranks) for numel in mine]
+    row = all_to_all(torch.cat(given), [len(each) for each in given], [sum(lengths)] * ranks, group)
+    columns = row.view(ranks, sum(lengths)).split(lengths, dim=1)
+    return [part.reshape(-1)[:numel] for part, numel in zip(columns, mine, strict=True)]

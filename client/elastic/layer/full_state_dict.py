@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
+from ckptd.client.elastic.layer.elastic_layer import ElasticExperts, common_device
 from ckptd.client.elastic.layer.expert_tensors import (
     ExpertTensor,
     by_dtype,
     expert_tensors_of,
     rounds,
 )
-from ckptd.client.elastic.layer.layer_devices import common_device
 from ckptd.client.elastic.layer.model_surgery import elastic_layers
-from ckptd.client.elastic.layer.row_exchange import all_to_all
+from ckptd.client.elastic.layer.token_routing import all_to_all
 from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["full_state_dict", "load_full_state_dict"]

@@ -26,11 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, expert_tensors_of, rounds
-from ckptd.client.elastic.layer.holder_sums import sum_over_holders
-from ckptd.client.elastic.layer.layer_check import LayerAgreement
-from ckptd.client.elastic.layer.layer_inputs import DTYPES
-from ckptd.client.elastic.layer.shard_exchange import sums_to_owners
+from ckptd.client.elastic.layer.expert_tensors import (
+    ExpertTensor,
+    expert_tensors_of,
+    rounds,
+    sum_over_holders,
+    sums_to_owners,
+)
+from ckptd.client.elastic.layer.layer_check import DTYPES, LayerAgreement
 
 __all__ = ["ReplicaGradients"]
 

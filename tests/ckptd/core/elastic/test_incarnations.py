@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.core.elastic.handover import Give, plan_handover
+from ckptd.core.elastic.incarnation_plan import Give, plan_handover
 from ckptd.core.elastic.incarnations import (
     BUFFER,
     Chosen,

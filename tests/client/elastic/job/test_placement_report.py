@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing, reported_placement
+from ckptd.core.elastic.allocation import allocate
 from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.allocation import allocate
-from ckptd.core.elastic.placement.expert_placement import place
+from ckptd.core.elastic.expert_placement import place
 from ckptd.ctl.elastic.elastic_input import situation
 from ckptd.errors import ElasticError
 from ckptd.transport.control.messages import Elastic, ElasticWhen

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ckptd.client.elastic.layer import expert_tensors
-from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, Held, rounds
-from ckptd.client.elastic.layer.shard_exchange import cut, joined, shard_length
+from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, Held, cut, joined, rounds, shard_length
 
 
 def test_a_round_ends_before_its_busiest_rank_has_too_much() -> None:
@@ -30,3 +29,15 @@ def test_shards_are_of_one_length_and_give_the_tensor_back(numel: int, ranks: in
     assert shards.shape == (ranks, shard_length(numel, ranks))
     assert torch.equal(joined(list(shards), numel), flat)
     assert int((shards != 0).sum()) == numel, "the rest is zeros"
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 12])
+@pytest.mark.parametrize("holders", [(4,), (0, 2, 5)])
+def test_every_element_is_added_up_by_one_holder_and_as_many_by_each(
+    numel: int, holders: tuple[int, ...]
+) -> None:
+    held = Held(numel, holders)
+    elements = [e for rank in holders for e in range(numel)[held.part_of(rank)]]
+    assert elements == list(range(numel))
+    lengths = [held.length_of(rank) for rank in holders]
+    assert max(lengths) - min(lengths) <= 1

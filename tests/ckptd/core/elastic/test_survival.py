@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ckptd.core.elastic.elastic_types import ExpertPlacement
-from ckptd.core.elastic.placement.survival import (
+from ckptd.core.elastic.survival import (
     holder_sets,
     recovery_by_layer,
     recovery_probability,

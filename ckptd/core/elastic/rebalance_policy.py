@@ -40,8 +40,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from ckptd.core.elastic.allocation import reachable_threshold
 from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.allocation import reachable_threshold
 from ckptd.errors import LocalProtocolError
 
 __all__ = [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.core.elastic.handover import Give, plan_handover
+from ckptd.core.elastic.incarnation_plan import Give, plan_handover
 from ckptd.core.elastic.incarnations import (
     SHARDS,
     Chosen,
@@ -19,8 +19,10 @@ from ckptd.core.elastic.incarnations import (
     NodeHeld,
     Unit,
     choose,
+    common_rows,
+    shard_length,
+    shard_rows,
 )
-from ckptd.core.elastic.shard_owners import common_rows, shard_length, shard_rows
 from ckptd.errors import ElasticError, LocalProtocolError
 
 LAYERS = ExpertLayers(("a.moe", "b.moe"), 2)

@@ -16,14 +16,35 @@ received, ``R`` ranks, ``E`` experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Order", "Route", "RowCounts", "plan_route", "reorder", "spread"]
+from ckptd.client.log_lines import get_logger
+from ckptd.core.elastic.token_dispatch import plan_dispatch
+from ckptd.cuda.dispatch import DeviceDispatcher, KernelsUnavailable
+
+__all__ = [
+    "Dispatcher",
+    "Order",
+    "Route",
+    "RowCounts",
+    "RowExchange",
+    "all_to_all",
+    "plan_route",
+    "reorder",
+    "spread",
+    "swap_rows",
+]
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +184,126 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         by_pair = grad.index_select(0, ctx.pairs.inverse)
         return by_pair.view(ctx.shape_TKH).sum(1), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    """One exchange.
+
+    Args:
+        sends: rows to each rank; they stand in this order.
+        receives: rows from each rank.
+        group: the process group.
+        before_backward: called on the backward's thread before gradients are exchanged.
+    """
+
+    sends: list[int]
+    receives: list[int]
+    group: Any
+    before_backward: Callable[[], None] | None = None
+
+
+def swap_rows(rows: Tensor, ticket: Tensor, swap: RowExchange) -> tuple[Tensor, Tensor]:
+    """What this rank gets for its rows, and the ticket for the next exchange of this call; a
+    collective call.
+    """
+    received, onward = _Swap.apply(rows, ticket, swap)
+    return received, onward
+
+
+def all_to_all(rows: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
+    """Rows (along dimension 0) of every rank for this one, in the order of ranks; a collective call."""
+    received = rows.new_empty((sum(receives), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+    return received
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ticket: Tensor, swap: RowExchange) -> tuple[Tensor, Tensor]:
+        ctx.swap = swap
+        return all_to_all(rows, swap.sends, swap.receives, swap.group), torch.zeros_like(ticket)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_ticket: Tensor) -> tuple[Tensor, Tensor, None]:
+        swap = ctx.swap
+        if swap.before_backward is not None:
+            swap.before_backward()
+        return all_to_all(grad, swap.receives, swap.sends, swap.group), grad_ticket, None
+
+
+Ints = NDArray[np.int64]
+
+
+class Dispatcher:
+    """The dispatcher of one rank for one placement.
+
+    Args:
+        replicas_RE: replicas of each expert on each rank; every expert has a holder.
+        nodes_R: the number of each rank's node; None: not known.
+        rank: whose share is wanted.
+    """
+
+    def __init__(self, replicas_RE: Ints, nodes_R: Ints | None, rank: int) -> None:
+        self._replicas_RE = replicas_RE
+        self._nodes_R = nodes_R
+        self._rank = rank
+        self._on_device: dict[torch.device, DeviceDispatcher | None] = {}
+
+    def share(self, counts: Tensor) -> RowCounts:
+        """What this rank sends and gets.
+
+        Args:
+            counts: int64 ``[R, E]``, tokens of each rank for each expert, on any device.
+        """
+        device = counts.device
+        if device.type != "cuda":
+            return self._by_cpu(counts)
+        if device not in self._on_device:
+            self._on_device[device] = self._tried(counts)
+        planner = self._on_device[device]
+        return self._by_cpu(counts) if planner is None else self._by(planner, counts)
+
+    def _by_cpu(self, counts: Tensor) -> RowCounts:
+        plan = plan_dispatch(counts.cpu().numpy(), self._replicas_RE, nodes=self._nodes_R)
+        sends = plan.sends(self._rank)
+        arrays = (sends.tokens, sends.first, plan.receives(self._rank))
+        return RowCounts(*(torch.from_numpy(array) for array in arrays))
+
+    def _by(self, planner: DeviceDispatcher, counts: Tensor) -> RowCounts:
+        sends, received = planner.plan(counts).share(self._rank)
+        return RowCounts(sends.tokens, sends.first, received)
+
+    def _tried(self, counts: Tensor) -> DeviceDispatcher | None:
+        """The GPU form, if it works on this machine."""
+        try:
+            planner = self._planner_on(counts.device)
+            differs = not _same_share(self._by(planner, counts), self._by_cpu(counts))
+        except KernelsUnavailable as error:
+            logger.warning(
+                "tokens are dispatched by the CPU, which takes longer: the kernels do not run on %s: %s",
+                counts.device,
+                error,
+            )
+            return None
+        if differs:
+            logger.warning(
+                "tokens are dispatched by the CPU, which takes longer: on %s the kernels of this "
+                "Triton gave other numbers; please report it",
+                counts.device,
+            )
+            return None
+        return planner
+
+    def _planner_on(self, device: torch.device) -> DeviceDispatcher:
+        nodes = None if self._nodes_R is None else torch.tensor(self._nodes_R)
+        return DeviceDispatcher(torch.tensor(self._replicas_RE), device, nodes=nodes)
+
+
+def _same_share(one: RowCounts, other: RowCounts) -> bool:
+    return (
+        torch.equal(one.tokens_RE.cpu(), other.tokens_RE)
+        and torch.equal(one.first_RE.cpu(), other.first_RE)
+        and torch.equal(one.received_RE.cpu(), other.received_RE)
+    )

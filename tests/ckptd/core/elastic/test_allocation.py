@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.allocation import allocate, reachable_threshold, useful_slots
+from ckptd.core.elastic.allocation import (
+    allocate,
+    rank_slots,
+    reachable_threshold,
+    split_over_ranks,
+    straggler_by_layer,
+    straggler_factor,
+    useful_slots,
+)
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
+from ckptd.core.elastic.expert_placement import spread
 from ckptd.errors import ElasticError
 
 LOADS = st.lists(st.integers(0, 2**40) | st.integers(0, 50), min_size=1, max_size=12)
@@ -161,3 +170,79 @@ def test_the_threshold_is_the_most_that_slots_can_hold() -> None:
     assert reachable_threshold(np.array([10, 1, 1]), 6, 9) == 1  # 6 + 1 + 1 = 8 < 2 * 6
     assert reachable_threshold(np.array([10, 3, 3]), 6, 9) == 2
     assert reachable_threshold(np.array([6, 6, 6]), 6, 9) == 3
+
+
+@given(st.integers(0, 2**32), st.sampled_from([3, 1000, 2**40, 2**62]))
+@settings(max_examples=30, deadline=None)
+def test_it_is_the_busiest_rank_over_the_mean(seed: int, most: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (2, int(rng.integers(1, 6)), int(rng.integers(1, 5)))
+    counts = rng.integers(0, 3, shape).astype(np.int32)
+    counts[:, 0] += counts.sum(axis=1) == 0
+    loads = rng.integers(0, most, shape[::2])
+    ranks = tuple(rng.integers(1, 4, shape[1]).tolist())
+    cluster = Cluster(np.full(shape[1], 20), ranks=ranks)
+    busy, means = [], []
+    for layer in range(2):
+        replicas = counts[layer].sum(axis=0).tolist()
+        tokens = [
+            sum(
+                Fraction(int(loads[layer, e]), replicas[e]) * int(counts[layer, n, e])
+                for e in range(shape[2])
+            )
+            / ranks[n]
+            for n in range(shape[1])
+        ]
+        busy.append(max(tokens))
+        means.append(Fraction(sum(loads[layer].tolist()), sum(ranks)))
+    placement = ExpertPlacement(counts)
+    wanted = [float(b / m) if m else 1.0 for b, m in zip(busy, means, strict=True)]
+    assert straggler_by_layer(placement, loads, cluster) == pytest.approx(wanted, rel=1e-6)
+    joint = float(sum(busy) / sum(means)) if sum(means) else 1.0
+    assert straggler_factor(placement, loads, cluster) == pytest.approx(joint, rel=1e-6)
+
+
+def test_loads_of_another_shape_are_refused() -> None:
+    placement = ExpertPlacement(np.ones((1, 3, 2), dtype=np.int32))
+    with pytest.raises(ValueError, match=r"loads of shape \(1, 3\) for 1 layers of 2 experts"):
+        straggler_factor(placement, [[1, 2, 3]], Cluster.uniform(3, 2))
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_every_replica_is_on_one_rank_of_its_node(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ranks = tuple(rng.integers(1, 5, 4).tolist())
+    cluster = Cluster(rng.integers(2, 9, 4), ranks=ranks)
+    loads = rng.integers(0, 100, (2, 5))
+    placement = spread(allocate(loads, cluster, 2), cluster)
+    split = split_over_ranks(placement, cluster, loads)
+    begin = 0
+    for node, size in enumerate(ranks):
+        part = split[:, begin : begin + size]
+        begin += size
+        counts = placement.counts[:, node]
+        assert (part.sum(axis=1) == counts).all()
+        assert (part.max(axis=1) == -(-counts // size)).all()  # twice on a rank only if it must
+        used = part.sum(axis=2)
+        assert (used.max(axis=1) - used.min(axis=1) <= 1).all()
+    assert begin == split.shape[1] == cluster.num_ranks
+    assert (split.sum(axis=2) <= rank_slots(cluster)).all()
+    assert rank_slots(cluster).sum() == cluster.num_slots
+
+
+def test_heavy_and_light_replicas_are_mixed() -> None:
+    placement = ExpertPlacement(np.ones((1, 1, 4), dtype=np.int32))
+    cluster = Cluster.uniform(1, 4, ranks=2)
+    plain = split_over_ranks(placement, cluster)
+    assert plain.tolist() == [[[1, 0, 1, 0], [0, 1, 0, 1]]]
+    by_load = split_over_ranks(placement, cluster, [[9, 1, 8, 2]])
+    assert by_load.tolist() == [[[1, 0, 0, 1], [0, 1, 1, 0]]]
+
+
+def test_another_cluster_or_other_loads_are_refused() -> None:
+    placement = ExpertPlacement(np.ones((1, 2, 2), dtype=np.int32))
+    with pytest.raises(ElasticError, match="2 replicas on a node with 1 slots"):
+        split_over_ranks(placement, Cluster.uniform(2, 1))
+    with pytest.raises(ValueError, match="loads of shape"):
+        split_over_ranks(placement, Cluster.uniform(2, 2), [[1, 2, 3]])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client.elastic.layer.shard_exchange import cut, joined
+from ckptd.client.elastic.layer.expert_tensors import cut, joined
 
 __all__ = ["recut"]
 

@@ -32,10 +32,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, checked_loads
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
 from ckptd.errors import ElasticError
 
-__all__ = ["Allocation", "allocate", "domain_slots", "reachable_threshold", "useful_slots"]
+__all__ = [
+    "Allocation",
+    "allocate",
+    "busiest",
+    "domain_slots",
+    "node_tokens",
+    "rank_slots",
+    "reachable_threshold",
+    "split_over_ranks",
+    "straggler_by_layer",
+    "straggler_factor",
+    "token_shares",
+    "useful_slots",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,3 +175,94 @@ def _equation_1(ascending: list[int], slots: int, least: int) -> list[int]:
         slots -= out[-1]
         tokens -= load
     return out
+
+
+SHARE_BITS = 60  # of the tokens of a layer in fixed point: a node's sum stays within int64
+
+
+def straggler_factor(placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster) -> float:
+    """Load of the busiest rank over the mean, over all layers; 1.0 is perfect balance (or no load).
+
+    Raises:
+        ValueError: loads are of another shape than the placement, or not what loads must be.
+    """
+    most, total = _most_and_total(placement, loads, cluster)
+    return cluster.num_ranks * sum(most) / sum(total) if sum(total) else 1.0
+
+
+def straggler_by_layer(placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster) -> tuple[float, ...]:
+    """``straggler_factor`` of each layer for itself."""
+    most, total = _most_and_total(placement, loads, cluster)
+    return tuple(cluster.num_ranks * m / t if t else 1.0 for m, t in zip(most, total, strict=True))
+
+
+def _most_and_total(
+    placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster
+) -> tuple[list[int], list[int]]:
+    loads_LE = checked_loads(loads)
+    if loads_LE.shape != (placement.num_layers, placement.num_experts):
+        raise ValueError(
+            f"loads of shape {loads_LE.shape} for {placement.num_layers} layers "
+            f"of {placement.num_experts} experts"
+        )
+    placement.check(cluster)
+    shares, bits = token_shares(loads_LE, placement.replicas)
+    most = busiest(placement.counts, shares, np.array(cluster.ranks)).tolist()
+    total = [sum(row) for row in loads_LE.tolist()]
+    return most, [t << bits if bits >= 0 else t >> -bits for t in total]
+
+
+def token_shares(loads_LE: Loads, replicas_LE: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """``[L, E]``: tokens of one replica, times two to the second value; the same on every machine."""
+    bits = SHARE_BITS - max(sum(row) for row in loads_LE.tolist()).bit_length()
+    scaled = loads_LE << bits if bits >= 0 else loads_LE >> -bits
+    return scaled // np.maximum(replicas_LE, 1), bits
+
+
+def node_tokens(counts_LNE: NDArray[np.int32], shares_LE: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``[L, N]``: tokens of every node, in the fixed point of the shares."""
+    layers = zip(counts_LNE, shares_LE, strict=True)
+    return np.stack([counts_NE @ shares_E for counts_NE, shares_E in layers])
+
+
+def busiest(
+    counts_LNE: NDArray[np.int32], shares_LE: NDArray[np.int64], ranks_N: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """``[L]``: tokens of a rank of the busiest node, if its ranks share them evenly."""
+    return np.asarray((node_tokens(counts_LNE, shares_LE) // ranks_N).max(axis=1))
+
+
+def split_over_ranks(
+    placement: ExpertPlacement, cluster: Cluster, loads: ArrayLike | None = None
+) -> NDArray[np.int32]:
+    """``[L, R, E]``: replicas of each rank; the ranks of node 0 first, then those of node 1.
+
+    Args:
+        loads: ``[L, E]``, by which heavy replicas are told from light ones; default: all alike.
+    Raises:
+        ValueError: arrays of different shapes.
+        ElasticError: the placement is not for this cluster.
+    """
+    placement.check(cluster)
+    replicas_LE = placement.replicas
+    loads_LE = checked_loads(np.zeros_like(replicas_LE) if loads is None else loads)
+    if loads_LE.shape != replicas_LE.shape:
+        raise ValueError(f"loads of shape {loads_LE.shape} for {replicas_LE.shape} experts")
+    shares_LE, _ = token_shares(loads_LE, replicas_LE)
+    order_LE = np.argsort(-shares_LE, axis=1, kind="stable")
+    back_LE = np.argsort(order_LE, axis=1)
+    parts = []
+    for node, ranks in enumerate(cluster.ranks):
+        sorted_LE = np.take_along_axis(placement.counts[:, node], order_LE, axis=1)
+        stop_LE = np.cumsum(sorted_LE, axis=1, dtype=np.int64)
+        for rank in range(ranks):
+            # Positions before p that are this rank's turn: ceil((p - rank) / ranks).
+            before = -((rank - np.stack([stop_LE - sorted_LE, stop_LE])) // ranks)
+            parts.append(np.take_along_axis(before[1] - before[0], back_LE, axis=1))
+    return np.stack(parts, axis=1).astype(np.int32)
+
+
+def rank_slots(cluster: Cluster) -> NDArray[np.int64]:
+    """``[R]``: slots of every rank in each layer."""
+    slots = zip(cluster.slots.tolist(), cluster.ranks, strict=True)
+    return np.array([n // k + (i < n % k) for n, k in slots for i in range(k)], dtype=np.int64)

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from ckptd.client.elastic.incarnation.store_start import (
+from ckptd.client.elastic.incarnation.checkpoint_selection import (
     DurableState,
     Storage,
     missing_ranks,

@@ -21,6 +21,7 @@ Shapes: ``L`` layers, ``R`` ranks, ``E`` experts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -31,27 +32,128 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
-from ckptd.client.elastic.layer.expert_moves import (
-    LayerMove,
-    MakeExpert,
-    PlacementState,
-    plan_moves,
-)
+from ckptd.client.elastic.layer.elastic_layer import ElasticExperts, common_device
 from ckptd.client.elastic.layer.expert_tensors import (
     ExpertTensor,
     Held,
     by_dtype,
     expert_tensors_of,
     rounds,
+    shards_to_holders,
+    sums_to_owners,
 )
-from ckptd.client.elastic.layer.layer_check import check_replicas_RE
-from ckptd.client.elastic.layer.layer_devices import common_device
-from ckptd.client.elastic.layer.shard_exchange import shards_to_holders, sums_to_owners
+from ckptd.client.elastic.layer.layer_check import check_replicas_RE, shapes_of
 from ckptd.client.optimizers.optimizer_probe import probe_optimizer
 from ckptd.client.ranks.collectives import Collectives
 
-__all__ = ["ExpertShards", "Placements"]
+__all__ = ["ExpertShards", "LayerMove", "MakeExpert", "PlacementState", "Placements", "plan_moves"]
+
+
+MakeExpert: TypeAlias = Callable[[str, int], nn.Module]
+"""``(layer, expert) -> module``; its weights will be overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMove:
+    """A layer's next placement, and the modules for this rank's experts of it; new ones have
+    weights of something else yet.
+    """
+
+    name: str
+    replicas_RE: NDArray[np.int64]
+    experts: dict[int, nn.Module]
+
+
+class PlacementState:
+    """Placements as state that is saved and loaded; what was loaded waits until somebody takes it.
+
+    Args:
+        layers: by name.
+    """
+
+    def __init__(self, layers: Mapping[str, ElasticExperts]) -> None:
+        self._layers = dict(layers)
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """``[R, E]`` by the name of the layer."""
+        return {name: layer.replicas_RE.tolist() for name, layer in self._layers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep it for ``loaded``."""
+        self._loaded = dict(state)
+
+    def loaded(self) -> dict[str, Any]:
+        """What was loaded and not taken yet; empty: nothing."""
+        return dict(self._loaded)
+
+    def forget(self) -> None:
+        """It was taken, or is not wanted."""
+        self._loaded = {}
+
+
+def plan_moves(
+    wanted: Mapping[str, NDArray[np.int64]],
+    layers: Mapping[str, ElasticExperts],
+    rank: int,
+    device: torch.device,
+    make_expert: MakeExpert | None,
+) -> list[LayerMove]:
+    """What it takes to go to these placements; nothing is changed yet.
+
+    Args:
+        device: of this rank's experts.
+    Raises:
+        ValueError: a placement is of another number of experts, or there is no module that fits an expert.
+    """
+    moves = []
+    for name, replicas_RE in wanted.items():
+        layer = layers[name]
+        if replicas_RE.shape != layer.replicas_RE.shape:
+            raise ValueError(
+                f"the placement of {name!r} has the shape {replicas_RE.shape}, and the layer "
+                f"{layer.replicas_RE.shape}"
+            )
+        held = layer.held_experts()
+        numbers = np.nonzero(replicas_RE[rank])[0].tolist()
+        spare = [module for expert, module in held.items() if expert not in numbers]
+        experts = {}
+        for expert in numbers:
+            module = held.get(expert)
+            if module is None:
+                module = _new(name, layer, expert, spare, make_expert).to(device)
+            experts[expert] = module
+        moves.append(LayerMove(name, replicas_RE, experts))
+    return moves
+
+
+def _new(
+    name: str,
+    layer: ElasticExperts,
+    expert: int,
+    spare: list[nn.Module],
+    make_expert: MakeExpert | None,
+) -> nn.Module:
+    """A module for an expert that was not here; ``spare``: those of experts that go, of which one
+    may be taken.
+    """
+    if make_expert is not None:
+        module = make_expert(name, expert)
+    elif spare:
+        module = spare.pop()
+    elif len(layer.experts):
+        module = copy.deepcopy(next(iter(layer.experts.values())))
+    else:
+        raise ValueError(
+            f"there is no expert of {name!r} of which the module could be copied: pass make_expert="
+        )
+    if shapes_of(module) != layer.agreed.shapes_E[expert]:
+        raise ValueError(
+            f"the module for expert {expert} of {name!r} has other parameters than the expert: "
+            "pass make_expert="
+        )
+    return module
+
 
 Placements: TypeAlias = ArrayLike | Sequence[ArrayLike] | Mapping[str, ArrayLike]
 """``[L, R, E]`` in the order of the layers, or ``[R, E]`` by the name of a layer; those not named stay."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.rebalance_policy import (
+from ckptd.core.elastic.rebalance_policy import (
     Action,
     Decision,
     Event,
