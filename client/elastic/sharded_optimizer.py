@@ -2,7 +2,7 @@
 wherever its replicas are (SwiftMoE).
 
 The other strategy, an optimizer on each replica (Lazarus), moves the state when an expert moves.
-Here it never moves. In a step
+LocalNode it never moves. In a step
 
 1. the gradients of an expert's replicas are summed at the ranks that own its shards, all ranks, an
    equal part each;

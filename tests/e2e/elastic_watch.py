@@ -61,7 +61,7 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     rng = random.Random(seed)
     for phase, holder, name in (
         (Phase.LOOKING, incarnation_start, "look"),
-        (Phase.PLANNING, incarnation_start, "plan_world"),
+        (Phase.PLANNING, incarnation_start, "plan_incarnation"),
         (Phase.BRINGING, Storage, "bring"),
         (Phase.VERIFYING, incarnation_start, "_verify"),
         (Phase.SHIPPING, state_transfer, "ship"),

@@ -1,5 +1,11 @@
-"""Where a world goes on: the newest whole state in the nodes' memory, or what storage has, where
-that is newer or memory has none.
+"""The state from which an incarnation continues: the newest whole one, in the nodes' memory or in storage
+(docs/elastic.md, section 14).
+
+One rank of each node asks its daemon which checkpoints of the run are durable, and tells the other
+ranks. All ranks take the same decision: the newest incarnation of which anything is whole, in
+memory or in storage, is the history of the job, and the state is that of its newest iteration. If
+storage has it, the images that no node holds are divided over the nodes by their bytes. Each is
+brought by one daemon into its memory and verified; then the ranks plan as if it had always been there.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import msgspec
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives, TryAgain
-from ckptd.core.elastic.incarnations import Chosen, ExpertLayers, NodeHeld, choose
+from ckptd.core.elastic.incarnations import ChosenState, ExpertLayers, NodeHeld, choose
 from ckptd.errors import DaemonUnavailable, ElasticError, LocalProtocolError
 from ckptd.launch import connect
 from ckptd.storage.checkpoints.names import run_of_incarnation
@@ -30,31 +36,33 @@ from ckptd.transport.control.messages import (
 )
 from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["DurableState", "Storage", "choose_with_storage", "missing_ranks", "newer_than", "share_out"]
+__all__ = ["DurableState", "Storage", "choose_state", "missing_ranks", "newer_than", "share_out"]
 
 logger = get_logger(__name__)
 
-
-# Where memory is enough, a store that is away is not waited for. Where it is not, the daemon gives
+# A job that ended within its first steps may have left parts of a state only: a rank died before it
+# had a snapshot, and the others are parked. To repeat these few steps costs less than a person's look.
+_FEW_STEPS = 10
+# Where memory suffices, a start does not wait for an absent store. Where it does not, the daemon gives
 # up before this (`store_deadline_s`).
 _GLANCE_S, _LOOK_S = 30.0, 900.0
-# A daemon answers what is asked here at once. One that was started again knows nothing of an
-# earlier request, and one that is dead says nothing.
+# A daemon answers these requests at once. A restarted daemon does not know an earlier request, and a
+# dead one does not answer.
 _ANSWER_S, _ASKED = 5.0, 3
 _POLL_S, _LOOK_POLL_S = 0.1, 0.01
 _PROGRESS_S = 30.0
+_OPERATION = "start an incarnation"
 _Reply = TypeVar("_Reply", bound=Reply)
-_DAEMON_FAILS = (RefusedError, RequestTimeout, WireError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class DurableState:
-    """What is durable of a run, the same on all ranks.
+    """The durable checkpoints of a run, the same on all ranks.
 
     Args:
-        nodes: by number, those whose daemons have the store, and can bring something from it.
-        worlds: the numbers of all.
-        checkpoints: newest first, without the damaged ones.
+        nodes: by number, those whose daemons have the store and can bring images from it.
+        worlds: the numbers of all incarnations.
+        checkpoints: newest first, without damaged ones.
     """
 
     nodes: tuple[int, ...] = ()
@@ -62,11 +70,109 @@ class DurableState:
     checkpoints: tuple[DurableWorld, ...] = ()
 
 
-class Storage:
-    """Storage as one start of a world uses it: all ranks call the same methods in the same order.
+def choose_state(
+    held: Sequence[NodeHeld], layers: ExpertLayers, reporters: Sequence[int], storage: Storage
+) -> tuple[ChosenState | None, DurableState]:
+    """The state to continue from (None: the job begins), and what is durable; a collective call.
 
     Args:
-        find_endpoint: of this node's daemon; None where there is none.
+        held: of each node.
+        reporters: the rank that reports for each node.
+    Raises:
+        TryAgain: on all ranks: daemons brought images from storage, or failed to; look again.
+        ElasticError: the nodes hold parts of states but no whole one, and nothing is durable.
+        DaemonUnavailable: on all ranks: storage is needed, but does not answer or cannot be used.
+    """
+    chosen, lacking = None, None
+    try:
+        chosen = choose(held, layers)
+    except ElasticError as error:  # the same on all ranks; storage may have what is missing
+        lacking = error
+    stored = storage.look(reporters, enough=chosen is not None)
+    wanted = newer_than(chosen, stored)
+    if wanted is not None:
+        if lacking is not None:
+            logger.warning("%s", lacking.message)
+        missing = missing_ranks(wanted, held)
+        if not missing:
+            _explain(held, layers, (wanted.world, wanted.iteration))
+        storage.bring(wanted, missing, stored, reporters)
+        raise TryAgain
+    if lacking is not None:
+        reached = max((image.iteration for node in held for image in node.images), default=-1)
+        if reached <= _FEW_STEPS:
+            logger.warning("%s; these are the job's first steps: it begins anew", lacking.message)
+            return None, stored
+        if not stored.nodes:
+            raise lacking
+        raise ElasticError(
+            f"{lacking.message}; and no checkpoint of this run is durable",
+            operation=lacking.operation,
+            hint=lacking.hint,
+        )
+    if chosen is not None and (chosen.world, chosen.iteration) == storage.brought:
+        chosen = replace(chosen, reason=f"{chosen.reason}; it was brought from storage")
+    return chosen, stored
+
+
+def _explain(held: Sequence[NodeHeld], layers: ExpertLayers, which: tuple[int, int]) -> NoReturn:
+    """Raise why the images of a durable checkpoint, all of them here, are no whole state.
+
+    Raises:
+        ElasticError: names what is missing.
+    """
+    nodes = [
+        msgspec.structs.replace(node, images=tuple(i for i in node.images if (i.world, i.iteration) == which))
+        for node in held
+    ]
+    choose(nodes, layers)
+    raise LocalProtocolError(f"{which} is whole, and was not chosen", operation=_OPERATION)
+
+
+def newer_than(chosen: ChosenState | None, stored: DurableState) -> DurableWorld | None:
+    """The durable checkpoint to continue from; None if memory has a newer state, or none is durable.
+
+    The incarnation counts first: a later one continued from an earlier one, which may have
+    iterations that were abandoned since.
+    """
+    newest = max(stored.checkpoints, key=lambda c: (c.world, c.iteration), default=None)
+    if newest is None or chosen is None:
+        return newest
+    held = chosen.world, chosen.iteration
+    return newest if (newest.world, newest.iteration) > held else None
+
+
+def missing_ranks(wanted: DurableWorld, held: Sequence[NodeHeld]) -> list[int]:
+    """The ranks whose image of that checkpoint no node holds."""
+    there = {
+        image.rank
+        for node in held
+        for image in node.images
+        if (image.world, image.iteration) == (wanted.world, wanted.iteration)
+    }
+    return [rank for rank in range(len(wanted.sizes)) if rank not in there]
+
+
+def share_out(
+    ranks: Sequence[int], sizes: Sequence[int], nodes: Sequence[int]
+) -> Mapping[int, tuple[int, ...]]:
+    """The ranks whose images each node brings: largest first, each to the node with the fewest bytes."""
+    load, found = dict.fromkeys(nodes, 0), {node: list[int]() for node in nodes}
+    for rank in sorted(ranks, key=lambda r: (-sizes[r], r)):
+        node = min(nodes, key=lambda n: (load[n], len(found[n]), n))
+        found[node].append(rank)
+        load[node] += sizes[rank]
+    return {node: tuple(sorted(each)) for node, each in found.items()}
+
+
+class Storage:
+    """Storage for one start: all ranks call the same methods in the same order.
+
+    Args:
+        find_endpoint: of this node's daemon; None without one.
+
+    Attributes:
+        brought: incarnation and iteration that daemons brought.
     """
 
     def __init__(
@@ -80,47 +186,47 @@ class Storage:
         self._job, self._run = job, run
         self._looked = self._answered = False
         self.brought: tuple[int, int] | None = None
-        """World and iteration of what came."""
 
-    def look(self, speakers: Sequence[int], *, enough: bool) -> DurableState:
-        """What is durable of the run; a collective call.
+    def look(self, reporters: Sequence[int], *, enough: bool) -> DurableState:
+        """The durable checkpoints of the run; a collective call.
 
         Args:
-            speakers: the rank that speaks for each node.
-            enough: whether memory holds a whole state: then a store that does not answer stops nobody.
+            reporters: the rank that reports for each node.
+            enough: memory holds a whole state: then the start goes on if no store answers.
         Raises:
-            DaemonUnavailable: on all ranks: memory is not enough, and no store that is configured
-                answers, or all that is there is damaged; or one has answered this start before:
-                then it holds what memory does not.
+            DaemonUnavailable: on all ranks: memory is not enough, and no configured store answers
+                or all checkpoints are damaged; or no store answers that answered this start before:
+                then it has what memory does not.
         """
-        # What looked damaged to an earlier start is looked at once more; what this one has found
-        # stays passed over.
+        # The first look verifies again what looked damaged to an earlier start; what this start has
+        # found damaged stays left out.
         again, self._looked = self._looked, True
         timeout_s = _GLANCE_S if enough else _LOOK_S
 
         def look() -> DurableWorlds:
-            if self._find_endpoint is None or self._ranks.rank not in speakers:
+            if self._find_endpoint is None or self._ranks.rank not in reporters:
                 return DurableWorlds(configured=False)
             with _daemon_errors("look for what is durable"):
-                return self._see(again=again, timeout_s=timeout_s)
+                return self._list(self._find_endpoint, again=again, timeout_s=timeout_s)
 
         found = self._ranks.outcomes(look, DurableWorlds)
-        seen = [found.values[rank] or DurableWorlds(configured=False) for rank in speakers]
-        able = [n for n, one in enumerate(seen) if one.configured]
-        silent = [found.failures[rank] for rank in speakers if found.failures[rank].text]
+        seen = [found.values[rank] or DurableWorlds(configured=False) for rank in reporters]
+        able = [node for node, one in enumerate(seen) if one.configured]
+        silent = [found.failures[rank] for rank in reporters if found.failures[rank].text]
         if silent and not able and (self._answered or not enough):
             found.raise_failures()
         self._answered = bool(able)
         for failure in silent:
             logger.warning("node %s: %s; the ranks go on without its store", failure.node, failure.text)
-        return self._common([seen[n] for n in able], able, enough=enough)
+        if not able:
+            return DurableState()
+        return self._usable([seen[node] for node in able], able, enough=enough)
 
-    def _see(self, *, again: bool, timeout_s: float) -> DurableWorlds:
-        """What this node's daemon sees; it is asked until it has heard of its store."""
-        assert self._find_endpoint is not None, "it was looked at"
+    def _list(self, find_endpoint: Callable[[], str], *, again: bool, timeout_s: float) -> DurableWorlds:
+        """Ask this node's daemon until its store has answered."""
         message = GetDurableWorlds(self._job, self._run, secrets.token_hex(8), again)
         until_s = time.monotonic() + timeout_s
-        with connect(self._find_endpoint(), _ANSWER_S) as client:
+        with connect(find_endpoint(), _ANSWER_S) as client:
             while (seen := _ask(client, message, DurableWorlds)).running:
                 if time.monotonic() > until_s:
                     text = f"the store has not answered for {timeout_s:.0f} s"
@@ -128,20 +234,17 @@ class Storage:
                 time.sleep(_LOOK_POLL_S)
         return seen
 
-    def _common(self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool) -> DurableState:
-        """What one node sees, without what any has found to be damaged."""
-        if not able:
-            return DurableState()
+    def _usable(self, seen: Sequence[DurableWorlds], able: Sequence[int], *, enough: bool) -> DurableState:
+        """The first node's list without the checkpoints that any node has found damaged."""
         damaged = {which for one in seen for which in one.damaged}
         usable = [c for c in seen[0].checkpoints if (c.world, c.iteration) not in damaged]
         if damaged and not usable and not enough:
             raise DaemonUnavailable(
                 f"nothing stored of {self._job}/{self._run} can be used: {len(damaged)} "
                 "checkpoints are damaged",
-                operation="start a world",
+                operation=_OPERATION,
                 hint="`ckptctl events` and `ckptctl checkpoints verify` name what is damaged. To "
-                "begin anew remove it with "
-                "`ckptctl checkpoints rm`, or pass run= a new name",
+                "begin anew remove it with `ckptctl checkpoints rm`, or pass run= a new name",
             )
         return DurableState(tuple(able), seen[0].worlds, tuple(usable))
 
@@ -150,25 +253,24 @@ class Storage:
         wanted: DurableWorld,
         missing: Sequence[int],
         stored: DurableState,
-        speakers: Sequence[int],
+        reporters: Sequence[int],
     ) -> bool:
-        """Have the nodes' daemons bring these ranks' images; a collective call. Whether all came:
-        else another checkpoint may do.
+        """Have the daemons bring these ranks' images; a collective call. True if all came; else
+        another checkpoint may do.
 
         Raises:
             DaemonUnavailable: on all ranks: a node has no memory for them, or its daemon is gone.
         """
         shares = share_out(missing, wanted.sizes, stored.nodes)
+        what = f"iteration {wanted.iteration} of incarnation {wanted.world}"
         logger.warning(
-            "the job goes on from storage: iteration %d of world %d, of which %d of %d images are "
-            "brought here",
-            wanted.iteration,
-            wanted.world,
+            "the job goes on from storage: the daemons bring %d of %d images of %s",
             len(missing),
             len(wanted.sizes),
+            what,
         )
         rank = self._ranks.rank
-        mine = shares.get(speakers.index(rank), ()) if rank in speakers else ()
+        mine = shares.get(reporters.index(rank), ()) if rank in reporters else ()
 
         def bring() -> bool:
             if not mine:
@@ -178,11 +280,10 @@ class Storage:
                 brought = self._await(BringStored(self._job, name, wanted.iteration, mine))
             if brought.state == "done":
                 return True
-            what = f"iteration {wanted.iteration} of world {wanted.world}"
             logger.error("%s: %s", what, brought.reason)
             if brought.state == "refused":
                 text = f"{what} cannot be brought from storage: {brought.reason}"
-                raise DaemonUnavailable(text, operation="start a world")
+                raise DaemonUnavailable(text, operation=_OPERATION)
             return False
 
         came = all(self._ranks.agree(bring, bool))
@@ -191,7 +292,6 @@ class Storage:
         return came
 
     def _await(self, message: BringStored) -> Brought:
-        """Ask until it is over."""
         assert self._find_endpoint is not None, "its node has a store"
         next_s = time.monotonic() + _PROGRESS_S
         with connect(self._find_endpoint(), _ANSWER_S) as client:
@@ -205,16 +305,15 @@ class Storage:
 
 @contextlib.contextmanager
 def _daemon_errors(operation: str) -> Iterator[None]:
-    """What a daemon does not answer, as the error that all ranks raise."""
+    """Errors of a request to the daemon, as the error that all ranks raise."""
     try:
         yield
-    except _DAEMON_FAILS as error:
+    except (RefusedError, RequestTimeout, WireError, OSError) as error:
         raise DaemonUnavailable(str(error), operation=operation) from error
 
 
 def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:
-    """What may be asked twice; again where no answer comes, since the daemon may have been started
-    again meanwhile.
+    """Send an idempotent request, again if no answer comes: the daemon may have been restarted.
 
     Raises:
         RefusedError, RequestTimeout, WireError: as of the client.
@@ -224,111 +323,3 @@ def _ask(client: ControlClient, message: Request, kind: type[_Reply]) -> _Reply:
             return client.ask(message, kind)
         logger.warning("the daemon does not answer; it is asked again")
     return client.ask(message, kind)
-
-
-def newer_than(chosen: Chosen | None, stored: DurableState) -> DurableWorld | None:
-    """The durable checkpoint to go on from; None: what memory holds is newer, or there is none.
-
-    A later world went on from an earlier one, which may hold iterations that were abandoned since:
-    the world counts first.
-    """
-    newest = max(stored.checkpoints, key=lambda c: (c.world, c.iteration), default=None)
-    if newest is None or chosen is None:
-        return newest
-    held = chosen.world, chosen.iteration
-    return newest if (newest.world, newest.iteration) > held else None
-
-
-def missing_ranks(wanted: DurableWorld, held: Sequence[NodeHeld]) -> list[int]:
-    """The ranks of whose state in that checkpoint no node holds an image."""
-    there = {
-        image.rank
-        for node in held
-        for image in node.images
-        if (image.world, image.iteration) == (wanted.world, wanted.iteration)
-    }
-    return [rank for rank in range(len(wanted.sizes)) if rank not in there]
-
-
-def share_out(
-    ranks: Sequence[int], sizes: Sequence[int], nodes: Sequence[int]
-) -> Mapping[int, tuple[int, ...]]:
-    """Whose images each of these nodes brings: the largest first, each to the node that has least
-    to bring so far.
-    """
-    load, found = dict.fromkeys(nodes, 0), {node: list[int]() for node in nodes}
-    for rank in sorted(ranks, key=lambda r: (-sizes[r], r)):
-        node = min(nodes, key=lambda n: (load[n], len(found[n]), n))
-        found[node].append(rank)
-        load[node] += sizes[rank]
-    return {node: tuple(sorted(each)) for node, each in found.items()}
-
-
-# A job that ended within its first steps has parts of a state, if a rank died before it had a
-# snapshot: whoever was left is parked. To do these few steps again costs less than somebody who has
-# to look at it.
-_FEW_STEPS = 10
-
-
-def choose_with_storage(
-    held: Sequence[NodeHeld], layers: ExpertLayers, speakers: Sequence[int], storage: Storage
-) -> tuple[Chosen | None, DurableState]:
-    """Where to go on, and what is durable; a collective call.
-
-    Args:
-        held: what lies on each node.
-        speakers: the rank that speaks for each node.
-    Raises:
-        TryAgain: on all ranks: something was brought from storage, or could not be, so all look again.
-        ElasticError: something is held, and of no iteration all; and nothing is durable.
-        DaemonUnavailable: on all ranks: storage is needed, and does not answer, or what is wanted
-            of it cannot be brought.
-    """
-    chosen, lacking = None, None
-    try:
-        chosen = choose(held, layers)
-    except ElasticError as error:  # the same on all ranks; storage may have what is lacking
-        lacking = error
-    stored = storage.look(speakers, enough=chosen is not None)
-    wanted = newer_than(chosen, stored)
-    if wanted is not None:
-        if lacking is not None:
-            logger.warning("%s", lacking.message)
-        missing = missing_ranks(wanted, held)
-        if not missing:
-            _explain(held, layers, (wanted.world, wanted.iteration))
-        storage.bring(wanted, missing, stored, speakers)
-        raise TryAgain
-    reached = max((image.iteration for node in held for image in node.images), default=-1)
-    if lacking is not None and reached <= _FEW_STEPS:
-        logger.warning("%s; these are the job's first steps: it begins anew", lacking.message)
-        return None, stored
-    if lacking is not None and stored.nodes:
-        raise ElasticError(
-            f"{lacking.message}; and no checkpoint of this run is durable",
-            operation=lacking.operation,
-            hint=lacking.hint,
-        )
-    if lacking is not None:
-        raise lacking
-    if chosen is not None and (chosen.world, chosen.iteration) == storage.brought:
-        chosen = replace(chosen, reason=f"{chosen.reason}; it was brought from storage")
-    return chosen, stored
-
-
-def _explain(held: Sequence[NodeHeld], layers: ExpertLayers, which: tuple[int, int]) -> NoReturn:
-    """All ranks' images of a durable checkpoint are here, and make up no whole state.
-
-    Raises:
-        ElasticError: names what is lacking.
-    """
-    choose(
-        [
-            msgspec.structs.replace(
-                node, images=tuple(i for i in node.images if (i.world, i.iteration) == which)
-            )
-            for node in held
-        ],
-        layers,
-    )
-    raise LocalProtocolError(f"{which} is whole, and was not chosen", operation="start a world")

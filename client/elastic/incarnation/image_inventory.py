@@ -1,15 +1,15 @@
-"""What lies on this node of the worlds of a job: files of the daemon's, looked at in place.
+"""The images of an elastic job on this node: files of the daemon, read in place.
 
-Nothing here asks a daemon: whoever may open a segment can read it, and replicas of other nodes'
-segments are such files, too. An image counts if it is sealed and anchors everything that it holds;
-a sparse one alone is no state.
+No daemon is asked: whoever may open a segment can read it, and replicas of other nodes' segments
+are such files, too. An image counts if it is sealed and anchors everything that it contains; a
+sparse image alone is no state.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +26,177 @@ from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, SlotHeader
 from ckptd.core.slots.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
 from ckptd.errors import SegmentError
 from ckptd.holdings import header_record
-from ckptd.storage.checkpoints import names
-from ckptd.storage.checkpoints.names import run_of_incarnation
+from ckptd.storage.checkpoints.names import incarnation_of_run
 from ckptd.storage.images.image import ImageView
 from ckptd.storage.images.image_format import ImageError, ImageTensor
 
-__all__ = [
-    "EntryRows",
-    "ImageKey",
-    "Inventory",
-    "LocalImage",
-    "ParamFacts",
-    "UnitIndex",
-    "operator_units",
-    "run_of_incarnation",
-    "settle",
-    "world_files",
-]
+__all__ = ["ImageKey", "Inventory", "LocalImage", "ParamFacts", "UnitIndex", "incarnation_files", "settle"]
 
 logger = get_logger(__name__)
 
+ImageKey = tuple[str, int, int]
+"""An image on this node: the file, the slot, and the sequence of the slot's content."""
 
-def operator_units(payload: bytes) -> tuple[Unit, ...]:
-    """All units that a rank has, of the trainer's part of a segment's descriptor.
+_POLL_S = 0.02
+_KINDS: dict[str, Kind] = {
+    FILE_ENDS["snapshots"]: "snapshots",
+    REPLICA_ENDS["snapshots"]: "snapshots",
+    FILE_ENDS["parked"]: "parked",
+}
+
+
+def incarnation_files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFile]]:
+    """The files of all incarnations of a run, by name, each with the number of its incarnation."""
+    for path in sorted(folder.glob(f"{job}~{run}.w*~r*~g*")):
+        kind = _KINDS.get(path.suffix)
+        found = incarnation_of_run(path.name.split("~")[1])
+        if kind is None or found is None or found[0] != run:
+            continue
+        try:
+            file = SlotFile(path, kind)
+        except (OSError, SegmentError, ValueError) as error:  # ValueError: it is empty
+            logger.warning("%s is not used: %s", path.name, error)
+            continue
+        if file.descriptor.topology == WORLD_TOPOLOGY:  # else a user's run has such a name
+            yield found[1], file
+
+
+def settle(folder: Path, job: str, run: str, timeout_s: float) -> None:
+    """Wait until the daemon has sealed or freed the slots that dead trainers were filling."""
+    deadline = time.monotonic() + timeout_s
+    while _unsealed(folder, job, run) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _unsealed(folder: Path, job: str, run: str) -> bool:
+    states = {
+        header.state
+        for _, file in incarnation_files(folder, job, run)
+        for index in range(file.num_slots)
+        if (header := file.header(index)) is not None
+    }
+    return bool(states & {SlotState.FILLING, SlotState.FILLED})
+
+
+# -- the inventory -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalImage:
+    """A sealed image on this node, and its entry in the node's report."""
+
+    file: SlotFile
+    index: int
+    header: SlotHeader
+    held: HeldImage
+
+    @property
+    def key(self) -> ImageKey:
+        """Of this very image: another one in its slot has another sequence."""
+        return self.file.path.name, self.index, self.header.sequence
+
+    @property
+    def record(self) -> SlotRecord:
+        """The slot as the inventory found it."""
+        return header_record(self.header, self.file.descriptor.generation, self.index, b"")
+
+
+class Inventory:
+    """The images of a run's incarnations in a segment folder.
+
+    Args:
+        unusable: images that proved damaged (`LocalImage.key`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        job: str,
+        run: str,
+        layers: ExpertLayers,
+        unusable: frozenset[ImageKey] = frozenset(),
+    ) -> None:
+        self.images: list[LocalImage] = []
+        self._layers, self._unusable = layers, unusable
+        # Of the report: units and lists of them by their index, and the facts of each incarnation.
+        self._units: dict[tuple[Unit, int], int] = {}
+        self._unit_lists: dict[tuple[int, ...], int] = {}
+        self._expected: dict[int, set[Unit]] = {}
+        self._ranks: dict[int, int] = {}
+        self._layouts: dict[tuple[str, int], int | None] = {}
+        worlds: set[int] = set()
+        for world, file in incarnation_files(folder, job, run):
+            worlds.add(world)
+            self._add_file(world, file)
+        self._worlds = tuple(sorted(worlds))
+
+    @property
+    def of_node(self) -> NodeHeld:
+        """The node's report to the ranks of other nodes."""
+        return NodeHeld(
+            tuple(self._units),
+            tuple(self._unit_lists),
+            tuple(image.held for image in self.images),
+            {world: tuple(sorted(units)) for world, units in sorted(self._expected.items())},
+            self._worlds,
+            dict(sorted(self._ranks.items())),
+        )
+
+    def _add_file(self, world: int, file: SlotFile) -> None:
+        name = file.path.name
+        try:
+            units = _operator_units(file.descriptor.client)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("%s is not used: its descriptor has no operators (%r)", name, error)
+            return
+        # The place of a rank's shard among those of all ranks is known from its image.
+        units = tuple(unit for unit in units if self._layers.shard_of(unit.param) is None)
+        self._ranks[world] = file.descriptor.world_size
+        self._expected.setdefault(world, set()).update(units)
+        for index in range(file.num_slots):
+            header = file.header(index)
+            if header is None or header.state is not SlotState.SEALED:
+                continue
+            if (name, index, header.sequence) in self._unusable:
+                continue
+            layout = self._layout_of(file, index, header, units)
+            if layout is not None:
+                parked = file.descriptor.kind == "parked"
+                held = HeldImage(world, file.descriptor.rank, header.iteration, parked, layout)
+                self.images.append(LocalImage(file, index, header, held))
+
+    def _layout_of(self, file: SlotFile, index: int, header: SlotHeader, units: Sequence[Unit]) -> int | None:
+        """The index of the image's list of units; None if the image is not dense or unreadable."""
+        key = file.path.name, header.layout_id
+        if key not in self._layouts:
+            record = header_record(header, file.descriptor.generation, index, b"")
+            try:
+                # The slot of a replica may be refilled at this moment.
+                with file.held(record) as image:
+                    if image is None:
+                        return None
+                    self._layouts[key] = self._layout(ImageView(image), units, file.descriptor.rank)
+            except (ImageError, FileNotFoundError) as error:
+                logger.warning("slot %d of %s is not used: %s", index, file.path.name, error)
+                return None
+        return self._layouts[key]
+
+    def _layout(self, view: ImageView, units: Sequence[Unit], rank: int) -> int | None:
+        if view.anchors != (1 << view.num_operators) - 1:
+            return None
+        index = UnitIndex(view, self._layers, rank)
+        # An expert's buffers go with it; dense ones differ between ranks and go with the step scalars.
+        own = [BUFFER + name for name in index.buffers if self._layers.expert_of(name)]
+        covered = index.covered([*units, *map(Unit, own), *index.shards])
+        numbers = tuple(self._units.setdefault(unit, len(self._units)) for unit in covered)
+        return self._unit_lists.setdefault(numbers, len(self._unit_lists))
+
+
+def _operator_units(payload: bytes) -> tuple[Unit, ...]:
+    """All units of a rank, from the trainer's part of a segment's descriptor.
 
     Raises:
-        KeyError, TypeError, ValueError: it tells of no operators.
+        KeyError, TypeError, ValueError: it has no operators.
     """
     descriptor: dict[str, Any] = values.unpack(payload)
     return tuple(
@@ -61,14 +206,16 @@ def operator_units(payload: bytes) -> tuple[Unit, ...]:
     )
 
 
+# -- units in an image -------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class EntryRows:
-    """Rows of one entry.
+class _EntryRows:
+    """Rows of one entry of an image.
 
     Args:
-        kind, key: what it is of the parameter: ``param``, ``master``, or ``optim`` with the name of
-            the state; or a ``buffer``.
-        offset, nbytes: where it lies in the image.
+        kind, key: ``param``, ``master``, ``buffer``, or ``optim`` with the name of the state.
+        offset, nbytes: the place in the image.
     """
 
     kind: str
@@ -83,7 +230,7 @@ class UnitIndex:
     """The entries of an image by parameter.
 
     Args:
-        rank: whose image it is: which of the shards of an expert are in it.
+        rank: that recorded the image; gives the place of its shards among those of all ranks.
     """
 
     def __init__(self, view: ImageView, layers: ExpertLayers, rank: int) -> None:
@@ -99,13 +246,13 @@ class UnitIndex:
                 self._entries[BUFFER + source.name] = [(source, entry)]
             elif source.kind != "packed":
                 if layers.shard_of(source.name) is not None:
-                    source = _of_whole(source, entry, rank)
+                    source = _among_all_shards(source, entry, rank)
                     if source.kind == "param":
                         self.shards.append(Unit(source.name, source.start or 0, source.stop or 0))
                 self._entries.setdefault(source.name, []).append((source, entry))
 
     def covered(self, units: Iterable[Unit]) -> list[tuple[Unit, int]]:
-        """Those of the units whose rows are all here, with the bytes that they take."""
+        """The units of which the image has all rows, with the bytes of each."""
         found = []
         for unit in units:
             parts = self.parts(unit)
@@ -113,25 +260,25 @@ class UnitIndex:
                 found.append((unit, sum(part.nbytes for part in parts)))
         return found
 
-    def parts(self, unit: Unit) -> list[EntryRows]:
-        """What there is of a unit, in the order of the image."""
-        parts = (_part(unit, s, entry) for s, entry in self._entries.get(unit.param, ()))
+    def parts(self, unit: Unit) -> list[_EntryRows]:
+        """The parts of a unit, in the order of the image."""
+        parts = (_part(unit, source, entry) for source, entry in self._entries.get(unit.param, ()))
         return [part for part in parts if part is not None]
 
 
-def _of_whole(source: EntrySource, entry: ImageTensor, rank: int) -> EntrySource:
-    """A rank's shard, by its elements among those of all shards."""
+def _among_all_shards(source: EntrySource, entry: ImageTensor, rank: int) -> EntrySource:
+    """A rank's shard with its rows counted among the elements of all shards."""
     assert source.start is None, "of shards all is anchored, as one entry"
     length = entry.shape[0]
     return replace(source, start=rank * length, stop=(rank + 1) * length) if length else source
 
 
-def _part(unit: Unit, source: EntrySource, entry: ImageTensor) -> EntryRows | None:
+def _part(unit: Unit, source: EntrySource, entry: ImageTensor) -> _EntryRows | None:
     """The rows of the unit, if the entry has all of them."""
     entry_key = source.kind, source.key, entry.dtype
-    if not unit.stop:  # all of it: its entries have no rows in their names
+    if not unit.stop:  # a whole parameter: its entries have no rows in their names
         whole = source.start is None
-        return EntryRows(*entry_key, entry.shape, entry.offset, entry.nbytes) if whole else None
+        return _EntryRows(*entry_key, entry.shape, entry.offset, entry.nbytes) if whole else None
     rows = entry.shape[0] if entry.shape else 1
     first = source.start or 0
     if not first <= unit.start <= unit.stop <= first + rows:
@@ -139,12 +286,15 @@ def _part(unit: Unit, source: EntrySource, entry: ImageTensor) -> EntryRows | No
     row_bytes = entry.nbytes // rows
     count = unit.stop - unit.start
     offset = entry.offset + (unit.start - first) * row_bytes
-    return EntryRows(*entry_key, (count, *entry.shape[1:]), offset, count * row_bytes)
+    return _EntryRows(*entry_key, (count, *entry.shape[1:]), offset, count * row_bytes)
 
 
 class ParamFacts:
-    """What an image tells of its parameters beside their tensors: keys, numbers and plain values of
-    the optimizer's state.
+    """Facts of an image about its parameters besides tensors: keys, numbers and plain values of the
+    optimizer's state.
+
+    Attributes:
+        kept: as gathered by `KeptState`; None: recorded by an earlier version, which did not.
     """
 
     def __init__(self, view: ImageView) -> None:
@@ -154,7 +304,6 @@ class ParamFacts:
         self._absent = frozenset(scalars["absent"])
         self._layout = layout
         packed = scalars.get("kept")
-        # What `KeptState` gathered; None: an earlier version did not.
         self.kept: dict[str, Any] | None = None if packed is None else values.unpack(packed)
         self._numbers: dict[str, dict[str, list[Any]]] = {}
         for dtype, pairs in layout["packed"].items():
@@ -166,194 +315,17 @@ class ParamFacts:
                 self._numbers.setdefault(param, {})[key] = [dtype, on_host, raw]
 
     def of(self, param: str) -> dict[str, Any]:
-        """For another rank, in the closed set of values."""
+        """For another rank, in the closed set of values.
+
+        ``entries``: nested values in the parameter's state; ``deviating``: its keys, if they are not
+        those of the layout, as the only element.
+        """
+        kept = self.kept or {"entries": {}, "keys": {}}
         return {
             "keys": list(self._layout["keys"].get(param, [])),
             "numbers": self._numbers.get(param, {}),
             "plain": self.scalars["python"].get(param, {}),
             "absent": param in self._absent,
-            **self._kept_of(param),
+            "entries": kept["entries"].get(param, []),
+            "deviating": [kept["keys"][param]] if param in kept["keys"] else [],
         }
-
-    def _kept_of(self, param: str) -> dict[str, Any]:
-        """Nested values in its state, and its keys where they are others than the layout tells:
-        none, or the only one.
-        """
-        if self.kept is None:
-            return {"entries": [], "deviating": []}
-        keys = self.kept["keys"]
-        return {
-            "entries": self.kept["entries"].get(param, []),
-            "deviating": [keys[param]] if param in keys else [],
-        }
-
-
-ImageKey = tuple[str, int, int]
-"""Names an image on this node: the file, the slot, and the sequence of what is in it."""
-
-_POLL_S = 0.02
-_KINDS: dict[str, Kind] = {
-    FILE_ENDS["snapshots"]: "snapshots",
-    REPLICA_ENDS["snapshots"]: "snapshots",
-    FILE_ENDS["parked"]: "parked",
-}
-
-
-def incarnation_of_run(run: str, name: str) -> int | None:
-    """The number of the world, if this is the name of one of this run's."""
-    found = names.incarnation_of_run(name)
-    return found[1] if found is not None and found[0] == run else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalImage:
-    """A sealed image on this node, and what the other nodes need to know of it."""
-
-    file: SlotFile
-    index: int
-    header: SlotHeader
-    held: HeldImage
-
-    @property
-    def key(self) -> ImageKey:
-        """Names this very image: another one in its slot has another sequence."""
-        return self.file.path.name, self.index, self.header.sequence
-
-    @property
-    def record(self) -> SlotRecord:
-        """The slot as it was when it was looked at."""
-        return header_record(self.header, self.file.descriptor.generation, self.index, b"")
-
-
-@dataclass(slots=True)
-class _Table:
-    """What a node tells, while it is put together."""
-
-    units: dict[tuple[Unit, int], int] = field(default_factory=dict)
-    layouts: dict[tuple[int, ...], int] = field(default_factory=dict)
-    expected: dict[int, set[Unit]] = field(default_factory=dict)
-    ranks: dict[int, int] = field(default_factory=dict)
-
-    def layout(self, units: Sequence[tuple[Unit, int]]) -> int:
-        numbers = tuple(self.units.setdefault(unit, len(self.units)) for unit in units)
-        return self.layouts.setdefault(numbers, len(self.layouts))
-
-
-class Inventory:
-    """What a segment folder holds of the worlds of a run.
-
-    Args:
-        unusable: images that turned out to be damaged (`LocalImage.key`).
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        job: str,
-        run: str,
-        layers: ExpertLayers,
-        unusable: frozenset[ImageKey] = frozenset(),
-    ) -> None:
-        self.images: list[LocalImage] = []
-        self._layers, self._unusable = layers, unusable
-        self._table = _Table()
-        self._layouts: dict[tuple[str, int], int | None] = {}
-        worlds: set[int] = set()
-        for world, file in world_files(folder, job, run):
-            worlds.add(world)
-            self._look(world, file)
-        self._worlds = tuple(sorted(worlds))
-
-    @property
-    def of_node(self) -> NodeHeld:
-        """What the ranks of other nodes need to know of it."""
-        table = self._table
-        return NodeHeld(
-            tuple(table.units),
-            tuple(table.layouts),
-            tuple(image.held for image in self.images),
-            {world: tuple(sorted(units)) for world, units in sorted(table.expected.items())},
-            self._worlds,
-            dict(sorted(table.ranks.items())),
-        )
-
-    def _look(self, world: int, file: SlotFile) -> None:
-        name = file.path.name
-        try:
-            units = operator_units(file.descriptor.client)
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("%s is not used: its descriptor tells no operators (%r)", name, error)
-            return
-        # Where a rank's shard lies among those of all, its image tells.
-        units = tuple(unit for unit in units if self._layers.shard_of(unit.param) is None)
-        self._table.ranks[world] = file.descriptor.world_size
-        self._table.expected.setdefault(world, set()).update(units)
-        for index in range(file.num_slots):
-            header = file.header(index)
-            if header is None or header.state is not SlotState.SEALED:
-                continue
-            if (name, index, header.sequence) in self._unusable:
-                continue
-            layout = self._layout_of(file, index, header, units)
-            if layout is not None:
-                parked = file.descriptor.kind == "parked"
-                held = HeldImage(world, file.descriptor.rank, header.iteration, parked, layout)
-                self.images.append(LocalImage(file, index, header, held))
-
-    def _layout_of(self, file: SlotFile, index: int, header: SlotHeader, units: Sequence[Unit]) -> int | None:
-        """The number of the units that the image covers; None if it is not dense, or cannot be read."""
-        key = file.path.name, header.layout_id
-        if key not in self._layouts:
-            record = header_record(header, file.descriptor.generation, index, b"")
-            try:
-                # A replica's slot may be filled anew at this moment.
-                with file.held(record) as image:
-                    if image is None:
-                        return None
-                    self._layouts[key] = self._layout(ImageView(image), units, file.descriptor.rank)
-            except (ImageError, FileNotFoundError) as error:
-                logger.warning("slot %d of %s is not used: %s", index, file.path.name, error)
-                return None
-        return self._layouts[key]
-
-    def _layout(self, view: ImageView, units: Sequence[Unit], rank: int) -> int | None:
-        index_of = UnitIndex(view, self._layers, rank)
-        # Buffers of an expert go with it; those of the dense part differ between ranks, and go with
-        # the step scalars.
-        own = [BUFFER + name for name in index_of.buffers if self._layers.expert_of(name)]
-        covered = index_of.covered([*units, *map(Unit, own), *index_of.shards])
-        dense = view.anchors == (1 << view.num_operators) - 1
-        return self._table.layout(covered) if dense else None
-
-
-def settle(folder: Path, job: str, run: str, timeout_s: float) -> None:
-    """Wait until the daemon has sealed, or given up, what trainers that are gone were filling."""
-    deadline = time.monotonic() + timeout_s
-    while _unsealed(folder, job, run) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
-def _unsealed(folder: Path, job: str, run: str) -> bool:
-    states = {
-        header.state
-        for _, file in world_files(folder, job, run)
-        for index in range(file.num_slots)
-        if (header := file.header(index)) is not None
-    }
-    return bool(states & {SlotState.FILLING, SlotState.FILLED})
-
-
-def world_files(folder: Path, job: str, run: str) -> Iterator[tuple[int, SlotFile]]:
-    """The files of all worlds of a run, by name, each with the number of its world."""
-    for path in sorted(folder.glob(f"{job}~{run}.w*~r*~g*")):
-        kind = _KINDS.get(path.suffix)
-        world = incarnation_of_run(run, path.name.split("~")[1])
-        if kind is None or world is None:
-            continue
-        try:
-            file = SlotFile(path, kind)
-        except (OSError, SegmentError, ValueError) as error:  # ValueError: it is empty
-            logger.warning("%s is not used: %s", path.name, error)
-            continue
-        if file.descriptor.topology == WORLD_TOPOLOGY:  # a user's own run may be named as if it were a world
-            yield world, file

@@ -1,4 +1,4 @@
-"""A rank takes over what it is to have of the state: from its node, and from the ranks that hold the rest."""
+"""The transfer of a state into the live model and optimizers of a rank, from its node and other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptd.client.capture.program import Program
 from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.elastic import ExpertShards
 from ckptd.client.elastic.incarnation.incarnation_start import Started
-from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart, check_recorded_equal
+from ckptd.client.elastic.incarnation.optimizer_extras import OptimizerExtras, check_recorded_equal
 from ckptd.client.elastic.incarnation.unit_reading import LocalState, UnitHead
 from ckptd.client.elastic.incarnation.whole_state import WholeState, check_strategy, firsts_of
 from ckptd.client.log_lines import get_logger
@@ -29,32 +29,104 @@ from ckptd.client.rng_state import restore_rng
 from ckptd.core.elastic.incarnation_plan import Handover
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, Unit
 
-__all__ = ["Loader", "check_fits", "take_over"]
+__all__ = ["Loader", "check_fits", "transfer_state"]
 
 logger = get_logger(__name__)
 
-
-_TOLD = 4
+_NAMED = 4
 _NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
 
+def transfer_state(
+    started: Started,
+    whole: WholeState,
+    shards: ExpertShards | None,
+    layers: ExpertLayers,
+    ranks: Collectives,
+) -> tuple[Loader, dict[str, float]]:
+    """Fill the live model as the plan says, on all ranks or none; a collective call.
+
+    Returns:
+        The loader, to `begin` when the first step does, and the duration of each part in seconds.
+    Raises:
+        ValueError: something does not fit the model here.
+        DaemonUnavailable: another rank failed.
+    """
+    handover, rank = started.plan.handover, ranks.rank
+    assert handover is not None, "an incarnation that begins has no state"
+    num_ranks = len(started.plan.node_of)
+    firsts = firsts_of(whole.binding, shards, layers, rank, num_ranks)
+    loader = Loader(whole.binding, whole.stateful, whole.extras, firsts)
+    with ranks.all_or_none():
+        check_strategy(started.shapes, shards, layers)
+        mine = [give.unit for give in handover.gives if give.target == rank]
+        check_fits(whole.binding, mine, set(whole.binding.params))
+        loader.clear()
+    state = started.local
+    began = time.perf_counter()
+    with ranks.all_or_none():
+        units, scalars = _outgoing(state, handover, rank, num_ranks)
+    received_units, received_scalars = ship_bytes(units), ship_bytes(scalars)
+    shipped = time.perf_counter()
+    with ranks.all_or_none():
+        for give in handover.gives:
+            if give.source == rank == give.target:
+                assert state is not None, "it was verified"
+                loader.units(b"".join(state.unit(give.unit)))
+        for stream in received_units:
+            loader.units(stream)
+        loader.scalars(b"".join(received_scalars), rank)
+    check_recorded_equal(loader.digests(), loader.recorder, ranks)
+    with ranks.all_or_none():
+        loader.finish()
+    if state is not None:
+        state.close()
+    seconds = {"ship_s": shipped - began, "load_s": time.perf_counter() - began}
+    logger.info(
+        "rank %d loaded %d bytes in %.3f s; ranks sent %d replicas of experts, and %d experts come from "
+        "snapshots alone",
+        rank,
+        loader.nbytes,
+        seconds["load_s"],
+        handover.expert_moves,
+        handover.from_snapshots,
+    )
+    return loader, seconds
+
+
+def _outgoing(
+    state: LocalState | None, handover: Handover, rank: int, ranks: int
+) -> tuple[Sequence[list[bytes | memoryview]], Sequence[list[bytes]]]:
+    """For each rank the units and the step scalars that this rank sends to it."""
+    units: list[list[bytes | memoryview]] = [[] for _ in range(ranks)]
+    scalars: list[list[bytes]] = [[] for _ in range(ranks)]
+    if state is not None:
+        for give in handover.gives:
+            if give.source == rank != give.target:
+                units[give.target] += state.unit(give.unit)
+        for target, (reader, recorder) in enumerate(handover.scalars):
+            if reader == rank:
+                scalars[target].append(state.scalars(recorder))
+    return units, scalars
+
+
 def check_fits(binding: LiveState, held: Sequence[Unit], mine: set[str]) -> None:
-    """The model has what is held, and nothing else.
+    """Check that the model has the parameters of the state, and no others.
 
     Args:
-        held: the units that this rank is given.
-        mine: the parameters that it has.
+        held: the units that this rank gets.
+        mine: its parameters.
     Raises:
-        ValueError: names what differs.
+        ValueError: names the differences.
     """
     given = {unit.param for unit in held if not unit.param.startswith(BUFFER)}
     missing, beyond = sorted(mine - given), sorted(given - mine)
     if not missing and not beyond:
         return
     what = [f"missing: {name}" for name in missing] + [f"unexpected: {name}" for name in beyond]
-    more = f"; and {len(what) - _TOLD} more" if len(what) > _TOLD else ""
+    more = f"; and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
     raise ValueError(
-        f"the state of this run is of another model: {'; '.join(what[:_TOLD])}{more}. "
+        f"the state of this run is of another model: {'; '.join(what[:_NAMED])}{more}. "
         "Pass run= a new name to begin anew"
     )
 
@@ -64,22 +136,22 @@ class Loader:
 
     Args:
         stateful: the user's objects by name.
-        kept: the rules for what the optimizers keep beside their tensors.
-        firsts: of each parameter of which this rank has a shard: the element with which that begins.
+        extras: the rules for state of the optimizers besides tensors.
+        firsts: the first element of this rank's shard of each parameter with shards.
     """
 
     def __init__(
         self,
         binding: LiveState,
         stateful: Mapping[str, Stateful],
-        kept: KeptApart,
+        extras: OptimizerExtras,
         firsts: Mapping[str, int] = _NO_SHARDS,
     ) -> None:
         self._binding, self._stateful, self._firsts = binding, stateful, firsts
-        self._rules = kept
+        self._extras = extras
         self._kept: dict[str, Any] | None = None
-        self.whose = -1  # the rank that recorded the step scalars
-        self.program: Program = {}  # by whose options, script and data it went
+        self.recorder = -1  # the rank that recorded the step scalars
+        self.program: Program = {}  # that recorded the state
         self._buffers = binding.buffers()
         self._facts: dict[str, dict[str, Any]] = {}
         self._rng: dict[str, Any] | None = None
@@ -87,7 +159,7 @@ class Loader:
         self.nbytes = 0
 
     def clear(self) -> None:
-        """Forget what the optimizers keep, and gradients: nothing of the initialisation remains."""
+        """Drop the optimizers' state and the gradients: nothing of the initialisation remains."""
         for keeper in self._binding.keepers:
             keeper.state.clear()
         for name, param in self._binding.params.items():
@@ -96,18 +168,18 @@ class Loader:
                 self._binding.masters[name].grad = None
 
     def units(self, stream: bytes | bytearray) -> None:
-        """Load units as they travel (`LocalState.unit`), one after the other.
+        """Load consecutive units as they are sent (`LocalState.unit`).
 
         Raises:
-            ValueError: a tensor has another shape or dtype here, or shards of one parameter are not
-                of one step.
+            ValueError: a tensor has another shape or dtype here, or shards of one parameter are of
+                different steps.
         """
         view, at = memoryview(stream), 0
         while at < len(view):
             length = int.from_bytes(view[at : at + 4], "little")
             head = msgspec.msgpack.decode(view[at + 4 : at + 4 + length], type=UnitHead)
             at += 4 + length
-            self._tell(head.unit.param, values.unpack(head.facts))
+            self._add_facts(head.unit.param, values.unpack(head.facts))
             for kind, key, dtype, shape, nbytes in head.parts:
                 data = _tensor(view[at : at + nbytes], dtype, shape)
                 self._put(head.unit, kind, key, data)
@@ -115,11 +187,11 @@ class Loader:
                 self.nbytes += nbytes
 
     def scalars(self, packed: bytes | bytearray, rank: int) -> None:
-        """Load step scalars: options of parameter groups, the user's state, dense buffers. Random
-        state follows in `begin`.
+        """Load step scalars: options of parameter groups, the user's state, dense buffers. `begin`
+        restores the random state.
 
         Args:
-            rank: this one. Where they are of another, random generators must not be like that one's.
+            rank: this one. If another rank recorded them, random generators must differ from its.
         """
         received = values.unpack(bytes(packed))
         scalars = received["scalars"]
@@ -127,65 +199,62 @@ class Loader:
         for name, item in self._stateful.items():
             if name not in scalars["state"]:
                 raise ValueError(
-                    f"state[{name!r}] is not in what was recorded, which has "
-                    f"{sorted(scalars['state'])}: pass the same state="
+                    f"state[{name!r}] was not recorded, only {sorted(scalars['state'])}: pass the same state="
                 )
             item.load_state_dict(values.unpack(scalars["state"][name]))
-        apply_groups(self._binding, scalars["groups"])  # a scheduler's load may touch them
+        apply_groups(self._binding, scalars["groups"])  # a scheduler's load may change them
         for name, (dtype, shape, data) in received["buffers"].items():
             if name not in self._buffers:
                 raise ValueError(f"the state of this run has a buffer {name}, and the model none")
             _copy(name, local(self._buffers[name]), _tensor(memoryview(data), dtype, shape))
-        self._kept, self.whose = received["kept"], received["rank"]
+        self._kept, self.recorder = received["kept"], received["rank"]
         self._rng = scalars["rng"]
         self.program = scalars.get("program", {})
         self._seed = 0 if received["rank"] == rank else 1 + rank
 
     def digests(self) -> dict[str, str]:
-        """Of what the optimizers kept of no parameter, by path."""
-        return {} if self._kept is None else self._rules.digests(self._kept)
+        """Of the optimizers' state of no parameter, by path."""
+        return {} if self._kept is None else self._extras.digests(self._kept)
 
     def finish(self) -> None:
-        """Complete the optimizers' state: numbers, plain values, the order of keys that the
-        optimizer itself has, and all that it kept elsewhere.
+        """Complete the optimizers' state: numbers, plain values, the optimizer's own order of keys,
+        and its state of no parameter.
 
         Raises:
-            ValueError: an optimizer kept what cannot be brought to a world of other ranks.
+            ValueError: state of an optimizer does not fit an incarnation of other ranks.
         """
-        for name, facts in self._facts.items():
-            if name not in self._binding.owner or name in self._binding.elsewhere:
-                continue
+        binding = self._binding
+        own = {n: f for n, f in self._facts.items() if n in binding.owner and n not in binding.elsewhere}
+        for name, facts in own.items():
             if facts["absent"]:
-                continue  # there was none
+                continue  # the parameter had no state
             state = self._state(name)
             for key, (dtype, on_host, raw) in facts["numbers"].items():
                 number = _tensor(memoryview(raw), dtype, ())
-                device = "cpu" if on_host else self._binding.held(name).device
-                state[key] = number.to(device)
+                state[key] = number.to("cpu" if on_host else binding.held(name).device)
             state.update(facts["plain"])
             ordered = {k: state[k] for k in facts["keys"] if k in state}
             ordered |= {k: v for k, v in state.items() if k not in ordered}
-            self._binding.keeper(name).state[self._binding.held(name)] = ordered
+            binding.keeper(name).state[binding.held(name)] = ordered
         if self._kept is not None:
-            self._finish_kept(self._kept)
+            self._finish_kept(self._kept, own)
 
-    def _finish_kept(self, kept: Mapping[str, Any]) -> None:
-        binding, facts = self._binding, self._facts
-        names = [n for n in facts if n in binding.owner and n not in binding.elsewhere]
-        entries = {n: facts[n]["entries"] for n in names if facts[n]["entries"]}
-        keys = {n: facts[n]["deviating"][0] for n in names if facts[n]["deviating"]}
+    def _finish_kept(self, kept: Mapping[str, Any], own: Mapping[str, dict[str, Any]]) -> None:
+        entries = {n: facts["entries"] for n, facts in own.items() if facts["entries"]}
+        keys = {n: facts["deviating"][0] for n, facts in own.items() if facts["deviating"]}
+        optimizers = self._binding.kept
         try:
-            fitted = self._rules.fitted({**kept, "entries": entries, "keys": keys})
+            fitted = self._extras.fitted({**kept, "entries": entries, "keys": keys})
         except NotCapturable as refused:
             raise ValueError(
-                f"the optimizer ({binding.kept.whose}) kept {refused.path}: {refused.why}. Pass "
+                f"the optimizer ({optimizers.whose}) kept {refused.path}: {refused.why}. Pass "
                 "run= a new name to begin anew"
             ) from None
-        binding.kept.load(values.pack(fitted, "what the optimizer keeps"), names)
+        optimizers.load(values.pack(fitted, "what the optimizer keeps"), list(own))
 
     def begin(self) -> None:
-        """The first step is about to run: random state as it was, or, on a rank that there was not,
-        one of its own that follows from it.
+        """Restore the random state before the first step; on a new rank, seed generators of its own
+        from it.
         """
         if self._rng is None:
             return
@@ -194,13 +263,12 @@ class Loader:
             drawn = torch.randint(1 << 31, (self._seed,), dtype=torch.int64)[-1].item()
             torch.manual_seed(int(drawn))
 
-    def _tell(self, name: str, facts: dict[str, Any]) -> None:
+    def _add_facts(self, name: str, facts: dict[str, Any]) -> None:
         known = self._facts.setdefault(name, facts)
         if name in self._firsts and not values.equal(known, facts):
             raise ValueError(
-                f"what the optimizer keeps of {name} beside its elements is not the same in the "
-                "shards of all ranks: "
-                f"{known} and {facts}; an optimizer of shards must keep the same on each"
+                f"the optimizer's state of {name} besides elements is not the same in the shards of "
+                f"all ranks: {known} and {facts}; an optimizer of shards must keep the same on each"
             )
         self._facts[name] = facts
 
@@ -211,7 +279,7 @@ class Loader:
             return
         if kind == "optim":
             if self._facts[name]["absent"]:
-                return  # there was none: what the image holds in its place is zeros
+                return  # the parameter had no state: the image has zeros in its place
             live = self._state_tensor(name, key, unit, data)
         elif kind == "master":
             live = binding.masters[name]
@@ -225,7 +293,7 @@ class Loader:
         return found
 
     def _state_tensor(self, name: str, key: str, unit: Unit, data: Tensor) -> Tensor:
-        """The live optimizer state, made (zero) where it does not exist yet."""
+        """The live optimizer state; created, with zeros, if it does not exist yet."""
         held, state = self._binding.held(name), self._state(name)
         if not isinstance(state.get(key), Tensor):
             like = unit.stop or data.shape == local(held).shape
@@ -249,87 +317,7 @@ def _copy(name: str, live: Tensor, data: Tensor) -> None:
     if live.shape != data.shape or live.dtype != data.dtype:
         raise ValueError(
             f"{name} is {live.dtype} {list(live.shape)} here, and was {data.dtype} "
-            f"{list(data.shape)} in the state of this run: "
-            "pass run= a new name to begin anew"
+            f"{list(data.shape)} in the state of this run: pass run= a new name to begin anew"
         )
     with torch.no_grad():
         live.copy_(data)
-
-
-def take_over(
-    world: Started,
-    whole: WholeState,
-    shards: ExpertShards | None,
-    layers: ExpertLayers,
-    ranks: Collectives,
-) -> tuple[Loader, dict[str, float]]:
-    """Fill the live model as the world's handover says; all ranks or none go on. A collective call.
-
-    Returns:
-        What is to begin when the first step does, and where the time went, in seconds.
-    Raises:
-        ValueError: something does not fit the model here.
-        DaemonUnavailable: another rank could not.
-    """
-    handover, rank = world.plan.handover, ranks.rank
-    assert handover is not None, "a world that begins takes over nothing"
-    firsts = firsts_of(whole.binding, shards, layers, rank, len(world.plan.node_of))
-    loader = Loader(whole.binding, whole.stateful, whole.kept, firsts)
-    with ranks.all_or_none():
-        check_strategy(world.shapes, shards, layers)
-        mine = [give.unit for give in handover.gives if give.target == rank]
-        check_fits(whole.binding, mine, set(whole.binding.params))
-        loader.clear()
-    return loader, _fill(world, handover, loader, ranks)
-
-
-def _fill(world: Started, handover: Handover, loader: Loader, ranks: Collectives) -> dict[str, float]:
-    """What this rank's node holds is read there, the rest comes from other ranks; where the time
-    went, in seconds.
-    """
-    local, rank = world.local, ranks.rank
-    began = time.perf_counter()
-    with ranks.all_or_none():
-        units, scalars = _outgoing(local, handover, rank, len(world.plan.node_of))
-    came = ship_bytes(units), ship_bytes(scalars)
-    shipped = time.perf_counter()
-    with ranks.all_or_none():
-        for give in handover.gives:
-            if give.source == rank == give.target:
-                assert local is not None, "it was verified"
-                loader.units(b"".join(local.unit(give.unit)))
-        for stream in came[0]:
-            loader.units(stream)
-        loader.scalars(b"".join(came[1]), rank)
-    check_recorded_equal(loader.digests(), loader.whose, ranks)
-    with ranks.all_or_none():
-        loader.finish()
-    if local is not None:
-        local.close()
-    seconds = {"ship_s": shipped - began, "load_s": time.perf_counter() - began}
-    logger.info(
-        "rank %d loaded %d bytes in %.3f s; %d replicas of experts travelled, %d experts come from "
-        "snapshots alone",
-        rank,
-        loader.nbytes,
-        seconds["load_s"],
-        handover.expert_moves,
-        handover.from_snapshots,
-    )
-    return seconds
-
-
-def _outgoing(
-    local: LocalState | None, handover: Handover, rank: int, ranks: int
-) -> tuple[Sequence[list[bytes | memoryview]], Sequence[list[bytes]]]:
-    """For each rank the units and the step scalars that this one gives it."""
-    units: list[list[bytes | memoryview]] = [[] for _ in range(ranks)]
-    scalars: list[list[bytes]] = [[] for _ in range(ranks)]
-    if local is not None:
-        for give in handover.gives:
-            if give.source == rank != give.target:
-                units[give.target] += local.unit(give.unit)
-        for target, (giver, whose) in enumerate(handover.scalars):
-            if giver == rank:
-                scalars[target].append(local.scalars(whose))
-    return units, scalars

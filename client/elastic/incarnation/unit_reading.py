@@ -1,6 +1,4 @@
-"""Units read out of images on this node: verified once, and held against reuse for as long as they
-are read.
-"""
+"""Units read from images on this node, which are verified once and locked against reuse meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ __all__ = ["LocalState", "UnitHead", "Unreadable"]
 
 
 class Unreadable(TryAgain):
-    """An image cannot be used: ``image`` is which."""
+    """``image`` cannot be used."""
 
     def __init__(self, image: LocalImage, why: str) -> None:
         super().__init__(f"{image.file.path.name} slot {image.index}: {why}")
@@ -29,10 +27,10 @@ class Unreadable(TryAgain):
 
 
 class UnitHead(msgspec.Struct, frozen=True, array_like=True):
-    """What comes before the bytes of a unit on its way.
+    """The header before the bytes of a unit that is sent.
 
     Args:
-        parts: kind, key, dtype and shape of each; their bytes follow in this order.
+        parts: kind, key, dtype, shape and size of each part; their bytes follow in this order.
         facts: of its parameter, packed (`ParamFacts.of`).
     """
 
@@ -42,7 +40,7 @@ class UnitHead(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Opened:
-    """An image that is held."""
+    """An image that is locked and verified."""
 
     def __init__(self, image: LocalImage, layers: ExpertLayers, held: ExitStack) -> None:
         try:
@@ -62,17 +60,17 @@ class _Opened:
 
 
 class LocalState:
-    """What this node holds of one iteration of one world; use as a context manager.
+    """This node's part of a state; a context manager.
 
     Args:
-        images: those of that iteration and world.
+        images: of that iteration and incarnation.
     Raises:
-        Unreadable: one of them that is wanted is damaged, or was overwritten.
-        TryAgain: what is wanted was freed between two looks at the folder.
+        Unreadable: an image that is needed is damaged or was overwritten.
+        TryAgain: an image that is needed was freed since the inventory.
     """
 
     def __init__(self, images: Sequence[LocalImage], layers: ExpertLayers) -> None:
-        # Parked states first: they have everything that their rank had.
+        # Parked states first: they contain all that their rank had.
         self._images = sorted(images, key=lambda i: (not i.held.parked, i.held.rank, i.key))
         self._layers = layers
         self._held = ExitStack()
@@ -86,20 +84,20 @@ class LocalState:
         self.close()
 
     def close(self) -> None:
-        """Let go of all images."""
+        """Unlock all images."""
         self._opened.clear()
         self._indices.clear()
         self._held.close()
 
     def open_for(self, units: Sequence[Unit], ranks: Sequence[int]) -> None:
-        """Hold and verify what these units, and the step scalars of these ranks, will be read from."""
+        """Lock and verify the images of these units, and of the step scalars of these ranks."""
         for unit in units:
             self._of(unit)
         for rank in ranks:
             self._of_rank(rank)
 
     def unit(self, unit: Unit) -> Iterator[bytes | memoryview]:
-        """The unit as it travels: the length of its head, the head, and the bytes of its parts."""
+        """The unit as it is sent: the length of its header, the header, and the bytes of its parts."""
         opened = self._of(unit)
         parts = opened.index.parts(unit)
         entries = tuple((p.kind, p.key, p.dtype, p.shape, p.nbytes) for p in parts)
@@ -111,14 +109,14 @@ class LocalState:
             yield opened.data[part.offset : part.offset + part.nbytes]
 
     def scalars(self, rank: int) -> bytes:
-        """Step scalars and dense buffers of a rank, and what its optimizers keep of no parameter, packed."""
+        """The step scalars and dense buffers of a rank, and its optimizers' state of no parameter, packed."""
         opened = self._of_rank(rank)
         kept = opened.facts.kept
         found: dict[str, Any] = {
             "rank": rank,
             "kept": None if kept is None else {k: kept[k] for k in ("attributes", "groups", "foreign")},
             "scalars": {k: opened.facts.scalars[k] for k in ("groups", "state", "rng")}
-            | {"program": opened.facts.scalars.get("program", {})},  # absent in what 0.4 recorded
+            | {"program": opened.facts.scalars.get("program", {})},  # not recorded by 0.4
             "buffers": {
                 name: [entry.dtype, list(entry.shape), bytes(opened.view.data(entry.name))]
                 for name, entry in opened.index.buffers.items()
@@ -140,13 +138,13 @@ class LocalState:
         raise TryAgain(f"{unit} is in no image here any more")
 
     def _index(self, image: LocalImage) -> UnitIndex | None:
-        """What is in an image by its header as it stands, so that only those are verified that are
-        read; None if it was overwritten.
+        """The units of an image by its unverified header, so that only images that are read are
+        verified; None if the image was overwritten.
         """
         if image.key not in self._indices:
             index = None
             try:
-                # Held: a slot may be filled anew at this moment.
+                # Locked: a slot may be refilled at this moment.
                 with image.file.held(image.record) as data:
                     if data is not None:
                         index = UnitIndex(ImageView(data), self._layers, image.held.rank)

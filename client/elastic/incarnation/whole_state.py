@@ -1,5 +1,12 @@
-"""All that a rank of a world protects: the user's model, optimizers and objects, and what the job
-records beside them.
+"""The whole state that a rank of an elastic job protects: the user's model, optimizers and objects, the
+job's load history, and the shapes of sharded experts.
+
+With the experts' optimizer on shards (`ExpertShards`), each rank trains and captures a shard of
+every expert, once. The replicas' weights are the shards, rounded to their dtype; no snapshot
+contains them. An incarnation with another number of ranks cuts the shards elsewhere
+(`ckptd.core.elastic.incarnations`), loads them, and sends the weights to its placement's replicas.
+
+Shapes: ``L`` layers, ``E`` experts of each.
 """
 
 from __future__ import annotations
@@ -14,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.capture.step_state import Stateful
-from ckptd.client.elastic import ExpertShards
-from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart
-from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
+from ckptd.client.elastic import ElasticExperts, ExpertShards
+from ckptd.client.elastic.incarnation.optimizer_extras import OptimizerExtras
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.ranks.collectives import Collectives
@@ -28,26 +34,101 @@ __all__ = [
     "LOADS",
     "SHAPES",
     "LoadHistory",
-    "ShardShapes",
     "WholeState",
     "check_strategy",
     "firsts_of",
     "numels_of",
     "same_call",
     "whole_state_of",
-    "with_shards",
 ]
 
-
+# Names in the user's state of what the job records itself.
 LOADS = "ckptd.loads"
-"""The name in the user's state under which the load history is recorded."""
+SHAPES = "ckptd.shards"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeState:
+    """What the checkpointer protects.
+
+    Args:
+        model: with shards, the user's model and the shards as one.
+        stateful: the user's objects and the job's.
+        extras: the rules for state of the optimizers besides tensors.
+        dense: the names of the parameters that belong to no expert.
+    """
+
+    model: nn.Module
+    optimizers: list[Any]
+    stateful: dict[str, Stateful]
+    binding: LiveState
+    extras: OptimizerExtras
+    dense: tuple[str, ...]
+
+    @property
+    def dense_params(self) -> list[Tensor]:
+        return [self.binding.params[name] for name in self.dense]
+
+    @property
+    def replicated(self) -> dict[str, Any]:
+        """The parameters that are equal on all ranks, each with the group of all."""
+        return {name: dist.group.WORLD for name in self.dense if not name.startswith("extra/")}
+
+
+def whole_state_of(
+    model: nn.Module,
+    optimizer: Any,
+    state: Mapping[str, Stateful] | None,
+    masters: Mapping[str, Tensor] | None,
+    layers: ExpertLayers,
+    history: LoadHistory,
+    shards: ExpertShards | None,
+) -> WholeState:
+    """Compose the whole state.
+
+    Args:
+        optimizer: one, or a list of them.
+        masters: as for ``Checkpointer``.
+        shards: None: each replica of an expert has its optimizer.
+    Raises:
+        ValueError: ``state`` cannot be captured or uses a name of the job's; or two optimizers
+            update the same parameter.
+    """
+    own: dict[str, Stateful] = {LOADS: history}
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if shards is not None:
+        own[SHAPES] = ShardShapes(shards.layers)
+    if taken := [name for name in own if name in (state or {})]:
+        raise ValueError(f"state[{taken[0]!r}] is the ElasticJob's own: take another name")
+    stateful = {**check_state(state), **own}
+    if shards is not None:
+        model, optimizers = _with_shards(model, optimizers, shards)
+    binding = LiveState(model, [unwrap_optimizer(o) for o in optimizers], masters, optimizers)
+    owner_of = (layers.expert_of, layers.shard_of)
+    dense = tuple(name for name in binding.params if not any(of(name) for of in owner_of))
+    return WholeState(model, optimizers, stateful, binding, OptimizerExtras(binding, layers), dense)
+
+
+def _with_shards(
+    model: nn.Module, optimizers: Sequence[Any], shards: ExpertShards
+) -> tuple[nn.Module, list[Any]]:
+    """The model and the shards as one, and all optimizers."""
+    replicas = {id(p) for layer in shards.layers.values() for p in layer.experts.parameters()}
+    for optimizer in optimizers:
+        groups = unwrap_optimizer(optimizer).param_groups
+        if any(id(p) in replicas for group in groups for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} updates replicas of experts, which get their weights "
+                "from the shards: make it after shards(), of model.parameters() as they are then"
+            )
+    both = nn.ModuleDict({"model": model, SHARDS.partition(".")[0]: shards})
+    return both, [*optimizers, shards.optimizer]
 
 
 class LoadHistory:
-    """``[L, E]`` tokens, older ones counting half as much after every ``half_life`` steps; the same
-    on all ranks.
+    """``[L, E]`` tokens routed to each expert, halved every ``half_life`` steps; the same on all ranks.
 
-    It is in every snapshot, as an object of ``state=``.
+    Every snapshot contains it, as an object of ``state=``.
     """
 
     def __init__(self, num_layers: int, num_experts: int, half_life: int = 50) -> None:
@@ -60,7 +141,7 @@ class LoadHistory:
         self._layers = tuple(layers)
 
     def step_over(self) -> None:
-        """Add what the layers have counted."""
+        """Add the counts of the layers."""
         if not self._layers:
             return
         self._steps += 1
@@ -81,16 +162,14 @@ class LoadHistory:
         self._steps = int(state["steps"])
 
 
-SHAPES = "ckptd.shards"
-"""The name in the user's state under which it is recorded."""
+# -- experts on shards -------------------------------------------------------------------------------
 
 
 class ShardShapes:
-    """Recorded in every snapshot, as an object of ``state=``; of layers whose experts are all alike
-    once, so that it stays small.
+    """The names and shapes of the parameters of sharded experts, in every snapshot as an object of ``state=``.
 
     Args:
-        layers: by name.
+        layers: by name. One entry serves all experts of a layer if these are alike: it stays small.
     """
 
     def __init__(self, layers: Mapping[str, ElasticExperts]) -> None:
@@ -103,17 +182,14 @@ class ShardShapes:
             self._shapes[layer] = experts[:1] if equal else experts
 
     def state_dict(self) -> dict[str, Any]:
-        """Of each layer the names and shapes of every expert's parameters; one expert's, if all are alike."""
         return self._shapes
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing: it was compared before anything was loaded."""
+        """Nothing: `check_strategy` compared it before anything was loaded."""
 
 
 def numels_of(shapes: Mapping[str, Any] | None, layers: ExpertLayers) -> dict[str, int]:
-    """The elements of each parameter of which there are shards, by the shards' name; of what a
-    `ShardShapes` told.
-    """
+    """The elements of each parameter with shards, by the shards' name, from the state of a `ShardShapes`."""
     found: dict[str, int] = {}
     for layer, experts in (shapes or {}).items():
         for expert in range(layers.num_experts):
@@ -122,54 +198,26 @@ def numels_of(shapes: Mapping[str, Any] | None, layers: ExpertLayers) -> dict[st
     return found
 
 
-_MODEL, _SHARDS = "model", SHARDS.partition(".")[0]
-
-
-def with_shards(
-    model: nn.Module, optimizers: Sequence[Any], shards: ExpertShards
-) -> tuple[nn.Module, list[Any]]:
-    """The model and the shards as one, and all optimizers: what a snapshot is to hold.
-
-    Raises:
-        ValueError: another optimizer than that of the shards updates experts.
-    """
-    replicas = {id(p) for layer in shards.layers.values() for p in layer.experts.parameters()}
-    for optimizer in optimizers:
-        groups = unwrap_optimizer(optimizer).param_groups
-        if any(id(p) in replicas for group in groups for p in group["params"]):
-            raise ValueError(
-                f"{type(optimizer).__name__} updates replicas of experts, which get their weights "
-                "from the shards: make it after shards(), of "
-                "model.parameters() as they are then"
-            )
-    return nn.ModuleDict({_MODEL: model, _SHARDS: shards}), [*optimizers, shards.optimizer]
-
-
-def same_call(ranks: Collectives, call: str) -> None:
-    """A collective call: all ranks have come to the same.
-
-    Raises:
-        ValueError: on all ranks: some have not.
-    """
-    said = ranks.gather(call, str)
-    other = [rank for rank, word in enumerate(said) if word != said[0]]
-    if other:
-        raise ValueError(
-            f"rank 0 called {said[0]}, rank {other[0]} {said[other[0]]}: either all ranks have "
-            "their experts' optimizer on shards, and call "
-            "shards() before checkpointer(), or none does"
-        )
+def firsts_of(
+    binding: LiveState, shards: ExpertShards | None, layers: ExpertLayers, rank: int, ranks: int
+) -> dict[str, int]:
+    """The first element of this rank's shard of each parameter, by the shard's name."""
+    if shards is None:
+        return {}
+    numels = numels_of(ShardShapes(shards.layers).state_dict(), layers)
+    assert numels.keys() <= binding.params.keys(), "the names of shards follow from those of layers"
+    return {name: rank * shard_length(numel, ranks) for name, numel in numels.items()}
 
 
 def check_strategy(
     recorded: Mapping[str, Any] | None, shards: ExpertShards | None, layers: ExpertLayers
 ) -> None:
-    """What is held has the experts' optimizer where this job has it, and experts of these shapes.
+    """Check that the state has the experts' optimizer where this job has it, and experts of these shapes.
 
     Args:
-        recorded: what a `ShardShapes` told; None: there were no shards.
+        recorded: the state of a `ShardShapes`; None: there were no shards.
     Raises:
-        ValueError: says what differs.
+        ValueError: names the difference.
     """
     anew = "or pass run= a new name to begin anew"
     if shards is None and recorded is not None:
@@ -194,85 +242,21 @@ def check_strategy(
 
 
 def _first(experts: Sequence[Any]) -> str:
-    """Of the first expert; if others are not like it, with their number."""
+    """The parameters of the first expert, and the number of other entries."""
     more = "" if len(experts) == 1 else f" (and {len(experts) - 1} others like or unlike it)"
     return ", ".join(f"{name} {size}" for name, size in experts[0]) + more
 
 
-def firsts_of(
-    binding: LiveState, shards: ExpertShards | None, layers: ExpertLayers, rank: int, ranks: int
-) -> dict[str, int]:
-    """Of each parameter of which this rank has a shard, by the shard's name: the element with which
-    it begins.
-    """
-    if shards is None:
-        return {}
-    numels = numels_of(ShardShapes(shards.layers).state_dict(), layers)
-    assert numels.keys() <= binding.params.keys(), "the names of shards follow from those of layers"
-    return {name: rank * shard_length(numel, ranks) for name, numel in numels.items()}
+def same_call(ranks: Collectives, call: str) -> None:
+    """Check that all ranks have made the same call; a collective call.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WholeState:
-    """What the checkpointer is given, and its parameters by name.
-
-    Args:
-        model: with shards the user's model and the shards as one.
-        stateful: the user's objects and the job's.
-        binding: of the model and the optimizers.
-        kept: what the optimizers may keep for a world of other ranks to go on from it.
-        dense: the names of the parameters that belong to no expert.
-    """
-
-    model: nn.Module
-    optimizers: list[Any]
-    stateful: dict[str, Stateful]
-    binding: LiveState
-    kept: KeptApart
-    dense: tuple[str, ...]
-
-    @property
-    def dense_params(self) -> list[Tensor]:
-        return [self.binding.params[name] for name in self.dense]
-
-    @property
-    def replicated(self) -> dict[str, Any]:
-        """What all ranks have alike, each with the group of all."""
-        return {name: dist.group.WORLD for name in self.dense if not name.startswith("extra/")}
-
-
-def whole_state_of(
-    model: nn.Module,
-    optimizer: Any,
-    state: Mapping[str, Stateful] | None,
-    masters: Mapping[str, Tensor] | None,
-    layers: ExpertLayers,
-    history: LoadHistory,
-    shards: ExpertShards | None,
-) -> WholeState:
-    """Put together what a snapshot is to hold.
-
-    Args:
-        optimizer: one, or a list of them.
-        masters: as for ``Checkpointer``.
-        shards: None: each replica of an expert has its optimizer.
     Raises:
-        ValueError: ``state`` cannot be captured, or has a name that is the job's; or something is
-            updated by two optimizers.
+        ValueError: on all ranks: some have not.
     """
-    _check_names(state, LOADS)
-    stateful = {**check_state(state), LOADS: history}
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    if shards is not None:
-        _check_names(state, SHAPES)
-        model, optimizers = with_shards(model, optimizers, shards)
-        stateful[SHAPES] = ShardShapes(shards.layers)
-    binding = LiveState(model, [unwrap_optimizer(o) for o in optimizers], masters, optimizers)
-    owner_of = (layers.expert_of, layers.shard_of)
-    dense = tuple(name for name in binding.params if not any(of(name) for of in owner_of))
-    return WholeState(model, optimizers, stateful, binding, KeptApart(binding, layers), dense)
-
-
-def _check_names(state: Mapping[str, Stateful] | None, own: str) -> None:
-    if own in (state or {}):
-        raise ValueError(f"state[{own!r}] is the ElasticJob's own: take another name")
+    calls = ranks.gather(call, str)
+    other = [rank for rank, name in enumerate(calls) if name != calls[0]]
+    if other:
+        raise ValueError(
+            f"rank 0 called {calls[0]}, rank {other[0]} {calls[other[0]]}: either all ranks have "
+            "their experts' optimizer on shards, and call shards() before checkpointer(), or none does"
+        )

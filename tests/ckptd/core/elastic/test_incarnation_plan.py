@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptd.core.elastic.incarnation_plan import Give, plan_handover
 from ckptd.core.elastic.incarnations import (
     SHARDS,
-    Chosen,
+    ChosenState,
     ExpertLayers,
     HeldImage,
     NodeHeld,
@@ -91,7 +91,7 @@ def node(ranks: int, *images: tuple[int, int, bool]) -> NodeHeld:
     )
 
 
-def chosen(*held: NodeHeld) -> Chosen:
+def chosen(*held: NodeHeld) -> ChosenState:
     found = choose(held, LAYERS)
     assert found is not None
     return found

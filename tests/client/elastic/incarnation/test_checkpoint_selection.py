@@ -17,7 +17,7 @@ from ckptd.client.elastic.incarnation.checkpoint_selection import (
     share_out,
 )
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.elastic.incarnations import Chosen, HeldImage, NodeHeld
+from ckptd.core.elastic.incarnations import ChosenState, HeldImage, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.transport.control.messages import DurableWorld
 from tests.client.rank_threads import outcomes
@@ -27,9 +27,9 @@ def stored(*checkpoints: tuple[int, int]) -> DurableState:
     return DurableState((0,), (), tuple(DurableWorld(*which, (10, 10)) for which in checkpoints))
 
 
-def held(world: int, iteration: int) -> Chosen:
+def held(world: int, iteration: int) -> ChosenState:
     none = np.zeros((1, 1, 1), dtype=np.bool_)
-    return Chosen(world, iteration, {}, {}, none, none, np.zeros((1, 1), dtype=np.int64), {}, "", 1)
+    return ChosenState(world, iteration, {}, {}, none, none, np.zeros((1, 1), dtype=np.int64), {}, "", 1)
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ import pytest
 from ckptd.client.elastic.incarnation import incarnation_start
 from ckptd.client.elastic.incarnation.incarnation_start import (
     Discovery,
-    Here,
+    JobSettings,
+    LocalNode,
     Started,
-    Wishes,
     look,
-    start_world,
+    start_incarnation,
 )
 from ckptd.client.elastic.incarnation.unit_reading import Unreadable
 from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.elastic.incarnation_plan import Seat, nodes_of, plan_world
+from ckptd.core.elastic.incarnation_plan import Seat, nodes_of, plan_incarnation
 from ckptd.core.elastic.incarnations import ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
 from ckptd.errors import DaemonUnavailable, ElasticError
@@ -35,7 +35,7 @@ from tests.ckptd.running import MIB, DaemonProcess, attach, descriptor, running_
 from tests.client.rank_threads import outcomes
 
 HOUR_S = 3600
-WISHES = Wishes("job", "run", ExpertLayers(("a",), 2), PlacementOptions(threshold=1, max_straggler=None))
+WISHES = JobSettings("job", "run", ExpertLayers(("a",), 2), PlacementOptions(threshold=1, max_straggler=None))
 
 
 @pytest.fixture
@@ -48,18 +48,18 @@ def next_worlds(daemon: DaemonProcess, stored: tuple[int, ...] = ()) -> list[int
     """What each of two ranks takes for the number of the next world: one on the daemon's node, and
     one on a node that has nothing.
     """
-    holder = Here(Seat("b", "b", 2), daemon.segment_dir)
+    holder = LocalNode(Seat("b", "b", 2), daemon.segment_dir)
     empty = daemon.folder / "empty"
     empty.mkdir(exist_ok=True)
-    places = [Here(Seat("a", "a", 2), empty), holder]
+    places = [LocalNode(Seat("a", "a", 2), empty), holder]
     work = [partial(_look, place, stored) for place in places]
     found = outcomes(work)
     assert all(isinstance(one, int) for one in found), found
     return [one for one in found if isinstance(one, int)]
 
 
-def _look(place: Here, stored: tuple[int, ...], ranks: Collectives) -> int:
-    return look(place, WISHES, ranks, frozenset()).next_world(stored)
+def _look(place: LocalNode, stored: tuple[int, ...], ranks: Collectives) -> int:
+    return look(place, WISHES, ranks, frozenset()).next_incarnation(stored)
 
 
 def begin(daemon: DaemonProcess, world: int) -> None:
@@ -105,30 +105,30 @@ def test_two_starts_that_know_the_same_hardly_take_one_number() -> None:
     seats = [Seat("a", "a", 1)]
     held = [NodeHeld(worlds=(1000,))]
     mine, theirs = (Discovery(seats, [0], held, None, 500, drawn) for drawn in (3, 700))
-    assert (mine.next_world(()), theirs.next_world(())) == (1003, 1700)
+    assert (mine.next_incarnation(()), theirs.next_incarnation(())) == (1003, 1700)
 
 
 LAYERS = ExpertLayers(("a", "b"), 6)
 
 
-def wishes(threshold: int = 2) -> Wishes:
-    return Wishes("job", "run", LAYERS, PlacementOptions(threshold=threshold))
+def wishes(threshold: int = 2) -> JobSettings:
+    return JobSettings("job", "run", LAYERS, PlacementOptions(threshold=threshold))
 
 
-def here(node: str, slots: int = 4) -> Here:
-    return Here(Seat(node, node, slots), None)
+def here(node: str, slots: int = 4) -> LocalNode:
+    return LocalNode(Seat(node, node, slots), None)
 
 
 def started(
-    places: Sequence[Here | Exception], each: Sequence[Wishes] | None = None
+    places: Sequence[LocalNode | Exception], each: Sequence[JobSettings] | None = None
 ) -> list[Started | Exception]:
     asked = each or [wishes()] * len(places)
 
     def start(ranks: Collectives) -> Started:
         place = places[ranks.rank]
-        if isinstance(place, Here):
+        if isinstance(place, LocalNode):
             ranks = ranks.on_node(place.seat.node)
-        return start_world(place, asked[ranks.rank], ranks)
+        return start_incarnation(place, asked[ranks.rank], ranks)
 
     return outcomes([start] * len(places))
 
@@ -175,7 +175,7 @@ def test_too_few_slots_are_refused_on_all() -> None:
 def test_a_folder_that_cannot_be_read_stops_all(tmp_path: Path) -> None:
     """Not one of them goes on with less than what there is."""
     seat = Seat("y", "y", 6)
-    broken = Here(seat, Unlistable(tmp_path))
+    broken = LocalNode(seat, Unlistable(tmp_path))
     found = started([here("x", 6), broken])
     assert all(isinstance(one, OSError | DaemonUnavailable) for one in found), found
     assert "rank 1 on node y" in str(found[0])
@@ -193,7 +193,7 @@ def test_experts_of_a_node_are_split_over_its_ranks_wherever_they_stand(order: l
     """Whatever the order of ranks, a node's replicas are on ranks of that node."""
     seats = [Seat(node, node, 2 if node == "x" else 3) for node in order]
     loads = np.arange(12, dtype=np.int64).reshape(2, 6)
-    plan = plan_world(7, seats, LAYERS, loads, None, threshold=1, max_straggler=None)
+    plan = plan_incarnation(7, seats, LAYERS, loads, None, threshold=1, max_straggler=None)
     assert nodes_of(seats) == plan.nodes
     for number in range(2):
         ranks = [rank for rank, node in enumerate(plan.node_of) if node == number]
@@ -235,7 +235,7 @@ def test_loads_that_cannot_be_read_are_told_to_all(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(incarnation_start, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Torn)
     monkeypatch.setattr(Torn, "closed", 0)
-    places = [Here(Seat(node, node, 6), tmp_path) for node in "xy"]
+    places = [LocalNode(Seat(node, node, 6), tmp_path) for node in "xy"]
     reader, other = started(places)
     assert isinstance(reader, OSError)
     assert isinstance(other, DaemonUnavailable)
@@ -245,7 +245,7 @@ def test_loads_that_cannot_be_read_are_told_to_all(monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_that_keeps_nothing_is_told_to_all(tmp_path: Path) -> None:
     """It would not take part when the others attach, and they would wait for it."""
-    kept = Here(Seat("x", "x", 6), tmp_path)
+    kept = LocalNode(Seat("x", "x", 6), tmp_path)
     for found in started([kept, here("y", 6)]):
         assert isinstance(found, ValueError)
         assert "rank 1 was started with daemon=None, rank 0 was not" in str(found)
@@ -286,7 +286,7 @@ def test_many_damaged_images_are_left_out_one_after_the_other(
     monkeypatch.setattr(incarnation_start, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Damaged)
     monkeypatch.setattr(Damaged, "left", 9)
-    (found,) = started([Here(Seat("x", "x", 6), tmp_path)])
+    (found,) = started([LocalNode(Seat("x", "x", 6), tmp_path)])
     assert isinstance(found, Started), found
     assert found.plan.start == 9
 
@@ -304,7 +304,7 @@ def test_a_clock_that_is_behind_draws_the_number_of_the_world(
     monkeypatch.setattr(incarnation_start, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Damaged)
     monkeypatch.setattr(secrets, "randbelow", lambda below: 41)
-    found = started([Here(Seat(node, node, 6), tmp_path) for node in "xy"])
+    found = started([LocalNode(Seat(node, node, 6), tmp_path) for node in "xy"])
     assert [one.plan.number for one in found if isinstance(one, Started)] == [seen + 42] * 2
 
 
@@ -319,10 +319,10 @@ def test_a_job_that_ended_in_its_first_steps_begins_anew(
     part = NodeHeld(((Unit("dense"), 8),), ((0,),), (image,), {5: (Unit("dense"),)}, (5,))
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "of_node", part))
     monkeypatch.setattr(incarnation_start, "Inventory", Held)
-    for found in started([Here(Seat(node, node, 6), tmp_path) for node in "xy"]):
+    for found in started([LocalNode(Seat(node, node, 6), tmp_path) for node in "xy"]):
         if begins:
             assert isinstance(found, Started), found
             assert (found.plan.start, found.plan.handover) == (0, None)
         else:
             assert isinstance(found, ElasticError)
-            assert "of iteration 11 of world 5" in str(found)
+            assert "at iteration 11 of incarnation 5" in str(found)

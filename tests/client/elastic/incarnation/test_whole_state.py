@@ -38,7 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
         ("a_tensor_that_cannot_be_cut", "must update each element by itself"),
         ("other_masters", "rank 2: other layers or masters than rank 0"),
         ("buffers", "has buffers, which have no optimizer"),
-        ("twice", "call shards() once in a world"),
+        ("twice", "call shards() once in an incarnation"),
         ("an_optimizer_that_knows_the_experts", "make it after shards()"),
     ],
 )

@@ -75,7 +75,7 @@ def test_what_does_not_fit_together_is_refused_and_not_sent() -> None:
     with pytest.raises(ValueError, match="names, labels and speeds for 3 nodes"):
         teller.placed(1, short, LOADS)
     named = Placing(own.placement, own.cluster, ("a", "b", "c/d"), BYTES, 2)
-    with pytest.raises(ValueError, match="cannot be told"):
+    with pytest.raises(ValueError, match="cannot be reported"):
         teller.placed(1, named, LOADS)
     other = Placing(own.placement, Cluster.uniform(3, 1), ("a", "b", "c"), BYTES, 2)
     with pytest.raises(ElasticError, match="slots"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ckptd.client import values
 from ckptd.client.capture.step_state import gather_groups
 from ckptd.client.elastic.incarnation.image_inventory import Inventory
-from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart
+from ckptd.client.elastic.incarnation.optimizer_extras import OptimizerExtras
 from ckptd.client.elastic.incarnation.state_transfer import Loader, check_fits
 from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
 from ckptd.client.elastic.incarnation.whole_state import same_call
@@ -168,7 +168,7 @@ def handed_over(folder: Path, ranks: int) -> tuple[LocalState, Handover]:
 
 
 def load(one: Rank, local: LocalState, plan: Handover) -> None:
-    loader = Loader(one.binding, {}, KeptApart(one.binding, LAYERS), one.firsts)
+    loader = Loader(one.binding, {}, OptimizerExtras(one.binding, LAYERS), one.firsts)
     mine = [give.unit for give in plan.gives if give.target == one.rank]
     check_fits(one.binding, mine, set(one.binding.params))
     loader.clear()
