@@ -1,8 +1,8 @@
 """Mixture layers whose experts have different numbers of replicas on different ranks: ``ElasticExperts``.
 
-What is decided, the pure planners in ``ckptd.core.elastic`` decide; here it is done, with
-``torch.distributed``. An optimizer on each replica and ``sync_gradients()`` is one strategy
-(Lazarus), ``ExpertShards`` the other (SwiftMoE).
+The pure planners in ``ckptd.core.elastic`` decide; these modules act, with ``torch.distributed``.
+An optimizer on each replica and ``sync_gradients()`` is one strategy (Lazarus), ``ExpertShards``
+the other (SwiftMoE).
 """
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts

@@ -1,7 +1,6 @@
-"""Shards of another number of ranks out of those of all ranks there were: weights and optimizer state.
+"""Shards for another number of ranks, from those of all ranks: weights and optimizer state.
 
-Pure: it reads what ``ExpertShards.state_dict()`` and its optimizer's ``state_dict()`` gave on every
-rank, wherever they were kept since.
+Pure: it reads the ``state_dict()`` of ``ExpertShards`` and of their optimizer on every rank.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ def recut(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """For each of ``ranks`` ranks, the states that its ``ExpertShards`` and their optimizer load.
 
-    No element changes: what every element's update needs goes with it.
+    No element changes, and its optimizer state goes with it.
 
     Args:
         weights: by rank, the state of its shards.
-        optimizers: by rank, the state of their optimizer. What is as long as a shard is cut as the
-            shard is; anything else (the number of steps) must be the same on all ranks.
+        optimizers: by rank, the state of their optimizer. Tensors as long as a shard are cut like
+            it; anything else (the number of steps) must be equal on all ranks.
     Raises:
         ValueError: states of some ranks are missing or twice, or they are not of one job.
     """
@@ -70,7 +69,7 @@ def _check(weights: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[st
 
 
 def _recut(shards: Sequence[Tensor], numel: int, ranks: int) -> list[Tensor]:
-    # Copies: a view would keep, and a file would hold, what is of all ranks.
+    # Copies: a view would keep the tensor of all ranks alive, and a file would contain it.
     return [row.clone() for row in cut(joined(shards, numel), ranks)]
 
 
@@ -81,7 +80,7 @@ def _states(
     numel: int,
     ranks: int,
 ) -> list[dict[str, Any]]:
-    """The optimizer's state of one shard, by rank."""
+    """The optimizer's state of one parameter, by rank."""
     known = [state for state in states if state is not None]
     if len(known) < len(states) or any(state.keys() != known[0].keys() for state in known):
         raise ValueError(f"the optimizer states of {name} are not of one step")

@@ -1,17 +1,16 @@
-"""Optimizer state of experts apart from where they are: each rank keeps a shard of every expert,
-wherever its replicas are (SwiftMoE).
+"""Optimizers of experts on shards: each rank keeps a shard of every expert, wherever its replicas
+are (SwiftMoE).
 
-The other strategy, an optimizer on each replica (Lazarus), moves the state when an expert moves.
-LocalNode it never moves. In a step
+The other strategy, an optimizer on each replica (Lazarus), moves the optimizer's state with the
+expert. Shards never move. In a step
 
-1. the gradients of an expert's replicas are summed at the ranks that own its shards, all ranks, an
-   equal part each;
+1. the gradients of an expert's replicas are summed at the owners of its shards: all ranks, an equal
+   part each;
 2. each rank updates its shards, with any optimizer that updates element by element;
-3. the new weights are sent to the ranks that hold the expert. Which ranks those are may change in
-   every step at no cost: what is sent is as many weights as there are replicas, the same under the
-   old placement and the new.
+3. the new weights are sent to the ranks that hold the expert. The placement may change in every step
+   at no cost: as many weights are sent as there are replicas, under any placement.
 
-What is trained is the shards, so the replicas are no longer parameters of the model.
+The shards are trained, so the replicas are no longer parameters of the model.
 
 Source: SwiftMoE (arXiv 2504.19925), its abstract: optimizers partitioned statically over all nodes,
 placement adjusted by the weight updates.
@@ -46,26 +45,21 @@ from ckptd.client.elastic.layer.layer_check import check_replicas_RE, shapes_of
 from ckptd.client.optimizers.optimizer_probe import probe_optimizer
 from ckptd.client.ranks.collectives import Collectives
 
-__all__ = ["ExpertShards", "LayerMove", "MakeExpert", "PlacementState", "Placements", "plan_moves"]
+__all__ = ["ExpertShards", "MakeExpert", "PlacementState", "Placements"]
 
 
 MakeExpert: TypeAlias = Callable[[str, int], nn.Module]
 """``(layer, expert) -> module``; its weights will be overwritten."""
 
+Placements: TypeAlias = ArrayLike | Sequence[ArrayLike] | Mapping[str, ArrayLike]
+"""``[L, R, E]`` in the order of the layers, or ``[R, E]`` by the name of a layer; those not named stay."""
 
-@dataclass(frozen=True, slots=True)
-class LayerMove:
-    """A layer's next placement, and the modules for this rank's experts of it; new ones have
-    weights of something else yet.
-    """
-
-    name: str
-    replicas_RE: NDArray[np.int64]
-    experts: dict[int, nn.Module]
+_Shards: TypeAlias = list[tuple[str, nn.Parameter]]
+_WHAT = "ExpertShards cannot be made"
 
 
 class PlacementState:
-    """Placements as state that is saved and loaded; what was loaded waits until somebody takes it.
+    """Placements as state of a checkpoint; a loaded placement waits for the next ``send_weights``.
 
     Args:
         layers: by name.
@@ -80,86 +74,27 @@ class PlacementState:
         return {name: layer.replicas_RE.tolist() for name, layer in self._layers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep it for ``loaded``."""
         self._loaded = dict(state)
 
     def loaded(self) -> dict[str, Any]:
-        """What was loaded and not taken yet; empty: nothing."""
+        """Loaded and not in use yet; may be empty."""
         return dict(self._loaded)
 
     def forget(self) -> None:
-        """It was taken, or is not wanted."""
+        """The loaded placement is in use, or another one."""
         self._loaded = {}
 
 
-def plan_moves(
-    wanted: Mapping[str, NDArray[np.int64]],
-    layers: Mapping[str, ElasticExperts],
-    rank: int,
-    device: torch.device,
-    make_expert: MakeExpert | None,
-) -> list[LayerMove]:
-    """What it takes to go to these placements; nothing is changed yet.
-
-    Args:
-        device: of this rank's experts.
-    Raises:
-        ValueError: a placement is of another number of experts, or there is no module that fits an expert.
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A layer's next placement, and the modules of this rank's experts in it; new ones still have
+    other weights.
     """
-    moves = []
-    for name, replicas_RE in wanted.items():
-        layer = layers[name]
-        if replicas_RE.shape != layer.replicas_RE.shape:
-            raise ValueError(
-                f"the placement of {name!r} has the shape {replicas_RE.shape}, and the layer "
-                f"{layer.replicas_RE.shape}"
-            )
-        held = layer.held_experts()
-        numbers = np.nonzero(replicas_RE[rank])[0].tolist()
-        spare = [module for expert, module in held.items() if expert not in numbers]
-        experts = {}
-        for expert in numbers:
-            module = held.get(expert)
-            if module is None:
-                module = _new(name, layer, expert, spare, make_expert).to(device)
-            experts[expert] = module
-        moves.append(LayerMove(name, replicas_RE, experts))
-    return moves
 
-
-def _new(
-    name: str,
-    layer: ElasticExperts,
-    expert: int,
-    spare: list[nn.Module],
-    make_expert: MakeExpert | None,
-) -> nn.Module:
-    """A module for an expert that was not here; ``spare``: those of experts that go, of which one
-    may be taken.
-    """
-    if make_expert is not None:
-        module = make_expert(name, expert)
-    elif spare:
-        module = spare.pop()
-    elif len(layer.experts):
-        module = copy.deepcopy(next(iter(layer.experts.values())))
-    else:
-        raise ValueError(
-            f"there is no expert of {name!r} of which the module could be copied: pass make_expert="
-        )
-    if shapes_of(module) != layer.agreed.shapes_E[expert]:
-        raise ValueError(
-            f"the module for expert {expert} of {name!r} has other parameters than the expert: "
-            "pass make_expert="
-        )
-    return module
-
-
-Placements: TypeAlias = ArrayLike | Sequence[ArrayLike] | Mapping[str, ArrayLike]
-"""``[L, R, E]`` in the order of the layers, or ``[R, E]`` by the name of a layer; those not named stay."""
-
-_Shards: TypeAlias = list[tuple[str, nn.Parameter]]
-_WHAT = "ExpertShards cannot be made"
+    layer: ElasticExperts
+    name: str
+    replicas_RE: NDArray[np.int64]
+    experts: dict[int, nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,27 +105,35 @@ class _Owned:
     layer: ElasticExperts
     shards: dict[tuple[int, int], nn.Parameter]
 
+    @property
+    def names(self) -> dict[tuple[int, int], str]:
+        """The name of each shard as a parameter of `ExpertShards`."""
+        shapes_E = self.layer.agreed.shapes_E
+        return {
+            (expert, index): f"shards.{self.name}.{expert}.{shapes_E[expert][index].name}"
+            for expert, index in self.shards
+        }
+
 
 class ExpertShards(nn.Module):
     """This rank's shards of all experts of some layers, and their optimizer; making it is a collective call.
 
-    The layers' experts leave the model's parameters for it. It is called nowhere: its parameters
-    are the shards, named ``shards.<layer>.<expert>.<parameter>``, flat, and ``ceil(numel / R)``
-    long, padded with zeros.
+    The layers' experts leave the model's parameters. This module is never called: its parameters
+    are the shards, named ``shards.<layer>.<expert>.<parameter>``, flat, ``ceil(numel / R)`` long,
+    padded with zeros.
 
     Args:
         layers: by name, as ``replace_moe_blocks`` returns them, or one. All of one process group.
-        make_optimizer: makes the optimizer of the shards that it is given, ``[(name, shard), ...]``; such as
+        make_optimizer: makes the optimizer of the shards ``[(name, shard), ...]``, such as
             ``lambda shards: torch.optim.AdamW(shards, lr=1e-3)``. The same on all ranks.
-        masters: the dtype of the shards where it is not that of the weights: float32 under weights
-            of 16 bits. Begins with their values.
-        make_expert: ``(layer, expert) -> module``: what a rank that gets an expert puts the weights
-            into. Left out, it is the module of an expert that the rank gives away, or a copy of one
-            that it keeps.
+        masters: the dtype of the shards if it is not that of the weights: float32 under weights of
+            16 bits. They begin with the values of the weights.
+        make_expert: ``(layer, expert) -> module``, for the weights of an expert that a rank gets.
+            Default: the module of an expert that the rank gives away, or a copy of one that it keeps.
     Raises:
         ValueError: on all ranks, if any of them: replicas differ; ranks name other layers; experts
-            have buffers, which would not travel; there are gradients that were not used; the
-            optimizer is not one of single elements.
+            have buffers, which would not move; gradients were not used; the optimizer does not
+            update element by element.
     """
 
     def __init__(
@@ -239,13 +182,13 @@ class ExpertShards(nn.Module):
         return {owned.name: owned.layer.replicas_RE for owned in self._owned}
 
     def step(self, placements: Placements | None = None) -> None:
-        """One step of the optimizer, after which the experts are placed anew if so asked; a collective call.
+        """One step of the optimizer, then the experts' next placement if given; a collective call.
 
         It is ``reduce_gradients``, ``optimizer.step``, ``send_weights`` and ``optimizer.zero_grad``.
 
         Raises:
-            ValueError: on all ranks and before anything is changed: placements that cannot be, or
-                are not the same on all ranks.
+            ValueError: on all ranks and before anything is changed: placements are impossible or
+                differ between ranks.
         """
         moves = self._agreed_moves(placements)
         self.reduce_gradients()
@@ -254,12 +197,12 @@ class ExpertShards(nn.Module):
         self.optimizer.zero_grad(set_to_none=True)
 
     def reduce_gradients(self) -> None:
-        """Sum what backwards have left on the replicas into the shards' ``grad``; a collective
-        call. Without any, nothing happens.
+        """Sum the gradients of the replicas into the shards' ``grad``; a collective call, or nothing
+        without a backward.
 
-        For loops that look at gradients before the step: every element of every expert is in the
-        shards of one rank, and once, so the square of the global norm is the sum over the ranks. A
-        shard without a gradient on any rank has none.
+        For loops that use gradients before the step: every element of every expert is in the shards
+        of one rank, once, so the square of the global norm is the sum over the ranks. A shard
+        without a gradient on any rank stays without.
         """
         for owned in self._owned:
             for key, part in owned.layer.reduce_to_owners(self._device).items():
@@ -268,11 +211,11 @@ class ExpertShards(nn.Module):
                 shard.grad = part if shard.grad is None else shard.grad + part
 
     def send_weights(self, placements: Placements | None = None) -> None:
-        """Give every replica the weights of the shards, under another placement if so asked; a
+        """Send the weights of the shards to every replica, of the next placement if given; a
         collective call.
 
         For loops that do the parts of ``step`` themselves, and after shards were loaded. Without
-        ``placements`` it is that which ``placed`` has loaded since, if any.
+        ``placements``, the one that ``placed`` has loaded counts, if any.
 
         Raises:
             ValueError: as ``step``.
@@ -280,9 +223,7 @@ class ExpertShards(nn.Module):
         self._send(self._agreed_moves(placements))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What ``recut`` needs to know: the ranks, the lengths of the whole tensors, and each
-        shard's place in the optimizer.
-        """
+        """For ``recut``: ranks, lengths of the whole tensors, and each shard's index in the optimizer."""
         places = {
             id(param): index
             for index, param in enumerate(
@@ -295,13 +236,13 @@ class ExpertShards(nn.Module):
             "numels": {
                 name: owned.layer.agreed.shapes_E[expert][index].numel
                 for owned in self._owned
-                for (expert, index), name in self._names(owned).items()
+                for (expert, index), name in owned.names.items()
             },
             "places": {name: places.get(id(param), -1) for name, param in self.named_parameters()},
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Refuse shards that are not this rank's.
+        """Check that loaded shards are this rank's.
 
         Raises:
             ValueError: they were cut for another number of ranks, or are another rank's.
@@ -340,7 +281,7 @@ class ExpertShards(nn.Module):
     def _first_shards(
         self, layer: ElasticExperts, masters: torch.dtype | None
     ) -> dict[tuple[int, int], nn.Parameter]:
-        """From the first holder of each expert."""
+        """This rank's shards of the weights of each expert's first holder."""
         params = _params(layer)
         first = [
             replace(entry, held=Held(entry.held.numel, entry.held.holders[:1]))
@@ -363,13 +304,6 @@ class ExpertShards(nn.Module):
                     shard = part.to(masters or dtype, copy=True)
                     found[entry.expert, entry.index] = nn.Parameter(shard)
         return {key: found[key] for key in sorted(found)}
-
-    def _names(self, owned: _Owned) -> dict[tuple[int, int], str]:
-        shapes_E = owned.layer.agreed.shapes_E
-        return {
-            (expert, index): f"shards.{owned.name}.{expert}.{shapes_E[expert][index].name}"
-            for expert, index in owned.shards
-        }
 
     def _name(self, owned: _Owned) -> None:
         """Put the shards into the module tree, the experts of a layer into a ``ModuleDict``."""
@@ -394,12 +328,12 @@ class ExpertShards(nn.Module):
                 )
         for ndim in sorted({1} | self._ndims()):
             self._check_elementwise(ndim)
-        said = [
+        options = [
             {key: repr(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
         counts = [len(group["params"]) for group in self.optimizer.param_groups]
-        return f"{type(self.optimizer).__name__} {counts} {said}".encode()
+        return f"{type(self.optimizer).__name__} {counts} {options}".encode()
 
     def _ndims(self) -> set[int]:
         return {
@@ -411,7 +345,7 @@ class ExpertShards(nn.Module):
         }
 
     def _check_elementwise(self, ndim: int) -> None:
-        """A shard is updated apart from the rest of its tensor, as if it were one of a single dimension."""
+        """The optimizer must treat a shard, separate from its tensor, like the same elements within it."""
         shard = next(self.parameters())
         for group in self.optimizer.param_groups:
             found = probe_optimizer(self.optimizer, group, ndim=ndim, dtype=shard.dtype, device=shard.device)
@@ -422,23 +356,16 @@ class ExpertShards(nn.Module):
 
     # -- a step ------------------------------------------------------------------------------------------
 
-    def _agreed_moves(self, placements: Placements | None) -> list[LayerMove]:
-        moves: list[LayerMove] = []
+    def _agreed_moves(self, placements: Placements | None) -> list[_Move]:
+        """The changes of placement, the same on all ranks; nothing is changed yet. A collective call."""
+        moves: list[_Move] = []
 
-        def say() -> bytes:
-            moves.extend(
-                plan_moves(
-                    self._wanted(placements),
-                    self.layers,
-                    self._rank,
-                    self._device,
-                    self._make_expert,
-                )
-            )
+        def plan() -> bytes:
+            moves.extend(self._move(*wanted) for wanted in self._wanted(placements).items())
             return b"".join([move.name.encode() + move.replicas_RE.tobytes() + b"\0" for move in moves])
 
         Collectives.of_group(self._group).check(
-            say,
+            plan,
             bytes,
             what="the experts were not placed anew, and nothing was updated",
             unlike="other placements than rank 0",
@@ -460,10 +387,47 @@ class ExpertShards(nn.Module):
             name: check_replicas_RE(placements[name], self._ranks) for name in names if name in placements
         }
 
+    def _move(self, name: str, replicas_RE: NDArray[np.int64]) -> _Move:
+        layer = self.layers[name]
+        if replicas_RE.shape != layer.replicas_RE.shape:
+            raise ValueError(
+                f"the placement of {name!r} has the shape {replicas_RE.shape}, and the layer "
+                f"{layer.replicas_RE.shape}"
+            )
+        held = layer.held_experts()
+        numbers = np.nonzero(replicas_RE[self._rank])[0].tolist()
+        spare = [module for expert, module in held.items() if expert not in numbers]
+        experts = {
+            expert: held[expert] if expert in held else self._module(name, layer, expert, spare)
+            for expert in numbers
+        }
+        return _Move(layer, name, replicas_RE, experts)
+
+    def _module(self, name: str, layer: ElasticExperts, expert: int, spare: list[nn.Module]) -> nn.Module:
+        """A module for an expert that this rank gets; ``spare``: those that it gives away, of which one
+        may be reused.
+        """
+        if self._make_expert is not None:
+            module = self._make_expert(name, expert)
+        elif spare:
+            module = spare.pop()
+        elif len(layer.experts):
+            module = copy.deepcopy(next(iter(layer.experts.values())))
+        else:
+            raise ValueError(
+                f"there is no expert of {name!r} of which the module could be copied: pass make_expert="
+            )
+        if shapes_of(module) != layer.agreed.shapes_E[expert]:
+            raise ValueError(
+                f"the module for expert {expert} of {name!r} has other parameters than the expert: "
+                "pass make_expert="
+            )
+        return module.to(self._device)
+
     @torch.no_grad()
-    def _send(self, moves: Sequence[LayerMove]) -> None:
+    def _send(self, moves: Sequence[_Move]) -> None:
         for move in moves:
-            self.layers[move.name].adopt(move.experts, move.replicas_RE)
+            move.layer.adopt(move.experts, move.replicas_RE)
         self.placed.forget()
         for owned in self._owned:
             agreed, params = owned.layer.agreed, _params(owned.layer)
@@ -496,7 +460,7 @@ def _params(layer: ElasticExperts) -> dict[int, list[nn.Parameter]]:
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
-    """Under a dotted name."""
+    """Set ``value`` under a dotted name."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in module._modules:
@@ -506,7 +470,7 @@ def _put(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _described(layers: Mapping[str, ElasticExperts], masters: torch.dtype | None, group: Any) -> bytes:
-    """What all ranks bring alike, after a look at what this one brings."""
+    """The facts that must be equal on all ranks, after a check of this rank's layers."""
     for name, layer in layers.items():
         if layer.group is not group:
             raise ValueError(f"layer {name!r} is of another process group than the first one")
@@ -516,8 +480,7 @@ def _described(layers: Mapping[str, ElasticExperts], masters: torch.dtype | None
             if any(True for _ in module.buffers()):
                 raise ValueError(
                     f"expert {expert} of {name!r} has buffers, which have no optimizer and would "
-                    "not move with it: "
-                    "use sync_gradients() and an optimizer on each replica"
+                    "not move with it: use sync_gradients() and an optimizer on each replica"
                 )
             for param in module.parameters():
                 if param.is_meta:

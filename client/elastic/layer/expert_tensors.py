@@ -1,7 +1,21 @@
-"""The parameters of a layer's experts as what is exchanged: which, how long, and who holds them.
+"""Exchange of expert tensors: sums over their holders, sums to the owners of shards, weights back.
 
-All ranks list the same entries in the same order, and cut the list into the same rounds, whether or
-not they hold any: so each takes part in the same collectives.
+All ranks list the same entries in the same order and cut the list into the same rounds, whether or
+not they hold any: so each takes part in the same collective calls.
+
+**Holders** of a tensor are the ranks with a replica of its expert. Each adds up one part and gives
+it to the others (`sum_over_holders`): two uneven all-to-alls over the whole process group, for many
+tensors at once, which send as much as a ring all-reduce among the holders.
+
+**Owners.** Every rank owns a *shard* of every tensor: ``ceil(numel / R)`` elements, the last ones
+padded with zeros. The shards of all ranks, one after the other, are the tensor and its padding. As
+all shards of a tensor have one length, what goes to an owner is a column of the tensors laid side
+by side as ``[R, length]``: no rank cuts every tensor into as many slices as there are ranks.
+
+Additions are in the order of ranks, and one rank does each: a repeat gives the same bits, and all
+holders have the same.
+
+Shapes: ``R`` ranks, ``C`` elements of a rank's shards of several tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +41,12 @@ __all__ = [
     "expert_tensors_of",
     "joined",
     "rounds",
-    "shard_length",
     "shards_to_holders",
     "sum_over_holders",
     "sums_to_owners",
 ]
 
-
-# Of the busiest rank in one round: bounds what is needed beside the tensors, two to three times this.
+# Of the busiest rank in one round: bounds the extra memory, two to three times this.
 _ROUND_BYTES = 64 << 20
 
 
@@ -51,14 +63,13 @@ class Held:
         return slice(self.numel * number // count, self.numel * (number + 1) // count)
 
     def length_of(self, rank: int) -> int:
-        """How many these are."""
         part = self.part_of(rank)
         return int(part.stop - part.start)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """A parameter of an expert, by its place in the expert's ``parameters()``, and who holds it."""
+    """A parameter of an expert, by its index in the expert's ``parameters()``, and who holds it."""
 
     expert: int
     index: int
@@ -78,7 +89,7 @@ def expert_tensors_of(agreed: LayerAgreement) -> list[ExpertTensor]:
 def by_dtype(
     entries: Sequence[ExpertTensor], agreed: LayerAgreement
 ) -> dict[torch.dtype, list[ExpertTensor]]:
-    """The entries of each dtype, as it was when the ranks agreed; the same order of dtypes on all ranks."""
+    """The entries by the dtype on which the ranks agreed; dtypes in the same order on all ranks."""
     found: dict[torch.dtype, list[ExpertTensor]] = {}
     for entry in entries:
         name = agreed.shapes_E[entry.expert][entry.index].dtype
@@ -87,7 +98,7 @@ def by_dtype(
 
 
 def rounds(entries: Sequence[ExpertTensor], ranks: int, itemsize: int) -> Iterator[list[ExpertTensor]]:
-    """As many at once as fit."""
+    """As many entries at a time as fit into `_ROUND_BYTES`."""
     taken: list[ExpertTensor] = []
     sizes = [0] * ranks
     for entry in entries:
@@ -102,6 +113,9 @@ def rounds(entries: Sequence[ExpertTensor], ranks: int, itemsize: int) -> Iterat
         yield taken
 
 
+# -- holders -----------------------------------------------------------------------------------------
+
+
 def sum_over_holders(
     held: Sequence[Held],
     flats: Sequence[Tensor],
@@ -114,18 +128,17 @@ def sum_over_holders(
     """Replace each tensor by the sum over its holders; a collective call, also for ranks that hold nothing.
 
     Args:
-        held: what this rank holds; the holders of a tensor name it in the same order.
+        held: of this rank; the holders of a tensor list it in the same order.
         flats: the tensors, each ``[numel]``; written in place.
-        divisor: by which the sum is divided, before it is rounded to ``dtype``.
-        dtype: of all tensors; 16-bit ones are added in float32.
-        device: of all tensors.
+        divisor: of the sums, before they are rounded to ``dtype``.
+        dtype, device: of all tensors; 16-bit ones are added in float32.
     """
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     shared = [[n for n, tensor in enumerate(held) if other in tensor.holders] for other in ranks]
     mine = [[held[n].length_of(rank) for n in numbers] for numbers in shared]
     theirs = [[held[n].length_of(other) for n in shared[other]] for other in ranks]
-    cut = [[flats[n][held[n].part_of(other)] for n in shared[other]] for other in ranks]
-    summed = added(_exchanged(cut, mine, dtype, device, group), shared, len(held), divisor)
+    parts = [[flats[n][held[n].part_of(other)] for n in shared[other]] for other in ranks]
+    summed = added(_exchanged(parts, mine, dtype, device, group), shared, len(held), divisor)
     given = [[summed[n] for n in numbers] for numbers in shared]
     got = _exchanged(given, theirs, dtype, device, group)
     for other in ranks:
@@ -140,13 +153,13 @@ def _exchanged(
     device: torch.device,
     group: Any,
 ) -> list[tuple[Tensor, ...]]:
-    """By rank, the tensors that it gave to this one, whose lengths are known."""
-    # A tensor that is always there: a rank that holds nothing takes part, too.
+    """By rank, the tensors that it gave to this one, of these lengths."""
+    # One tensor is always there: a rank that holds nothing takes part, too.
     nothing = torch.empty(0, dtype=dtype, device=device)
     row = torch.cat([nothing, *(tensor for tensors in given for tensor in tensors)])
     sends = [sum(len(tensor) for tensor in tensors) for tensors in given]
-    received = all_to_all(row, sends, [sum(each) for each in lengths], group)
-    by_rank = received.split([sum(each) for each in lengths])
+    receives = [sum(each) for each in lengths]
+    by_rank = all_to_all(row, sends, receives, group).split(receives)
     return [part.split(list(each)) for part, each in zip(by_rank, lengths, strict=True)]
 
 
@@ -174,6 +187,9 @@ def added(
     return [(one / divisor if divisor > 1 else one).to(dtype) for one in whole]
 
 
+# -- owners of shards --------------------------------------------------------------------------------
+
+
 def cut(flat: Tensor, ranks: int) -> Tensor:
     """``[R, length]``: the shards of a tensor ``[numel]``, padded with zeros."""
     length = shard_length(len(flat), ranks)
@@ -182,7 +198,7 @@ def cut(flat: Tensor, ranks: int) -> Tensor:
 
 
 def joined(shards: Sequence[Tensor], numel: int) -> Tensor:
-    """``[numel]``: the tensor of which these are the shards of all ranks, in their order."""
+    """``[numel]``: the tensor of the shards of all ranks, in their order."""
     return torch.cat(list(shards))[:numel]
 
 
@@ -195,17 +211,13 @@ def sums_to_owners(
     device: torch.device,
     group: Any,
 ) -> list[Tensor]:
-    """This rank's shard of the sum over its holders of every tensor; a collective call, also for
-    ranks that hold nothing.
-
-    Added in the order of ranks, as ``holders.sum_over_holders`` adds: each element has the same bits.
+    """This rank's shard of the sum of every tensor over its holders; a collective call, also for
+    ranks that hold nothing. Each element has the same bits as from `sum_over_holders`.
 
     Args:
         held: all tensors, the same on all ranks.
         flats: those that this rank holds, in that order, each ``[numel]``.
-        divisor: by which a sum is divided, before it is rounded to ``dtype``.
-        dtype: of all tensors; 16-bit ones are added in float32.
-        device: of all tensors.
+        divisor, dtype, device: as for `sum_over_holders`.
     """
     ranks = dist.get_world_size(group)
     shared = [[n for n, one in enumerate(held) if rank in one.holders] for rank in range(ranks)]

@@ -1,8 +1,8 @@
-"""The state dict that a model would have if nothing had been replaced, out of the ranks' experts, and back.
+"""The state dict of a model as if no block had been replaced, from the experts of all ranks, and back.
 
-By the names that the model had: experts are rows of its tensors (``...experts.gate_up_proj``), or
-modules of its list (``...experts.3.w1.weight``). So it can be saved with
-``model.save_pretrained(folder, state_dict=full)``, or loaded by the model as it was.
+Its names are those of the original model: experts are rows of its tensors
+(``...experts.gate_up_proj``) or modules of its list (``...experts.3.w1.weight``). So
+``model.save_pretrained(folder, state_dict=full)`` can save it, and the original model can load it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _WHAT = "there is no full state dict"
 
 
 def full_state_dict(model: nn.Module, *, to: int = 0) -> dict[str, Tensor]:
-    """The whole state on rank ``to`` of the layers' process group, in host memory; a collective
-    call. Empty on the other ranks.
+    """The whole state on rank ``to`` of the layers' process group, in host memory; empty on the other
+    ranks. A collective call.
 
-    Experts are those of their first holders; all else is what rank ``to`` has.
+    Experts come from their first holders, all else from rank ``to``.
 
     Raises:
-        ValueError: on all ranks: the model has no elastic layer, or ranks ask for other things.
+        ValueError: on all ranks: the model has no elastic layer, or ranks pass different models or ``to``.
     """
     layers = elastic_layers(model)
     if not layers:
         raise ValueError("the model has no elastic layer: its own state_dict() is the full one")
     group = next(iter(layers.values())).group
     Collectives.of_group(group).check(
-        lambda: _asked(layers, to, group),
+        lambda: _checked_call(layers, to, group),
         bytes,
         what=_WHAT,
         unlike="another model or to= than rank 0",
@@ -52,14 +52,14 @@ def full_state_dict(model: nn.Module, *, to: int = 0) -> dict[str, Tensor]:
     device = common_device(layers.values(), group, what=_WHAT)
     state = _dense_part(model, layers) if dist.get_rank(group) == to else {}
     for name, layer in layers.items():
-        found = _brought(layer, to, device)
+        found = _gathered(layer, to, device)
         if found:
             state.update(_named(name, layer, found))
     return state
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load this rank's part of such a state; nothing is communicated. All ranks load the same one.
+    """Load this rank's part of such a state, without communication. All ranks load the same state.
 
     Raises:
         ValueError: names or shapes do not fit; layers have ``ExpertShards``, which would overwrite it.
@@ -85,12 +85,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if strange := sorted(state.keys() - known):
         raise ValueError(f"the model has no {strange[0]!r}; {len(strange)} are strange in all")
     rest = model.state_dict()
-    model.load_state_dict({**{key: state[key] for key in dense}, **_unnamed(rest, known, wanted)})
-
-
-def _unnamed(rest: Mapping[str, Any], known: set[str], wanted: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the experts are loaded from, and entries of them that no full state has (buffers), as they are."""
-    return {key: wanted.get(key, value) for key, value in rest.items() if key not in known}
+    # Entries of experts that no full state has (buffers) stay as they are.
+    experts = {key: wanted.get(key, value) for key, value in rest.items() if key not in known}
+    model.load_state_dict({**{key: state[key] for key in dense}, **experts})
 
 
 def _dense_names(model: nn.Module, layers: Mapping[str, ElasticExperts]) -> set[str]:
@@ -107,16 +104,16 @@ def _dense_part(model: nn.Module, layers: Mapping[str, ElasticExperts]) -> dict[
     }
 
 
-def _brought(layer: ElasticExperts, to: int, device: torch.device) -> dict[tuple[int, int], Tensor]:
-    """On rank ``to``: this layer's parameters by expert and index; a collective call."""
+def _gathered(layer: ElasticExperts, to: int, device: torch.device) -> dict[tuple[int, int], Tensor]:
+    """On rank ``to``, this layer's parameters by expert and index; a collective call."""
     params = {e: list(m.parameters()) for e, m in layer.held_experts().items()}
     ranks = dist.get_world_size(layer.group)
     found: dict[tuple[int, int], Tensor] = {}
     for dtype, of_dtype in by_dtype(expert_tensors_of(layer.agreed), layer.agreed).items():
         for entries in rounds(of_dtype, ranks, dtype.itemsize):
-            # By source, as they arrive.
+            # By source: the order of arrival.
             entries.sort(key=lambda entry: min(entry.held.holders))
-            flats = _brought_round(
+            flats = _gather_round(
                 entries, params, to, torch.empty(0, dtype=dtype, device=device), layer.group
             )
             for entry, flat in zip(entries, flats, strict=bool(flats)):
@@ -125,7 +122,7 @@ def _brought(layer: ElasticExperts, to: int, device: torch.device) -> dict[tuple
     return found
 
 
-def _brought_round(
+def _gather_round(
     entries: Sequence[ExpertTensor],
     params: Mapping[int, Sequence[nn.Parameter]],
     to: int,
@@ -187,7 +184,7 @@ def _row(
     return row
 
 
-def _asked(layers: Mapping[str, ElasticExperts], to: int, group: Any) -> bytes:
+def _checked_call(layers: Mapping[str, ElasticExperts], to: int, group: Any) -> bytes:
     if not 0 <= to < dist.get_world_size(group):
         raise ValueError(f"to={to}: the group has {dist.get_world_size(group)} ranks")
     return "\n".join([str(to), *layers]).encode()

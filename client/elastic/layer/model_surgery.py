@@ -1,14 +1,19 @@
-"""The mixture blocks of a model, made elastic where they stand.
+"""Replacement of the mixture blocks of a model by elastic ones.
 
-A block has a gate, which stays, and experts, which become an ``ElasticExperts`` with those of this
-rank. So what a model makes of the gate's logits (an auxiliary loss) is as before. Blocks of
-transformers 5 are found by the form of their experts (``fused``); of others one tells how they are
-made (``HandWritten``).
+A block keeps its gate; its experts become an ``ElasticExperts`` with those of this rank. So what a
+model makes of the gate's logits (an auxiliary loss) stays as it was.
 
-All is checked before anything is changed, on all ranks; experts are copied out of the tensors of
-all experts one layer at a time.
+**Fused experts** are rows of two tensors, as in transformers 5: Mixtral, Qwen2-MoE, Qwen3-MoE,
+OLMoE, DeepSeek, GLM-4 and others. Such a module is recognised by its form, not by its class:
+``gate_up_proj [E, 2F, H]``, ``down_proj [E, H, F]``, an activation, and a call with ``(tokens,
+experts, weights)``, like that of ``ElasticExperts``. Four rows are computed to test that an expert is
+``down(act(gate) * up)``: modules of the same form may clamp, scale, or interleave gate and up.
+Nothing of transformers is imported. Blocks of other classes are described by ``HandWritten``.
 
-Shapes: ``L`` blocks, ``R`` ranks, ``E`` experts of a block.
+All checks are made on all ranks before anything is changed; experts are copied out of the fused
+tensors one layer at a time.
+
+Shapes: ``L`` blocks, ``R`` ranks, ``E`` experts of a block, ``H`` width of tokens, ``F`` width inside.
 """
 
 from __future__ import annotations
@@ -34,8 +39,6 @@ __all__ = [
     "FusedExpert",
     "HandWritten",
     "elastic_layers",
-    "fused_problem",
-    "has_fused_names",
     "replace_moe_blocks",
 ]
 
@@ -43,18 +46,13 @@ __all__ = [
 _NAMES = ("gate_up_proj", "down_proj")
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 _ROWS = 4
-# Of two ways to compute the same few products, in units of the dtype's rounding and relative to the
-# largest output.
+# Tolerance between two ways to compute the same few products, in units of the dtype's rounding and
+# relative to the largest output.
 _ROUNDINGS = 64
 
 
 class FusedExpert(nn.Module):
-    """One expert out of such a module; its parameters are views of the rows until ``own_rows``.
-
-    Args:
-        experts: the module.
-        number: of the expert.
-    """
+    """One of the fused experts of a module; its parameters are views of rows until ``own_rows``."""
 
     def __init__(self, experts: nn.Module, number: int) -> None:
         super().__init__()
@@ -70,18 +68,17 @@ class FusedExpert(nn.Module):
         return functional.linear(self.act_fn(gate) * up, self.get_parameter("down_proj"))
 
     def own_rows(self) -> None:
-        """Copy them, so that the module with all experts can be freed."""
+        """Copy the rows, so that the module with all experts can be freed."""
         for param in self.parameters():
             param.data = param.data.clone()
 
 
-def has_fused_names(module: nn.Module) -> bool:
-    """Whether this may be such a module."""
+def _has_fused_names(module: nn.Module) -> bool:
     return all(name in module._parameters for name in _NAMES)
 
 
-def fused_problem(module: nn.Module) -> str:
-    """Why this module, which has the names, is not one whose experts can be taken; empty if it is."""
+def _fused_problem(module: nn.Module) -> str:
+    """The reason why a module with the names of fused experts is not usable; empty if it is."""
     more = [n for n, _ in module.named_parameters() if n not in _NAMES]
     more += [n for n, _ in module.named_buffers()]
     if more:
@@ -109,7 +106,7 @@ def fused_problem(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _other_result(module: nn.Module, gate_up: Tensor) -> str:
-    """Whether the first expert and the last one compute something else than ``FusedExpert``."""
+    """The difference of the first and last expert from ``FusedExpert``; empty if they compute the same."""
     count, width = gate_up.shape[0], gate_up.shape[2]
     # Some of each sign and size; no random generator is touched.
     grid = torch.linspace(-3, 3, _ROWS * width, dtype=torch.float64).sin() * 2
@@ -119,7 +116,7 @@ def _other_result(module: nn.Module, gate_up: Tensor) -> str:
         try:
             wanted = module(rows, experts, rows.new_ones(_ROWS, 1))
         except Exception as error:  # noqa: BLE001
-            # Not our code: whatever it raises, it cannot be compared with.
+            # Not our code: whatever it raises, no comparison is possible.
             return f"it raised {type(error).__name__} when it was tried: {error}"
         found = FusedExpert(module, number)(rows)
         tolerance = _ROUNDINGS * torch.finfo(rows.dtype).eps * float(wanted.abs().max())
@@ -130,16 +127,16 @@ def _other_result(module: nn.Module, gate_up: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HandWritten:
-    """How blocks of one class are made.
+    """The form of the blocks of one class.
 
     Args:
-        experts: the attribute of the block that holds its experts; becomes the ``ElasticExperts``.
-        take: ``(what is in that attribute, expert) -> module``, which maps ``[n, H]`` to ``[n, H]``
-            and shares no parameter with the others; left out: ``experts[expert]``, as of a
+        experts: the attribute of the block with its experts; becomes the ``ElasticExperts``.
+        take: ``(value of that attribute, expert) -> module``, which maps ``[n, H]`` to ``[n, H]``
+            and shares no parameter with the others; default: ``experts[expert]``, as of a
             ``ModuleList``.
-        forward: ``(block, *arguments) -> output``, used instead of the block's own: calls the
-            attribute with ``(tokens [T, H], experts [T, K], weights [T, K])``. Left out where the
-            block calls it so already.
+        forward: ``(block, *arguments) -> output``, replaces the block's own: calls the attribute
+            with ``(tokens [T, H], experts [T, K], weights [T, K])``. Not needed if the block
+            already calls it so.
     """
 
     experts: str = "experts"
@@ -149,7 +146,7 @@ class HandWritten:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block that was found; ``how`` is None where its experts are fused."""
+    """A block of the model; ``how`` is None if its experts are fused."""
 
     name: str
     block: nn.Module
@@ -196,19 +193,19 @@ def replace_moe_blocks(
 ) -> dict[str, ElasticExperts]:
     """Replace the experts of every mixture block by an ``ElasticExperts``; a collective call.
 
-    The model has all of its weights, the same on all ranks, and no optimizer yet, nor DDP, nor
-    shards. Afterwards a rank has the parameters of its own experts only.
+    The model has all of its weights, the same on all ranks, and no optimizer, DDP or shards yet.
+    Afterwards a rank has the parameters of its own experts only.
 
     Args:
-        replicas_LRE: the placement of each block, in the order of ``model.named_modules()``: what
-            ``split_over_ranks`` gives.
+        replicas_LRE: the placement of each block, in the order of ``model.named_modules()``: the
+            result of ``split_over_ranks``.
         group, nodes, reduce: as for ``ElasticExperts``.
-        blocks: how blocks of classes of one's own are made.
+        blocks: the form of blocks of other classes.
     Returns:
-        The layers by the name of what they replaced, such as ``model.layers.0.mlp.experts``.
+        The layers by the name of the replaced module, such as ``model.layers.0.mlp.experts``.
     Raises:
-        ValueError: on all ranks and before the model is changed: it has no block that is known, or
-            one that is not; the placement does not fit; ranks have other models or weights.
+        ValueError: on all ranks and before the model is changed: it has no known block, or a block
+            of unknown form; the placement does not fit; ranks have different models or weights.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("no process group: call init_process_group() before replace_moe_blocks")
@@ -246,7 +243,7 @@ def elastic_layers(model: nn.Module) -> dict[str, ElasticExperts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, ElasticExperts)}
 
 
-# -- what there is -----------------------------------------------------------------------------------
+# -- the blocks of a model ---------------------------------------------------------------------------
 
 
 def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Block]:
@@ -276,12 +273,14 @@ def _find(model: nn.Module, known: Mapping[type[Any], HandWritten]) -> list[_Blo
 
 
 def _fused_block(model: nn.Module, name: str, module: nn.Module) -> list[_Block]:
-    """The block whose experts this module is, if it is such; refused if it looks like experts and
-    is none that is known.
+    """The block whose fused experts this module is, if any.
+
+    Raises:
+        ValueError: it looks like experts, and its form is not known.
     """
     leaf = name.rpartition(".")[2]
-    if has_fused_names(module) and name:
-        if problem := fused_problem(module):
+    if _has_fused_names(module) and name:
+        if problem := _fused_problem(module):
             raise _unknown(name, module, problem)
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             raise ValueError(

@@ -1,18 +1,17 @@
-"""The gradient of an expert, summed over the ranks that hold replicas of it: exactly once, and the
-same bits on each.
+"""The gradient of an expert, summed over its holders: exactly once, with the same bits on each.
 
 After a backward a holder has the part of the gradient that came from the tokens it computed. The
-whole is the sum over the holders, taken for all experts together over the process group that the
-tokens travel on (``holders``). There are no process groups for sets of holders: asymmetric
-placements have up to as many sets as experts, other ones after each new placement, and an
-all-reduce promises no order of additions.
+sum over the holders is taken for all experts together, over the process group of the tokens
+(``expert_tensors``). Process groups of holders would not do: asymmetric placements have up to as
+many sets of holders as experts, other ones after each new placement, and an all-reduce promises no
+order of additions.
 
-A replica that computed no token may have no gradient. Which parameters have one on any rank is told
-first: these are summed, and the others stay without, as they would in a model that is not
-replicated.
+A replica that computed no token may have no gradient. The ranks first exchange which parameters
+have a gradient on any of them: these are summed, and the others stay without, as in a model that is
+not replicated.
 
-This is a call of its own, not a hook of backward: only the loop knows which backward is the last
-before the optimizer's step, and hooks of parameters that got no gradient would not run.
+The sum is an explicit call and no hook of backward: only the loop knows which backward is the last
+before the optimizer's step, and hooks of parameters without a gradient would not run.
 
 Shapes: ``R`` ranks, ``E`` experts, ``P`` parameters of the expert that has most.
 """
@@ -67,19 +66,19 @@ class ReplicaGradients:
 
     @property
     def trained(self) -> bool:
-        """Whether a parameter of this rank's experts needs a gradient."""
+        """True if a parameter of this rank's experts needs a gradient."""
         return any(param.requires_grad for param in self._all())
 
     @property
     def changed_unsummed(self) -> bool:
-        """Whether weights were changed after a backward whose gradients were not summed."""
+        """True if weights were changed after a backward whose gradients were not summed."""
         return self._unsummed and self._version != self._versions()
 
     def backward_begins(self) -> None:
-        """A backward has come to the layer: there will be gradients to sum, on all ranks.
+        """Note that a backward reached the layer: all ranks will have gradients to sum.
 
         Raises:
-            ValueError: there still are those that were summed before: they would be summed again.
+            ValueError: gradients that were summed before are still there: they would be summed again.
         """
         if not self._unsummed:
             self._unsummed, self._version = True, self._versions()
@@ -88,7 +87,7 @@ class ReplicaGradients:
             self._check_zero()
 
     def sum(self, device: torch.device) -> None:
-        """Sum what backwards have added since the last time; a collective call. Without any, nothing happens.
+        """Sum the gradients of the backwards since the last call; a collective call, or nothing without any.
 
         Args:
             device: of the layer's tokens.
@@ -96,11 +95,11 @@ class ReplicaGradients:
         if not self._unsummed:
             return
         with torch.no_grad():
-            # Asked anew each time: a layer that is moved or converted may have other parameters.
+            # Not cached: a layer that is moved or converted may have other parameters.
             params = self._params()
             for dtype, present in self._present(params, device).items():
                 for entry in present:
-                    self._alone(entry, params)
+                    self._divide_alone(entry, params)
                 shared = [entry for entry in present if len(entry.held.holders) > 1]
                 for entries in rounds(shared, self._ranks, dtype.itemsize):
                     self._sum_round(entries, params, dtype, device)
@@ -110,9 +109,8 @@ class ReplicaGradients:
         """Instead of ``sum``: this rank's shard of the sum of every parameter of the layer that has
         a gradient on any rank; a collective call.
 
-        By expert and index of the parameter; the shard is as in ``shard_exchange``. Each element
-        has the bits that ``sum`` gives it. What backwards have left on the replicas is gone
-        afterwards. Without any backward since the last time, there is nothing.
+        By expert and index of the parameter (empty without a backward since the last call). Each
+        element has the same bits as from ``sum``. The replicas have no gradients afterwards.
         """
         sums: dict[tuple[int, int], Tensor] = {}
         if not self._unsummed:
@@ -155,20 +153,19 @@ class ReplicaGradients:
                 if param.grad is not None and bool(param.grad.count_nonzero()):
                     raise ValueError(
                         f"expert {expert} still has the gradient that sync_gradients() summed, and "
-                        "the next one would sum it again: "
-                        "call zero_grad() before the next backward, and sync_gradients() after the "
-                        "last one of a step"
+                        "the next one would sum it again: call zero_grad() before the next backward, "
+                        "and sync_gradients() after the last one of a step"
                     )
 
     def _present(self, params: _Params, device: torch.device) -> dict[torch.dtype, list[ExpertTensor]]:
-        """Those that have a gradient on any rank, by its dtype; the same on all ranks."""
+        """The entries with a gradient on any rank, by its dtype; the same on all ranks."""
         most = max(len(shapes) for shapes in self._agreed.shapes_E)
         mine_EP = torch.zeros((len(self._agreed.shapes_E), most), dtype=torch.uint8)
         for expert, own in params.items():
             for index, param in enumerate(own):
-                mine_EP[expert, index] = 0 if param.grad is None else _code_of(param.grad)
+                mine_EP[expert, index] = 0 if param.grad is None else DTYPES.index(param.grad.dtype) + 1
         row = mine_EP.reshape(-1).to(device)
-        rows = row.new_empty((len(self._agreed.replicas_RE), len(row)))
+        rows = row.new_empty((self._ranks, len(row)))
         dist.all_gather(list(rows.unbind()), row, group=self._group)
         code_EP = rows.amax(dim=0).view(mine_EP.shape).tolist()
         found: dict[torch.dtype, list[ExpertTensor]] = {dtype: [] for dtype in DTYPES}
@@ -177,8 +174,8 @@ class ReplicaGradients:
                 found[DTYPES[code - 1]].append(entry)
         return found
 
-    def _alone(self, entry: ExpertTensor, params: _Params) -> None:
-        """The only holder has the sum already."""
+    def _divide_alone(self, entry: ExpertTensor, params: _Params) -> None:
+        """The only holder of a tensor already has the sum."""
         if entry.held.holders == (self._rank,) and self._divisor > 1:
             grad = params[entry.expert][entry.index].grad
             assert grad is not None, "present, and on no other rank"
@@ -213,7 +210,3 @@ class ReplicaGradients:
 
 def _gradient_of(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
-
-
-def _code_of(grad: Tensor) -> int:
-    return DTYPES.index(grad.dtype) + 1

@@ -1,14 +1,14 @@
-"""Which row stands where: in a rank's batch, in what it sends, and before its experts.
+"""The way of tokens to the ranks that compute them, and back: plan, order and exchange of rows.
 
-A rank's batch has ``T * K`` *pairs*, token t with its choice k at ``t * K + k``. They are sent as rows,
+A rank's batch has ``T * K`` *pairs*: token t with its choice k is ``t * K + k``. They are sent as rows,
 
 - sorted by target rank, then expert, then pair (``Route.sent``), and arrive
 - sorted by source rank, then expert, then pair of the source. An expert computes its rows in one call,
 - sorted by source rank, then pair of the source (``Route.by_expert``).
 
-Each order follows from the counts alone, so nothing but counts and the rows themselves is
-exchanged, and a repeat with the same placement has the same order. Rows are only ever gathered,
-also in backward: a scatter that adds would add in any order on a GPU.
+Each order follows from the counts alone: only counts and rows are exchanged, and a repeat with the
+same placement has the same order. Rows are only ever gathered, in backward, too: a scatter that
+adds would add in any order on a GPU.
 
 Shapes: ``T`` tokens, ``K`` choices of each, ``H`` their width, ``S = T * K`` rows sent, ``M`` rows
 received, ``R`` ranks, ``E`` experts.
@@ -46,34 +46,19 @@ __all__ = [
 
 logger = get_logger(__name__)
 
+Ints = NDArray[np.int64]
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Rows in another order: ``index`` says which row stands at a place, ``inverse`` at which place
-    a row stands.
-    """
 
-    index: Tensor
-    inverse: Tensor
-
-    @classmethod
-    def of(cls, index: Tensor) -> Order:
-        """The order in which ``index`` (a permutation) names the rows."""
-        places = torch.arange(len(index), device=index.device)
-        return cls(index, torch.empty_like(index).scatter_(0, index, places))
-
-    def undone(self) -> Order:
-        """Back again."""
-        return Order(self.inverse, self.index)
+# -- the plan ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What one rank sends and gets, itself included; int64, on the host or on the rank's device.
+    """The rows that one rank sends and receives, itself included; int64, on the host or the rank's device.
 
     Args:
         tokens_RE: tokens for each expert that go to each rank.
-        first_RE: which of this rank's tokens of that expert is the first of them; 0 where there are none.
+        first_RE: the index of the first of them among this rank's tokens of that expert; 0 without any.
         received_RE: tokens for each expert that come from each rank.
     """
 
@@ -81,17 +66,114 @@ class RowCounts:
     first_RE: Tensor
     received_RE: Tensor
 
+    def equals(self, other: RowCounts) -> bool:
+        """Compare on the host."""
+        return (
+            torch.equal(self.tokens_RE.cpu(), other.tokens_RE.cpu())
+            and torch.equal(self.first_RE.cpu(), other.first_RE.cpu())
+            and torch.equal(self.received_RE.cpu(), other.received_RE.cpu())
+        )
+
+
+class Dispatcher:
+    """Plans which rank computes which tokens, on the device of the counts: on the CPU
+    (``ckptd.core.elastic.token_dispatch``) or a CUDA device (``ckptd.cuda.dispatch``).
+
+    Both give the same integers, so ranks may differ in which they use. A rank with other results
+    would make all of them hang in the exchange of tokens. Therefore the first plan on a device is
+    made in both ways and compared. If the kernels cannot be compiled there, or give other numbers, a
+    warning says so and the CPU plans from then on.
+
+    Args:
+        replicas_RE: the placement; every expert has a holder.
+        nodes_R: the number of each rank's node; None: unknown.
+        rank: for which `share` plans.
+    """
+
+    def __init__(self, replicas_RE: Ints, nodes_R: Ints | None, rank: int) -> None:
+        self._replicas_RE = replicas_RE
+        self._nodes_R = nodes_R
+        self._rank = rank
+        self._on_device: dict[torch.device, DeviceDispatcher | None] = {}
+
+    def share(self, counts: Tensor) -> RowCounts:
+        """The rows that this rank sends and receives.
+
+        Args:
+            counts: int64 ``[R, E]``, tokens of each rank for each expert, on any device.
+        """
+        device = counts.device
+        if device.type != "cuda":
+            return self._by_cpu(counts)
+        if device not in self._on_device:
+            self._on_device[device] = self._tried(counts)
+        planner = self._on_device[device]
+        return self._by_cpu(counts) if planner is None else self._by(planner, counts)
+
+    def _by_cpu(self, counts: Tensor) -> RowCounts:
+        plan = plan_dispatch(counts.cpu().numpy(), self._replicas_RE, nodes=self._nodes_R)
+        sends = plan.sends(self._rank)
+        arrays = (sends.tokens, sends.first, plan.receives(self._rank))
+        return RowCounts(*(torch.from_numpy(array) for array in arrays))
+
+    def _by(self, planner: DeviceDispatcher, counts: Tensor) -> RowCounts:
+        sends, received = planner.plan(counts).share(self._rank)
+        return RowCounts(sends.tokens, sends.first, received)
+
+    def _tried(self, counts: Tensor) -> DeviceDispatcher | None:
+        """The device's dispatcher, if it works on this machine."""
+        nodes = None if self._nodes_R is None else torch.tensor(self._nodes_R)
+        try:
+            planner = DeviceDispatcher(torch.tensor(self._replicas_RE), counts.device, nodes=nodes)
+            equal = self._by(planner, counts).equals(self._by_cpu(counts))
+        except KernelsUnavailable as error:
+            logger.warning(
+                "tokens are dispatched by the CPU, which takes longer: the kernels do not run on %s: %s",
+                counts.device,
+                error,
+            )
+            return None
+        if not equal:
+            logger.warning(
+                "tokens are dispatched by the CPU, which takes longer: on %s the kernels of this "
+                "Triton gave other numbers; please report it",
+                counts.device,
+            )
+            return None
+        return planner
+
+
+# -- the order of rows -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A permutation of rows: ``index`` is the row at each place, ``inverse`` the place of each row."""
+
+    index: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor) -> Order:
+        """The order of the permutation ``index``."""
+        places = torch.arange(len(index), device=index.device)
+        return cls(index, torch.empty_like(index).scatter_(0, index, places))
+
+    def undone(self) -> Order:
+        """The inverse permutation."""
+        return Order(self.inverse, self.index)
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What this rank sends, receives and computes in one call of the layer.
+    """The rows of this rank in one call of the layer.
 
     Args:
         sends: rows to each rank.
         receives: rows from each rank.
         sent: ``[S]``, pairs in the order in which they are sent.
         by_expert: ``[M]``, received rows in the order in which experts compute them.
-        computes: which expert computes how many of them, in that order; those with none are left out.
+        computes: each expert with its number of rows, in that order; experts without rows are left out.
     """
 
     sends: list[int]
@@ -102,11 +184,11 @@ class Route:
 
 
 def plan_route(experts_TK: Tensor, share: RowCounts) -> Route:
-    """The orders of this rank's rows; waits once for the device, for how many rows go to whom.
+    """The orders of this rank's rows; waits once for the device, for the numbers of rows.
 
     Args:
         experts_TK: the expert of every pair of this rank's batch.
-        share: this rank's, made from the counts of all ranks.
+        share: of this rank, planned from the counts of all ranks.
     """
     sends, receives, by_expert = _on_host(
         share.tokens_RE.sum(1), share.received_RE.sum(1), share.received_RE.sum(0)
@@ -130,12 +212,8 @@ def plan_route(experts_TK: Tensor, share: RowCounts) -> Route:
 
 def _on_host(*counts: Tensor) -> list[list[int]]:
     """Their numbers, in one transfer."""
-    numbers = torch.cat(counts).tolist()
-    out = []
-    for some in counts:
-        out.append(numbers[: len(some)])
-        numbers = numbers[len(some) :]
-    return out
+    numbers = torch.cat(counts).cpu()
+    return [part.tolist() for part in numbers.split([len(some) for some in counts])]
 
 
 def _laid_out(begins: Tensor, lengths: Tensor, total: int) -> Tensor:
@@ -186,12 +264,15 @@ class _Spread(torch.autograd.Function):
         return by_pair.view(ctx.shape_TKH).sum(1), None, None
 
 
+# -- the exchange of rows ----------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class RowExchange:
     """One exchange.
 
     Args:
-        sends: rows to each rank; they stand in this order.
+        sends: rows to each rank, in this order.
         receives: rows from each rank.
         group: the process group.
         before_backward: called on the backward's thread before gradients are exchanged.
@@ -204,8 +285,13 @@ class RowExchange:
 
 
 def swap_rows(rows: Tensor, ticket: Tensor, swap: RowExchange) -> tuple[Tensor, Tensor]:
-    """What this rank gets for its rows, and the ticket for the next exchange of this call; a
-    collective call.
+    """The received rows, and the ticket for the next exchange of this call; a collective call, in
+    backward, too.
+
+    Backward needs every rank, but autograd only visits what needs a gradient: a rank whose tokens
+    need none, or whose experts got none, would stay away, and the others would wait for it.
+    Therefore a *ticket* goes with the rows through both exchanges of a call: a scalar that needs a
+    gradient on all ranks if the rows do on any.
     """
     received, onward = _Swap.apply(rows, ticket, swap)
     return received, onward
@@ -231,79 +317,3 @@ class _Swap(torch.autograd.Function):
         if swap.before_backward is not None:
             swap.before_backward()
         return all_to_all(grad, swap.receives, swap.sends, swap.group), grad_ticket, None
-
-
-Ints = NDArray[np.int64]
-
-
-class Dispatcher:
-    """The dispatcher of one rank for one placement.
-
-    Args:
-        replicas_RE: replicas of each expert on each rank; every expert has a holder.
-        nodes_R: the number of each rank's node; None: not known.
-        rank: whose share is wanted.
-    """
-
-    def __init__(self, replicas_RE: Ints, nodes_R: Ints | None, rank: int) -> None:
-        self._replicas_RE = replicas_RE
-        self._nodes_R = nodes_R
-        self._rank = rank
-        self._on_device: dict[torch.device, DeviceDispatcher | None] = {}
-
-    def share(self, counts: Tensor) -> RowCounts:
-        """What this rank sends and gets.
-
-        Args:
-            counts: int64 ``[R, E]``, tokens of each rank for each expert, on any device.
-        """
-        device = counts.device
-        if device.type != "cuda":
-            return self._by_cpu(counts)
-        if device not in self._on_device:
-            self._on_device[device] = self._tried(counts)
-        planner = self._on_device[device]
-        return self._by_cpu(counts) if planner is None else self._by(planner, counts)
-
-    def _by_cpu(self, counts: Tensor) -> RowCounts:
-        plan = plan_dispatch(counts.cpu().numpy(), self._replicas_RE, nodes=self._nodes_R)
-        sends = plan.sends(self._rank)
-        arrays = (sends.tokens, sends.first, plan.receives(self._rank))
-        return RowCounts(*(torch.from_numpy(array) for array in arrays))
-
-    def _by(self, planner: DeviceDispatcher, counts: Tensor) -> RowCounts:
-        sends, received = planner.plan(counts).share(self._rank)
-        return RowCounts(sends.tokens, sends.first, received)
-
-    def _tried(self, counts: Tensor) -> DeviceDispatcher | None:
-        """The GPU form, if it works on this machine."""
-        try:
-            planner = self._planner_on(counts.device)
-            differs = not _same_share(self._by(planner, counts), self._by_cpu(counts))
-        except KernelsUnavailable as error:
-            logger.warning(
-                "tokens are dispatched by the CPU, which takes longer: the kernels do not run on %s: %s",
-                counts.device,
-                error,
-            )
-            return None
-        if differs:
-            logger.warning(
-                "tokens are dispatched by the CPU, which takes longer: on %s the kernels of this "
-                "Triton gave other numbers; please report it",
-                counts.device,
-            )
-            return None
-        return planner
-
-    def _planner_on(self, device: torch.device) -> DeviceDispatcher:
-        nodes = None if self._nodes_R is None else torch.tensor(self._nodes_R)
-        return DeviceDispatcher(torch.tensor(self._replicas_RE), device, nodes=nodes)
-
-
-def _same_share(one: RowCounts, other: RowCounts) -> bool:
-    return (
-        torch.equal(one.tokens_RE.cpu(), other.tokens_RE)
-        and torch.equal(one.first_RE.cpu(), other.first_RE)
-        and torch.equal(one.received_RE.cpu(), other.received_RE)
-    )

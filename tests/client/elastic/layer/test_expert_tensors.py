@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ckptd.client.elastic.layer import expert_tensors
-from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, Held, cut, joined, rounds, shard_length
+from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, Held, cut, joined, rounds
+from ckptd.core.elastic.incarnations import shard_length
 
 
 def test_a_round_ends_before_its_busiest_rank_has_too_much() -> None:
