@@ -19,7 +19,7 @@ from ckptd.client.elastic.incarnation.incarnation_start import (
     JobSettings,
     LocalNode,
     Started,
-    look,
+    discover,
     start_incarnation,
 )
 from ckptd.client.elastic.incarnation.unit_reading import Unreadable
@@ -59,7 +59,7 @@ def next_worlds(daemon: DaemonProcess, stored: tuple[int, ...] = ()) -> list[int
 
 
 def _look(place: LocalNode, stored: tuple[int, ...], ranks: Collectives) -> int:
-    return look(place, WISHES, ranks, frozenset()).next_incarnation(stored)
+    return discover(place, WISHES, ranks, frozenset()).next_incarnation(stored)
 
 
 def begin(daemon: DaemonProcess, world: int) -> None:
