@@ -60,7 +60,7 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     faulthandler.register(STACKS, all_threads=True)
     rng = random.Random(seed)
     for phase, holder, name in (
-        (Phase.LOOKING, incarnation_start, "look"),
+        (Phase.LOOKING, incarnation_start, "discover"),
         (Phase.PLANNING, incarnation_start, "plan_incarnation"),
         (Phase.BRINGING, Storage, "bring"),
         (Phase.VERIFYING, incarnation_start, "_verify"),

@@ -1,28 +1,37 @@
-"""How many replicas each expert gets, from its load.
+"""The number of replicas of each expert, and the balance of load that a placement of them has.
 
-Problem: split the slots of a layer over its experts in proportion to their tokens, so that replicas of all
-experts have about as much to do, but give each enough replicas to outlive the loss of nodes.
-
-Method: equation 1 of Lazarus (§4.1). With experts in ascending order of load t (ties by index), S slots and
-threshold f,
+**Allocation.** The slots of a layer are divided over its experts in proportion to their tokens, but
+each expert gets enough replicas to outlive the loss of nodes. Method: equation 1 of Lazarus (§4.1).
+With experts in ascending order of load t (ties by index), S slots and threshold f,
 
     r_e = max( floor( (S - r_1 - … - r_{e-1}) * t_e / (t_e + … + t_E) ), f )
 
-and the last takes what is left, so that all slots are used. What we add:
+and the last takes the rest, so that all slots are used. Differences:
 
 - All arithmetic is on integers; a floor of floats is another number on another machine.
-- Experts without load share what is left evenly: 0/0 never arises.
-- **The threshold is what the nodes can hold.** A node holds an expert once for this purpose, so the
-  most that all experts can have is ``floor(sum over nodes of min(slots, E) / E)`` distinct nodes,
-  and alike for domains. That is at most f, the slots per expert and the number of nodes, and less
-  where a few nodes have most of the slots. It is exact: dealing the experts out in turn reaches it
-  (see ``placement``).
-- **No more replicas than ranks.** With one on every rank, an expert's tokens are spread evenly over all
-  compute there is, and another replica neither speeds it up nor makes it safer. What such experts do
-  not take is shared by the others, which get safer. Where no expert is over the limit, the result is
-  equation 1's. A rank with more slots than experts leaves some empty.
+- Experts without load share the rest evenly: 0/0 never arises.
+- **The threshold is what the nodes can hold.** Only distinct nodes count, so all experts can have
+  at most ``floor(sum over nodes of min(slots, E) / E)``; likewise of domains. That is at most f, the
+  slots per expert and the number of nodes, and less if a few nodes have most of the slots. It is
+  exact: dealing the experts out in turn reaches it (see ``expert_layout.guaranteed``).
+- **No more replicas than ranks.** With one on every rank, an expert's tokens are spread evenly over
+  all compute, and another replica makes it neither faster nor safer. The other experts get the rest
+  and become safer. Where no expert is over the limit, the result is equation 1's. A rank with more
+  slots than experts leaves some empty.
 
-Complexity: O(E log E) for a layer, and O(E) more for each time that the limit is newly reached.
+**Balance.** The dispatcher splits an expert's tokens evenly over its replicas, so a node's load is
+the sum over its replicas of tokens / replicas, which its ranks share. All ranks wait for the busiest
+in every layer: the straggler factor of several layers is the sum of the busiest over the sum of the
+means. Loads are compared in fixed point: floats that differ in the last bit on another machine
+would break ties differently.
+
+**Ranks.** A node's replicas are split over its ranks, which share its slots evenly (the first ones
+get one more if need be): in descending order of their tokens, those of one expert together, they
+are dealt out in turn. So no rank gets more than its slots, a rank has an expert twice only if the
+node has more replicas of it than ranks, and heavy and light replicas are mixed.
+
+Complexity: O(E log E) for a layer, and O(E) more each time that the limit is newly reached; for
+ranks O(L * R * E) in array operations.
 """
 
 from __future__ import annotations
@@ -53,11 +62,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
-    """Replicas of every expert, and what they can guarantee.
+    """Replicas of every expert, ``[L, E]``, read-only, and their guarantee.
 
-    ``replicas`` is ``[L, E]``, read-only. Every expert can be placed on ``node_threshold`` distinct nodes
-    that lie in ``domain_threshold`` distinct domains: the loss of fewer nodes, or of fewer domains, loses
-    no expert. Neither is above ``threshold``, which was asked for.
+    Every expert can be placed on ``node_threshold`` distinct nodes in ``domain_threshold`` distinct
+    domains: the loss of fewer nodes, or of fewer domains, loses no expert. Neither exceeds the
+    requested ``threshold``.
     """
 
     replicas: NDArray[np.int64]
@@ -67,12 +76,12 @@ class Allocation:
 
     @property
     def met(self) -> bool:
-        """Whether what was asked for is guaranteed."""
+        """True if the requested threshold is guaranteed."""
         return self.threshold == self.domain_threshold
 
     @property
     def reason(self) -> str:
-        """What is guaranteed, in a sentence for the log and the operator."""
+        """The guarantee, in a sentence for the log and the operator."""
         nodes, domains = self.node_threshold - 1, self.domain_threshold - 1
         kept = f"any {nodes} node{'s' * (nodes != 1)} may be lost" if nodes else "no node may be lost"
         if domains != nodes:
@@ -90,11 +99,11 @@ def allocate(loads: ArrayLike, cluster: Cluster, threshold: int, *, limit: int |
 
     Args:
         loads: ``[L, E]`` integers, tokens routed to each expert; not negative.
-        threshold: f, in how many places each expert shall be at least. Fewer nodes than that may be lost.
-        limit: the most replicas of an expert; default: the number of ranks. As many as there are slots is
+        threshold: f, the minimum number of places of each expert. Fewer nodes may be lost.
+        limit: the most replicas of an expert; default: the number of ranks. The number of slots gives
             equation 1 as printed.
     Raises:
-        ValueError: loads, threshold or limit are not what they must be.
+        ValueError: invalid loads, threshold or limit.
         ElasticError: there are fewer slots than experts.
     """
     loads_LE = checked_loads(loads)
@@ -122,9 +131,9 @@ def allocate(loads: ArrayLike, cluster: Cluster, threshold: int, *, limit: int |
 
 
 def reachable_threshold(slots: NDArray[np.int64], num_experts: int, wanted: int) -> int:
-    """On how many distinct places, of so many slots each, every expert can be; at most ``wanted``.
+    """The number of distinct places, with these slots, that every expert can have; at most ``wanted``.
 
-    Source: the condition of Gale and Ryser for equal rows, whose tightest case is that of all rows.
+    Source: the condition of Gale and Ryser for equal rows; the case of all rows is the tightest.
     """
     held = sum(min(int(n), num_experts) for n in slots)
     return min(wanted, held // num_experts)
@@ -138,7 +147,7 @@ def domain_slots(cluster: Cluster) -> NDArray[np.int64]:
 
 
 def useful_slots(cluster: Cluster, num_experts: int) -> int:
-    """Slots of a layer that can hold something which their rank does not hold already."""
+    """Slots of a layer that can hold an expert which their rank does not already hold."""
     total = 0
     for slots, ranks in zip(cluster.slots.tolist(), cluster.ranks, strict=True):
         each, more = divmod(slots, ranks)
@@ -147,7 +156,7 @@ def useful_slots(cluster: Cluster, num_experts: int) -> int:
 
 
 def _shares(loads: list[int], slots: int, least: int, most: int) -> list[int]:
-    """One layer: equation 1 for those that stay under the limit, the limit for the others."""
+    """One layer: equation 1 for the experts below the limit, the limit for the others."""
     ascending = sorted(range(len(loads)), key=loads.__getitem__)
     out = [0] * len(loads)
     rest = len(ascending)
@@ -166,7 +175,7 @@ def _shares(loads: list[int], slots: int, least: int, most: int) -> list[int]:
 
 
 def _equation_1(ascending: list[int], slots: int, least: int) -> list[int]:
-    """Replicas in the order given; they ascend too, because what is left for each grows with its load."""
+    """Replicas in the given order; they ascend, too, because each expert's share grows with its load."""
     out = []
     tokens = sum(ascending)
     for index, load in enumerate(ascending):
@@ -177,7 +186,7 @@ def _equation_1(ascending: list[int], slots: int, least: int) -> list[int]:
     return out
 
 
-SHARE_BITS = 60  # of the tokens of a layer in fixed point: a node's sum stays within int64
+SHARE_BITS = 60  # of a layer's tokens in fixed point: a node's sum stays within int64
 
 
 def straggler_factor(placement: ExpertPlacement, loads: ArrayLike, cluster: Cluster) -> float:
@@ -213,7 +222,7 @@ def _most_and_total(
 
 
 def token_shares(loads_LE: Loads, replicas_LE: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """``[L, E]``: tokens of one replica, times two to the second value; the same on every machine."""
+    """``[L, E]``: tokens of one replica, times 2 to the power of the second value."""
     bits = SHARE_BITS - max(sum(row) for row in loads_LE.tolist()).bit_length()
     scaled = loads_LE << bits if bits >= 0 else loads_LE >> -bits
     return scaled // np.maximum(replicas_LE, 1), bits
@@ -228,7 +237,7 @@ def node_tokens(counts_LNE: NDArray[np.int32], shares_LE: NDArray[np.int64]) -> 
 def busiest(
     counts_LNE: NDArray[np.int32], shares_LE: NDArray[np.int64], ranks_N: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """``[L]``: tokens of a rank of the busiest node, if its ranks share them evenly."""
+    """``[L]``: tokens of a rank of the busiest node, whose ranks share them evenly."""
     return np.asarray((node_tokens(counts_LNE, shares_LE) // ranks_N).max(axis=1))
 
 
@@ -238,7 +247,7 @@ def split_over_ranks(
     """``[L, R, E]``: replicas of each rank; the ranks of node 0 first, then those of node 1.
 
     Args:
-        loads: ``[L, E]``, by which heavy replicas are told from light ones; default: all alike.
+        loads: ``[L, E]``, to tell heavy replicas from light ones; default: all equal.
     Raises:
         ValueError: arrays of different shapes.
         ElasticError: the placement is not for this cluster.

@@ -1,31 +1,30 @@
-"""Experts on units (nodes or domains): groups that share their units, and everything else dealt out.
+"""Layouts of experts on units (nodes or domains): groups that share their units, and the rest dealt out.
 
-Source: maximum rank overlap (MRO) of Lazarus (§4.1): with experts in ascending order of replicas,
-groups of as many consecutive experts as a unit has slots; a group gets as many units as its first
-member has replicas, and each of them holds the whole group. Then a group is lost only with all
-units of its first member.
+Source: maximum rank overlap (MRO) of Lazarus (§4.1). Experts in ascending order of replicas form
+groups of as many as a unit has slots; a group gets as many units as its first member has replicas,
+and each of them holds the whole group. Then a group is lost only with all units of its first member.
 
-One description, ``Shape``, covers a family of layouts:
+``Shape`` describes a family of layouts:
 
-- ``groups`` of them get units of their own, the other experts are dealt out over the slots that are left:
-  all of them is MRO, none is the spread layout, between them is what pays where no strict MRO exists.
-- Where the groups ask for more units than there are, the largest are cut first (*levelled*), which
-  is the best for disjoint groups; ``level`` 0 does that, a number cuts at that many. At the number
-  of units it is the truncation of the paper: the last group takes what is left.
+- ``groups`` of them get units of their own, the other experts are dealt out over the remaining slots:
+  all groups is MRO, none is the spread layout, a number between pays where no strict MRO exists.
+- If the groups ask for more units than there are, the largest are cut first (*levelled*), the best
+  for disjoint groups; ``level`` 0 does that, a number cuts at that many. At the number of units it
+  is the truncation of the paper: the last group takes the rest.
 - ``bundle`` experts are dealt out together, so that fewer different sets of units arise.
 - ``even`` slots of every unit take the most replicated experts, in turn; the groups have the other
   slots. MRO leaves the busiest experts to the units that the others do not need: with most tokens
   on few experts, half of the units compute almost all. Two or three slots set aside undo that, for
   somewhat smaller groups.
 
-**One order of units for all layers.** Every layer has the same groups by rank, and group g of every layer
-contains the same *core*: as many units as the least replicated layer gives it. What another layer
-gives it beyond that comes from a pool behind the cores. So its holders contain the core in every layer, and
-losing the cores is all that can lose the job: as if there were one layer.
+**One order of units for all layers.** Every layer has the same groups by rank, and group g of every
+layer contains the same *core*: as many units as the least replicated layer gives it. More units of
+another layer come from a pool behind the cores. So its holders contain the core in every layer, and
+only the loss of cores can lose the job: as if there were one layer.
 
-Slots left over take the replicas that are left: on a unit that does not hold the expert yet if there is one,
-and the hottest on the units with least to do. Units stand in descending order of capacity, so that
-the least replicated experts are concentrated most.
+Remaining slots take the remaining replicas: on a unit without the expert if there is one, the
+hottest on the units with least to do. Units are in descending order of capacity, so that the least
+replicated experts are concentrated most.
 
 Complexity: O(units * experts) for a layer in array operations; one loop over layers and over groups.
 """
@@ -58,7 +57,7 @@ __all__ = [
 ]
 
 
-SEPARATED_MAX = 256  # replicas of one layer that are moved off units that hold their expert already
+SEPARATED_MAX = 256  # replicas of one layer that are moved off units that already hold their expert
 SCANNED = 1024  # replicas looked at together
 
 
@@ -77,7 +76,7 @@ class LayoutProblem:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which layout of the family; see the module."""
+    """A layout of the family; see the module."""
 
     groups: int
     level: int = 0
@@ -86,7 +85,7 @@ class Shape:
 
 
 class _Group(NamedTuple):
-    """Ranks ``start … stop`` of every layer; ``units`` is ``[L]``, how many units each layer gives it."""
+    """Ranks ``start … stop`` of every layer, with ``units`` ``[L]``: the number of units in each layer."""
 
     start: int
     stop: int
@@ -98,12 +97,12 @@ class _Group(NamedTuple):
 
 
 def num_groups(problem: LayoutProblem) -> int:
-    """How many groups there are when all units are as large as the largest."""
+    """The number of groups if all units are as large as the largest."""
     return -(-int(problem.replicas.shape[1]) // int(problem.capacity.max()))
 
 
 def strict_exists(problem: LayoutProblem) -> bool:
-    """Whether every layer has a strict MRO: units of one size, enough of them for every group."""
+    """True if every layer has a strict MRO: units of one size, enough of them for every group."""
     if not problem.uniform:
         return False
     num_units = len(problem.capacity)
@@ -113,10 +112,10 @@ def strict_exists(problem: LayoutProblem) -> bool:
 
 
 def lay_out(problem: LayoutProblem, shape: Shape) -> NDArray[np.int32]:
-    """Replicas ``[L, U, E]`` of the layout of that shape; all replicas are placed.
+    """``[L, U, E]``: all replicas in the layout of that shape.
 
-    The slots must be enough for the replicas, and each unit must have more than ``even``. Whether every
-    expert is on as many distinct units as wanted is for the caller to check.
+    The replicas must fit the slots, and each unit must have more than ``even``. The caller checks
+    that every expert is on enough distinct units.
     """
     num_layers, num_experts = problem.replicas.shape
     order_LE = ascending(problem)
@@ -141,14 +140,14 @@ def lay_out(problem: LayoutProblem, shape: Shape) -> NDArray[np.int32]:
 
 
 def _evenly_placed(problem: LayoutProblem, order_LE: NDArray[np.int64], even: int) -> int:
-    """How many of the most replicated experts fit the slots set aside, in every layer."""
+    """The number of the most replicated experts that fit the slots set aside, in every layer."""
     ascending_LE = np.take_along_axis(problem.replicas, order_LE, axis=1)
     taken_LE = np.cumsum(ascending_LE[:, ::-1], axis=1)
     return int((taken_LE <= even * len(problem.capacity)).all(axis=0).sum())
 
 
 def complete(problem: LayoutProblem, counts: NDArray[np.int32]) -> None:
-    """Place the replicas that are not placed yet, in place."""
+    """Place the remaining replicas, in ``counts``."""
     units = np.argsort(-problem.capacity, kind="stable")
     for layer in range(len(counts)):
         filling = _Filling(problem, layer, counts[layer], units)
@@ -198,7 +197,7 @@ def _groups(problem: LayoutProblem, order_LE: NDArray[np.int64], shape: Shape) -
 
 
 def _levels(problem: LayoutProblem, ascending_LE: NDArray[np.int64], shape: Shape) -> NDArray[np.int64]:
-    """``[L]``: the most units of a group, so that all groups find room (where units are alike)."""
+    """``[L]``: the most units of a group, so that all groups find room (if units are equal)."""
     num_units = len(problem.capacity)
     if shape.level or not problem.uniform:
         return np.full(len(ascending_LE), shape.level or num_units, dtype=np.int64)
@@ -213,7 +212,7 @@ def _levels(problem: LayoutProblem, ascending_LE: NDArray[np.int64], shape: Shap
 def _topped_up(
     groups: list[_Group], ascending_LE: NDArray[np.int64], left_L: NDArray[np.int64], shape: Shape
 ) -> list[_Group]:
-    """Units that levelling left over go to the last groups that were cut, one each."""
+    """The last groups that were cut get one each of the units that levelling left over."""
     if shape.level:
         return groups
     for index in reversed(range(len(groups))):
@@ -232,7 +231,7 @@ def _beyond_the_cores(
     pool: int,
     even: int,
 ) -> int:
-    """Give the groups of a layer what they have beyond their cores; return how many ranks are in groups."""
+    """Place the groups of a layer on their units beyond the cores; returns the number of ranks in groups."""
     for group in groups:
         extra = int(group.units[layer]) - group.core
         for unit in filling.units[pool : pool + extra].tolist():
@@ -246,7 +245,7 @@ def _beyond_the_cores(
 
 
 class _Filling:
-    """One layer's slots and replicas that are left. ``counts`` is ``[U, E]`` and is filled in place."""
+    """The remaining slots and replicas of one layer; fills ``counts`` ``[U, E]`` in place."""
 
     def __init__(
         self,
@@ -268,7 +267,7 @@ class _Filling:
         self.vacant = self.capacity - self.counts.sum(axis=1)
 
     def deal_out(self, experts: NDArray[np.int64], bundle: int) -> None:
-        """Deal these experts out, consecutive ones of a bundle to the same units, as far as bundles fit."""
+        """Deal these experts out in bundles of consecutive ones, as far as bundles fit."""
         bundles = [experts[i : i + bundle] for i in range(0, len(experts), bundle)]
         least = np.array([int(self.left[part].min()) for part in bundles], dtype=np.int64)
         where = _rounds(self.units, self.vacant // bundle)
@@ -285,7 +284,7 @@ class _Filling:
         self.left = self.left - np.bincount(experts, minlength=len(self.left))
 
     def fill_up(self) -> None:
-        """Place what is left: those in the way of themselves first, then all others at once, then mend."""
+        """Place the rest: experts that could hit their own units first, then all others, then mend."""
         fixed = self.counts.copy()
         self._those_with_room_at_home()
         tokens = self.counts @ self.shares
@@ -297,7 +296,7 @@ class _Filling:
         self._separate(fixed)
 
     def _those_with_room_at_home(self) -> None:
-        """Experts whose own units have room: dealing could put them there a second time."""
+        """Place experts whose own units have room: dealing could put them there a second time."""
         vacant = self.vacant > 0
         at_home = (self.counts[vacant] > 0).any(axis=0) & (self.left > 0)
         experts = np.flatnonzero(at_home)
@@ -310,7 +309,7 @@ class _Filling:
             self.left[expert] -= len(chosen)
 
     def _separate(self, fixed: NDArray[np.int32]) -> None:
-        """Move second replicas of an expert on a unit elsewhere, by exchange where it must be."""
+        """Move second replicas of an expert off a unit, by exchange if necessary."""
         held = (self.counts > 0).sum(axis=0)
         crowded = np.flatnonzero(held < np.minimum(self.replicas, len(self.units)))
         twice = np.argwhere(self.counts[:, crowded] > 1)[:SEPARATED_MAX]
@@ -328,7 +327,7 @@ class _Filling:
     def _exchanged(
         self, unit: int, expert: int, movable: NDArray[np.int64], fixed: NDArray[np.int32]
     ) -> bool:
-        """One replica goes to a unit without that expert, and what it displaces comes back."""
+        """Move one replica to a unit without that expert; a displaced replica comes back."""
         empty = np.flatnonzero((self.counts[:, expert] == 0) & (self.vacant > 0))
         if len(empty):
             self._move(unit, int(empty[0]), expert)
@@ -357,7 +356,7 @@ class _Filling:
 def _rounds(units: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
     """Units in their order, once for each slot: all with a first slot, then all with a second, and so on.
 
-    As many consecutive entries as units took part in a round are distinct, if slots descend.
+    With descending slots, the entries of a round are distinct.
     """
     counts = slots[units]
     most = int(counts.max(initial=0))
@@ -374,11 +373,11 @@ def domain_problem(cluster: Cluster, problem: LayoutProblem) -> LayoutProblem:
 def layouts(
     problem: LayoutProblem, threshold: int, *, whole_family: bool, balanced: bool
 ) -> Iterator[tuple[str, NDArray[np.int32]]]:
-    """The layouts to try, with their names: the likely best first, each ``[L, U, E]``.
+    """The candidates, each ``[L, U, E]``, with their names: probably best ones first.
 
     Args:
-        threshold: on how many units every expert has to be.
-        whole_family: every shape there is, instead of a few.
+        threshold: minimum number of units of every expert.
+        whole_family: every shape, instead of a few.
         balanced: of the few, also those that give up recovery for balance.
     """
     shapes = _family(problem, threshold) if whole_family else _few(problem, balanced=balanced)
@@ -425,7 +424,7 @@ def _name(problem: LayoutProblem, shape: Shape) -> str:
 def within_domains(
     cluster: Cluster, problem: LayoutProblem, counts_LDE: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """Replicas of each domain onto its nodes, by maximum rank overlap among themselves: ``[L, N, E]``."""
+    """``[L, N, E]``: the replicas of each domain on its nodes, by maximum rank overlap."""
     num_layers, _, num_experts = counts_LDE.shape
     out = np.zeros((num_layers, cluster.num_nodes, num_experts), dtype=np.int32)
     ids = cluster.domain_ids
@@ -446,13 +445,13 @@ def within_domains(
 
 
 def guaranteed(cluster: Cluster, problem: LayoutProblem, nodes_wanted: int) -> NDArray[np.int32]:
-    """A placement that keeps the promise wherever one can: the experts in turn, node after node.
+    """A placement that keeps the promise of the allocation: the experts in turn, node after node.
 
     Proof. A node takes ``min(slots, E)`` experts in a row, all different. A domain with E such
-    slots or more gets every expert; the smaller domains stand together at the end, and one of them
-    gets no expert twice. So every expert gets ``floor(sum of min(slots, E) / E)`` nodes, and as
-    many domains by the same sum over domains: what ``allocation.reachable_threshold`` promises. Of
-    these nodes, the first in each domain are taken first.
+    slots or more gets every expert; the smaller domains come last, and none of them gets an expert
+    twice. So every expert gets ``floor(sum of min(slots, E) / E)`` nodes, and as many domains by
+    the same sum over domains: the promise of ``allocation.reachable_threshold``. Of these nodes, the
+    first in each domain are taken first.
     """
     num_layers, num_experts = problem.replicas.shape
     ids = cluster.domain_ids

@@ -1,30 +1,29 @@
-"""On which node the replicas go: as likely as possible that the job survives the next losses.
+"""Placement of replicas on nodes, so that the job survives the next losses as likely as possible.
 
-Problem: given how many replicas each expert of each layer has, put them on nodes with so many slots, so
-that the loss of nodes chosen at random (of domains, where nodes share them) most likely leaves
-every expert of every layer a replica; and so that every expert is on at least as many distinct nodes and
-domains as the allocation promises.
+Problem: given the number of replicas of each expert of each layer, put them on nodes with so many
+slots, so that the loss of random nodes (of domains, if nodes share them) most likely leaves every
+expert of every layer a replica; and so that every expert is on as many distinct nodes and domains as
+the allocation promises.
 
 Method:
 
-- Where every layer has a strict maximum rank overlap (units of one size, enough of them for all
-  groups; see ``layout``), that is the plan. For one layer no placement survives more likely,
+- If every layer has a strict maximum rank overlap (units of one size, enough of them for all groups;
+  see ``expert_layout``), that is the plan. For one layer no placement survives more likely,
   whatever number is lost (Lazarus, theorem 1). Several layers survive like one whose groups have
   the fewest units that any layer gives them.
-- Elsewhere (and where several layers are small enough to try) the best of a family is taken: MRO cut in two
+- Otherwise (and if several layers are small enough to try) it is the best of a family: MRO cut in two
   ways, fewer groups with the rest dealt out, one by one or in bundles, slots set aside for the most
-  replicated, and the spread layout. All are judged by one number for all layers together, and what
-  breaks the promise is dropped; one candidate keeps it always (``candidates.guaranteed``).
-- For few units a local search goes on from the best one (``search``), over all layers in turn.
-- A domain of several nodes is planned as one unit first, then the nodes within it among themselves. A single
-  domain is no unit: nodes are.
+  replicated, and the spread layout. All are judged by one number for all layers together; a
+  candidate that breaks the promise is dropped, and one always keeps it (``guaranteed``).
+- For few units a local search improves the best one, over all layers in turn (``improved``).
+- A domain of several nodes is planned as one unit first, then the nodes within it among themselves. A
+  single domain is no unit: nodes are.
 
-What is judged: the probability of surviving ``lost`` units that are lost together, or, by default,
-its mean over 1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and
-what cannot be counted is sampled (``recovery``). Where domains have several nodes, the loss of
-single nodes decides between equals, then the straggler factor. ``max_straggler`` bounds that
-factor: then the most likely survivor under the bound is taken, or the best balanced candidate if
-none is under it.
+The value is the probability of surviving ``lost`` units that are lost together, or, by default, its
+mean over 1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and sampled
+where counting takes too much (``survival``). If domains have several nodes, the loss of single nodes
+decides between equals, then the straggler factor. ``max_straggler`` bounds that factor: then the
+plan is the most likely survivor under the bound, or the best balanced candidate if none is under it.
 
 All decisions are made on integers and exact fractions: every rank finds the same plan.
 
@@ -78,9 +77,8 @@ __all__ = ["Judge", "PlacementPlan", "compact", "improved", "place", "spread"]
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """``weights`` is ``[2^U]``, for each set of lost units; ``ranks`` and ``capacity`` are ``[U]``.
-
-    Every expert that is on ``least`` units stays on as many.
+    """``weights`` ``[2^U]`` of each set of lost units; ``ranks`` and ``capacity`` are ``[U]``. Every expert
+    on ``least`` units stays on as many.
     """
 
     weights: NDArray[np.int64]
@@ -93,7 +91,7 @@ class Judge:
 
 
 class _Layer:
-    """One layer's placement, with what each of its moves changes kept up to date."""
+    """One layer's placement during the search; moves update its holders and tokens."""
 
     def __init__(
         self,
@@ -146,12 +144,23 @@ def improved(
     moves: int,
     seed: int,
 ) -> NDArray[np.int32]:
-    """A placement of the same replicas that is not worse, after at most ``moves`` tries.
+    """A placement of the same replicas that is not worse, after ``moves`` tries.
+
+    A move exchanges up to a whole bundle of replicas between two units (what a group has in common
+    moves together), or moves a replica to an empty slot. Some moves put a second replica of an
+    expert on a unit, which frees a slot where others may overlap; they leave it ``least`` units.
+
+    The value of a layer is a sum of integer weights over the losses that it and all other layers
+    survive, then the loads of the units, the busiest first; an excess over ``limit`` counts before
+    both. A move that does not make it worse is kept, so that plateaus are crossed. The moves come
+    from raw words of a PCG64, the same on every rank.
+
+    Complexity: O(2^U * distinct holder sets) for a move, so this is for few units.
 
     Args:
-        others: ``[2^U]``, which losses the other layers survive.
+        others: ``[2^U]``, the losses that the other layers survive.
         limit: of the busiest unit's tokens, in the fixed point of the shares.
-        doubles: whether an expert may come to be twice on a unit.
+        doubles: True if an expert may get twice onto a unit.
     """
     layer = _Layer(judge, counts_UE.copy(), shares_E, others, limit)
     words = iter(np.random.PCG64(seed).random_raw(4 * moves).tolist())
@@ -173,7 +182,7 @@ def improved(
 def _change(
     counts_UE: NDArray[np.int32], capacity_U: NDArray[np.int64], least: int, words: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """A random exchange, as single moves; empty if the two units have nothing to exchange."""
+    """A random exchange as single moves; empty if the two units have nothing to exchange."""
     num_units = len(counts_UE)
     unit = words[0] % num_units
     other = (unit + 1 + words[1] % max(num_units - 1, 1)) % num_units
@@ -190,7 +199,7 @@ def _change(
 
 
 def _some(items: list[int], size: int, word: int) -> list[int]:
-    """Up to ``size`` of the items; half of the time neighbours, which often are of one group."""
+    """Up to ``size`` of the items; half of the time adjacent ones, which often are of one group."""
     if not items or not size:
         return []
     start, stride = word % len(items), 1 if word >> 10 & 1 else 1 + (word >> 11) % len(items)
@@ -208,7 +217,7 @@ SAMPLED_WORK = 1_000_000_000  # samples x units x sets for each number of lost u
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementPlan:
-    """A placement, how it was found, and how many distinct nodes and domains every expert has at least."""
+    """A placement, its method, and the minimum number of distinct nodes and domains of every expert."""
 
     placement: ExpertPlacement
     method: str
@@ -226,13 +235,13 @@ def place(
     moves: int = MOVES,
     seed: int = 0,
 ) -> PlacementPlan:
-    """Place the replicas of an allocation on the nodes it was made for; see the module.
+    """Place the replicas of an allocation on its nodes; see the module.
 
     Args:
         loads: ``[L, E]``, those of the allocation.
-        lost: for how many units lost together the plan is made; default: for any number of them.
+        lost: the number of units lost together to plan for; default: any number.
         max_straggler: the bound on the straggler factor, at least 1; default: none.
-        moves: how many exchanges the local search tries, over all layers.
+        moves: exchanges that the local search tries, over all layers.
     Raises:
         ValueError: arrays of different shapes, ``lost`` below 1 or not below the number of units, a
             bound below 1.
@@ -312,7 +321,7 @@ def compact(allocation: Allocation, cluster: Cluster) -> ExpertPlacement:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Value:
-    """What is compared, in this order."""
+    """The value of a candidate, compared in this order."""
 
     units: Fraction
     nodes: Fraction
@@ -327,14 +336,14 @@ class _Candidate(NamedTuple):
 
 
 class _Planner:
-    """One call of ``place``: the problem for nodes and for units, and the judge."""
+    """One call of ``place``: the problem for nodes and for units, and the value of candidates."""
 
     def __init__(self, allocation: Allocation, loads_LE: Loads, cluster: Cluster, lost: int | None) -> None:
         shares, self.bits = token_shares(loads_LE, allocation.replicas)
         self.allocation = allocation
         self.cluster = cluster
         self.tokens = sum(sum(row) for row in loads_LE.tolist())
-        # With a single domain all is lost with it: nodes are what can be planned for.
+        # A single domain is lost as a whole: only the loss of nodes can be planned for.
         self.flat = cluster.num_domains in (1, cluster.num_nodes)
         self.ids = np.arange(cluster.num_nodes) if self.flat else cluster.domain_ids
         self.nodes = LayoutProblem(allocation.replicas, shares, cluster.slots)
@@ -348,14 +357,14 @@ class _Planner:
         return 1 < len(self.units.capacity) <= SEARCHED_UNITS
 
     def strict(self) -> _Candidate | None:
-        """The strict overlap of the units, if there is one that keeps the promise."""
+        """The strict overlap of the units, if it exists and keeps the promise."""
         if not strict_exists(self.units):
             return None
         counts = self._on_nodes(lay_out(self.units, Shape(num_groups(self.units))))
         return _Candidate("strict maximum rank overlap", counts) if self._keeps(counts) else None
 
     def candidates(self, strict: _Candidate | None, allowed: int | None) -> Iterator[_Candidate]:
-        """What keeps the promise, one after the other; at least one that always does."""
+        """Candidates that keep the promise; at least one."""
         if strict is not None:
             yield strict
             if allowed is None and len(self.units.replicas) == 1:
@@ -380,10 +389,9 @@ class _Planner:
             yield _Candidate("dealt out in turn", last)
 
     def best(self, found: Iterable[_Candidate], allowed: int | None) -> tuple[_Candidate, _Candidate]:
-        """The first of the most valuable: of those whose busiest ranks are allowed, and of all.
+        """The first best candidate of those whose busiest ranks are allowed, and of all.
 
-        If none is allowed, the best balanced stands for the first. Only what may be returned is
-        kept in memory.
+        If none is allowed, the best balanced one replaces the first. Only these are kept in memory.
         """
         tops: dict[str, tuple[tuple[int | _Value, ...], _Candidate]] = {}
         for candidate in found:
@@ -397,7 +405,7 @@ class _Planner:
     def searched(
         self, start: _Candidate, doubles: bool, *, allowed: int | None, moves: int, seed: int
     ) -> _Candidate:
-        """The local search, layer by layer, each judged with what the others survive."""
+        """The local search, layer by layer, with the losses that the other layers survive."""
         counts_LUE, shares_LE = self._on_units(start.counts), self.units.shares
         promised = self.allocation
         least = promised.node_threshold if self.flat else promised.domain_threshold
@@ -446,7 +454,7 @@ class _Planner:
         return out
 
     def _thresholds(self, counts_LNE: NDArray[np.int32]) -> tuple[int, int]:
-        """On how many nodes and domains every expert is at least; not counted above what was asked for."""
+        """The minimum numbers of nodes and domains of every expert, at most the requested threshold."""
         asked = self.allocation.threshold
         nodes = min(int((counts_LNE > 0).sum(axis=1).min()), asked)
         if self.flat:
@@ -482,14 +490,14 @@ class _Planner:
         return sum(chances, Fraction(0)) / len(chances)
 
     def _numbers(self, num_units: int) -> list[int]:
-        """How many lost units are judged when none is asked for."""
+        """The numbers of lost units to judge by default."""
         if num_units <= EXACT_UNITS:
             return list(range(1, num_units))
         first = self.allocation.node_threshold if self.flat else self.allocation.domain_threshold
         return [n for n in (first, 2 * first, 4 * first, 8 * first) if n < num_units]
 
     def _weights(self) -> NDArray[np.int64]:
-        """For each set of lost units, so that a sum of them is the mean above times a constant."""
+        """A weight of each set of lost units, so that their sum is the mean recovery times a constant."""
         num_units = len(self.units.capacity)
         numbers = self._numbers(num_units) if self.lost is None else [self.lost]
         total = lcm(*(comb(num_units, k) for k in numbers))
@@ -498,6 +506,6 @@ class _Planner:
         return by_size[np.bitwise_count(np.arange(1 << num_units))]
 
     def allowed(self, factor: float) -> int:
-        """Tokens of the busiest ranks, over all layers, at that straggler factor."""
+        """The tokens of the busiest ranks, over all layers, at that straggler factor."""
         tokens = self.tokens << self.bits if self.bits >= 0 else self.tokens >> -self.bits
         return int(Fraction(factor) * tokens / self.cluster.num_ranks)

@@ -1,25 +1,28 @@
-"""Which owner sends each missing expert to whom.
+"""The source of each missing expert: which owner sends it to which node.
 
 Problem. After the nodes of a plan are mapped (`ckptd.core.elastic.mapping`), each node lacks some
-experts. Any live node that held an expert under the old placement can send it; no other can. What
-an owner sends goes through its own link, one after the other, so what lasts is the owner that is
-busy longest: that is made as short as can be, and then as much as possible is sent within a domain.
-An expert without a live owner comes from its snapshot in the memory tier, for each node that wants
-it.
+experts. Any live node that held an expert under the old placement can send it; no other can. An
+owner sends over its own link, one expert after the other, so the job waits for the owner that is
+busy longest: that time is minimised, then as much as possible is sent within a domain. An expert
+without a live owner comes from its snapshot in the memory tier, for each node that wants it.
 
-Method. Replicas of equal size: a flow (`ckptd.core.elastic.expert_transfers`) from what is missing over its
-owners, whose capacity is what they can send in a given time. The time starts at a lower bound. If
-the flow does not serve everything, its minimum cut names owners that need longer, however the rest
-is shared out; the time rises to what they need at least. So the first time that suffices is the
-least. Of all plans within it, the one with fewest replicas over the borders of domains, by a flow
-of least cost. Replicas of different sizes (NP-hard: machine scheduling with eligible sets) go from
-the largest to the smallest, each size by the same method on top of what is laid on owners already;
-then each size again, given all others, until that shortens nothing. So each size is shared out as
-well as the others allow, but all together need not be the optimum. Above eight sizes, sizes within
-a factor of two are planned as one.
+Method. For replicas of equal size: a flow from the missing experts over their owners, whose capacity
+is what they can send in a given time. The time starts at a lower bound. If the flow does not serve
+everything, its minimum cut is a set of owners that need longer under any assignment; the time rises
+to the minimum that they need. So the first time that suffices is the least. Of all plans within it,
+the one with fewest replicas over the borders of domains is a flow of least cost. Replicas of
+different sizes (NP-hard: machine scheduling with eligible sets) are assigned from the largest to
+the smallest, each size by the same method on top of the load so far; then each size again, given
+all others, until that shortens nothing. So each size is optimal given the others, but all together
+need not be. Above eight sizes, sizes within a factor of two are planned as one.
 
-Every number that decides is an integer. Of several optima the solver's order decides, so ranks agree if they
-run the same SciPy.
+The flows are exact, on integers. `feasible` is a maximum flow (SciPy's Dinic); its minimum cut tells
+the caller how much capacity is missing. `nearest` is a flow of least cost by the primal-dual method
+on top of the same maximum flow; its rounds are the length of the longest exchange that pays, usually
+below ten.
+
+Every number that decides is an integer. Of several optima the solver's order decides, so ranks agree
+if they run the same SciPy.
 """
 
 from __future__ import annotations
@@ -44,10 +47,10 @@ _SOURCE, _SINK, _FIRST = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """Who could serve what.
+    """A demand and the owners that can serve it.
 
     Args:
-        units: ``[K]``, how many of each kind are asked for; below 2^31 together.
+        units: ``[K]``, the demand of each kind; below 2^31 together.
         kind, owner: the edges, each pair once: this owner has this kind.
         num_owners: owners are counted from 0.
     """
@@ -60,11 +63,11 @@ class Network:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Near:
-    """The same demand in parts, for each of which some owners are near.
+    """The same demand in parts, each with some near owners.
 
     Args:
         units: ``[P]``, units of each part; those of a kind add up to the network's.
-        kind: ``[P]``, what each part asks for.
+        kind: ``[P]``, of each part.
         part, owner: the near pairs, each once; the owner has the part's kind.
     """
 
@@ -76,18 +79,15 @@ class Near:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Crowded:
-    """Some kinds are had by ``owners`` only, who have not enough for the ``units`` of these kinds."""
+    """Only ``owners`` have some kinds, and their capacity is below the ``units`` of these kinds."""
 
     owners: Bools
     units: int
 
 
 def feasible(network: Network, capacity: Ints) -> Ints | Crowded:
-    """Units over each edge such that all is served within the capacities; or which owners are too
-    few for what.
-
-    Args:
-        capacity: ``[num_owners]``, units that each owner serves at most.
+    """Units over each edge that serve all demand within ``capacity`` ``[num_owners]``; or the owners
+    whose capacity does not suffice.
     """
     kinds = _FIRST + np.arange(len(network.units))
     owners = _FIRST + len(kinds) + np.arange(network.num_owners)
@@ -105,11 +105,11 @@ def feasible(network: Network, capacity: Ints) -> Ints | Crowded:
 
 
 def nearest(network: Network, near: Near, capacity: Ints) -> tuple[Ints, Ints]:
-    """Serve everything, as much as possible from near: units over the network's edges, and over the
-    near pairs.
+    """Serve all demand, as much as possible from near owners: units over the network's edges, and over
+    the near pairs.
 
     Raises:
-        ValueError: the capacities do not suffice; ask :func:`feasible` first.
+        ValueError: the capacities do not suffice; call :func:`feasible` first.
     """
     parts = _FIRST + np.arange(len(near.units))
     kinds = _FIRST + len(parts) + np.arange(len(network.units))
@@ -130,12 +130,12 @@ def nearest(network: Network, near: Near, capacity: Ints) -> tuple[Ints, Ints]:
             return graph.over(from_far), graph.over(from_near)
         if not graph.reached(graph.all)[_SINK]:
             raise ValueError("the capacities do not suffice for everything")
-        # All costs are integers, so every way on from what is reached costs at least one more.
+        # All costs are integers: every edge out of the reached vertices costs at least one more.
         price += ~graph.reached(cheap)
 
 
 class _Edges:
-    """Edges of a graph of ``size`` vertices, put together."""
+    """Builds a graph of ``size`` vertices."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -143,7 +143,7 @@ class _Edges:
         self._number = 0
 
     def add(self, tail: Ints, head: Ints, capacity: Ints | int, cost: int = 0) -> slice:
-        """Add edges; returns which they are."""
+        """Add edges; returns their indices."""
         number = len(tail)
         self._parts.append((tail, head, np.broadcast_to(capacity, number), np.full(number, cost)))
         self._number += number
@@ -155,7 +155,7 @@ class _Edges:
 
 
 class _Graph:
-    """The residual graph: every edge once in its direction and once against it, with what is left of it."""
+    """The residual graph: every edge in its direction and against it, with its remaining capacity."""
 
     def __init__(self, size: int, tail: Ints, head: Ints, capacity: Ints, cost: Ints) -> None:
         self.size = size
@@ -168,7 +168,7 @@ class _Graph:
 
     def augment(self, usable: Bools) -> None:
         """Send as much as possible over the usable edges."""
-        # SciPy counts in 32 bits; no edge has more than everything.
+        # SciPy counts in 32 bits; no edge has more than the whole demand.
         result = maximum_flow(self._matrix(usable, self._left.astype(np.int32)), _SOURCE, _SINK)
         if not result.flow_value:
             return
@@ -179,7 +179,7 @@ class _Graph:
         self._left[self._half :] += there
 
     def reached(self, usable: Bools) -> Bools:
-        """Which vertices can get more from the source over usable edges."""
+        """The vertices that can get more from the source over usable edges."""
         graph = self._matrix(usable, np.ones(len(self.tail), dtype=np.int32))
         out = np.zeros(self.size, dtype=np.bool_)
         out[breadth_first_order(graph, _SOURCE, return_predecessors=False)] = True
@@ -190,7 +190,7 @@ class _Graph:
         return self._left[self._half :][edges]
 
     def _forward(self, tail: NDArray[Any], head: NDArray[Any], flow: NDArray[Any]) -> Ints:
-        """What of a flow goes over each of our edges, negative where it goes against it."""
+        """The part of a flow over each of our edges, negative against its direction."""
         key = tail.astype(np.int64) * self.size + head
         order = np.argsort(key, kind="stable")
         asked = self.tail[: self._half] * self.size + self.head[: self._half]
@@ -209,25 +209,24 @@ SNAPSHOT = -1
 """As a source: no live node has the expert."""
 
 _NS = 10**9
-_BYTES_PER_S = 10**9  # if nobody measured: then a byte takes a nanosecond
+_BYTES_PER_S = 10**9  # if not measured: a byte takes a nanosecond
 _MOST_SIZES = 8
 _MOST_PASSES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What is sent: arrays of the same length, ordered by layer, expert and receiver.
+    """Transfers: arrays of the same length, ordered by layer, expert and receiver.
 
     Args:
-        layer, expert: what.
-        source: the node that sends it, or :data:`SNAPSHOT`.
+        source: the node that sends the expert, or :data:`SNAPSHOT`.
         receiver: the node that lacks it.
         size_bytes: of each.
-        sent_bytes: ``[N]``, what each node sends.
-        received_bytes: ``[N]``, what each node gets from other nodes.
-        snapshot_bytes: ``[N]``, what each node gets from snapshots.
-        cross_domain_bytes: what leaves its domain, of what nodes send.
-        predicted_s: the longest time of a node to send, or to get all it gets, at its own speed.
+        sent_bytes: ``[N]``, by each node.
+        received_bytes: ``[N]``, by each node from other nodes.
+        snapshot_bytes: ``[N]``, by each node from snapshots.
+        cross_domain_bytes: sent to other domains.
+        predicted_s: the longest time of a node to send, or to receive all it gets, at its own speed.
     """
 
     layer: Ints
@@ -244,7 +243,7 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Missing:
-    """What nodes lack, ordered by layer, expert and receiver; ``key`` is layer and expert as one number."""
+    """The missing experts, ordered by layer, expert and receiver; ``key``: layer and expert as one number."""
 
     key: Ints
     receiver: Ints
@@ -260,18 +259,18 @@ def plan_transfers(
     alive: ArrayLike | None = None,
     bytes_per_s: ArrayLike | None = None,
 ) -> TransferPlan:
-    """Decide who sends what; see the module.
+    """Assign a source to every missing expert; see the module.
 
     Args:
         wanted: the new placement, its nodes in the order of the cluster's (:meth:`NodeMapping.apply`).
         held: the old placement, of the same nodes. Nodes that leave may still send: they are part of the
             cluster and want nothing.
         expert_bytes: ``[L, E]``, bytes of one replica of each expert.
-        alive: ``[N]`` of bool, which nodes can send; None: all of them.
-        bytes_per_s: ``[N]``, how fast each node sends, and gets; None: 1 GB/s each.
+        alive: ``[N]`` of bool, the nodes that can send; None: all of them.
+        bytes_per_s: ``[N]``, each node's speed of sending and receiving; None: 1 GB/s each.
     Raises:
         ValueError: shapes that do not fit each other, speeds below one.
-        ElasticError: a node that is not alive wants something.
+        ElasticError: a node that is not alive wants an expert.
     """
     if wanted.counts.shape != held.counts.shape or wanted.num_nodes != cluster.num_nodes:
         raise ValueError(
@@ -334,7 +333,7 @@ class _Owners:
         self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(number)])
 
     def some(self, key: Ints) -> Bools:
-        """Whether each has an owner at all."""
+        """True for each that has an owner."""
         return self.first[key + 1] > self.first[key]
 
     def edges(self, key: Ints) -> tuple[Ints, Ints]:
@@ -346,9 +345,7 @@ class _Owners:
 
 
 def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
-    """What is planned together, the largest first: indices of replicas of one size, or within a
-    factor of two.
-    """
+    """The indices of replicas to plan together, largest first: of one size, or within a factor of two."""
     sizes, kind = np.unique(size_bytes, return_inverse=True)
     if len(sizes) > _MOST_SIZES:
         _, kind = np.unique([int(size).bit_length() for size in size_bytes], return_inverse=True)
@@ -358,7 +355,7 @@ def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
 
 
 class _LoadSharing:
-    """Replicas shared out over owners, one size after the other, on top of what they send already."""
+    """Assigns replicas to owners, one size after the other, on top of their load so far."""
 
     def __init__(self, owners: _Owners, domains: Ints, speeds: list[int]) -> None:
         self._owners = owners
@@ -368,7 +365,7 @@ class _LoadSharing:
         self._domains_are_nodes = len(np.unique(domains)) == len(domains)
 
     def share_all(self, missing: _Missing, parts: list[Ints]) -> Ints:
-        """The source of everything that is missing; what is in no part has none."""
+        """The source of every missing replica; one that is in no part has none."""
         source = np.full(len(missing.key), SNAPSHOT, dtype=np.int64)
         for part in parts:
             source[part] = self._share(missing, part)
@@ -391,7 +388,7 @@ class _LoadSharing:
         capacity, over = self._shortest(network, size)
         domain = self._domains[missing.receiver[part]]
         source = (
-            np.repeat(owner, over)  # edges and replicas are ordered alike
+            np.repeat(owner, over)  # edges and replicas have the same order
             if self._domains_are_nodes
             else self._in_domains(network, capacity, keys, missing.key[part], domain)
         )
@@ -399,8 +396,8 @@ class _LoadSharing:
         return source
 
     def _in_domains(self, network: Network, capacity: Ints, keys: Ints, key: Ints, domain: Ints) -> Ints:
-        """The source of each replica within the capacities, as many as possible from their own domain."""
-        # Receivers of one domain are alike: a part is an expert that a domain asks for.
+        """The source of each replica within the capacities, as many as possible in their own domain."""
+        # Receivers of one domain are equal: a part is an expert that a domain lacks.
         span = len(self._domains)
         parts, part_of, units = np.unique(key * span + domain, return_inverse=True, return_counts=True)
         at_home = keys[network.kind] * span + self._domains[network.owner]
@@ -409,7 +406,7 @@ class _LoadSharing:
         pairs = pairs[np.argsort(part[pairs], kind="stable")]
         near = Near(units, np.searchsorted(keys, parts // span), part[pairs], network.owner[pairs])
         far_units, near_units = nearest(network, near, capacity)
-        # The first of each part are served from near; near pairs are ordered by part, edges by kind.
+        # The first of each part have near sources; near pairs are ordered by part, edges by kind.
         order = np.argsort(part_of, kind="stable")
         served = np.zeros(len(parts), dtype=np.int64)
         np.add.at(served, near.part, near_units)
@@ -430,7 +427,7 @@ class _LoadSharing:
         )
 
     def _shortest(self, network: Network, size: int) -> tuple[Ints, Ints]:
-        """What each owner can send in the least time that suffices, and units over each edge."""
+        """The capacity of each owner in the least time that suffices, and units over each edge."""
         everyone = np.zeros(network.num_owners, dtype=np.bool_)
         everyone[network.owner] = True
         crowded = Crowded(everyone, int(network.units.sum()))
@@ -444,11 +441,11 @@ class _LoadSharing:
             crowded = outcome
 
     def _needed_ns(self, level_ns: int, size: int, crowded: Crowded) -> int:
-        """The least time, from ``level_ns`` on, in which those owners can send so many."""
+        """The least time, from ``level_ns`` on, in which the crowded owners can send their units."""
         owners = np.flatnonzero(crowded.owners).tolist()
         sent = sum(self._load_bytes[node] for node in owners) + crowded.units * size
         low = max(level_ns, -(-sent * _NS // sum(self._speeds[node] for node in owners)))
-        # Every owner can send one more by then, which makes up for what rounding takes.
+        # By then every owner can send one more, which covers rounding.
         high = low - (-size * _NS // min(self._speeds[node] for node in owners))
         while low < high:
             middle = (low + high) // 2
@@ -459,8 +456,8 @@ class _LoadSharing:
         return low
 
     def _capacity(self, level_ns: int, size: int, which: Bools) -> Ints:
-        """How many more replicas of that size each owner can send until then (Python's integers: no
-        overflow).
+        """Further replicas of that size that each owner can send until then, in Python's integers: no
+        overflow.
         """
         out = np.zeros(len(which), dtype=np.int64)
         for node in np.flatnonzero(which).tolist():

@@ -1,22 +1,20 @@
-"""When experts are placed anew: nodes came or went, or the load has moved far enough.
+"""The policy for placing experts anew: when nodes came or went, or the load has changed enough.
 
-Events in, one decision out, with its reason; no clock (times are given) and no planner in here. Ranks that
-handle the same events with the same times decide the same; who has no common clock sends one rank's time.
+A state machine: events in, one decision out, with its reason; no clock (times are arguments) and no
+planner. Ranks that handle the same events with the same times decide the same; without a common
+clock one rank sends its time.
 
 Rules.
 
-- A node of the placement is gone: place anew at once, on all nodes there are, also those that were
-  waited for.
+- A node of the placement is gone: place anew at once, on all present nodes, also those waited for.
 - Nodes came: wait until none has come for ``gather_s``, but not longer than ``gather_most_s`` after
   the first, so that a burst of arrivals costs one interruption (Lazarus §6.4 waits two minutes).
 - The load moved: every ``every_steps`` steps if that is set, unless nothing would be gained; and
-  whenever the time that the better balance saves outweighs what moving costs. A load is trusted to
-  stay as it is for ``horizon_steps`` only. Not while nodes are waited for: the placement is about
-  to change anyway.
+  whenever the time that the better balance saves exceeds the cost of moving. A load is expected to
+  stay for ``horizon_steps`` only. Not while nodes are waited for: the placement changes soon anyway.
 - Too few slots: the fault threshold is lowered step by step to what the slots hold. If they do not
-  hold every expert once, the answer is no, with what is lacking; the first sighting of enough nodes
-  ends that.
-- Nodes that vanish while a placement is being applied: decide again, from what is there.
+  hold every expert once, the answer is no, with the missing number; enough nodes end that.
+- Nodes that vanish while a placement is being applied: decide again, for the rest.
 
 States and events; any other pair is a bug of the caller and raises `LocalProtocolError`:
 
@@ -29,8 +27,8 @@ PLACING        WAIT, PLACE, REFUSE        -                   KEEP, WAIT, PLACE
 HALTED         PLACE, REFUSE              -                   -
 =============  =========================  ==================  =====================
 
-After PLACE the state is PLACING until `Placed` tells that the new placement is in use; after REFUSE it is
-HALTED; after WAIT it is GATHERING, or still PLACING.
+After PLACE the state is PLACING until `Placed`; after REFUSE it is HALTED; after WAIT it is
+GATHERING, or still PLACING.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ __all__ = [
 
 
 class Action(StrEnum):
-    """What to do."""
+    """The answer to an event."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -75,22 +73,22 @@ class _State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TimesConfig:
-    """How eager to be."""
+    """The thresholds of `PlacementTimes`."""
 
     threshold: int = 2
-    """Distinct nodes that every expert shall be on."""
+    """Minimum number of distinct nodes of every expert."""
     every_steps: int = 0
     """Place anew after so many steps even if it hardly pays; 0: only when it pays."""
     check_steps: int = 50
-    """How often to look at the load."""
+    """Steps between two looks at the load."""
     horizon_steps: int = 1000
-    """For how many steps a load is trusted to stay as it is."""
+    """Steps for which the load is expected to stay as it is."""
     margin: float = 0.5
-    """By which part of it the gain must be above the cost: forecasts are off, too."""
+    """The part of the cost by which the gain must exceed it: forecasts are inexact."""
     gather_s: float = 120.0
-    """How long no node must have come before those that came are used."""
+    """Time without a new node before the new ones are used."""
     gather_most_s: float = 600.0
-    """How long the first of them waits at most."""
+    """Longest wait of the first new node."""
 
     def __post_init__(self) -> None:
         if self.threshold < 1 or self.check_steps < 1 or self.horizon_steps < 1:
@@ -111,13 +109,13 @@ class TimesConfig:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What placing anew for the measured load would change.
+    """The effect of a new placement for the measured load.
 
     Args:
-        expert_s: time of a step now that grows with the tokens of the busiest rank.
+        expert_s: the part of a step's time that grows with the tokens of the busiest rank.
         straggler_now, straggler_after: the busiest rank over the mean, without and with it.
         remaining_steps: until the end of training.
-        move_s: what it costs: the transfers, and what stops for them.
+        move_s: the cost: transfers, and the time for which training stops.
     Raises:
         ValueError: a number below zero, infinite or NaN.
     """
@@ -136,19 +134,19 @@ class Forecast:
             raise ValueError(f"{self}: a straggler factor is 1 where all is even, and never 0")
 
     def gain_s(self, horizon_steps: int) -> float:
-        """What is saved within the horizon; negative if it gets worse."""
+        """The time saved within the horizon; negative if it gets worse."""
         saved = 1 - self.straggler_after / self.straggler_now
         return self.expert_s * saved * min(self.remaining_steps, horizon_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class NodesSeen:
-    """These nodes are there.
+    """The present nodes.
 
     Args:
-        nodes: their names, in the cluster's order. A node that came back without what it held is another one,
-            and must have another name.
-        cluster: their slots.
+        nodes: their names, in the cluster's order. A node that came back without what it held must
+            have another name.
+        cluster: their slots; None: no node has one.
     """
 
     nodes: tuple[str, ...]
@@ -162,7 +160,7 @@ class NodesSeen:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is over; with a forecast where :meth:`PlacementTimes.wants_forecast` asked for one."""
+    """A step is over; with a forecast if :meth:`PlacementTimes.wants_forecast`."""
 
     step: int
     forecast: Forecast | None = None
@@ -170,7 +168,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What the last PLACE asked for is in use from this step on."""
+    """The placement of the last PLACE is in use from this step on."""
 
     step: int
 
@@ -180,11 +178,11 @@ Event: TypeAlias = NodesSeen | StepDone | Placed
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and why: the reason is for the log and for people.
+    """An action and its reason, which is for the log and for people.
 
     Args:
-        threshold: distinct nodes that every expert can be on with the slots there are, at most what was asked
-            for; 0: not even one.
+        threshold: distinct nodes that every expert can have with the present slots, at most the
+            configured threshold; 0: not even one.
     """
 
     action: Action
@@ -196,9 +194,9 @@ class PlacementTimes:
     """Decides when to place anew; see the module.
 
     Args:
-        nodes, cluster: with which the job begins, already placed.
+        nodes, cluster: of the first placement.
         num_experts: of the layer that has most.
-        step: at which it begins.
+        step: the first one.
     Raises:
         ValueError: nodes that do not fit the cluster, no expert, or fewer slots than experts.
     """
@@ -217,18 +215,18 @@ class PlacementTimes:
         self._config = config
         self._num_experts = num_experts
         self._seen = NodesSeen(nodes, cluster)
-        self._placed = frozenset(nodes)  # or about to be, while PLACING
+        self._placed = frozenset(nodes)  # of the placement, or the next one while PLACING
         self._placed_step = step
         self._state = _State.STEADY
-        self._came_s: tuple[float, float] | None = None  # the first and the last that is waited for
+        self._came_s: tuple[float, float] | None = None  # when the first and the last new node came
         if not self._threshold():
             raise ValueError(self._lacking())
 
     def handle(self, event: Event, *, now_s: float) -> Decision:
-        """Take note of an event and decide.
+        """Decide on an event.
 
         Raises:
-            LocalProtocolError: an event that cannot happen now; see the table.
+            LocalProtocolError: the event is illegal in this state; see the table.
         """
         match event:
             case NodesSeen():
@@ -240,7 +238,7 @@ class PlacementTimes:
         raise LocalProtocolError(f"{type(event).__name__} while {self._state}", operation="placement times")
 
     def wants_forecast(self, step: int) -> bool:
-        """Whether the next :class:`StepDone` should carry a forecast, which takes a plan to make."""
+        """True if the next :class:`StepDone` should have a forecast, which takes a plan to make."""
         since = step - self._placed_step
         if self._state is not _State.STEADY or since < 1:
             return False
@@ -270,7 +268,7 @@ class PlacementTimes:
         return self._wait_or_keep(now_s)
 
     def _wait_or_keep(self, now_s: float) -> Decision:
-        """Nothing is gone; is anything waited for?"""
+        """No node is gone; decide whether to wait for more."""
         new = frozenset(self._seen.nodes) - self._placed
         if self._state is _State.PLACING:
             return self._decide(Action.WAIT, "a placement is being applied")
@@ -282,7 +280,7 @@ class PlacementTimes:
         return self._gather(new, now_s)
 
     def _gather(self, new: frozenset[str], now_s: float) -> Decision:
-        assert self._came_s is not None, "who is new has come"
+        assert self._came_s is not None, "set when a new node comes"
         first_s, last_s = self._came_s
         due_s = min(last_s + self._config.gather_s, first_s + self._config.gather_most_s)
         if now_s >= due_s:
@@ -314,7 +312,7 @@ class PlacementTimes:
         every = self._config.every_steps
         return every > 0 and step - self._placed_step >= every
 
-    # --- what is said ------------------------------------------------------------------------------------
+    # --- decisions ---------------------------------------------------------------------------------------
 
     def _place(self, reason: str) -> Decision:
         self._state = _State.PLACING

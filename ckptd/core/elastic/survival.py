@@ -1,20 +1,19 @@
-"""How likely every expert survives when nodes, or whole domains, are lost.
+"""The probability that every expert survives the loss of nodes, or of whole domains.
 
-Problem: ``k`` of U units (nodes or domains) are lost, each choice of k equally likely. A layer
-survives if each of its experts has a replica on a unit that is left; training goes on only if *every* layer
-survives. With which probability?
+``k`` of U units (nodes or domains) are lost, each choice of k equally likely. A layer survives if
+each of its experts has a replica on a unit that is left; training needs *every* layer.
 
-Only the sets of units that hold an expert matter, and of these only the minimal ones: if the
-holders of one expert contain those of another, the second is lost no later. For each k we count the
-choices that contain no minimal set whole.
+Only the minimal sets of units that hold an expert matter: if the holders of one expert contain
+those of another, the second is lost no later. For each k the choices are counted that contain no
+whole minimal set.
 
-Exact where it can be: units are taken one by one, in an order that keeps the holders of an expert
-together (reverse Cuthill-McKee). The state is which of the sets begun so far are lost as far as
-seen; for every state the number of ways by k is kept, as the digits of one long integer. A set that
-is complete and lost ends its ways, a unit that lives clears the sets it is in. Disjoint sets, as in
-a strict maximum rank overlap, have two states, windows of a ring as many as they are long: 1,024
-nodes take tens of milliseconds. Few units are enumerated at once (``2^U`` masks). Where there are
-more states than ``STATES_MAX``, choices of k are sampled and the standard error is stated.
+Counting is exact if possible: units are taken one by one, in an order that keeps the holders of an
+expert together (reverse Cuthill-McKee). The state is the set of begun sets that are lost so far;
+for every state the number of ways by k is kept, as the digits of one long integer. A set that is
+complete and lost ends its ways; a unit that lives clears its sets. Disjoint sets, as in a strict
+maximum rank overlap, have two states, windows of a ring as many as they are long: 1,024 nodes take
+tens of milliseconds. Few units are enumerated at once (``2^U`` masks). With more states than
+``STATES_MAX``, choices of k are sampled and the standard error is stated.
 
 Complexity: O(U * states) operations on integers of U * (U + 1) bits; sampling O(samples * U * sets).
 """
@@ -48,10 +47,7 @@ MINIMAL_MAX = 2048  # sets: finding all would take longer than what they save
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """A probability, with its standard error; the error of an exact one is 0.
-
-    ``ways`` of ``choices`` equally likely choices of lost units let everything survive.
-    """
+    """A probability: everything survives ``ways`` of ``choices`` equally likely losses."""
 
     ways: int
     choices: int
@@ -63,7 +59,7 @@ class Chance:
 
     @property
     def error(self) -> float:
-        """Of a sampled value (Wilson's interval at one sigma, so that it is not 0 at 0 and 1)."""
+        """Standard error of a sampled value (Wilson's interval at one sigma: not 0 at 0 and 1)."""
         if self.exact:
             return 0.0
         n, p = self.choices, self.value
@@ -84,12 +80,12 @@ def recovery_probability(
     """The probability that every expert of every layer survives the loss of ``lost`` units.
 
     Args:
-        units: ``[N]``, the unit of each node, numbered from 0: ``Cluster.domain_ids`` for the loss of whole
-            domains. Default: nodes are lost one by one.
-        samples: how many choices are tried where counting is too much; ``seed`` makes them reproducible.
+        units: ``[N]``, the unit of each node, numbered from 0: ``Cluster.domain_ids`` for the loss of
+            whole domains. Default: nodes are lost one by one.
+        samples: the number of sampled choices if counting takes too much; ``seed`` makes them
+            reproducible.
     Raises:
-        ValueError: a negative number of lost units or more than there are, units of another shape,
-            no samples.
+        ValueError: an impossible number of lost units, units of another shape, no samples.
     """
     held_MU = holder_sets(placement, units)
     return _chance(held_MU, lost, samples, seed)
@@ -103,7 +99,7 @@ def recovery_by_layer(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> tuple[Chance, ...]:
-    """``recovery_probability`` of each layer for itself; training needs all of them at once."""
+    """``recovery_probability`` of each layer alone; training needs all of them."""
     layers = (ExpertPlacement(placement.counts[i : i + 1]) for i in range(placement.num_layers))
     return tuple(
         recovery_probability(layer, lost, units=units, samples=samples, seed=seed) for layer in layers
@@ -117,7 +113,7 @@ def _chance(held_MU: NDArray[np.bool_], lost: int, samples: int, seed: int) -> C
     if samples < 1:
         raise ValueError(f"samples is {samples}; a probability needs at least 1")
     smallest = int(held_MU.sum(axis=1).min())
-    if lost < smallest or smallest == 0:  # nobody can be lost, or somebody is lost already
+    if lost < smallest or smallest == 0:  # no expert can be lost, or one has no holder
         return Chance(int(lost < smallest), 1, exact=True)
     if lost == num_units:
         return Chance(0, 1, exact=True)
@@ -148,9 +144,7 @@ def _merged(held_MN: NDArray[np.bool_], units: NDArray[np.int64]) -> NDArray[np.
 
 
 def minimal_sets(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The rows that contain no other row, each once, the smallest first; beyond ``MINIMAL_MAX`` all
-    others, too.
-    """
+    """The rows that contain no other row, each once, smallest first; after ``MINIMAL_MAX`` all rows."""
     packed = np.unique(np.packbits(held_MU, axis=1), axis=0)
     sizes = np.bitwise_count(packed).sum(axis=1, dtype=np.int64)
     packed = packed[np.argsort(sizes, kind="stable")]
@@ -167,7 +161,9 @@ def minimal_sets(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def survivor_counts(held_MU: NDArray[np.bool_], up_to: int, states_max: int = STATES_MAX) -> list[int] | None:
-    """For k = 0 … ``up_to``, how many sets of k lost units contain no row whole; None: too many states."""
+    """For k = 0 … ``up_to``, the number of sets of k lost units that contain no whole row; None: too
+    many states.
+    """
     num_units = held_MU.shape[1]
     if num_units > ENUMERATED_MAX:
         return _count_along(held_MU[:, _narrow_order(held_MU)], up_to, states_max)
@@ -179,7 +175,7 @@ _POPCOUNT = np.bitwise_count(np.arange(1 << ENUMERATED_MAX, dtype=np.uint32)).as
 
 
 def surviving_masks(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """``[2^U]``: whether everything survives the loss of the units whose bits are set."""
+    """``[2^U]``: True if everything survives the loss of the units whose bits are set."""
     num_units = held_MU.shape[1]
     masks = np.arange(1 << num_units, dtype=np.int64)
     rows = held_MU @ (1 << np.arange(num_units, dtype=np.int64))
@@ -190,14 +186,14 @@ def surviving_masks(held_MU: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _narrow_order(held_MU: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Units in an order in which those that share a set stand near each other."""
+    """An order of units in which those that share a set are near each other."""
     overlap = held_MU.T.astype(np.float32) @ held_MU.astype(np.float32) > 0
     order = reverse_cuthill_mckee(csr_matrix(overlap), symmetric_mode=True)
     return np.asarray(order, dtype=np.int64)
 
 
 def _count_along(held_MU: NDArray[np.bool_], up_to: int, states_max: int) -> list[int] | None:
-    """Count in the order of the columns. Digit k of a state's integer is the number of ways with k lost."""
+    """Count in the order of the columns; digit k of a state's integer is the number of ways with k lost."""
     num_units = held_MU.shape[1]
     digit = comb(num_units, min(up_to, num_units // 2)).bit_length()
     mask = (1 << (digit * (up_to + 1))) - 1
@@ -211,7 +207,7 @@ def _count_along(held_MU: NDArray[np.bool_], up_to: int, states_max: int) -> lis
         )
         after: dict[int, int] = {}
         for state, count in ways.items():
-            lost = state | opened  # sets that are begun, not complete, and lost as far as seen
+            lost = state | opened  # sets that are begun, not complete, and lost so far
             lives = lost & ~members
             after[lives] = after.get(lives, 0) + count
             if not lost & closed:  # else a set that ends here is lost whole
@@ -227,9 +223,9 @@ def _count_along(held_MU: NDArray[np.bool_], up_to: int, states_max: int) -> lis
 
 
 def sampled_survivors(held_MU: NDArray[np.bool_], lost: int, samples: int, seed: int) -> int:
-    """In how many of ``samples`` random choices of ``lost`` units everything survives.
+    """The number of ``samples`` random choices of ``lost`` units that everything survives.
 
-    Only raw words of a PCG64 are used, whose stream NumPy never changes: every rank counts the same.
+    Uses raw words of a PCG64 only, whose stream NumPy never changes: every rank counts the same.
     """
     num_units = held_MU.shape[1]
     words = np.random.PCG64(seed)

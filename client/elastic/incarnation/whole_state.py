@@ -166,7 +166,7 @@ class LoadHistory:
 
 
 class ShardShapes:
-    """The names and shapes of the parameters of sharded experts, in every snapshot as an object of ``state=``.
+    """Names and shapes of the parameters of sharded experts, in every snapshot as an object of ``state=``.
 
     Args:
         layers: by name. One entry serves all experts of a layer if these are alike: it stays small.

@@ -338,7 +338,7 @@ def _problem_of(tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> _P
 
 
 def _count(experts_TK: Tensor, row: Tensor) -> None:
-    """Write the number of pairs for each expert, or that some name no expert; does not wait for the device."""
+    """Write the number of pairs for each expert, or that a pair has none; does not wait for the device."""
     num_experts = len(row) - _HEAD
     wrong = ((experts_TK < 0) | (experts_TK >= num_experts)).any()
     row[_PROBLEM] = torch.where(wrong, int(_Problem.NO_SUCH_EXPERT), 0)
