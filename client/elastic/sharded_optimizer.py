@@ -32,15 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts, common_device
-from ckptd.client.elastic.layer.expert_tensors import (
-    ExpertTensor,
-    Held,
-    by_dtype,
-    expert_tensors_of,
-    rounds,
-    shards_to_holders,
-    sums_to_owners,
-)
+from ckptd.client.elastic.layer.expert_tensors import expert_tensors_of, rounds_by_dtype
 from ckptd.client.elastic.layer.layer_check import check_replicas_RE, shapes_of
 from ckptd.client.optimizers.optimizer_probe import probe_optimizer
 from ckptd.client.ranks.collectives import Collectives
@@ -283,26 +275,14 @@ class ExpertShards(nn.Module):
     ) -> dict[tuple[int, int], nn.Parameter]:
         """This rank's shards of the weights of each expert's first holder."""
         params = _params(layer)
-        first = [
-            replace(entry, held=Held(entry.held.numel, entry.held.holders[:1]))
-            for entry in expert_tensors_of(layer.agreed)
-        ]
+        first = [replace(entry, holders=entry.holders[:1]) for entry in expert_tensors_of(layer.agreed)]
         found: dict[tuple[int, int], nn.Parameter] = {}
-        for dtype, of_dtype in by_dtype(first, layer.agreed).items():
-            for entries in rounds(of_dtype, self._ranks, dtype.itemsize):
-                mine = [entry for entry in entries if self._rank in entry.held.holders]
-                parts = sums_to_owners(
-                    [entry.held for entry in entries],
-                    [params[entry.expert][entry.index].reshape(-1) for entry in mine],
-                    divisor=1,
-                    dtype=dtype,
-                    device=self._device,
-                    group=self._group,
-                )
-                for entry, part in zip(entries, parts, strict=True):
-                    # A part may be a view of all that was received.
-                    shard = part.to(masters or dtype, copy=True)
-                    found[entry.expert, entry.index] = nn.Parameter(shard)
+        for exchange, entries in rounds_by_dtype(first, layer.agreed, self._device, self._group):
+            own = [params[entry.expert][entry.index] for entry in exchange.held(entries)]
+            parts = exchange.sums_to_owners(entries, [param.reshape(-1) for param in own])
+            for entry, part in zip(entries, parts, strict=True):
+                # A part may be a view of all that was received.
+                found[entry.key] = nn.Parameter(part.to(masters or part.dtype, copy=True))
         return {key: found[key] for key in sorted(found)}
 
     def _name(self, owned: _Owned) -> None:
@@ -431,28 +411,13 @@ class ExpertShards(nn.Module):
         self.placed.forget()
         for owned in self._owned:
             agreed, params = owned.layer.agreed, _params(owned.layer)
-            for dtype, of_dtype in by_dtype(expert_tensors_of(agreed), agreed).items():
-                for entries in rounds(of_dtype, self._ranks, dtype.itemsize):
-                    self._send_round(entries, owned, params, dtype)
-
-    def _send_round(
-        self,
-        entries: Sequence[ExpertTensor],
-        owned: _Owned,
-        params: Mapping[int, Sequence[nn.Parameter]],
-        dtype: torch.dtype,
-    ) -> None:
-        flats = shards_to_holders(
-            [entry.held for entry in entries],
-            [owned.shards[entry.expert, entry.index].to(dtype) for entry in entries],
-            dtype=dtype,
-            device=self._device,
-            group=self._group,
-        )
-        mine = [entry for entry in entries if self._rank in entry.held.holders]
-        for entry, flat in zip(mine, flats, strict=True):
-            param = params[entry.expert][entry.index]
-            param.copy_(flat.view(param.shape))
+            tensors = expert_tensors_of(agreed)
+            for exchange, entries in rounds_by_dtype(tensors, agreed, self._device, self._group):
+                shards = [owned.shards[entry.key].to(exchange.dtype) for entry in entries]
+                flats = exchange.shards_to_holders(entries, shards)
+                for entry, flat in zip(exchange.held(entries), flats, strict=True):
+                    param = params[entry.expert][entry.index]
+                    param.copy_(flat.view(param.shape))
 
 
 def _params(layer: ElasticExperts) -> dict[int, list[nn.Parameter]]:

@@ -124,11 +124,11 @@ class Inventory:
         self._expected: dict[int, set[Unit]] = {}
         self._ranks: dict[int, int] = {}
         self._layouts: dict[tuple[str, int], int | None] = {}
-        worlds: set[int] = set()
-        for world, file in incarnation_files(folder, job, run):
-            worlds.add(world)
-            self._add_file(world, file)
-        self._worlds = tuple(sorted(worlds))
+        numbers: set[int] = set()
+        for number, file in incarnation_files(folder, job, run):
+            numbers.add(number)
+            self._add_file(number, file)
+        self._numbers = tuple(sorted(numbers))
 
     @property
     def of_node(self) -> NodeHeld:
@@ -137,12 +137,12 @@ class Inventory:
             tuple(self._units),
             tuple(self._unit_lists),
             tuple(image.held for image in self.images),
-            {world: tuple(sorted(units)) for world, units in sorted(self._expected.items())},
-            self._worlds,
+            {number: tuple(sorted(units)) for number, units in sorted(self._expected.items())},
+            self._numbers,
             dict(sorted(self._ranks.items())),
         )
 
-    def _add_file(self, world: int, file: SlotFile) -> None:
+    def _add_file(self, number: int, file: SlotFile) -> None:
         name = file.path.name
         try:
             units = _operator_units(file.descriptor.client)
@@ -151,8 +151,8 @@ class Inventory:
             return
         # The place of a rank's shard among those of all ranks is known from its image.
         units = tuple(unit for unit in units if self._layers.shard_of(unit.param) is None)
-        self._ranks[world] = file.descriptor.world_size
-        self._expected.setdefault(world, set()).update(units)
+        self._ranks[number] = file.descriptor.world_size
+        self._expected.setdefault(number, set()).update(units)
         for index in range(file.num_slots):
             header = file.header(index)
             if header is None or header.state is not SlotState.SEALED:
@@ -162,7 +162,7 @@ class Inventory:
             layout = self._layout_of(file, index, header, units)
             if layout is not None:
                 parked = file.descriptor.kind == "parked"
-                held = HeldImage(world, file.descriptor.rank, header.iteration, parked, layout)
+                held = HeldImage(number, file.descriptor.rank, header.iteration, parked, layout)
                 self.images.append(LocalImage(file, index, header, held))
 
     def _layout_of(self, file: SlotFile, index: int, header: SlotHeader, units: Sequence[Unit]) -> int | None:

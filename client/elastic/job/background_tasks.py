@@ -147,12 +147,12 @@ def unneeded_runs(folder: Path, job: str, run: str, chosen: int) -> list[str]:
     what was promised before.
     """
     floors: dict[int, int] = {}
-    for world, file in incarnation_files(folder, job, run):
+    for number, file in incarnation_files(folder, job, run):
         # Replicas and parked states have no floor.
         own = file.path.suffix == FILE_ENDS["snapshots"]
-        floors[world] = max(floors.get(world, -1), file.ring_hint.floor if own else -1)
-    promised = max((world for world, floor in floors.items() if floor >= 0), default=-1)
-    return [run_of_incarnation(run, world) for world in sorted(floors) if world not in (chosen, promised)]
+        floors[number] = max(floors.get(number, -1), file.ring_hint.floor if own else -1)
+    promised = max((number for number, floor in floors.items() if floor >= 0), default=-1)
+    return [run_of_incarnation(run, one) for one in sorted(floors) if one not in (chosen, promised)]
 
 
 def floor_of(folder: Path, job: str, run: str, rank: int) -> int:
@@ -175,7 +175,7 @@ def _forget(find_endpoint: Callable[[], str], job: str, runs: Sequence[str]) -> 
             for run in runs:
                 _forget_one(client, job, run)
     except (RequestTimeout, WireError, DaemonUnavailable, OSError) as error:
-        logger.warning("memory of earlier worlds is not freed: %s; it expires by itself", error)
+        logger.warning("memory of earlier incarnations is not freed: %s; it expires by itself", error)
 
 
 def _forget_one(client: ControlClient, job: str, run: str) -> None:
@@ -213,8 +213,8 @@ class GarbageCollection:
 
     def earlier(self) -> list[str]:
         """The runs of earlier incarnations that have files here."""
-        worlds = {world for world, _ in incarnation_files(self._folder, self._job, self._run)}
-        return [run_of_incarnation(self._run, world) for world in sorted(worlds) if world < self._number]
+        numbers = {number for number, _ in incarnation_files(self._folder, self._job, self._run)}
+        return [run_of_incarnation(self._run, one) for one in sorted(numbers) if one < self._number]
 
     def step_over(self) -> None:
         """Look at some steps whether they are unneeded; a thread frees them."""

@@ -7,7 +7,7 @@ Its names are those of the original model: experts are rows of its tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,12 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts, common_device
-from ckptd.client.elastic.layer.expert_tensors import (
-    ExpertTensor,
-    by_dtype,
-    expert_tensors_of,
-    rounds,
-)
+from ckptd.client.elastic.layer.expert_tensors import expert_tensors_of, rounds_by_dtype
 from ckptd.client.elastic.layer.model_surgery import elastic_layers
 from ckptd.client.elastic.layer.token_routing import all_to_all
 from ckptd.client.ranks.collectives import Collectives
@@ -107,39 +102,26 @@ def _dense_part(model: nn.Module, layers: Mapping[str, ElasticExperts]) -> dict[
 def _gathered(layer: ElasticExperts, to: int, device: torch.device) -> dict[tuple[int, int], Tensor]:
     """On rank ``to``, this layer's parameters by expert and index; a collective call."""
     params = {e: list(m.parameters()) for e, m in layer.held_experts().items()}
-    ranks = dist.get_world_size(layer.group)
+    rank, ranks = dist.get_rank(layer.group), dist.get_world_size(layer.group)
     found: dict[tuple[int, int], Tensor] = {}
-    for dtype, of_dtype in by_dtype(expert_tensors_of(layer.agreed), layer.agreed).items():
-        for entries in rounds(of_dtype, ranks, dtype.itemsize):
-            # By source: the order of arrival.
-            entries.sort(key=lambda entry: min(entry.held.holders))
-            flats = _gather_round(
-                entries, params, to, torch.empty(0, dtype=dtype, device=device), layer.group
-            )
-            for entry, flat in zip(entries, flats, strict=bool(flats)):
-                size = layer.agreed.shapes_E[entry.expert][entry.index].size
-                found[entry.expert, entry.index] = flat.view(size)
+    for exchange, entries in rounds_by_dtype(
+        expert_tensors_of(layer.agreed), layer.agreed, device, layer.group
+    ):
+        # By source, the first holder: the order of arrival.
+        entries.sort(key=lambda entry: entry.holders[0])
+        mine = [entry for entry in entries if entry.holders[0] == rank]
+        row = exchange.row([params[entry.expert][entry.index].detach().reshape(-1) for entry in mine])
+        sends, receives = [0] * ranks, [0] * ranks
+        sends[to] = len(row)
+        if rank == to:
+            for entry in entries:
+                receives[entry.holders[0]] += entry.numel
+        received = all_to_all(row, sends, receives, layer.group)
+        if rank == to:
+            flats = received.cpu().split([entry.numel for entry in entries])
+            for entry, flat in zip(entries, flats, strict=True):
+                found[entry.key] = flat.view(layer.agreed.shapes_E[entry.expert][entry.index].size)
     return found
-
-
-def _gather_round(
-    entries: Sequence[ExpertTensor],
-    params: Mapping[int, Sequence[nn.Parameter]],
-    to: int,
-    nothing: Tensor,
-    group: Any,
-) -> Sequence[Tensor]:
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    mine = [entry for entry in entries if min(entry.held.holders) == rank]
-    own = [params[entry.expert][entry.index].detach().reshape(-1) for entry in mine]
-    row = torch.cat([nothing, *own])
-    sends, receives = [0] * ranks, [0] * ranks
-    sends[to] = len(row)
-    if rank == to:
-        for entry in entries:
-            receives[min(entry.held.holders)] += entry.held.numel
-    received = all_to_all(row, sends, receives, group)
-    return received.cpu().split([entry.held.numel for entry in entries]) if rank == to else ()
 
 
 def _named(name: str, layer: ElasticExperts, found: Mapping[tuple[int, int], Tensor]) -> dict[str, Tensor]:

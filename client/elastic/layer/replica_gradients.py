@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from ckptd.client.elastic.layer.expert_tensors import (
     ExpertTensor,
+    TensorExchange,
     expert_tensors_of,
     rounds,
-    sum_over_holders,
-    sums_to_owners,
 )
 from ckptd.client.elastic.layer.layer_check import DTYPES, LayerAgreement
 
@@ -100,9 +99,10 @@ class ReplicaGradients:
             for dtype, present in self._present(params, device).items():
                 for entry in present:
                     self._divide_alone(entry, params)
-                shared = [entry for entry in present if len(entry.held.holders) > 1]
+                shared = [entry for entry in present if len(entry.holders) > 1]
+                exchange = TensorExchange(dtype, device, self._group, divisor=self._divisor)
                 for entries in rounds(shared, self._ranks, dtype.itemsize):
-                    self._sum_round(entries, params, dtype, device)
+                    _sum_round(exchange.held(entries), params, dtype, exchange)
         self._unsummed, self._must_be_zero = False, True
 
     def to_owners(self, device: torch.device) -> dict[tuple[int, int], Tensor]:
@@ -118,20 +118,12 @@ class ReplicaGradients:
         with torch.no_grad():
             params = self._params()
             for dtype, present in self._present(params, device).items():
+                exchange = TensorExchange(dtype, device, self._group, divisor=self._divisor)
                 for entries in rounds(present, self._ranks, dtype.itemsize):
-                    mine = [entry for entry in entries if self._rank in entry.held.holders]
-                    own = [params[entry.expert][entry.index] for entry in mine]
+                    own = [params[entry.expert][entry.index] for entry in exchange.held(entries)]
                     flats = [_gradient_of(param).to(dtype).reshape(-1) for param in own]
-                    parts = sums_to_owners(
-                        [entry.held for entry in entries],
-                        flats,
-                        divisor=self._divisor,
-                        dtype=dtype,
-                        device=device,
-                        group=self._group,
-                    )
-                    keys = [(entry.expert, entry.index) for entry in entries]
-                    sums.update(zip(keys, parts, strict=True))
+                    parts = exchange.sums_to_owners(entries, flats)
+                    sums.update(zip([entry.key for entry in entries], parts, strict=True))
             for param in self._all():
                 param.grad = None
         self._unsummed = False
@@ -176,36 +168,25 @@ class ReplicaGradients:
 
     def _divide_alone(self, entry: ExpertTensor, params: _Params) -> None:
         """The only holder of a tensor already has the sum."""
-        if entry.held.holders == (self._rank,) and self._divisor > 1:
+        if entry.holders == (self._rank,) and self._divisor > 1:
             grad = params[entry.expert][entry.index].grad
             assert grad is not None, "present, and on no other rank"
             grad.div_(self._divisor)
 
-    def _sum_round(
-        self,
-        entries: Sequence[ExpertTensor],
-        params: _Params,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        mine = [entry for entry in entries if self._rank in entry.held.holders]
-        own = [params[entry.expert][entry.index] for entry in mine]
-        grads = [_gradient_of(param) for param in own]
-        # In place where a gradient is contiguous, else a copy.
-        flats = [grad.to(dtype).reshape(-1) for grad in grads]
-        sum_over_holders(
-            [entry.held for entry in mine],
-            flats,
-            divisor=self._divisor,
-            dtype=dtype,
-            device=device,
-            group=self._group,
-        )
-        for param, grad, flat in zip(own, grads, flats, strict=True):
-            if flat.data_ptr() != grad.data_ptr():
-                grad.copy_(flat.view(grad.shape))
-            if param.requires_grad:
-                param.grad = grad
+
+def _sum_round(
+    entries: Sequence[ExpertTensor], params: _Params, dtype: torch.dtype, exchange: TensorExchange
+) -> None:
+    own = [params[entry.expert][entry.index] for entry in entries]
+    grads = [_gradient_of(param) for param in own]
+    # In place where a gradient is contiguous, else a copy.
+    flats = [grad.to(dtype).reshape(-1) for grad in grads]
+    exchange.sum_over_holders(entries, flats)
+    for param, grad, flat in zip(own, grads, flats, strict=True):
+        if flat.data_ptr() != grad.data_ptr():
+            grad.copy_(flat.view(grad.shape))
+        if param.requires_grad:
+            param.grad = grad
 
 
 def _gradient_of(param: nn.Parameter) -> Tensor:

@@ -113,4 +113,4 @@ def test_one_rank_of_a_node_frees_what_came_to_nothing(
     world = Started(plan, None, loads_LE, None)
     make_room(LocalNode(seats[rank], tmp_path, endpoint), WISHES, world, rank)
     assert len(calls) == asked
-    assert ("memory of earlier worlds is not freed" in caplog.text) == bool(asked)
+    assert ("memory of earlier incarnations is not freed" in caplog.text) == bool(asked)
