@@ -54,6 +54,7 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     from ckptd.client.elastic.incarnation import incarnation_start, state_transfer
     from ckptd.client.elastic.incarnation.checkpoint_selection import Storage
     from ckptd.client.elastic.incarnation.state_transfer import Loader
+    from ckptd.client.elastic.incarnation.unit_reading import LocalState
     from ckptd.client.elastic.job import elastic_job
     from ckptd.client.elastic.job.background_tasks import GarbageCollection
 
@@ -63,8 +64,8 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
         (Phase.LOOKING, incarnation_start, "discover"),
         (Phase.PLANNING, incarnation_start, "plan_incarnation"),
         (Phase.BRINGING, Storage, "bring"),
-        (Phase.VERIFYING, incarnation_start, "_verify"),
-        (Phase.SHIPPING, state_transfer, "ship"),
+        (Phase.VERIFYING, LocalState, "open_for"),
+        (Phase.SHIPPING, state_transfer, "ship_bytes"),
         (Phase.LOADING, Loader, "scalars"),
         (Phase.ATTACHING, elastic_job, "Checkpointer"),
         (Phase.RETIRING, GarbageCollection, "_forget"),
