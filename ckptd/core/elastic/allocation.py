@@ -1,23 +1,13 @@
-"""The number of replicas of each expert, and the balance of load that a placement of them has.
+"""The number of replicas of each expert, and the balance of load of a placement (docs/elastic.md, sections
+1 and 4).
 
-**Allocation.** The slots of a layer are divided over its experts in proportion to their tokens, but
-each expert gets enough replicas to outlive the loss of nodes. Method: equation 1 of Lazarus (§4.1).
-With experts in ascending order of load t (ties by index), S slots and threshold f,
+**Allocation** is equation 1 of Lazarus (§4.1) on integers: with experts in ascending order of load t
+(ties by index), S slots and threshold f,
 
     r_e = max( floor( (S - r_1 - … - r_{e-1}) * t_e / (t_e + … + t_E) ), f )
 
-and the last takes the rest, so that all slots are used. Differences:
-
-- All arithmetic is on integers; a floor of floats is another number on another machine.
-- Experts without load share the rest evenly: 0/0 never arises.
-- **The threshold is what the nodes can hold.** Only distinct nodes count, so all experts can have
-  at most ``floor(sum over nodes of min(slots, E) / E)``; likewise of domains. That is at most f, the
-  slots per expert and the number of nodes, and less if a few nodes have most of the slots. It is
-  exact: dealing the experts out in turn reaches it (see ``expert_layout.guaranteed``).
-- **No more replicas than ranks.** With one on every rank, an expert's tokens are spread evenly over
-  all compute, and another replica makes it neither faster nor safer. The other experts get the rest
-  and become safer. Where no expert is over the limit, the result is equation 1's. A rank with more
-  slots than experts leaves some empty.
+and the last takes the rest. f is clamped to what distinct nodes and domains can hold. No expert gets
+more replicas than there are ranks; the other experts get the rest. Experts without load share evenly.
 
 **Balance.** The dispatcher splits an expert's tokens evenly over its replicas, so a node's load is
 the sum over its replicas of tokens / replicas, which its ranks share. All ranks wait for the busiest
@@ -25,10 +15,10 @@ in every layer: the straggler factor of several layers is the sum of the busiest
 means. Loads are compared in fixed point: floats that differ in the last bit on another machine
 would break ties differently.
 
-**Ranks.** A node's replicas are split over its ranks, which share its slots evenly (the first ones
-get one more if need be): in descending order of their tokens, those of one expert together, they
-are dealt out in turn. So no rank gets more than its slots, a rank has an expert twice only if the
-node has more replicas of it than ranks, and heavy and light replicas are mixed.
+**Ranks.** A node's replicas are dealt out to its ranks in turn, in descending order of their tokens,
+those of one expert together. So no rank gets more than its slots (the first ones have one more if
+they do not divide), a rank has an expert twice only if the node has more replicas of it than ranks,
+and heavy and light replicas are mixed.
 
 Complexity: O(E log E) for a layer, and O(E) more each time that the limit is newly reached; for
 ranks O(L * R * E) in array operations.
@@ -50,7 +40,6 @@ __all__ = [
     "busiest",
     "domain_slots",
     "node_tokens",
-    "rank_slots",
     "reachable_threshold",
     "split_over_ranks",
     "straggler_by_layer",
@@ -269,9 +258,3 @@ def split_over_ranks(
             before = -((rank - np.stack([stop_LE - sorted_LE, stop_LE])) // ranks)
             parts.append(np.take_along_axis(before[1] - before[0], back_LE, axis=1))
     return np.stack(parts, axis=1).astype(np.int32)
-
-
-def rank_slots(cluster: Cluster) -> NDArray[np.int64]:
-    """``[R]``: slots of every rank in each layer."""
-    slots = zip(cluster.slots.tolist(), cluster.ranks, strict=True)
-    return np.array([n // k + (i < n % k) for n, k in slots for i in range(k)], dtype=np.int64)

@@ -8,23 +8,19 @@ and each of them holds the whole group. Then a group is lost only with all units
 
 - ``groups`` of them get units of their own, the other experts are dealt out over the remaining slots:
   all groups is MRO, none is the spread layout, a number between pays where no strict MRO exists.
-- If the groups ask for more units than there are, the largest are cut first (*levelled*), the best
-  for disjoint groups; ``level`` 0 does that, a number cuts at that many. At the number of units it
-  is the truncation of the paper: the last group takes the rest.
+- If the groups ask for more units than there are, the largest are cut first (*levelled*, ``level``
+  0), the best for disjoint groups; a number cuts at that many. At the number of units it is the
+  truncation of the paper: the last group takes the rest.
 - ``bundle`` experts are dealt out together, so that fewer different sets of units arise.
-- ``even`` slots of every unit take the most replicated experts, in turn; the groups have the other
-  slots. MRO leaves the busiest experts to the units that the others do not need: with most tokens
-  on few experts, half of the units compute almost all. Two or three slots set aside undo that, for
-  somewhat smaller groups.
+- ``even`` slots of every unit take the most replicated experts, in turn. MRO leaves these to the
+  units that the others do not need, which then compute almost all; two or three slots set aside undo
+  that, for somewhat smaller groups.
 
-**One order of units for all layers.** Every layer has the same groups by rank, and group g of every
+All layers have one order of units, the largest first, and the same groups by rank. Group g of every
 layer contains the same *core*: as many units as the least replicated layer gives it. More units of
-another layer come from a pool behind the cores. So its holders contain the core in every layer, and
-only the loss of cores can lose the job: as if there were one layer.
-
-Remaining slots take the remaining replicas: on a unit without the expert if there is one, the
-hottest on the units with least to do. Units are in descending order of capacity, so that the least
-replicated experts are concentrated most.
+another layer come from a pool behind the cores. So only the loss of cores can lose the job: as if
+there were one layer. Remaining slots take the remaining replicas: on a unit without the expert if
+there is one, the hottest on the units with least to do.
 
 Complexity: O(units * experts) for a layer in array operations; one loop over layers and over groups.
 """

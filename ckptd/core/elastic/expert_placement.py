@@ -1,20 +1,11 @@
-"""Placement of replicas on nodes, so that the job survives the next losses as likely as possible.
+"""Placement of replicas on nodes, so that the job most likely survives the next losses (docs/elastic.md,
+section 2).
 
-Problem: given the number of replicas of each expert of each layer, put them on nodes with so many
-slots, so that the loss of random nodes (of domains, if nodes share them) most likely leaves every
-expert of every layer a replica; and so that every expert is on as many distinct nodes and domains as
-the allocation promises.
-
-Method:
-
-- If every layer has a strict maximum rank overlap (units of one size, enough of them for all groups;
-  see ``expert_layout``), that is the plan. For one layer no placement survives more likely,
-  whatever number is lost (Lazarus, theorem 1). Several layers survive like one whose groups have
-  the fewest units that any layer gives them.
-- Otherwise (and if several layers are small enough to try) it is the best of a family: MRO cut in two
-  ways, fewer groups with the rest dealt out, one by one or in bundles, slots set aside for the most
-  replicated, and the spread layout. All are judged by one number for all layers together; a
-  candidate that breaks the promise is dropped, and one always keeps it (``guaranteed``).
+- If every layer has a strict maximum rank overlap (``expert_layout``), that is the plan. Several
+  layers survive like one whose groups have the fewest units that any layer gives them.
+- Otherwise (and if several layers are small enough to try) it is the best of a family of layouts,
+  judged by one number for all layers together. A candidate that breaks the promise of the
+  allocation is dropped; one always keeps it (``guaranteed``).
 - For few units a local search improves the best one, over all layers in turn (``improved``).
 - A domain of several nodes is planned as one unit first, then the nodes within it among themselves. A
   single domain is no unit: nodes are.
@@ -24,8 +15,7 @@ mean over 1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 
 where counting takes too much (``survival``). If domains have several nodes, the loss of single nodes
 decides between equals, then the straggler factor. ``max_straggler`` bounds that factor: then the
 plan is the most likely survivor under the bound, or the best balanced candidate if none is under it.
-
-All decisions are made on integers and exact fractions: every rank finds the same plan.
+Values are integers and exact fractions: every rank finds the same plan.
 
 Complexity: a strict plan is one layout, O(L * N * E) in array operations. Otherwise the number of
 candidates is bounded (``WHOLE_FAMILY``), and the search by ``moves``.
@@ -73,138 +63,6 @@ from ckptd.core.elastic.survival import (
 from ckptd.errors import ElasticError
 
 __all__ = ["Judge", "PlacementPlan", "compact", "improved", "place", "spread"]
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """``weights`` ``[2^U]`` of each set of lost units; ``ranks`` and ``capacity`` are ``[U]``. Every expert
-    on ``least`` units stays on as many.
-    """
-
-    weights: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-    capacity: NDArray[np.int64]
-    least: int
-
-    def busiest(self, counts_UE: NDArray[np.int32], shares_E: NDArray[np.int64]) -> int:
-        return int((counts_UE @ shares_E // self.ranks).max())
-
-
-class _Layer:
-    """One layer's placement during the search; moves update its holders and tokens."""
-
-    def __init__(
-        self,
-        judge: Judge,
-        counts_UE: NDArray[np.int32],
-        shares_E: NDArray[np.int64],
-        others: NDArray[np.bool_],
-        limit: int | None,
-    ) -> None:
-        self.judge = judge
-        self.limit = limit
-        self.counts = counts_UE
-        self.shares = shares_E
-        self.weights = np.where(others, judge.weights, 0)
-        self.masks = np.arange(len(others), dtype=np.int64)
-        self.lost_with: dict[int, NDArray[np.bool_]] = {}
-        self.holders = [sum(1 << int(u) for u in np.flatnonzero(column)) for column in counts_UE.T]
-        self.tokens = counts_UE @ shares_E
-
-    def value(self) -> tuple[int, int, list[int]]:
-        lost = np.zeros(len(self.masks), dtype=np.bool_)
-        for holders in set(self.holders):
-            if holders not in self.lost_with:
-                self.lost_with[holders] = (self.masks & holders) == holders
-            lost |= self.lost_with[holders]
-        survived = int(self.weights.sum()) - int(self.weights[lost].sum())
-        tokens = self.tokens // self.judge.ranks
-        over = 0 if self.limit is None else int(np.maximum(tokens - self.limit, 0).sum())
-        return -over, survived, [-n for n in sorted(tokens.tolist(), reverse=True)]
-
-    def move(self, unit: int, other: int, expert: int) -> None:
-        """One replica from ``unit`` to ``other``."""
-        self.counts[unit, expert] -= 1
-        self.counts[other, expert] += 1
-        self.tokens[unit] -= self.shares[expert]
-        self.tokens[other] += self.shares[expert]
-        if not self.counts[unit, expert]:
-            self.holders[expert] &= ~(1 << unit)
-        self.holders[expert] |= 1 << other
-
-
-def improved(
-    judge: Judge,
-    counts_UE: NDArray[np.int32],
-    shares_E: NDArray[np.int64],
-    others: NDArray[np.bool_],
-    *,
-    limit: int | None,
-    doubles: bool,
-    moves: int,
-    seed: int,
-) -> NDArray[np.int32]:
-    """A placement of the same replicas that is not worse, after ``moves`` tries.
-
-    A move exchanges up to a whole bundle of replicas between two units (what a group has in common
-    moves together), or moves a replica to an empty slot. Some moves put a second replica of an
-    expert on a unit, which frees a slot where others may overlap; they leave it ``least`` units.
-
-    The value of a layer is a sum of integer weights over the losses that it and all other layers
-    survive, then the loads of the units, the busiest first; an excess over ``limit`` counts before
-    both. A move that does not make it worse is kept, so that plateaus are crossed. The moves come
-    from raw words of a PCG64, the same on every rank.
-
-    Complexity: O(2^U * distinct holder sets) for a move, so this is for few units.
-
-    Args:
-        others: ``[2^U]``, the losses that the other layers survive.
-        limit: of the busiest unit's tokens, in the fixed point of the shares.
-        doubles: True if an expert may get twice onto a unit.
-    """
-    layer = _Layer(judge, counts_UE.copy(), shares_E, others, limit)
-    words = iter(np.random.PCG64(seed).random_raw(4 * moves).tolist())
-    best = layer.value()
-    for _ in range(moves):
-        least = judge.least if doubles else len(counts_UE)
-        change = _change(layer.counts, judge.capacity, least, [next(words) for _ in range(4)])
-        for step in change:
-            layer.move(*step)
-        value = layer.value() if change else best
-        if value < best:
-            for unit, other, expert in reversed(change):
-                layer.move(other, unit, expert)
-        else:
-            best = value
-    return layer.counts
-
-
-def _change(
-    counts_UE: NDArray[np.int32], capacity_U: NDArray[np.int64], least: int, words: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """A random exchange as single moves; empty if the two units have nothing to exchange."""
-    num_units = len(counts_UE)
-    unit = words[0] % num_units
-    other = (unit + 1 + words[1] % max(num_units - 1, 1)) % num_units
-    here, there = counts_UE[unit] > 0, counts_UE[other] > 0
-    may_double = (counts_UE > 0).sum(axis=0) > (least if words[2] & 256 else len(counts_UE))
-    gives = np.flatnonzero(here & (~there | may_double)).tolist()
-    takes = np.flatnonzero(there & ~here).tolist()
-    empty = int(capacity_U[other] - counts_UE[other].sum())
-    size = 1 + words[2] % 4
-    first = _some(gives, size, words[3])
-    back = _some(takes, max(len(first) - empty, 0), words[3] >> 20)
-    first = first[: len(back) + empty]
-    return [(unit, other, e) for e in first] + [(other, unit, e) for e in back]
-
-
-def _some(items: list[int], size: int, word: int) -> list[int]:
-    """Up to ``size`` of the items; half of the time adjacent ones, which often are of one group."""
-    if not items or not size:
-        return []
-    start, stride = word % len(items), 1 if word >> 10 & 1 else 1 + (word >> 11) % len(items)
-    chosen = {items[(start + index * stride) % len(items)] for index in range(size)}
-    return sorted(chosen)
 
 
 MOVES = 2000  # of the search, over all layers: about 0.1 s
@@ -509,3 +367,138 @@ class _Planner:
         """The tokens of the busiest ranks, over all layers, at that straggler factor."""
         tokens = self.tokens << self.bits if self.bits >= 0 else self.tokens >> -self.bits
         return int(Fraction(factor) * tokens / self.cluster.num_ranks)
+
+
+# --- the search ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """``weights`` ``[2^U]`` of each set of lost units; ``ranks`` and ``capacity`` are ``[U]``. Every expert
+    on ``least`` units stays on as many.
+    """
+
+    weights: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    least: int
+
+    def busiest(self, counts_UE: NDArray[np.int32], shares_E: NDArray[np.int64]) -> int:
+        return int((counts_UE @ shares_E // self.ranks).max())
+
+
+class _Layer:
+    """One layer's placement during the search; moves update its holders and tokens."""
+
+    def __init__(
+        self,
+        judge: Judge,
+        counts_UE: NDArray[np.int32],
+        shares_E: NDArray[np.int64],
+        others: NDArray[np.bool_],
+        limit: int | None,
+    ) -> None:
+        self.judge = judge
+        self.limit = limit
+        self.counts = counts_UE
+        self.shares = shares_E
+        self.weights = np.where(others, judge.weights, 0)
+        self.masks = np.arange(len(others), dtype=np.int64)
+        self.lost_with: dict[int, NDArray[np.bool_]] = {}
+        self.holders = [sum(1 << int(u) for u in np.flatnonzero(column)) for column in counts_UE.T]
+        self.tokens = counts_UE @ shares_E
+
+    def value(self) -> tuple[int, int, list[int]]:
+        lost = np.zeros(len(self.masks), dtype=np.bool_)
+        for holders in set(self.holders):
+            if holders not in self.lost_with:
+                self.lost_with[holders] = (self.masks & holders) == holders
+            lost |= self.lost_with[holders]
+        survived = int(self.weights.sum()) - int(self.weights[lost].sum())
+        tokens = self.tokens // self.judge.ranks
+        over = 0 if self.limit is None else int(np.maximum(tokens - self.limit, 0).sum())
+        return -over, survived, [-n for n in sorted(tokens.tolist(), reverse=True)]
+
+    def move(self, unit: int, other: int, expert: int) -> None:
+        """One replica from ``unit`` to ``other``."""
+        self.counts[unit, expert] -= 1
+        self.counts[other, expert] += 1
+        self.tokens[unit] -= self.shares[expert]
+        self.tokens[other] += self.shares[expert]
+        if not self.counts[unit, expert]:
+            self.holders[expert] &= ~(1 << unit)
+        self.holders[expert] |= 1 << other
+
+
+def improved(
+    judge: Judge,
+    counts_UE: NDArray[np.int32],
+    shares_E: NDArray[np.int64],
+    others: NDArray[np.bool_],
+    *,
+    limit: int | None,
+    doubles: bool,
+    moves: int,
+    seed: int,
+) -> NDArray[np.int32]:
+    """A placement of the same replicas that is not worse, after ``moves`` tries.
+
+    A move exchanges up to a whole bundle of replicas between two units (what a group has in common
+    moves together), or moves a replica to an empty slot. Some moves put a second replica of an
+    expert on a unit, which frees a slot where others may overlap; they leave it ``least`` units.
+
+    The value of a layer is a sum of integer weights over the losses that it and all other layers
+    survive, then the loads of the units, the busiest first; an excess over ``limit`` counts before
+    both. A move that does not make it worse is kept, so that plateaus are crossed. The moves come
+    from raw words of a PCG64, the same on every rank.
+
+    Complexity: O(2^U * distinct holder sets) for a move, so this is for few units.
+
+    Args:
+        others: ``[2^U]``, the losses that the other layers survive.
+        limit: of the busiest unit's tokens, in the fixed point of the shares.
+        doubles: True if an expert may get twice onto a unit.
+    """
+    layer = _Layer(judge, counts_UE.copy(), shares_E, others, limit)
+    words = iter(np.random.PCG64(seed).random_raw(4 * moves).tolist())
+    best = layer.value()
+    for _ in range(moves):
+        least = judge.least if doubles else len(counts_UE)
+        change = _change(layer.counts, judge.capacity, least, [next(words) for _ in range(4)])
+        for step in change:
+            layer.move(*step)
+        value = layer.value() if change else best
+        if value < best:
+            for unit, other, expert in reversed(change):
+                layer.move(other, unit, expert)
+        else:
+            best = value
+    return layer.counts
+
+
+def _change(
+    counts_UE: NDArray[np.int32], capacity_U: NDArray[np.int64], least: int, words: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """A random exchange as single moves; empty if the two units have nothing to exchange."""
+    num_units = len(counts_UE)
+    unit = words[0] % num_units
+    other = (unit + 1 + words[1] % max(num_units - 1, 1)) % num_units
+    here, there = counts_UE[unit] > 0, counts_UE[other] > 0
+    may_double = (counts_UE > 0).sum(axis=0) > (least if words[2] & 256 else len(counts_UE))
+    gives = np.flatnonzero(here & (~there | may_double)).tolist()
+    takes = np.flatnonzero(there & ~here).tolist()
+    empty = int(capacity_U[other] - counts_UE[other].sum())
+    size = 1 + words[2] % 4
+    first = _some(gives, size, words[3])
+    back = _some(takes, max(len(first) - empty, 0), words[3] >> 20)
+    first = first[: len(back) + empty]
+    return [(unit, other, e) for e in first] + [(other, unit, e) for e in back]
+
+
+def _some(items: list[int], size: int, word: int) -> list[int]:
+    """Up to ``size`` of the items; half of the time adjacent ones, which often are of one group."""
+    if not items or not size:
+        return []
+    start, stride = word % len(items), 1 if word >> 10 & 1 else 1 + (word >> 11) % len(items)
+    chosen = {items[(start + index * stride) % len(items)] for index in range(size)}
+    return sorted(chosen)

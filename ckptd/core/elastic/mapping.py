@@ -1,14 +1,10 @@
-"""The mapping of a plan's nodes to the machines of the cluster, so that least has to be fetched.
+"""The mapping of a plan's nodes to the machines of the cluster, so that least has to be fetched
+(docs/elastic.md, section 5).
 
-Problem. A plan says what its nodes hold, not which machine is which of them. One mapping serves all
-layers: recovery needs every layer, and layers with different permutations lose different experts. A
-machine fetches what its plan node holds and it does not have. All machines fetch at once, so the
-largest fetch is minimised, and among such mappings the sum over all machines.
-
-Plan node p was planned for the cluster's node p. Another node may take its place if it has the slots
-that p uses and as many ranks (the load was divided for those), and if domains stay whole: the nodes
-of a domain of the plan go to the nodes of one domain of the cluster. Then an expert that was on f
-domains still is, and the recovery probability stays. The identity is always such a mapping.
+One mapping serves all layers: layers with different permutations would lose different experts. The
+largest fetch of a machine is minimised, then the sum of all. A node may take the place of another if
+it has the slots that the plan uses there and as many ranks (the load was divided for those), and if
+the nodes of a domain of the plan go to the nodes of one domain: then the recovery probability stays.
 
 Method. Bytes that node q fetches as p, for all pairs, by one product of sparse matrices. The least
 possible largest fetch by binary search over thresholds, each a question for a perfect matching,

@@ -1,20 +1,11 @@
-"""The policy for placing experts anew: when nodes came or went, or the load has changed enough.
+"""The policy for placing experts anew: when nodes came or went, or the load has changed enough
+(docs/elastic.md, section 8).
 
 A state machine: events in, one decision out, with its reason; no clock (times are arguments) and no
 planner. Ranks that handle the same events with the same times decide the same; without a common
-clock one rank sends its time.
-
-Rules.
-
-- A node of the placement is gone: place anew at once, on all present nodes, also those waited for.
-- Nodes came: wait until none has come for ``gather_s``, but not longer than ``gather_most_s`` after
-  the first, so that a burst of arrivals costs one interruption (Lazarus §6.4 waits two minutes).
-- The load moved: every ``every_steps`` steps if that is set, unless nothing would be gained; and
-  whenever the time that the better balance saves exceeds the cost of moving. A load is expected to
-  stay for ``horizon_steps`` only. Not while nodes are waited for: the placement changes soon anyway.
-- Too few slots: the fault threshold is lowered step by step to what the slots hold. If they do not
-  hold every expert once, the answer is no, with the missing number; enough nodes end that.
-- Nodes that vanish while a placement is being applied: decide again, for the rest.
+clock one rank sends its time. New nodes are waited for, so that a burst of arrivals costs one
+interruption (Lazarus §6.4 waits two minutes); meanwhile the load decides nothing, as the placement
+changes soon anyway. With too few slots the fault threshold is lowered step by step.
 
 States and events; any other pair is a bug of the caller and raises `LocalProtocolError`:
 

@@ -1,19 +1,15 @@
-"""The probability that every expert survives the loss of nodes, or of whole domains.
+"""The probability that every expert of every layer survives the loss of nodes, or of whole domains.
 
-``k`` of U units (nodes or domains) are lost, each choice of k equally likely. A layer survives if
-each of its experts has a replica on a unit that is left; training needs *every* layer.
+``k`` of U units are lost, each choice of k equally likely. Only the minimal sets of units that hold
+an expert matter: the choices are counted that contain no whole minimal set.
 
-Only the minimal sets of units that hold an expert matter: if the holders of one expert contain
-those of another, the second is lost no later. For each k the choices are counted that contain no
-whole minimal set.
-
-Counting is exact if possible: units are taken one by one, in an order that keeps the holders of an
-expert together (reverse Cuthill-McKee). The state is the set of begun sets that are lost so far;
-for every state the number of ways by k is kept, as the digits of one long integer. A set that is
-complete and lost ends its ways; a unit that lives clears its sets. Disjoint sets, as in a strict
-maximum rank overlap, have two states, windows of a ring as many as they are long: 1,024 nodes take
-tens of milliseconds. Few units are enumerated at once (``2^U`` masks). With more states than
-``STATES_MAX``, choices of k are sampled and the standard error is stated.
+Units are taken one by one, in an order that keeps the holders of an expert together (reverse
+Cuthill-McKee). The state is the set of begun sets that are lost so far; for every state the number of
+ways by k is kept, as the digits of one long integer. A set that is complete and lost ends its ways; a
+unit that lives clears its sets. Disjoint sets, as in a strict maximum rank overlap, have two states,
+windows of a ring as many as they are long: 1,024 nodes take tens of milliseconds. Few units are
+enumerated at once (``2^U`` masks). With more states than ``STATES_MAX``, choices of k are sampled and
+the standard error is stated.
 
 Complexity: O(U * states) operations on integers of U * (U + 1) bits; sampling O(samples * U * sets).
 """
@@ -88,7 +84,20 @@ def recovery_probability(
         ValueError: an impossible number of lost units, units of another shape, no samples.
     """
     held_MU = holder_sets(placement, units)
-    return _chance(held_MU, lost, samples, seed)
+    num_units = held_MU.shape[1]
+    if not 0 <= lost <= num_units:
+        raise ValueError(f"{lost} lost of {num_units}: there are no such choices")
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; a probability needs at least 1")
+    smallest = int(held_MU.sum(axis=1).min())
+    if lost < smallest or smallest == 0:  # no expert can be lost, or one has no holder
+        return Chance(int(lost < smallest), 1, exact=True)
+    if lost == num_units:
+        return Chance(0, 1, exact=True)
+    counts = survivor_counts(held_MU, lost)
+    if counts is not None:
+        return Chance(counts[lost], comb(num_units, lost), exact=True)
+    return Chance(sampled_survivors(held_MU, lost, samples, seed), samples, exact=False)
 
 
 def recovery_by_layer(
@@ -104,23 +113,6 @@ def recovery_by_layer(
     return tuple(
         recovery_probability(layer, lost, units=units, samples=samples, seed=seed) for layer in layers
     )
-
-
-def _chance(held_MU: NDArray[np.bool_], lost: int, samples: int, seed: int) -> Chance:
-    num_units = held_MU.shape[1]
-    if not 0 <= lost <= num_units:
-        raise ValueError(f"{lost} lost of {num_units}: there are no such choices")
-    if samples < 1:
-        raise ValueError(f"samples is {samples}; a probability needs at least 1")
-    smallest = int(held_MU.sum(axis=1).min())
-    if lost < smallest or smallest == 0:  # no expert can be lost, or one has no holder
-        return Chance(int(lost < smallest), 1, exact=True)
-    if lost == num_units:
-        return Chance(0, 1, exact=True)
-    counts = survivor_counts(held_MU, lost)
-    if counts is not None:
-        return Chance(counts[lost], comb(num_units, lost), exact=True)
-    return Chance(sampled_survivors(held_MU, lost, samples, seed), samples, exact=False)
 
 
 # --- the sets --------------------------------------------------------------------------------------------

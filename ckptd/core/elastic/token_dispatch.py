@@ -1,22 +1,19 @@
-"""The assignment of tokens to ranks, when experts have different numbers of replicas on different ranks.
+"""The assignment of tokens to ranks, when experts have different numbers of replicas on different ranks
+(docs/elastic.md, section 7).
 
-Problem. Rank i has ``tokens[i, e]`` tokens for expert e, and rank j holds ``replicas[j, e]`` replicas of
-it. Every token goes to exactly one holder of its expert; every replica of an expert computes equally
-many tokens, within one; as many tokens as possible stay on their rank. All ranks know both arrays
-(they all-gather the counts), and each computes the same answer.
+Every token goes to exactly one holder of its expert; every replica of an expert computes equally many
+tokens, within one; as many tokens as possible stay on their rank. All ranks all-gather the counts,
+and each computes the same answer.
 
 Method (Lazarus, Algorithm 1, with integers that add up). The tokens of an expert are divided over its
 replicas; the remainder goes to consecutive replicas, and each expert begins where the one before
 ended, so that remainders do not pile up on the first rank. That gives the *quota* of each rank. A
 rank keeps its own tokens up to its quota. The rest of each expert, surplus on some ranks and room on
 others, is laid out on two lines in the order of ranks, and a token goes to the rank whose room lies
-where its surplus lies. If the nodes of ranks are known, this is done within each node first, which
-sends as few tokens over the network as these quotas allow. No loop over tokens or pairs of ranks:
-prefix sums, minima and differences, the same on a GPU.
-
-Matching by position instead of in proportion to the room (as in the paper) gives each rank the same
-number of tokens, needs no second rounding, and has at most ``2 R`` pairs of ranks that exchange tokens
-of an expert, instead of up to ``R * R / 4``.
+where its surplus lies; if the nodes of ranks are known, within each node first. No loop over tokens
+or pairs of ranks: prefix sums, minima and differences, the same on a GPU. By position, at most
+``2 R`` pairs of ranks exchange tokens of an expert; in proportion to the room, as in the paper, up to
+``R * R / 4``.
 
 Complexity: ``R * E`` for the plan and for one rank's tokens, ``R * E * log(R * E)`` for those of all.
 

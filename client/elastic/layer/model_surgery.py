@@ -43,88 +43,6 @@ __all__ = [
 ]
 
 
-_NAMES = ("gate_up_proj", "down_proj")
-_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-_ROWS = 4
-# Tolerance between two ways to compute the same few products, in units of the dtype's rounding and
-# relative to the largest output.
-_ROUNDINGS = 64
-
-
-class FusedExpert(nn.Module):
-    """One of the fused experts of a module; its parameters are views of rows until ``own_rows``."""
-
-    def __init__(self, experts: nn.Module, number: int) -> None:
-        super().__init__()
-        for name in _NAMES:
-            whole = experts.get_parameter(name)
-            row = nn.Parameter(whole.detach()[number], requires_grad=whole.requires_grad)
-            self.register_parameter(name, row)
-        self.act_fn: Any = experts.act_fn
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """``[n, H]`` of ``[n, H]``."""
-        gate, up = functional.linear(rows, self.get_parameter("gate_up_proj")).chunk(2, dim=-1)
-        return functional.linear(self.act_fn(gate) * up, self.get_parameter("down_proj"))
-
-    def own_rows(self) -> None:
-        """Copy the rows, so that the module with all experts can be freed."""
-        for param in self.parameters():
-            param.data = param.data.clone()
-
-
-def _has_fused_names(module: nn.Module) -> bool:
-    return all(name in module._parameters for name in _NAMES)
-
-
-def _fused_problem(module: nn.Module) -> str:
-    """The reason why a module with the names of fused experts is not usable; empty if it is."""
-    more = [n for n, _ in module.named_parameters() if n not in _NAMES]
-    more += [n for n, _ in module.named_buffers()]
-    if more:
-        return f"it also has {', '.join(more[:3])}"
-    if getattr(module, "_is_expert_parallel", False):
-        return "it is spread over ranks already (expert parallelism)"
-    gate_up, down = (module.get_parameter(name) for name in _NAMES)
-    for name, param in zip(_NAMES, (gate_up, down), strict=True):
-        if type(param) is not nn.Parameter:
-            return f"{name} is a {type(param).__name__}: replace the blocks before parameters are sharded"
-        if not param.is_floating_point() or param.ndim != 3:
-            return f"{name} is {param.dtype} {list(param.shape)}, not floating point [E, ., .]"
-    if gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
-        return (
-            f"gate_up_proj {list(gate_up.shape)} and down_proj {list(down.shape)} are not [E, "
-            "2F, H] and [E, H, F]"
-        )
-    arguments = list(inspect.signature(module.forward).parameters)
-    if arguments != _ARGUMENTS:
-        return f"it is called with ({', '.join(arguments)}), not ({', '.join(_ARGUMENTS)})"
-    if not callable(getattr(module, "act_fn", None)):
-        return "it has no act_fn"
-    return "" if gate_up.is_meta else _other_result(module, gate_up)
-
-
-@torch.no_grad()
-def _other_result(module: nn.Module, gate_up: Tensor) -> str:
-    """The difference of the first and last expert from ``FusedExpert``; empty if they compute the same."""
-    count, width = gate_up.shape[0], gate_up.shape[2]
-    # Some of each sign and size; no random generator is touched.
-    grid = torch.linspace(-3, 3, _ROWS * width, dtype=torch.float64).sin() * 2
-    rows = grid.view(_ROWS, width).to(gate_up)
-    for number in sorted({0, count - 1}):
-        experts = torch.full((_ROWS, 1), number, dtype=torch.int64, device=rows.device)
-        try:
-            wanted = module(rows, experts, rows.new_ones(_ROWS, 1))
-        except Exception as error:  # noqa: BLE001
-            # Not our code: whatever it raises, no comparison is possible.
-            return f"it raised {type(error).__name__} when it was tried: {error}"
-        found = FusedExpert(module, number)(rows)
-        tolerance = _ROUNDINGS * torch.finfo(rows.dtype).eps * float(wanted.abs().max())
-        if found.shape != wanted.shape or not bool(((found - wanted).abs() <= tolerance).all()):
-            return f"its expert {number} computes something else than down(act(gate) * up)"
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class HandWritten:
     """The form of the blocks of one class.
@@ -335,3 +253,87 @@ def _num_experts(block: _Block) -> int | None:
     if block.how is None:
         return int(block.container.down_proj.shape[0])
     return len(block.container) if isinstance(block.container, nn.ModuleList) else None
+
+
+# -- fused experts -----------------------------------------------------------------------------------
+
+_NAMES = ("gate_up_proj", "down_proj")
+_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+_ROWS = 4
+# Tolerance between two ways to compute the same few products, in units of the dtype's rounding and
+# relative to the largest output.
+_ROUNDINGS = 64
+
+
+class FusedExpert(nn.Module):
+    """One of the fused experts of a module; its parameters are views of rows until ``own_rows``."""
+
+    def __init__(self, experts: nn.Module, number: int) -> None:
+        super().__init__()
+        for name in _NAMES:
+            whole = experts.get_parameter(name)
+            row = nn.Parameter(whole.detach()[number], requires_grad=whole.requires_grad)
+            self.register_parameter(name, row)
+        self.act_fn: Any = experts.act_fn
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """``[n, H]`` of ``[n, H]``."""
+        gate, up = functional.linear(rows, self.get_parameter("gate_up_proj")).chunk(2, dim=-1)
+        return functional.linear(self.act_fn(gate) * up, self.get_parameter("down_proj"))
+
+    def own_rows(self) -> None:
+        """Copy the rows, so that the module with all experts can be freed."""
+        for param in self.parameters():
+            param.data = param.data.clone()
+
+
+def _has_fused_names(module: nn.Module) -> bool:
+    return all(name in module._parameters for name in _NAMES)
+
+
+def _fused_problem(module: nn.Module) -> str:
+    """The reason why a module with the names of fused experts is not usable; empty if it is."""
+    more = [n for n, _ in module.named_parameters() if n not in _NAMES]
+    more += [n for n, _ in module.named_buffers()]
+    if more:
+        return f"it also has {', '.join(more[:3])}"
+    if getattr(module, "_is_expert_parallel", False):
+        return "it is spread over ranks already (expert parallelism)"
+    gate_up, down = (module.get_parameter(name) for name in _NAMES)
+    for name, param in zip(_NAMES, (gate_up, down), strict=True):
+        if type(param) is not nn.Parameter:
+            return f"{name} is a {type(param).__name__}: replace the blocks before parameters are sharded"
+        if not param.is_floating_point() or param.ndim != 3:
+            return f"{name} is {param.dtype} {list(param.shape)}, not floating point [E, ., .]"
+    if gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+        return (
+            f"gate_up_proj {list(gate_up.shape)} and down_proj {list(down.shape)} are not [E, "
+            "2F, H] and [E, H, F]"
+        )
+    arguments = list(inspect.signature(module.forward).parameters)
+    if arguments != _ARGUMENTS:
+        return f"it is called with ({', '.join(arguments)}), not ({', '.join(_ARGUMENTS)})"
+    if not callable(getattr(module, "act_fn", None)):
+        return "it has no act_fn"
+    return "" if gate_up.is_meta else _other_result(module, gate_up)
+
+
+@torch.no_grad()
+def _other_result(module: nn.Module, gate_up: Tensor) -> str:
+    """The difference of the first and last expert from ``FusedExpert``; empty if they compute the same."""
+    count, width = gate_up.shape[0], gate_up.shape[2]
+    # Some of each sign and size; no random generator is touched.
+    grid = torch.linspace(-3, 3, _ROWS * width, dtype=torch.float64).sin() * 2
+    rows = grid.view(_ROWS, width).to(gate_up)
+    for number in sorted({0, count - 1}):
+        experts = torch.full((_ROWS, 1), number, dtype=torch.int64, device=rows.device)
+        try:
+            wanted = module(rows, experts, rows.new_ones(_ROWS, 1))
+        except Exception as error:  # noqa: BLE001
+            # Not our code: whatever it raises, no comparison is possible.
+            return f"it raised {type(error).__name__} when it was tried: {error}"
+        found = FusedExpert(module, number)(rows)
+        tolerance = _ROUNDINGS * torch.finfo(rows.dtype).eps * float(wanted.abs().max())
+        if found.shape != wanted.shape or not bool(((found - wanted).abs() <= tolerance).all()):
+            return f"its expert {number} computes something else than down(act(gate) * up)"
+    return ""

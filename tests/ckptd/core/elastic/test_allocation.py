@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ckptd.core.elastic.allocation import (
     allocate,
-    rank_slots,
     reachable_threshold,
     split_over_ranks,
     straggler_by_layer,
@@ -227,8 +226,10 @@ def test_every_replica_is_on_one_rank_of_its_node(seed: int) -> None:
         used = part.sum(axis=2)
         assert (used.max(axis=1) - used.min(axis=1) <= 1).all()
     assert begin == split.shape[1] == cluster.num_ranks
-    assert (split.sum(axis=2) <= rank_slots(cluster)).all()
-    assert rank_slots(cluster).sum() == cluster.num_slots
+    slots = zip(cluster.slots.tolist(), cluster.ranks, strict=True)
+    slots_R = np.array([n // k + (i < n % k) for n, k in slots for i in range(k)])
+    assert (split.sum(axis=2) <= slots_R).all()
+    assert slots_R.sum() == cluster.num_slots
 
 
 def test_heavy_and_light_replicas_are_mixed() -> None:
