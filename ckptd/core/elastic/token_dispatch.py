@@ -111,7 +111,7 @@ class Dispatch:
         return tokens
 
     def entries(self) -> Entries:
-        """The tokens that all ranks send, for predictions; a rank needs :meth:`sends` and :meth:`receives`."""
+        """The tokens that all ranks send, for predictions: a rank needs `sends` and `receives` only."""
         rank, expert = np.nonzero(self.kept)
         parts = [np.stack([rank, rank, expert, np.zeros_like(rank), self.kept[rank, expert]])]
         parts += [_pairs(leg) for leg in self.legs]

@@ -1,4 +1,4 @@
-"""Replicas by load: equation 1 on integers, its limits, and what is promised."""
+"""Replicas by load: equation 1 on integers, its limits, its promise; the balance of load; ranks of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement: the optimum where all placements can be tried, the promise everywhere, and the baselines."""
+"""Placement: the optimum where all placements can be tried, the promise everywhere, baselines, and the search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of experts over a change of ranks: every element goes once from who had it to who owns it now."""
+"""Shards of experts on another number of ranks: every element goes once from its old owner to its new one."""
 
 from __future__ import annotations
 

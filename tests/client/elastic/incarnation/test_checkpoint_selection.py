@@ -1,4 +1,4 @@
-"""What is durable against what memory holds, and who brings which image. The rest is played by
+"""Durable checkpoints against the state in memory, and the node that brings each image. The rest is tested by
 tests/e2e/test_elastic_stored.py.
 """
 

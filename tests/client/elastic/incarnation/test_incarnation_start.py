@@ -1,4 +1,4 @@
-"""Ranks that plan a world together: all get the same, or all hear what was wrong with any of them."""
+"""Ranks that start an incarnation: all get the same number and plan, or all raise the error of any of them."""
 
 from __future__ import annotations
 

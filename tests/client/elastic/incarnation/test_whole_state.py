@@ -1,5 +1,5 @@
-"""An elastic job's experts on shards, on three ranks of gloo: what is refused is refused on all,
-and training is that of one place.
+"""Experts on shards in an elastic job, on three ranks of gloo: errors are raised on all, and training equals that
+of one process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What goes on beside the steps: a world that ends early on all ranks at once; memory that one rank
-of a node frees.
-"""
+"""Background tasks: an incarnation that ends early on all ranks at once, and memory that one rank of a node frees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors go together in one exchange, and how they are cut into shards."""
+"""Rounds of expert tensors, and their parts on holders and owners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Orders of rows: all ranks' routes together, without a process group."""
+"""Routing of tokens: the orders of rows on all ranks together, without a process group, and the choice of the
+dispatcher for a device.
+"""
 
 from __future__ import annotations
 
