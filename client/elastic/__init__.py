@@ -6,10 +6,14 @@ the other (SwiftMoE).
 """
 
 from ckptd.client.elastic.layer.elastic_layer import ElasticExperts
-from ckptd.client.elastic.layer.full_state_dict import full_state_dict, load_full_state_dict
-from ckptd.client.elastic.layer.model_surgery import HandWritten, elastic_layers, replace_moe_blocks
-from ckptd.client.elastic.reshard import recut
-from ckptd.client.elastic.sharded_optimizer import ExpertShards
+from ckptd.client.elastic.layer.model_surgery import (
+    HandWritten,
+    elastic_layers,
+    full_state_dict,
+    load_full_state_dict,
+    replace_moe_blocks,
+)
+from ckptd.client.elastic.sharded_optimizer import ExpertShards, recut
 
 __all__ = [
     "ElasticExperts",
