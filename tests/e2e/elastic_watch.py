@@ -53,8 +53,8 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     """
     from ckptd.client.elastic.incarnation import incarnation_start, state_transfer
     from ckptd.client.elastic.incarnation.checkpoint_selection import Storage
+    from ckptd.client.elastic.incarnation.image_inventory import LocalState
     from ckptd.client.elastic.incarnation.state_transfer import Loader
-    from ckptd.client.elastic.incarnation.unit_reading import LocalState
     from ckptd.client.elastic.job import elastic_job
     from ckptd.client.elastic.job.background_tasks import GarbageCollection
 

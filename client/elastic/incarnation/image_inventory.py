@@ -1,18 +1,21 @@
-"""The images of an elastic job on this node: files of the daemon, read in place.
+"""The images of an elastic job on this node: their inventory, and the units read from them.
 
-No daemon is asked: whoever may open a segment can read it, and replicas of other nodes' segments
-are such files, too. An image counts if it is sealed and anchors everything that it contains; a
-sparse image alone is no state.
+They are files of the daemon, read in place. No daemon is asked: whoever may open a segment can read
+it, and replicas of other nodes' segments are such files, too. An image counts if it is sealed and
+anchors everything that it contains; a sparse image alone is no state. Images that are read are
+verified once, and locked against reuse meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 import torch
 
 from ckptd.client import values
@@ -20,6 +23,7 @@ from ckptd.client.daemon_link.slot_file import SlotFile
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.snapshot_layout import SCALARS, STATIC, EntrySource, parse_entry_name
+from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, SlotHeader
@@ -27,12 +31,24 @@ from ckptd.core.slots.segment_names import FILE_ENDS, REPLICA_ENDS, Kind
 from ckptd.errors import SegmentError
 from ckptd.holdings import header_record
 from ckptd.storage.checkpoints.names import incarnation_of_run
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.images.image import ImageView, verify
 from ckptd.storage.images.image_format import ImageError, ImageTensor
 
-__all__ = ["ImageKey", "Inventory", "LocalImage", "ParamFacts", "UnitIndex", "incarnation_files", "settle"]
+__all__ = [
+    "ImageKey",
+    "Inventory",
+    "LocalImage",
+    "LocalState",
+    "ParamFacts",
+    "UnitHead",
+    "UnitIndex",
+    "Unreadable",
+    "incarnation_files",
+    "settle",
+]
 
 logger = get_logger(__name__)
+
 
 ImageKey = tuple[str, int, int]
 """An image on this node: the file, the slot, and the sequence of the slot's content."""
@@ -329,3 +345,153 @@ class ParamFacts:
             "entries": kept["entries"].get(param, []),
             "deviating": [kept["keys"][param]] if param in kept["keys"] else [],
         }
+
+
+# -- reading -----------------------------------------------------------------------------------------
+
+
+class Unreadable(TryAgain):
+    """``image`` cannot be used."""
+
+    def __init__(self, image: LocalImage, why: str) -> None:
+        super().__init__(f"{image.file.path.name} slot {image.index}: {why}")
+        self.image = image
+
+
+class UnitHead(msgspec.Struct, frozen=True, array_like=True):
+    """The header before the bytes of a unit that is sent.
+
+    Args:
+        parts: kind, key, dtype, shape and size of each part; their bytes follow in this order.
+        facts: of its parameter, packed (`ParamFacts.of`).
+    """
+
+    unit: Unit
+    parts: tuple[tuple[str, str, str, tuple[int, ...], int], ...]
+    facts: bytes
+
+
+class _Opened:
+    """An image that is locked and verified."""
+
+    def __init__(self, image: LocalImage, layers: ExpertLayers, held: ExitStack) -> None:
+        try:
+            data = held.enter_context(image.file.held(image.record))
+        except FileNotFoundError as error:
+            raise Unreadable(image, "its file was freed meanwhile") from error
+        if data is None:
+            raise Unreadable(image, "it has just been overwritten")
+        try:
+            verify(data, image.header.header_digest)
+            self.view = ImageView(data)
+        except ImageError as error:
+            raise Unreadable(image, str(error)) from error
+        self.data = data
+        self.index = UnitIndex(self.view, layers, image.held.rank)
+        self.facts = ParamFacts(self.view)
+
+
+class LocalState:
+    """This node's part of a state; a context manager.
+
+    Args:
+        images: of that iteration and incarnation.
+    Raises:
+        Unreadable: an image that is needed is damaged or was overwritten.
+        TryAgain: an image that is needed was freed since the inventory.
+    """
+
+    def __init__(self, images: Sequence[LocalImage], layers: ExpertLayers) -> None:
+        # Parked states first: they contain all that their rank had.
+        self._images = sorted(images, key=lambda i: (not i.held.parked, i.held.rank, i.key))
+        self._layers = layers
+        self._held = ExitStack()
+        self._opened: dict[ImageKey, _Opened] = {}
+        self._indices: dict[ImageKey, UnitIndex | None] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unlock all images."""
+        self._opened.clear()
+        self._indices.clear()
+        self._held.close()
+
+    def open_for(self, units: Sequence[Unit], ranks: Sequence[int]) -> None:
+        """Lock and verify the images of these units, and of the step scalars of these ranks."""
+        for unit in units:
+            self._of(unit)
+        for rank in ranks:
+            self._of_rank(rank)
+
+    def unit(self, unit: Unit) -> Iterator[bytes | memoryview]:
+        """The unit as it is sent: the length of its header, the header, and the bytes of its parts."""
+        opened = self._of(unit)
+        parts = opened.index.parts(unit)
+        entries = tuple((p.kind, p.key, p.dtype, p.shape, p.nbytes) for p in parts)
+        facts = values.pack(opened.facts.of(unit.param), unit.param)
+        head = msgspec.msgpack.encode(UnitHead(unit, entries, facts))
+        yield len(head).to_bytes(4, "little")
+        yield head
+        for part in parts:
+            yield opened.data[part.offset : part.offset + part.nbytes]
+
+    def scalars(self, rank: int) -> bytes:
+        """The step scalars and dense buffers of a rank, and its optimizers' state of no parameter, packed."""
+        opened = self._of_rank(rank)
+        kept = opened.facts.kept
+        found: dict[str, Any] = {
+            "rank": rank,
+            "kept": None if kept is None else {k: kept[k] for k in ("attributes", "groups", "foreign")},
+            "scalars": {k: opened.facts.scalars[k] for k in ("groups", "state", "rng")}
+            | {"program": opened.facts.scalars.get("program", {})},  # not recorded by 0.4
+            "buffers": {
+                name: [entry.dtype, list(entry.shape), bytes(opened.view.data(entry.name))]
+                for name, entry in opened.index.buffers.items()
+                if self._layers.expert_of(name) is None
+            },
+        }
+        return values.pack(found, "step scalars")
+
+    def state(self, rank: int) -> dict[str, bytes]:
+        """The user's objects as this rank recorded them, packed, by name."""
+        found: dict[str, bytes] = self._of_rank(rank).facts.scalars["state"]
+        return found
+
+    def _of(self, unit: Unit) -> _Opened:
+        for image in self._images:
+            index = self._index(image)
+            if index is not None and index.covered([unit]):
+                return self._open(image)
+        raise TryAgain(f"{unit} is in no image here any more")
+
+    def _index(self, image: LocalImage) -> UnitIndex | None:
+        """The units of an image by its unverified header, so that only images that are read are
+        verified; None if the image was overwritten.
+        """
+        if image.key not in self._indices:
+            index = None
+            try:
+                # Locked: a slot may be refilled at this moment.
+                with image.file.held(image.record) as data:
+                    if data is not None:
+                        index = UnitIndex(ImageView(data), self._layers, image.held.rank)
+            except (ImageError, FileNotFoundError) as error:
+                raise Unreadable(image, str(error)) from error
+            self._indices[image.key] = index
+        return self._indices[image.key]
+
+    def _of_rank(self, rank: int) -> _Opened:
+        for image in self._images:
+            if image.held.rank == rank:
+                return self._open(image)
+        raise TryAgain(f"no image of rank {rank} is here any more")
+
+    def _open(self, image: LocalImage) -> _Opened:
+        if image.key not in self._opened:
+            self._opened[image.key] = _Opened(image, self._layers, self._held)
+        return self._opened[image.key]

@@ -26,8 +26,13 @@ import numpy as np
 
 from ckptd.client import values
 from ckptd.client.elastic.incarnation.checkpoint_selection import DurableState, Storage, choose_state
-from ckptd.client.elastic.incarnation.image_inventory import ImageKey, Inventory, settle
-from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
+from ckptd.client.elastic.incarnation.image_inventory import (
+    ImageKey,
+    Inventory,
+    LocalState,
+    Unreadable,
+    settle,
+)
 from ckptd.client.elastic.incarnation.whole_state import LOADS, SHAPES, numels_of
 from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives

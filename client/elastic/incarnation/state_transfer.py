@@ -15,9 +15,9 @@ from ckptd.client import values
 from ckptd.client.capture.program import Program
 from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.elastic import ExpertShards
+from ckptd.client.elastic.incarnation.image_inventory import LocalState, UnitHead
 from ckptd.client.elastic.incarnation.incarnation_start import Started
 from ckptd.client.elastic.incarnation.optimizer_extras import OptimizerExtras, check_recorded_equal
-from ckptd.client.elastic.incarnation.unit_reading import LocalState, UnitHead
 from ckptd.client.elastic.incarnation.whole_state import WholeState, check_strategy, firsts_of
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.host_bytes import DTYPES

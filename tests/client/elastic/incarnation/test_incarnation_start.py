@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ckptd.client.elastic.incarnation import incarnation_start
+from ckptd.client.elastic.incarnation.image_inventory import Unreadable
 from ckptd.client.elastic.incarnation.incarnation_start import (
     Discovery,
     JobSettings,
@@ -22,7 +23,6 @@ from ckptd.client.elastic.incarnation.incarnation_start import (
     discover,
     start_incarnation,
 )
-from ckptd.client.elastic.incarnation.unit_reading import Unreadable
 from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnation_plan import Seat, nodes_of, plan_incarnation

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from ckptd.client import values
 from ckptd.client.capture.step_state import gather_groups
-from ckptd.client.elastic.incarnation.image_inventory import Inventory
+from ckptd.client.elastic.incarnation.image_inventory import Inventory, LocalState, Unreadable
 from ckptd.client.elastic.incarnation.optimizer_extras import OptimizerExtras
 from ckptd.client.elastic.incarnation.state_transfer import Loader, check_fits
-from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
 from ckptd.client.elastic.incarnation.whole_state import same_call
 from ckptd.client.elastic.layer.expert_tensors import cut, joined
 from ckptd.client.model.live_state import LiveState
