@@ -8,7 +8,7 @@ from collections import Counter, deque
 
 from ckptd.core.sessions import RankKey
 from ckptd.printable import one_line
-from ckptd.transport.control.messages import EventInfo, Events
+from ckptd.transport.messages import EventInfo, Events
 
 __all__ = ["EventLog"]
 

@@ -22,7 +22,7 @@ from ckptd.core.slots.segment_format import (
     unpack_slot_header,
 )
 from ckptd.errors import RemoteProtocolError
-from ckptd.transport.control.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
+from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack
 
 __all__ = [

@@ -22,8 +22,8 @@ from ckptd.config.daemon_config import ConfigError, load_config, trusted_users
 from ckptd.config.runtime_dir import UnusableFolder, is_operated, private_folder
 from ckptd.config.settings import given_settings
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.control.messages import Ping, Pong
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.messages import Ping, Pong
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["answers", "connect", "ensure_daemon", "unexpected"]
 

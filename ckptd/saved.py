@@ -10,8 +10,8 @@ from ckptd.core.recovery.held import STORE_NODE
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.holdings import newest_history
 from ckptd.launch import connect
-from ckptd.transport.control.messages import GetStatus, RunSeen, SeeRun, Status
-from ckptd.transport.control.wire import RefusedError, RequestTimeout, WireError
+from ckptd.transport.messages import GetStatus, RunSeen, SeeRun, Status
+from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
 __all__ = ["SavedIteration", "saved_iterations"]
 

@@ -63,7 +63,7 @@ from ckptd.client.stats import Stats
 from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
 from ckptd.client.training_state import examine
 from ckptd.core.schedules.schedule import Ordering
-from ckptd.cuda.select import make_engine
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 
 __all__ = ["Checkpointer"]

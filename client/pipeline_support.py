@@ -24,7 +24,7 @@ from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.stage_hooks import listen
 from ckptd.client.recovery.localized_recovery import LocalizedStart, end_localized
 from ckptd.client.stats import Stats
-from ckptd.cuda.select import make_engine
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import DaemonUnavailable
 
 __all__ = ["PipelinePart"]

@@ -65,7 +65,7 @@ def test_the_graph_sees_the_linked_folders(graph: grimp.ImportGraph) -> None:
         "ckptd.client.daemon_link.session",
         "ckptd.cuda.engine",
         "ckptd.storage.images.image",
-        "ckptd.transport.control.wire",
+        "ckptd.transport.wire",
     ):
         assert module in graph.modules
 

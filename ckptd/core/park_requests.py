@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ckptd.core.sessions import RankKey
-from ckptd.transport.control.messages import Parks, RankParked
+from ckptd.transport.messages import Parks, RankParked
 
 __all__ = ["ParkRequests"]
 

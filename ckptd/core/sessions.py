@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.transport.control.messages import Member, RefusalCode
+from ckptd.transport.messages import Member, RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = [

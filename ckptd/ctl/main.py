@@ -57,9 +57,9 @@ from ckptd.launch import answers, connect
 from ckptd.printable import for_json, for_terminal
 from ckptd.saved import saved_iterations
 from ckptd.storage.checkpoints.signing import SigningError
+from ckptd.transport import messages as m
 from ckptd.transport.access.keys import KeysError
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["main"]
 

@@ -12,8 +12,8 @@ from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized
 from ckptd.core.recovery.whatif import RankOutcome, WhatIf, what_if
 from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import held_from_segments, newest_history
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, RefusedError
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError
 from ckptd.units import format_bytes, format_table
 
 __all__ = [

@@ -9,7 +9,7 @@ from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.recovery.quarantine import describe_failure
 from ckptd.ctl.doctor import Diagnosis
 from ckptd.saved import SavedIteration
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from ckptd.units import format_age, format_bytes, format_table
 
 __all__ = ["events", "findings", "parks", "snapshots", "status"]

@@ -31,7 +31,7 @@ from ckptd.holdings import header_record, operators_id
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.images.image import ImageView
 from ckptd.storage.images.image_format import ImageError
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     HeldSegment,
     HeldSlot,
     RankSnapshots,

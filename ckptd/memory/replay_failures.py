@@ -32,7 +32,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.private_files import replace_private_file
-from ckptd.transport.control.messages import ReplayFailure, RunFailures
+from ckptd.transport.messages import ReplayFailure, RunFailures
 from ckptd.unpacking import unpack
 
 __all__ = ["Quarantine"]

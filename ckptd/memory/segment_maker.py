@@ -19,7 +19,7 @@ from ckptd.core.sessions import RankKey, reject_if_too_large, room_for_replicas
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import CannotReserve, Purpose, SegmentPlan, SegmentStore
-from ckptd.transport.control.messages import RefusalCode, Refused
+from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 

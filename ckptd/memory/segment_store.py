@@ -45,7 +45,7 @@ from ckptd.memory.adoption import ASIDE, Adopted, Adoption
 from ckptd.memory.file_mapping import FileMapping
 from ckptd.memory.pages import allocate, populate, try_mlock
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["CannotReserve", "Purpose", "SegmentPlan", "SegmentStore"]

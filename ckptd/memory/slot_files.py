@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.control.peer_messages import PeerRefused, ReadOpened, RegionFile, SlotGranted
 from ckptd.transport.fabric.short_cut import is_being_filled
+from ckptd.transport.peer_messages import PeerRefused, ReadOpened, RegionFile, SlotGranted
 from ckptd.transport.verbs import FileRange, Region, RegionKey
 
 __all__ = ["described_file", "left_behind", "lend_slot", "region_of", "slot_file"]

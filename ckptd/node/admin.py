@@ -13,8 +13,8 @@ from ckptd.node.peering import Peering
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.storage.stores.store_base import public_url
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["Admin", "openers"]

@@ -12,8 +12,8 @@ from ckptd.config.runtime_dir import AlreadyRunning, claim
 from ckptd.config.settings import DaemonConfig
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
-from ckptd.transport.control.messages import Done, StepAside
-from ckptd.transport.control.wire import RefusedError, RequestTimeout, WireError
+from ckptd.transport.messages import Done, StepAside
+from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
 __all__ = ["take_over"]
 

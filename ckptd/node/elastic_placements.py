@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ckptd.core.sessions import RankKey
-from ckptd.transport.control.messages import Elastic, ElasticTold, SeenElastic
+from ckptd.transport.messages import Elastic, ElasticTold, SeenElastic
 
 __all__ = ["ElasticFacts"]
 

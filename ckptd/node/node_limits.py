@@ -11,7 +11,7 @@ from ckptd.config.config_values import parse_memory
 from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.transport.access.local_door import ENOUGH_DESCRIPTORS
+from ckptd.transport.access.doorkeeper import ENOUGH_DESCRIPTORS
 
 __all__ = [
     "check_descriptors",

@@ -42,8 +42,8 @@ from ckptd.peers.runs import Run
 from ckptd.peers.survey import RunSurvey
 from ckptd.persistence.store_link import StoreLink
 from ckptd.restore.fetches import Fetches
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import (
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import (
     Drill,
     DrillReport,
     GetHoldings,

@@ -18,8 +18,8 @@ from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.restore.descriptor_search import FoundDescriptor
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["Answer", "Reservations", "segment_info"]

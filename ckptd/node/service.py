@@ -29,8 +29,8 @@ from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.restore.remote_copies import ForReading
 from ckptd.restore.store_restore import Bringing
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["Service"]

@@ -14,13 +14,12 @@ import zmq
 
 from ckptd.config.runtime_dir import UnusableFolder, give_to_group
 from ckptd.node_context import NodeContext
-from ckptd.transport.access.doorkeeper import fd_of_frame
-from ckptd.transport.access.local_door import LocalDoor, local_limits
+from ckptd.transport.access.doorkeeper import LocalDoor, fd_of_frame, local_limits
 from ckptd.transport.access.local_trust import check_way, own_users
 from ckptd.transport.access.refusals import RefusalLog
-from ckptd.transport.control.messages import Message, RefusalCode, Refused, Reply
-from ckptd.transport.control.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
+from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.verbs import FabricCounters
+from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
 
 __all__ = ["TrainerSocket"]
 

@@ -29,8 +29,8 @@ from ckptd.node.process_watch import PidWatcher
 from ckptd.node.rank_owners import OwnerTokens
 from ckptd.node.reservations import segment_info
 from ckptd.node_context import NodeContext
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
 
 __all__ = ["Trainers"]
 

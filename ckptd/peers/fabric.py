@@ -13,8 +13,8 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.node_context import NodeContext
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys, KeysError, trusted
-from ckptd.transport.control.messages import NodeCard
 from ckptd.transport.fabric.zmq_fabric import FabricOptions, ZmqFabric
+from ckptd.transport.messages import NodeCard
 from ckptd.transport.tcp.stream_fabric import StreamFabric, StreamOptions
 from ckptd.transport.tcp.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ckptd.node_context import NodeContext
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from ckptd.units import format_bytes
 
 __all__ = ["PeerInbox"]

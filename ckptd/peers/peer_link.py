@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from ckptd.node_context import Post
-from ckptd.transport.control.peer_messages import (
+from ckptd.transport.peer_messages import (
     PeerMessage,
     PeerRefused,
     PeerReply,

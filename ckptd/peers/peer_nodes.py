@@ -25,8 +25,8 @@ import ckptd
 from ckptd.config.config_values import parse_labels
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import NodeCard, PeerStatus
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import NodeCard, PeerStatus
 from ckptd.transport.verbs import Fabric, PeerAddress
 
 __all__ = ["NeighbourListener", "Neighbours"]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ckptd.peers import survey
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, Holdings, NodeCard, RunRecord
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, Holdings, NodeCard, RunRecord
 
 __all__ = ["RecordUpdates"]
 

@@ -11,8 +11,8 @@ from ckptd.core.slots.slots import epoch_can_follow
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.run_records import RunRecords
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import RunRecord
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import RunRecord
 
 __all__ = ["RunNews"]
 

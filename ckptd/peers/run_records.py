@@ -24,7 +24,7 @@ from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.private_files import replace_private_file
-from ckptd.transport.control.messages import Join, NodeCard, RunRecord
+from ckptd.transport.messages import Join, NodeCard, RunRecord
 from ckptd.unpacking import unpack
 
 __all__ = ["RunRecords", "decode_record", "encode_record"]

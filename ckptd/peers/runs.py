@@ -30,8 +30,8 @@ from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.rings import LogRing, ReplicatedRing, SnapshotRing
 from ckptd.peers.sender import RankReplication, ReplicatedRun
-from ckptd.transport.control.messages import Join, Member, ReplicationStatus, TargetStatus
-from ckptd.transport.control.peer_messages import Floor
+from ckptd.transport.messages import Join, Member, ReplicationStatus, TargetStatus
+from ckptd.transport.peer_messages import Floor
 
 __all__ = ["Run"]
 

@@ -50,8 +50,8 @@ from ckptd.memory.slot_holds import SlotHolds
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.rings import ReplicatedRing
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import HeldSlot
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
 __all__ = ["RankReplication", "ReplicatedRun"]

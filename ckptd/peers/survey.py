@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ckptd.peers.peer_link import PeerLink
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     GetHoldings,
     Holdings,
     Member,

@@ -30,8 +30,8 @@ from ckptd.memory.segment_file import Segment
 from ckptd.node_context import Post
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.keeper_client import AWAY, StoreChild
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
 from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKey
 
 __all__ = ["StoreLink"]

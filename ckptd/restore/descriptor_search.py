@@ -13,8 +13,8 @@ from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.memory.segment_file import Segment
 from ckptd.peers.holder import Holder
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import FetchSource
 
 __all__ = ["DescriptorSearch", "FoundDescriptor", "LocalSource"]
 

@@ -24,7 +24,7 @@ from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.memory.segment_store import Purpose, SegmentStore
 from ckptd.restore.descriptor_search import FoundDescriptor
 from ckptd.restore.fetch_job import FetchJob
-from ckptd.transport.control.messages import DrillReport, FetchPiece, FetchSource, Refused, RunSeen
+from ckptd.transport.messages import DrillReport, FetchPiece, FetchSource, Refused, RunSeen
 from ckptd.workers import Workers
 
 __all__ = ["DrillRun"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ckptd.core.slots.segment_format import unpack_slot_header
 from ckptd.restore.fetch_tools import FetchTools, Job
 from ckptd.restore.slot_fetch import FetchedPiece
-from ckptd.transport.control.messages import FetchPiece, FetchState
+from ckptd.transport.messages import FetchPiece, FetchState
 from ckptd.units import format_bytes
 
 __all__ = ["FetchJob"]

@@ -12,7 +12,7 @@ from ckptd.memory.slot_doubts import Doubt
 from ckptd.node_context import DigestThreads
 from ckptd.peers.holder import Holder
 from ckptd.restore.descriptor_search import LocalSource
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Fault
 from ckptd.workers import Workers
 

@@ -18,7 +18,7 @@ from ckptd.restore.fetch_job import FetchJob
 from ckptd.restore.fetch_tools import CopyDoubts, FetchTools
 from ckptd.restore.local_copies import with_copies_here
 from ckptd.restore.remote_copy_files import ReadingCopies
-from ckptd.transport.control.messages import DrillReport, FetchPiece, FetchSource, RunSeen
+from ckptd.transport.messages import DrillReport, FetchPiece, FetchSource, RunSeen
 from ckptd.units import format_bytes
 
 __all__ = ["Fetches"]

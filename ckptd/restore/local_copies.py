@@ -12,7 +12,7 @@ from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import unpack_slot_header
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.control.messages import FetchPiece, FetchSource
+from ckptd.transport.messages import FetchPiece, FetchSource
 
 __all__ = ["with_copies_here"]
 

@@ -21,8 +21,8 @@ from ckptd.memory.slot_files import region_of
 from ckptd.peers.holder import Holder
 from ckptd.restore.fetch_tools import FetchTools, Job
 from ckptd.restore.vouchers import Vouchers
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import FetchSource
 from ckptd.transport.verbs import Completion, Fault, RegionKey, Transfer
 
 __all__ = ["Pulling"]

@@ -20,8 +20,8 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.restore.descriptor_search import FoundDescriptor
 from ckptd.restore.fetches import Fetches
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["ForReading"]

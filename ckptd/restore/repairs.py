@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.striping import ImagePart, Span
 from ckptd.restore.fetched_image import Wrong
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport.messages import FetchSource
 
 __all__ = ["WHOLE_IMAGE", "Repairs"]
 

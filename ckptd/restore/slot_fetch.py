@@ -38,7 +38,7 @@ from ckptd.restore.puller import Pulling
 from ckptd.restore.repairs import WHOLE_IMAGE, Repairs
 from ckptd.restore.stored_copies import find_stored
 from ckptd.restore.vouchers import Vouchers, Vouching
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport.messages import FetchSource
 
 __all__ = ["FetchedPiece"]
 

@@ -25,8 +25,8 @@ from ckptd.persistence.keeper_wire import CommittedCheckpoint, FoundWorlds
 from ckptd.persistence.store_link import StoreLink
 from ckptd.restore.fetch_job import FetchJob
 from ckptd.restore.fetches import Fetches
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import FetchPiece, FetchSource, RefusalCode
+from ckptd.transport import messages as m
+from ckptd.transport.messages import FetchPiece, FetchSource, RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["Bringing"]

@@ -8,7 +8,7 @@ from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SlotHeader, unpack_slot_header
 from ckptd.peers.holder import Holder
-from ckptd.transport.control.messages import FetchSource, GetHoldings, Holdings
+from ckptd.transport.messages import FetchSource, GetHoldings, Holdings
 
 __all__ = ["find_stored"]
 

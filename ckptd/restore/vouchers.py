@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from enum import Enum
 
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport.messages import FetchSource
 
 __all__ = ["Vouchers", "Vouching"]
 

@@ -14,7 +14,7 @@ from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.control.messages import SegmentInfo
+from ckptd.transport.messages import SegmentInfo
 
 __all__ = ["RETRY_STEPS", "AuxiliarySegments"]
 

@@ -21,7 +21,7 @@ from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.launch import connect
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Attach,
     Attached,
     Filled,
@@ -35,7 +35,7 @@ from ckptd.transport.control.messages import (
     TellElastic,
     Welcome,
 )
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["ANSWER_S", "FAILURES", "Follows", "Link"]
 

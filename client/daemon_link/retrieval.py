@@ -24,7 +24,7 @@ from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
 from ckptd.storage.images.image import DigestMismatch, verify
 from ckptd.storage.images.image_format import ImageError
-from ckptd.transport.control.messages import NodeCard, RefusalCode, SegmentInfo
+from ckptd.transport.messages import NodeCard, RefusalCode, SegmentInfo
 
 __all__ = ["Retrieval", "Retrieved"]
 

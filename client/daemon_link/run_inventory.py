@@ -19,7 +19,7 @@ from ckptd.core.recovery.snapshot_sources import SnapshotCopy
 from ckptd.core.slots.ring import SlotRecord, epoch_table
 from ckptd.core.slots.slots import DRAWN_EPOCHS, epoch_after, least_starts
 from ckptd.holdings import held_from_segments
-from ckptd.transport.control.messages import Holdings, Member, NodeCard, ReplayFailure, RunSeen
+from ckptd.transport.messages import Holdings, Member, NodeCard, ReplayFailure, RunSeen
 
 __all__ = ["NodeRecord", "RankNote", "RunView", "SeesRun", "see_run"]
 

@@ -15,7 +15,7 @@ from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.storage.images.image import ImageView
-from ckptd.transport.control.messages import FetchState
+from ckptd.transport.messages import FetchState
 
 __all__ = ["Arrivals", "KnowsFetches", "wait_until_sealed"]
 

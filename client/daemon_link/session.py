@@ -21,7 +21,7 @@ from ckptd.client.daemon_link.connection import ANSWER_S, FAILURES, Link
 from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Attach,
     Attached,
     Detach,
@@ -52,7 +52,7 @@ from ckptd.transport.control.messages import (
     TellReplay,
     Welcome,
 )
-from ckptd.transport.control.wire import RequestTimeout, WireError
+from ckptd.transport.wire import RequestTimeout, WireError
 
 __all__ = ["Session"]
 

@@ -27,7 +27,7 @@ from ckptd.errors import CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
 from ckptd.storage.images.image import ImageView, verify
 from ckptd.storage.images.image_format import ImageError
-from ckptd.transport.control.messages import NodeCard
+from ckptd.transport.messages import NodeCard
 
 __all__ = ["CopiedImage", "ParkedCopy"]
 

@@ -36,7 +36,7 @@ from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
 from ckptd.memory import locks
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     FetchPiece,
     FetchState,
     NodeCard,

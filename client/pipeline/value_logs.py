@@ -13,7 +13,7 @@ from torch import Tensor
 from ckptd.client.pipeline.upstream_feed import BringsLogs, FedLogs
 from ckptd.core.recovery.localized_plan import Feed, RankPlan
 from ckptd.core.slots.boundary import RecordKey
-from ckptd.transport.control.messages import NodeCard
+from ckptd.transport.messages import NodeCard
 
 __all__ = ["ValueLogs"]
 

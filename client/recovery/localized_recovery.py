@@ -43,7 +43,7 @@ from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
-from ckptd.transport.control.messages import NodeCard
+from ckptd.transport.messages import NodeCard
 
 __all__ = ["LocalizedStart", "begin_localized", "end_localized", "recovered_locally"]
 

@@ -27,7 +27,7 @@ from ckptd.core.recovery.quarantine import (
     reason_of,
 )
 from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
-from ckptd.transport.control.messages import RankMismatch, ReplayFailure
+from ckptd.transport.messages import RankMismatch, ReplayFailure
 
 __all__ = ["Replayed", "Verification"]
 

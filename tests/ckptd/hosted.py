@@ -22,10 +22,10 @@ from ckptd.peers.replicas.host_parts import HostWorkers
 from ckptd.peers.replicas.replica_server import Host
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import ReplayFailure
+from ckptd.transport import peer_messages as p
 from ckptd.transport.fabric.regions import LocalRegion
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.messages import ReplayFailure
 from ckptd.transport.verbs import Access, FileRange, Scope
 from ckptd.workers import Workers
 from tests.ckptd.puppet import begin_slot, open_replica

@@ -33,8 +33,8 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.memory.fresh import put_header
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,8 +22,8 @@ from ckptd.node.peering import Peering
 from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.peers.replicas.replica_server import Host
 from ckptd.peers.runs import Run
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import Join, Member, NodeCard, RunRecord
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
 from ckptd.workers import Workers
 from tests.ckptd.running import eventually
 

@@ -29,7 +29,7 @@ from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.memory.segment_file import open_segment
 from ckptd.storage.images.image import ImageView, verify
-from ckptd.transport.control.messages import GetSnapshots, RankSnapshots, Snapshots
+from ckptd.transport.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.parking_job import READY, Job, Plot, act, unlike

@@ -18,7 +18,7 @@ from ckptd.ctl import render
 from ckptd.memory.segment_file import open_segment
 from ckptd.saved import saved_iterations
 from ckptd.storage.images.image import ImageView
-from ckptd.transport.control.messages import GetSnapshots, Snapshots
+from ckptd.transport.messages import GetSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

@@ -23,12 +23,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import socket
 import struct
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,21 +44,58 @@ from ckptd.transport.access.admission import (
     TurnReason,
     source_of,
 )
-from ckptd.transport.access.pinned import Pin
 from ckptd.transport.access.refusals import RefusalLog
 
 __all__ = [
     "AHEAD",
+    "ENOUGH_DESCRIPTORS",
     "MAX_QUEUED_BYTES",
     "MAX_STRANGER_BYTES",
     "TOLD",
     "Doorkeeper",
+    "LocalDoor",
+    "Pin",
     "Visitor",
     "fd_of_frame",
+    "local_limits",
     "source_of_frame",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+class Pin:
+    """Any thread; one looks at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._place = os.dup(self._nothing)
+
+    @contextmanager
+    def hold(self, fd: int) -> Iterator[socket.socket]:
+        """The socket that has this number now.
+
+        Raises:
+            OSError: nothing has it, or something that is no socket.
+        """
+        with self._lock:
+            os.dup2(fd, self._place, inheritable=False)
+            try:
+                connection = socket.socket(fileno=self._place)
+                try:
+                    yield connection
+                finally:
+                    connection.detach()
+            finally:
+                os.dup2(self._nothing, self._place, inheritable=False)
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        with self._lock:
+            os.close(self._place)
+            os.close(self._nothing)
+
 
 MAX_QUEUED_BYTES = 256 << 20  # more than the largest message and a full window of the largest chunks
 MAX_STRANGER_BYTES = 16 << 20  # a handshake and an `open` take less than a thousandth of it
@@ -420,3 +459,62 @@ def source_of_frame(frame: zmq.Frame) -> str:
         return source_of(str(frame.get("Peer-Address")))
     except zmq.ZMQError:
         return ""
+
+
+ENOUGH_DESCRIPTORS = 4096  # two doors' `AHEAD`, and as many again for what is let in
+assert ENOUGH_DESCRIPTORS > 3 * AHEAD
+_CREDENTIALS = struct.Struct("@iII")  # struct ucred: pid, uid, gid
+
+
+def local_limits(descriptors: int) -> AdmissionLimits:
+    """What local connections may take of this many descriptors: an eighth."""
+    if descriptors == resource.RLIM_INFINITY:
+        descriptors = 1 << 20
+    connections = max(32, min(2048, descriptors // 8))
+    return AdmissionLimits(
+        connections=connections,
+        strangers=min(256, connections // 2),
+        strangers_per_address=min(64, connections // 4),
+        arrivals_per_s=500.0,  # no key is exchanged: it costs a tenth of a peer's
+        arrivals_burst=1000.0,
+        per_peer=min(256, connections // 2),
+        patience_s=math.inf,
+    )
+
+
+class LocalDoor(Doorkeeper):
+    """``path``: of the socket."""
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        limits: AdmissionLimits,
+        refusals: RefusalLog,
+        *,
+        path: str,
+    ) -> None:
+        super().__init__("local", router, limits, refusals)
+        self._path = path
+
+    def heard(self, fd: int, process: int) -> None:
+        """A message of ours came over this connection, from this process (0 or less: it has no
+        number here).
+        """
+        self.identified(fd, _source(process), _source(process) if process > 0 else "")
+
+    def _visitor(self, fd: int, connection: socket.socket) -> Visitor | None:
+        if connection.family != socket.AF_UNIX or connection.getsockname() != self._path:
+            return None
+        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(told)[0]
+        return Visitor(fd, os.fstat(connection.fileno()).st_ino, (pid,), _source(pid))
+
+    def _measure(self, visitor: Visitor, node: str) -> None:
+        """The kernel does not say how much came over such a connection."""
+
+    def _left(self, source: str) -> None:
+        """Whoever only looks whether somebody listens is not worth telling of: every client of ours does."""
+
+
+def _source(process: int) -> str:
+    return f"process {process}" if process > 0 else "processes of other pid namespaces"

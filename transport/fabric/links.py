@@ -10,8 +10,10 @@ known.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,14 +21,18 @@ import zmq
 
 from ckptd.transport.access.refusals import RefusalLog
 from ckptd.transport.fabric import frames as f
-from ckptd.transport.fabric.chunks import Chunk, ChunkedTransfer
-from ckptd.transport.fabric.data_lanes import ChunkEvents, ChunkLane, ZmqChunkLane
-from ckptd.transport.fabric.lanes import Lane, LaneEvents, LaneState, Wiring
-from ckptd.transport.fabric.pacing import Pacer
-from ckptd.transport.fabric.payloads import MAX_FRAMES, Payload
-from ckptd.transport.fabric.requests import PendingRequest, Requests
-from ckptd.transport.fabric.short_cut_copies import Copier, CopyLane
-from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Transfers
+from ckptd.transport.fabric.frames import MAX_FRAMES, Payload
+from ckptd.transport.fabric.lanes import (
+    ChunkEvents,
+    ChunkLane,
+    Lane,
+    LaneEvents,
+    LaneState,
+    Wiring,
+    ZmqChunkLane,
+)
+from ckptd.transport.fabric.short_cut import Copier, CopyLane
+from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Chunk, ChunkedTransfer, Pacer, Transfers
 from ckptd.transport.verbs import (
     Answered,
     Done,
@@ -37,9 +43,94 @@ from ckptd.transport.verbs import (
     Transfer,
 )
 
-__all__ = ["FabricPeer", "LinkParts"]
+__all__ = ["FabricPeer", "LinkParts", "PendingRequest", "Requests"]
 
 logger = logging.getLogger(__name__)
+
+
+MAX_REQUESTS = 4096
+FULL_RETRY_S = 0.01
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """``answered`` is called once."""
+
+    body: bytes
+    answered: Answered
+    deadline_at: float
+    sent: bool = False
+
+    def tell(self, outcome: bytes | Fault) -> None:
+        try:
+            self.answered(outcome)
+        except Exception:  # a user's callback: the loop that carries all transfers must survive it
+            logger.exception("the callback of a request failed")
+
+
+class Requests:
+    """Those of one peer, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, PendingRequest] = {}
+        self._unsent: deque[int] = deque()
+
+    @property
+    def wait_for_a_connection(self) -> bool:
+        return bool(self._unsent)
+
+    def add(self, request: PendingRequest) -> None:
+        if len(self._requests) >= MAX_REQUESTS:
+            request.tell(Fault.DEADLINE)  # the peer has answered none of so many
+            return
+        number = next(self._numbers)
+        self._requests[number] = request
+        self._unsent.append(number)
+
+    def send(self, send: Callable[[int, bytes], bool]) -> float:
+        """Send what waits, by ``send``, which says whether there was room; seconds until this is
+        worth a retry.
+        """
+        while self._unsent:
+            number = self._unsent[0]
+            request = self._requests.get(number)
+            if request is not None:
+                if not send(number, request.body):
+                    return FULL_RETRY_S
+                request.sent = True
+                request.body = b""
+            self._unsent.popleft()
+        return float("inf")
+
+    def expire(self, now_s: float) -> None:
+        self._end_those(Fault.DEADLINE, lambda request: now_s >= request.deadline_at)
+
+    def due_s(self, now_s: float) -> float:
+        """Seconds until the first deadline."""
+        deadlines = (request.deadline_at for request in self._requests.values())
+        return min(deadlines, default=float("inf")) - now_s
+
+    def connection_lost(self) -> None:
+        """What was sent is not sent again."""
+        self._end_those(Fault.DEADLINE, lambda request: request.sent)
+
+    def end(self, fault: Fault) -> None:
+        self._unsent.clear()
+        self._end_those(fault, lambda request: True)
+
+    def replied(self, number: int, body: bytes) -> None:
+        """An answer; nothing happens if the request ended before."""
+        request = self._requests.pop(number, None)
+        if request is not None:
+            request.tell(body)
+
+    def _end_those(self, fault: Fault, which: Callable[[PendingRequest], bool]) -> None:
+        for number, request in list(self._requests.items()):
+            if which(request):
+                del self._requests[number]
+                request.tell(fault)
+
 
 RETRY_REFUSED_S = 0.5
 LANE_RETRY_S = 1.0

@@ -18,7 +18,7 @@ import zmq
 from ckptd.transport.access.doorkeeper import Doorkeeper, fd_of_frame, source_of_frame
 from ckptd.transport.access.refusals import RefusalLog
 from ckptd.transport.fabric import frames as f
-from ckptd.transport.fabric.payloads import MAX_FRAMES, Payload
+from ckptd.transport.fabric.frames import MAX_FRAMES, Payload
 from ckptd.transport.fabric.regions import Refusal, Regions
 from ckptd.transport.verbs import Access, FabricCounters, Fault, Serve
 

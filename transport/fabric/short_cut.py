@@ -32,16 +32,20 @@ import fcntl
 import hashlib
 import logging
 import os
+import queue
 import stat
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptd.transport.verbs import Access, FileRange, RegionKey
+from ckptd.transport.fabric.transfers import Chunk, ChunkedTransfer, ChunkUse
+from ckptd.transport.verbs import Access, FabricCounters, FileRange, RegionKey
 
-__all__ = ["FileLease", "copy_chunk", "is_being_filled"]
+__all__ = ["Copier", "CopyLane", "FileLease", "copy_chunk", "is_being_filled"]
 
 logger = logging.getLogger(__name__)
+
 
 # No file is as large as the first, so no lock below it is ever taken here.
 _RANGES = 1 << 61
@@ -196,3 +200,96 @@ def _is_locked(fd: int, first: int, length: int = 1, *, by: int = fcntl.F_WRLCK)
     asked = _FLOCK.pack(by, os.SEEK_SET, first, length, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK
+
+
+MAX_COPIES = 2  # of one link: one under way, and the next
+
+
+class Copier:
+    """Runs what it is given, one after the other, on a thread that begins with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = False
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """For the fabric's thread. ``task`` does not raise."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        self._todo.put(task)
+
+    def close(self) -> None:
+        """End after what was submitted."""
+        self._todo.put(None)
+        if self._started:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._todo.get()) is not None:
+            task()
+
+
+class CopyLane:
+    """On the fabric's thread, but for `_copy`.
+
+    Args:
+        node: who we are for our peers.
+        copier: None if the short cut is switched off.
+        call: runs something on the fabric's thread; false if that has ended.
+        done: a chunk was copied.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        copier: Copier | None,
+        counters: FabricCounters,
+        call: Callable[[Callable[[], None]], bool],
+        done: Callable[[Chunk], None],
+    ) -> None:
+        self._node, self._copier, self._counters = node, copier, counters
+        self._call, self._done = call, done
+        self._lock = threading.Lock()
+        self._under_way = 0
+
+    def takes(self, transfer: ChunkedTransfer) -> bool:
+        """Whether this transfer's chunks may be tried here."""
+        return self._copier is not None and not transfer.network_only
+
+    @property
+    def room(self) -> int:
+        return MAX_COPIES - self._under_way
+
+    def send(self, chunk: Chunk) -> None:
+        """Copy it soon; call it if there is room."""
+        assert self._copier is not None
+        self._under_way += 1
+        use = ChunkUse(chunk, self._lock)
+        self._copier.submit(lambda: self._copy(use))
+
+    def _copy(self, use: ChunkUse) -> None:
+        """On the copier's thread."""
+        if not use.claim():  # its transfer has ended
+            self._call(lambda: self._ended(use.chunk, None))
+            return
+        chunk, copied = use.chunk, False
+        transfer = chunk.transfer
+        access = Access.WRITE if transfer.is_put else Access.READ
+        try:
+            copied = copy_chunk(self._node, transfer.key, access, chunk.offset, use.view)
+        except Exception:  # the thread's task: the chunk must not be lost
+            logger.exception("a copy failed")
+        finally:
+            use.finish()
+        self._call(lambda: self._ended(chunk, copied))
+
+    def _ended(self, chunk: Chunk, copied: bool | None) -> None:
+        self._under_way -= 1
+        if copied:
+            self._counters.short_cut_bytes += chunk.length
+            self._done(chunk)
+        elif copied is False:
+            chunk.transfer.network_only = True
+            chunk.transfer.give_back(chunk)

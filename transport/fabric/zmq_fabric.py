@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -23,8 +25,7 @@ from ckptd.transport.access.admission import AdmissionLimits, source_of
 from ckptd.transport.access.doorkeeper import Doorkeeper, fd_of_frame
 from ckptd.transport.access.keys import Keys, check_security
 from ckptd.transport.access.refusals import ForgeryLog, RefusalLog
-from ckptd.transport.fabric.fabric_loop import Loop
-from ckptd.transport.fabric.frames import MAX_CHUNK_BYTES
+from ckptd.transport.fabric.frames import MAX_CHUNK_BYTES, MAX_WIRE_FRAME_BYTES, send_copy, send_view
 from ckptd.transport.fabric.lanes import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
@@ -32,11 +33,10 @@ from ckptd.transport.fabric.lanes import (
     Wiring,
 )
 from ckptd.transport.fabric.links import FabricPeer, LinkParts
-from ckptd.transport.fabric.pacing import Pacer
-from ckptd.transport.fabric.payloads import MAX_WIRE_FRAME_BYTES, send_copy, send_view
 from ckptd.transport.fabric.regions import LocalRegion, Regions
 from ckptd.transport.fabric.serving import Server, ServerParts
-from ckptd.transport.fabric.short_cut_copies import Copier
+from ckptd.transport.fabric.short_cut import Copier
+from ckptd.transport.fabric.transfers import Pacer
 from ckptd.transport.verbs import (
     CHUNK_BYTES,
     Access,
@@ -47,9 +47,10 @@ from ckptd.transport.verbs import (
     Serve,
 )
 
-__all__ = ["FabricOptions", "ZmqFabric"]
+__all__ = ["FabricOptions", "Loop", "ZmqFabric"]
 
 logger = logging.getLogger(__name__)
+
 
 DEFAULT_CREDITS = 128  # chunks under way towards us, all peers together
 TRUST_S = 1.0  # between two looks at the keys of those that are connected
@@ -467,3 +468,98 @@ def keep_large_buffers() -> None:
     for parameter, value in ((mmap_threshold, LARGE_BYTES), (trim_threshold, KEPT_BYTES)):
         if not mallopt(parameter, value):
             logger.info("mallopt(%d) was refused: large messages cost page faults", parameter)
+
+
+MAX_WAIT_S = 60.0
+
+
+class Loop:
+    """Args:
+    tick: called after each round with the time; returns the seconds until it should be called without news.
+    last: called on the thread when it ends, once; nothing is accepted any more then.
+    """
+
+    def __init__(self, name: str, tick: Callable[[float], float], last: Callable[[], None]) -> None:
+        self._tick = tick
+        self._last = last
+        self._lock = threading.Lock()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._open = True
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, task: Callable[[], None]) -> bool:
+        """Run it on the thread, soon; false if the loop was stopped. Any thread."""
+        with self._lock:
+            if not self._open:
+                return False
+            self._calls.append(task)
+            if len(self._calls) == 1:
+                os.eventfd_write(self._wake, 1)
+            return True
+
+    def stop(self) -> None:
+        """Take no more calls, and end. Waits for the end, except on the thread itself."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def watch(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
+        """Call ``handler`` whenever there is something to read. The loop's thread only."""
+        self._handlers[socket] = handler
+        self._poller.register(socket, zmq.POLLIN)
+
+    def unwatch(self, socket: zmq.Socket[bytes]) -> None:
+        if self._handlers.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while self._open:
+            self._handle(self._poll(wait_s))
+            self._run_calls()
+            wait_s = self._guarded_tick()
+        self._run_calls()
+        self._last()
+        with self._lock:  # `call` does not touch it any more: it is closed
+            os.close(self._wake)
+
+    def _poll(self, wait_s: float) -> list[tuple[zmq.Socket[bytes] | int, int]]:
+        # Rounded up: a wait of less than a millisecond must not become a busy loop.
+        wait_ms = 0 if wait_s <= 0 else int(min(wait_s, MAX_WAIT_S) * 1000) + 1
+        return self._poller.poll(wait_ms)
+
+    def _handle(self, events: list[tuple[zmq.Socket[bytes] | int, int]]) -> None:
+        for source, _ in events:
+            if isinstance(source, int):
+                os.eventfd_read(self._wake)
+            elif (handler := self._handlers.get(source)) is not None:
+                self._guarded(handler)
+
+    def _run_calls(self) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, deque()
+        for task in calls:
+            self._guarded(task)
+
+    def _guarded(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception:  # all transfers of the node depend on this loop
+            logger.exception("a fabric's event failed")
+
+    def _guarded_tick(self) -> float:
+        try:
+            return self._tick(time.monotonic())
+        except Exception:  # the same
+            logger.exception("a fabric's tick failed")
+            return 0.1

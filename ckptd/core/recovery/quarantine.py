@@ -29,7 +29,7 @@ import msgspec
 
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.snapshot_sources import SnapshotToLoad
-from ckptd.transport.control.messages import ReplayFailure
+from ckptd.transport.messages import ReplayFailure
 
 __all__ = [
     "Mark",

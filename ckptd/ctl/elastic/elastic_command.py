@@ -35,8 +35,8 @@ from ckptd.ctl.elastic.elastic_render import (
 from ckptd.ctl.peers_command import as_json, ask_what_if, render_what_if
 from ckptd.ctl.store.checkpoints import CommandOutcome
 from ckptd.errors import ElasticError
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, RefusedError
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError
 from ckptd.units import format_age
 
 __all__ = ["run_elastic"]

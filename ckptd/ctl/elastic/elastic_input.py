@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
-from ckptd.transport.control.messages import Elastic, ElasticNode
+from ckptd.transport.messages import Elastic, ElasticNode
 
 __all__ = ["InputProblem", "Situation", "read_file", "situation"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from ckptd.core.replication.access import RunAccess
 from ckptd.core.sessions import RankKey
 from ckptd.event_log import EventLog
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, RunRecord
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, RunRecord
 
 __all__ = ["RunGuard"]
 

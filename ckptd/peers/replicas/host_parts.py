@@ -17,8 +17,8 @@ from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.node_context import DigestThreads, NodeContext
 from ckptd.peers.replicas.region_loans import Lending
 from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import ReplayFailure
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import ReplayFailure
 from ckptd.transport.verbs import Fabric
 from ckptd.workers import Workers
 

@@ -15,7 +15,7 @@ from ckptd.memory.slot_files import described_file, lend_slot, slot_file
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replicas.host_parts import SLOWEST_BYTES_PER_S, HostParts
 from ckptd.peers.replicas.region_loans import Loan
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Access, Region, Scope
 
 __all__ = ["Reading"]

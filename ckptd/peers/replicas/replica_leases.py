@@ -24,8 +24,8 @@ from ckptd.memory.segment_store import SegmentPlan
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replicas.host_parts import HostParts, LeaseOwner
 from ckptd.peers.replicas.replica_store import same_primary
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import RefusalCode, Refused
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
 
 __all__ = ["Leasing"]

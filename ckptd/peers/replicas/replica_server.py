@@ -31,8 +31,8 @@ from ckptd.peers.replicas.replica_leases import Leasing
 from ckptd.peers.replicas.replica_store import ReplicaStore
 from ckptd.peers.replicas.write_grants import Filling
 from ckptd.peers.run_records import RunRecords
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
 from ckptd.transport.verbs import Fabric
 from ckptd.units import format_age, format_bytes
 

@@ -36,7 +36,7 @@ from ckptd.peers.replicas.replica_leases import Leasing
 from ckptd.storage.images.image import verify
 from ckptd.storage.images.image_format import ImageError
 from ckptd.storage.images.strong_digest import matches
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Access, Region, Scope
 
 __all__ = ["Filling"]

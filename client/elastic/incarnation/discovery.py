@@ -23,8 +23,8 @@ from ckptd.core.elastic.incarnation_plan import Seat, nodes_of
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
-from ckptd.transport.control.messages import Hello, Welcome
-from ckptd.transport.control.wire import RequestTimeout, WireError
+from ckptd.transport.messages import Hello, Welcome
+from ckptd.transport.wire import RequestTimeout, WireError
 
 __all__ = ["Discovery", "Here", "Wishes", "find_here", "look"]
 

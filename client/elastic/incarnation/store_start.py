@@ -23,7 +23,7 @@ from ckptd.core.elastic.incarnations import Chosen, NodeHeld
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
 from ckptd.storage.checkpoints.names import run_of_incarnation
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     BringStored,
     Brought,
     DurableWorld,
@@ -32,7 +32,7 @@ from ckptd.transport.control.messages import (
     Reply,
     Request,
 )
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["DurableState", "Storage", "missing_ranks", "newer_than", "share_out"]
 

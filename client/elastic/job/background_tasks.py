@@ -16,7 +16,7 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnation_plan import IncarnationPlan
 from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
-from ckptd.transport.control.messages import Elastic
+from ckptd.transport.messages import Elastic
 
 __all__ = ["BackgroundTasks", "make_room"]
 

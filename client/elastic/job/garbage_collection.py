@@ -15,8 +15,8 @@ from ckptd.client.log_lines import get_logger
 from ckptd.core.slots.segment_names import FILE_ENDS
 from ckptd.errors import DaemonUnavailable, SegmentError
 from ckptd.launch import connect
-from ckptd.transport.control.messages import Done, Forget
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.messages import Done, Forget
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["GarbageCollection", "floor_of", "forget", "needless"]
 

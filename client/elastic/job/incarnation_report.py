@@ -15,7 +15,7 @@ from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnation_plan import IncarnationPlan
 from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
 from ckptd.errors import ElasticError
-from ckptd.transport.control.messages import Elastic
+from ckptd.transport.messages import Elastic
 
 __all__ = ["WorldTeller"]
 

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, checked_loads
 from ckptd.core.elastic.mapping import checked_bytes
-from ckptd.transport.control.messages import Elastic, ElasticNode, ElasticWhen
+from ckptd.transport.messages import Elastic, ElasticNode, ElasticWhen
 
 __all__ = ["PlacementTeller", "Placing", "reported_placement"]
 

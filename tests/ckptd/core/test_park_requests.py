@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptd.core.park_requests import ParkRequests
 from ckptd.core.sessions import RankKey
 from ckptd.ctl import render
-from ckptd.transport.control.messages import Parks
+from ckptd.transport.messages import Parks
 
 A, B = RankKey("job", "run", 0), RankKey("job", "run", 1)
 

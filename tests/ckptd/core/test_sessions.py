@@ -20,7 +20,7 @@ from ckptd.core.sessions import (
     room_for_replicas,
     wrong_members,
 )
-from ckptd.transport.control.messages import Member, NodeCard
+from ckptd.transport.messages import Member, NodeCard
 
 GIB = 1 << 30
 KEY = RankKey("moe", "run7", 3)

@@ -19,8 +19,8 @@ from ckptd.memory.adoption import Adopted
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
-from ckptd.transport.control.wire import RefusedError
+from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.wire import RefusedError
 from tests.ckptd.running import (
     attach,
     descriptor,

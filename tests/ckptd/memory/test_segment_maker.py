@@ -13,7 +13,7 @@ from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_maker import SegmentMaker
 from ckptd.memory.segment_store import Purpose, SegmentPlan, SegmentStore
-from ckptd.transport.control.messages import RefusalCode, Refused
+from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.workers import Workers
 from tests.ckptd.running import MIB, descriptor, eventually
 

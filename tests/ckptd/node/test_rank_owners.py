@@ -17,8 +17,8 @@ import pytest
 from ckptd.core.sessions import RankKey
 from ckptd.memory import locks
 from ckptd.node.rank_owners import OwnerTokens
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import RefusedError
+from ckptd.transport import messages as m
+from ckptd.transport.wire import RefusedError
 from tests.ckptd.running import (
     ROOT,
     DaemonProcess,
@@ -35,8 +35,8 @@ KEY = RankKey("job", "run", 0)
 # Says that it is this process, and that it holds the locks of all generations; then acts for the rank.
 HOSTILE = """
 import json, sys
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, RefusedError
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError
 endpoint, pid, token = sys.argv[1:4]
 said = {}
 with ControlClient(endpoint, 20) as client:
@@ -128,8 +128,8 @@ def test_the_kernel_says_which_process_a_session_is_of() -> None:
     """It claims to be a process that lives on: before, its rank stayed taken after its end."""
     script = """
 import sys
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient
 client = ControlClient(sys.argv[1], 20)
 client.request(m.Hello("test", int(sys.argv[2])))
 client.request(m.Attach("job", "run", 0, 1, "dp1", 1, 8 << 20))

@@ -30,7 +30,7 @@ from ckptd.memory.segment_store import Purpose, SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.node.service import Service
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 from tests.ckptd.memory.fresh import put_header

@@ -15,8 +15,8 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.event_log import EventLog
 from ckptd.peers.record_updates import RecordUpdates
 from ckptd.peers.replicas.access_guard import RunGuard
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import (
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import (
     AdmitNodes,
     Done,
     GetHoldings,

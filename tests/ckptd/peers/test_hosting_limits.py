@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import decode_descriptor, encode_descriptor, origin_of
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from tests.ckptd.hosted import Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.snapshots import snapshot_of, states_in

@@ -31,7 +31,7 @@ from ckptd.holdings import held_from_segments
 from ckptd.memory.segment_file import open_segment
 from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.transport.control.messages import RunSeen, SeeRun
+from ckptd.transport.messages import RunSeen, SeeRun
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job, Trainer
 from tests.ckptd.running import eventually

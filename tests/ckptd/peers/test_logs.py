@@ -23,8 +23,8 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.segment_names import Kind
 from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.storage.images.image import verify
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, Holdings
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, Holdings
 from tests.ckptd.hosted import MIB, Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.running import descriptor, fill, state_of

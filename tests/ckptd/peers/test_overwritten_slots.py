@@ -27,7 +27,7 @@ from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment
 from ckptd.peers.runs import Run
-from ckptd.transport.control.messages import Join, Member, NodeCard
+from ckptd.transport.messages import Join, Member, NodeCard
 from tests.ckptd.peers.test_runs import Node, folder, hint
 
 __all__ = ["folder"]

@@ -23,7 +23,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node_context import NodeContext
 from ckptd.peers.runs import Run
-from ckptd.transport.control.messages import Join, Member, NodeCard
+from ckptd.transport.messages import Join, Member, NodeCard
 from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import MIB, descriptor, fill
 

@@ -24,7 +24,7 @@ from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.peers.rings import SnapshotRing
 from ckptd.peers.sender import RankReplication
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Completion, Done, Fault
 from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import descriptor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptd.peers.survey import RunSurvey
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     GetHoldings,
     Holdings,
     Member,

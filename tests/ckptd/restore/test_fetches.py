@@ -15,7 +15,7 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.restore import slot_fetch as fetch_piece
 from ckptd.restore.fetched_image import Examined, Wrong
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport.messages import FetchSource
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 from ckptd.workers import Workers
 from tests.ckptd.memory.fresh import put_header

@@ -30,7 +30,7 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.node.service import Service
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from ckptd.workers import Workers
 from tests.ckptd.node.test_service import NoWatcher
 from tests.ckptd.running import descriptor, eventually, fill, state_of

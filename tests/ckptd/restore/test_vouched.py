@@ -11,7 +11,7 @@ from ckptd.core.recovery.striping import PART_BYTES
 from ckptd.memory.segment_file import Segment
 from ckptd.restore.vouchers import Vouchers, Vouching
 from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport.messages import FetchSource
 from tests.ckptd.forging import forged
 from tests.ckptd.restore.setting import AWAY, SNAPSHOT, Holder, Setting, check_sealed
 from tests.ckptd.snapshots import snapshot_of

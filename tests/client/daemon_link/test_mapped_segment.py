@@ -18,8 +18,8 @@ from ckptd.core.slots.segment_format import OWNER_LOCK_BYTE, encode_descriptor, 
 from ckptd.core.slots.segment_hints import RingHint, write_ring_hint
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import MIB, descriptor, fill
 from tests.users import STRANGER, needs_users
 

@@ -24,7 +24,7 @@ from ckptd.core.slots.segment_hints import RingHint, write_ring_hint
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Done,
     Events,
     Forget,
@@ -34,7 +34,7 @@ from ckptd.transport.control.messages import (
     NodeCard,
     RefusalCode,
 )
-from ckptd.transport.control.wire import ControlClient, RefusedError
+from ckptd.transport.wire import ControlClient, RefusedError
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.rank_threads import outcomes
 

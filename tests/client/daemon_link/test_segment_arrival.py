@@ -16,7 +16,7 @@ from ckptd.client.daemon_link.segment_arrival import Arrivals
 from ckptd.client.stats import Stats
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.transport.control.messages import FetchState
+from ckptd.transport.messages import FetchState
 from tests.client.daemon_link.test_rank_memory import attached, record, reserved
 
 RECORD = SlotRecord(0, 3, SlotState.SEALED, iteration=3, image_len=1)

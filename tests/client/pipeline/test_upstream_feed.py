@@ -33,7 +33,7 @@ from ckptd.core.slots.segment_format import unpack_slot_header
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.holdings import fetch_piece, header_record
 from ckptd.memory.segment_file import open_segment
-from ckptd.transport.control.messages import GetStatus, NodeCard, RunSeen, SeeRun, Status
+from ckptd.transport.messages import GetStatus, NodeCard, RunSeen, SeeRun, Status
 from tests.ckptd.nodes import PORT, Net, Node
 from tests.ckptd.running import eventually, fill
 from tests.ckptd.snapshots import states_in

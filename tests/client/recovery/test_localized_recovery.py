@@ -37,7 +37,7 @@ from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.storage.images.image import ImageView
 from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.transport.control.messages import SegmentInfo
+from ckptd.transport.messages import SegmentInfo
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.daemon_link.test_rank_memory import attached, events, record

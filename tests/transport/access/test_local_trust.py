@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.transport import messages as m
 from ckptd.transport.access.local_trust import (
     LocalFileError,
     check_way,
@@ -20,8 +21,7 @@ from ckptd.transport.access.local_trust import (
     open_file,
     own_users,
 )
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, WireError
+from ckptd.transport.wire import ControlClient, WireError
 from tests.users import STRANGER, needs_users, spawn_as
 
 US = own_users()

@@ -26,7 +26,7 @@ from ckptd.ctl.elastic.elastic_render import (
 from ckptd.ctl.main import main
 from ckptd.errors import ElasticError
 from ckptd.node.elastic_placements import RUNS_MAX, ElasticFacts
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from tests.ckptd.running import DaemonProcess
 
 # Two experts in a layer, on three nodes of one slot; a holds expert 0, b and c hold expert 1.

@@ -17,7 +17,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_files import slot_file
 from ckptd.peers.replicas.region_loans import Lending, Loan
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.regions import LocalRegion, Regions
 from ckptd.transport.verbs import Access, Scope

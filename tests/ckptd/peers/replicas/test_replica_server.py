@@ -19,8 +19,8 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_files import region_of
 from ckptd.peers.replicas.region_loans import Lending, Loan
 from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, Holdings
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, Holdings
 from ckptd.transport.verbs import Access, Scope
 from ckptd.workers import Workers
 from tests.ckptd.forging import forged

@@ -15,7 +15,7 @@ from ckptd.core.elastic.incarnation_plan import Seat
 from ckptd.core.elastic.incarnations import ExpertLayers, NodeHeld
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
 from ckptd.storage.checkpoints.names import run_of_incarnation
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from tests.ckptd.running import MIB, DaemonProcess, attach, descriptor, running_daemon
 from tests.client.rank_threads import outcomes
 

@@ -19,7 +19,7 @@ from ckptd.client.elastic.incarnation.store_start import (
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import Chosen, HeldImage, NodeHeld
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.control.messages import DurableWorld
+from ckptd.transport.messages import DurableWorld
 from tests.client.rank_threads import outcomes
 
 

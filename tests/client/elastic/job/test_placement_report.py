@@ -11,7 +11,7 @@ from ckptd.core.elastic.placement.allocation import allocate
 from ckptd.core.elastic.placement.expert_placement import place
 from ckptd.ctl.elastic.elastic_input import situation
 from ckptd.errors import ElasticError
-from ckptd.transport.control.messages import Elastic, ElasticWhen
+from ckptd.transport.messages import Elastic, ElasticWhen
 
 LOADS = [[70, 20, 9, 1], [25, 25, 25, 25]]
 BYTES = np.full((2, 4), 1000)

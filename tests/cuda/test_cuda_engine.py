@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptd.cuda.copy_transfers import CopyTransfers, plan_transfers
+from ckptd.cuda.cuda_engine import CopyTransfers, plan_transfers
 from ckptd.cuda.engine import CopyItem
 
 SIZE = 1 << 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 
 
 def test_every_message_survives_the_wire() -> None:

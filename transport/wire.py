@@ -1,7 +1,7 @@
 """Framing of control messages, and the small synchronous client that speaks it.
 
 A message is two frames: an envelope, msgpack of `{"protocol": int, "id": int}`, whose shape never
-changes, and a body, msgpack of one tagged struct of `ckptd.transport.control.messages`. A reply carries
+changes, and a body, msgpack of one tagged struct of `ckptd.transport.messages`. A reply carries
 the id of its request. Nothing read from a socket is trusted: whatever is not one of our messages
 raises `WireError`, never anything else.
 """
@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from ckptd.transport.access.local_trust import LocalFileError, find_listener, own_users
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     PROTOCOL_VERSION,
     Message,
     OneWay,

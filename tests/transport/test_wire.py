@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import (
+from ckptd.transport import messages as m
+from ckptd.transport.wire import (
     MAX_BODY_BYTES,
     ControlClient,
     RefusedError,

@@ -12,24 +12,22 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from ckptd.transport.control.message_parts import (
-    Epoch,
-    ImageDigest,
-    KnownEpoch,
-    KnownImageDigest,
-    RunRecord,
-)
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Blob,
     Count,
+    Epoch,
     GetHoldings,
     HeaderBytes,
     HeldSlot,
     Holdings,
+    ImageDigest,
     Iteration,
+    KnownEpoch,
+    KnownImageDigest,
     Labels,
     Name,
     Rank,
+    RunRecord,
     ShortText,
     SlotIndex,
     Text,
