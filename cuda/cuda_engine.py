@@ -23,7 +23,7 @@ from torch import Tensor
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
 from ckptd.cuda.samples import Samples
 
-__all__ = ["PACK_BYTES", "CopyTransfers", "CudaEngine", "Pack", "make_engine", "plan_transfers"]
+__all__ = ["CopyTransfers", "CudaEngine", "make_engine", "plan_transfers"]
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["match_kernel", "quotas_kernel", "share_kernel"]
-
 
 @triton.jit
 def _extras_before(upto, turn, rest, wrapped):

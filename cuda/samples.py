@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["SamplePlan", "Sampled", "Samples"]
+__all__ = ["SamplePlan", "Samples"]
 
 # Of one tensor: so many, and one for each MiB more, within bounds. Reading a word takes about 10 ns
 # of the training thread where it is in no cache, wherever it is: 16,000 of them 150 us (2,000

@@ -1,15 +1,12 @@
-"""The words that trainer, daemon and `ckptctl` exchange: closed, typed, validated on both sides.
+"""The messages between trainers, daemons and ``ckptctl``: closed, typed, validated on both sides.
 
-Every message is a frozen tagged struct. A `Request` is answered by exactly one `Reply`, or by
-`Refused`; a `OneWay` is answered only if it cannot be served, and then by `Refused`. Control
-messages carry descriptions (a path, a slot number), never tensor bytes.
+Every message is a frozen tagged struct. A `Request` is answered by exactly one `Reply` (`Refused` is one). A
+`OneWay` is answered only if it cannot be served, by `Refused`. Messages carry descriptions (a path, a slot
+number), never tensor bytes. Import the module as ``m``.
 
-They are defined by who talks to whom (`common_messages`, `trainer_messages`, `ctl_messages`, made
-of `message_parts`; `elastic_messages` by what about) and are imported from here by everybody.
-
-`PROTOCOL_VERSION` grows when the meaning or the shape of any message changes. It travels in the
-envelope (`ckptd.transport.wire`), so that a peer of another version is refused by name and not
-by a parse error.
+`PROTOCOL_VERSION` grows when the meaning or the shape of any message changes. It travels in the envelope
+(`ckptd.transport.wire`), so a peer of another version is refused by its number and not by a parse error.
+Messages between daemons are in `ckptd.transport.peer_messages`.
 """
 
 from __future__ import annotations
@@ -19,109 +16,13 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "AdmitNodes",
-    "Attach",
-    "Attached",
-    "Blob",
-    "BringStored",
-    "Brought",
-    "Count",
-    "Detach",
-    "Done",
-    "Drill",
-    "DrillReport",
-    "Drop",
-    "DurableRank",
-    "DurableStatus",
-    "DurableWorld",
-    "DurableWorlds",
-    "Elastic",
-    "ElasticNode",
-    "ElasticTold",
-    "ElasticWhen",
-    "Epoch",
-    "EventInfo",
-    "Events",
-    "Fetch",
-    "FetchPiece",
-    "FetchSource",
-    "FetchState",
-    "Filled",
-    "Forget",
-    "Generation",
-    "GetDurableWorlds",
-    "GetElastic",
-    "GetEvents",
-    "GetFetch",
-    "GetHoldings",
-    "GetPeers",
-    "GetSnapshots",
-    "GetStatus",
-    "HeaderBytes",
-    "HeldSegment",
-    "HeldSlot",
-    "Hello",
-    "Holdings",
-    "HostedReplica",
-    "ImageDigest",
-    "Iteration",
-    "Join",
-    "KnownEpoch",
-    "KnownImageDigest",
-    "Labels",
-    "Member",
-    "Message",
-    "Metrics",
-    "Name",
-    "NodeCard",
-    "Notice",
-    "NumSlots",
-    "OneWay",
-    "Park",
-    "ParkOutcome",
-    "Parks",
-    "PeerStatus",
-    "Peers",
-    "Ping",
-    "Pong",
-    "Rank",
-    "RankMismatch",
-    "RankParked",
-    "RankSnapshots",
-    "RefusalCode",
-    "Refused",
-    "ReplayFailure",
-    "ReplicationStatus",
-    "Reply",
-    "Report",
-    "Request",
-    "Reserve",
-    "ReserveBeside",
-    "Reserved",
-    "RunFailures",
-    "RunRecord",
-    "RunSeen",
-    "SeeRun",
-    "SeenElastic",
-    "SegmentInfo",
-    "SegmentStatus",
-    "SessionStatus",
-    "ShortText",
-    "SlotIndex",
-    "SlotInfo",
-    "Snapshots",
-    "Status",
-    "StepAside",
-    "TargetStatus",
-    "TellElastic",
-    "TellReplay",
-    "Text",
-    "Unquarantine",
-    "Welcome",
-]
+PROTOCOL_VERSION = 3
 
+# -- Fields, and structs that several messages share ---------------------------------------------
+
+PROTOCOL_VERSION = 3
+
+# -- Fields, and structs that several messages share ---------------------------------------------
 
 Name = Annotated[str, Meta(pattern=r"^(?!\.\.?\Z)[A-Za-z0-9._-]{1,64}\Z")]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]
@@ -143,11 +44,11 @@ Labels = Annotated[dict[ShortText, ShortText], Meta(max_length=32)]
 
 
 class RefusalCode(StrEnum):
-    """Why the daemon says no. `Refused.code` is one of these words."""
+    """Why the daemon refuses; the values of `Refused.code`."""
 
     PROTOCOL = "protocol"  # another protocol version
     BAD_MESSAGE = "bad_message"  # not one of ours, or its values are out of range
-    NO_SESSION = "no_session"  # attach first (the daemon was restarted, or never knew you)
+    NO_SESSION = "no_session"  # attach first (the daemon was restarted, or has never seen this connection)
     RANK_TAKEN = "rank_taken"  # a live process owns this rank
     TOPOLOGY = "topology"  # same job, run and rank, but another world size or topology
     LAYOUT_VERSION = "layout_version"  # the segments were written by another client layout
@@ -156,10 +57,10 @@ class RefusalCode(StrEnum):
     BAD_DESCRIPTOR = "bad_descriptor"  # a segment descriptor that contradicts the session
     NOT_FOUND = "not_found"  # no such job, run or generation
     IN_USE = "in_use"  # a live trainer still owns it
-    DAEMON_DIFFERS = "daemon_differs"  # it has other settings than the trainer was told to expect
+    DAEMON_DIFFERS = "daemon_differs"  # its settings are not those that the trainer expects
     STALE_EPOCH = "stale_epoch"  # the run has been recovered again since
-    NOT_READY = "not_ready"  # what is in memory cannot be read yet: ask again
-    BUSY = "busy"  # too much is under way for you already: try again
+    NOT_READY = "not_ready"  # the memory cannot be read yet: ask again
+    BUSY = "busy"  # too many requests of this peer in progress: try again
     CLOSING = "closing"  # the daemon is shutting down
     INTERNAL = "internal"  # a bug of ours; the daemon's log has the traceback
 
@@ -167,7 +68,7 @@ class RefusalCode(StrEnum):
 class NodeCard(Struct, frozen=True, tag=True):
     """How peers reach a node, and its memory quota (0: unknown).
 
-    ``endpoint`` is "" where its daemon has no peer listener; ``public_key`` is Z85 or "".
+    ``endpoint`` is "" if the daemon has no peer listener; ``public_key`` is Z85, or "".
     """
 
     node: Name
@@ -179,7 +80,7 @@ class NodeCard(Struct, frozen=True, tag=True):
 
 
 class Member(Struct, frozen=True, tag=True):
-    """One node of a run and the ranks that live on it, with the bytes of each rank's ring."""
+    """One node of a run, the ranks on it, and the bytes of each rank's ring."""
 
     card: NodeCard
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=1 << 16)]
@@ -187,15 +88,18 @@ class Member(Struct, frozen=True, tag=True):
 
 
 class RunRecord(Struct, frozen=True, tag=True):
-    """Who takes part in a run, as a node knows it over all lives of its daemon (docs/replication.md
-    section 2a).
+    """The members of a run, as a node knows them across restarts of its daemon (docs/replication.md section
+    2a).
 
-    ``members`` are those of ``epoch``, with what identifies each of them; ``former`` took part
-    before, and may hold what this epoch cannot replace until its history has a floor. ``epochs``:
-    of each epoch that was heard of, where it began and which one it follows (-1: not told).
-    ``recoverable``: of every rank of this node, or of every rank, a suffix of this history was
-    complete once. ``forgotten``: this epoch and all before it were forgotten by command. ``lost``:
-    the file was damaged, so that nobody knows who takes part.
+    Args:
+        members: those of ``epoch``.
+        former: nodes of earlier epochs; they may hold what this epoch cannot replace until its history
+            has a floor.
+        epochs: of each known epoch, its first iteration and the epoch that it follows (-1: unknown).
+        recoverable: a suffix of this history was complete once, of every rank of this node or of every
+            rank.
+        forgotten: this epoch and all earlier ones were forgotten by command.
+        lost: the file was damaged, so the members are unknown.
     """
 
     job: Name
@@ -211,19 +115,17 @@ class RunRecord(Struct, frozen=True, tag=True):
 
     @property
     def cards(self) -> tuple[NodeCard, ...]:
-        """How to reach everybody who takes part or took part."""
+        """How to reach all members and former members."""
         return (*(member.card for member in self.members), *self.former)
 
     @property
     def newest_epoch(self) -> int:
-        """The highest that is known; -1: none."""
+        """The highest known epoch; -1: none."""
         return max(self.epoch, self.forgotten, *(epoch for epoch, _, _ in self.epochs), -1)
 
 
 class HeldSlot(Struct, frozen=True, tag=True):
-    """One sealed snapshot: where it lies, its header, and which operators it anchors (bitmap,
-    little-endian).
-    """
+    """One sealed snapshot: its slot, its header, and the operators that it anchors (bitmap, little-endian)."""
 
     slot: SlotIndex
     header: HeaderBytes
@@ -231,10 +133,10 @@ class HeldSlot(Struct, frozen=True, tag=True):
 
 
 class HeldSegment(Struct, frozen=True, tag=True):
-    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it
-    copies (or is).
+    """A segment of one rank. ``own`` is false for a replica; ``origin`` names the primary that it copies (or
+    is).
 
-    ``facts``: of a boundary log, with whom its rank communicates in a step
+    ``facts``: of a boundary log, the ranks with which its rank communicates in a step
     (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
     """
 
@@ -263,11 +165,9 @@ class SegmentInfo(Struct, frozen=True, tag=True):
 
 
 class RankMismatch(Struct, frozen=True, tag=True):
-    """What one rank recomputed otherwise than it was recorded: how many things, and the first of
-    them in words.
+    """What one rank recomputed differently: the number of differences, and the first one in words.
 
-    ``expected`` and ``got`` are digests, over all that differs, of what was recorded and of what
-    was recomputed.
+    ``expected`` and ``got`` are digests of the recorded and of the recomputed values, over all differences.
     """
 
     rank: Rank
@@ -278,12 +178,15 @@ class RankMismatch(Struct, frozen=True, tag=True):
 
 
 class ReplayFailure(Struct, frozen=True, tag=True):
-    """A replay that did not reproduce at ``iteration`` what was recorded there, and what follows
-    from it (`ckptd.core.recovery.quarantine.ReplayVerdict`).
+    """A replay that did not reproduce the recorded values of ``iteration``, and the verdict
+    (`ckptd.core.recovery.quarantine.ReplayVerdict`).
 
-    ``snapshots``: iteration, epoch and start of that epoch of every snapshot that the replay had
-    used by then, oldest first. ``ranks``: the first of the ranks that differ. ``result`` is equal
-    for replays that came to the same result on all ranks. ``freezing``: how it was replayed.
+    Args:
+        snapshots: iteration, epoch and start of that epoch of every snapshot that the replay had used,
+            oldest first.
+        ranks: the first ranks that differ.
+        result: equal for replays with the same result on all ranks.
+        freezing: the freezing policy of the replay.
     """
 
     iteration: Iteration
@@ -298,27 +201,32 @@ class ReplayFailure(Struct, frozen=True, tag=True):
 
 
 class Holdings(Struct, frozen=True, tag=True):
-    """Everything sealed that this node holds of a run, and the highest epoch of it that the node
-    knows (-1: none).
+    """All sealed slots that a node holds of a run, and the highest epoch of the run that it knows (-1: none).
 
-    An epoch may have begun and nothing have been sealed in it: then no segment tells of it.
+    An epoch may have begun without a sealed slot; then no segment shows it.
     """
 
     node: Name
     segments: tuple[HeldSegment, ...]
     epoch: KnownEpoch = -1
-    logs: tuple[HeldSegment, ...] = ()  # boundary logs, apart, so that nobody plans with them
-    parked: tuple[HeldSegment, ...] = ()  # parked states, apart for the same reason
-    record: RunRecord | None = None  # who takes part, as this node knows it; None: it never heard of the run
+    logs: tuple[HeldSegment, ...] = ()  # boundary logs; separate, so that no planner uses them as snapshots
+    parked: tuple[HeldSegment, ...] = ()  # parked states; separate for the same reason
+    record: RunRecord | None = None  # None: this node does not know the run
     failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce
 
 
-class Hello(Struct, frozen=True, tag=True):
-    """First words of a connection: software version, process id, and what one is.
+# -- All clients ---------------------------------------------------------------------------------
 
-    The daemon asks the kernel for the process behind the connection; one that it cannot see (of a
-    container, say) is watched by its owner lock. Where libzmq does not tell, `pid` counts, if
-    `pid_namespace`, the target of the link /proc/self/ns/pid, is the daemon's.
+
+# -- All clients ---------------------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """The first message of a connection: software version, process id, role.
+
+    The daemon asks the kernel for the process behind the connection; a process that it cannot see (in a
+    container, say) is watched by its owner lock. Where libzmq does not tell, ``pid`` counts if
+    ``pid_namespace`` (the target of the link /proc/self/ns/pid) is the daemon's.
     """
 
     version: ShortText
@@ -328,16 +236,16 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """Are you there, and do you still know me?"""
+    """Ask whether the daemon lives, and whether this connection has a session."""
 
 
 class GetHoldings(Struct, frozen=True, tag=True):
-    """What does this node hold of a run, its own ranks' and others'? (Between daemons.)
+    """Ask what a node holds of a run, of its own and of other ranks. (Between daemons.)
 
-    ``left_out``: iteration and epoch of quarantined snapshots. Storage offers no checkpoint with
-    one of them, but older ones instead.
-    ``nodes``: those of a start that is under way. If the one who asks is a member, they may act on
-    the run, too.
+    Args:
+        left_out: iteration and epoch of quarantined snapshots. Storage skips checkpoints with one of them
+            and offers older ones.
+        nodes: those of a start in progress. If the asking node is a member, they may act on the run too.
     """
 
     job: Name
@@ -347,10 +255,10 @@ class GetHoldings(Struct, frozen=True, tag=True):
 
 
 class SeeRun(Struct, frozen=True, tag=True):
-    """What is held of a run, here and on the nodes that took part in it before and are not among ``known``?
+    """Ask what is held of a run, on this node and on nodes of earlier epochs that are not in ``known``.
 
-    ``storage``: also what is durable, if this node has a store. It holds as the node ".store" and,
-    if it does not answer, is silent under that name.
+    ``storage``: include durable checkpoints if this node has a store. They appear as the node ".store", which
+    is in ``silent`` if it does not answer.
     """
 
     job: Name
@@ -360,11 +268,10 @@ class SeeRun(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """Who answers. `boot_id` is new at every start of the daemon.
+    """The daemon that answers. ``boot_id`` is new at every start of the daemon.
 
-    `started_by_trainer`: it makes way for a daemon that is started by `ckptd run`. `settings` are
-    those which a trainer may expect to be as its own environment has them, as text, without
-    credentials.
+    ``started_by_trainer``: it makes way for a daemon started by ``ckptd run``. ``settings``: the settings
+    that a trainer may compare with its own environment, as text, without credentials.
     """
 
     version: str
@@ -378,24 +285,24 @@ class Welcome(Struct, frozen=True, tag=True):
 
 
 class RunSeen(Struct, frozen=True, tag=True):
-    """The holdings of this node and of others that answered in time, with how to reach these others."""
+    """The holdings of this node and of others that answered in time, with the cards of the others."""
 
     holdings: tuple[Holdings, ...]
     cards: tuple[NodeCard, ...]
-    members: tuple[Member, ...] = ()  # of the run, as far as this daemon was told
-    silent: tuple[Name, ...] = ()  # were asked and did not answer in time
+    members: tuple[Member, ...] = ()  # of the run, as far as this daemon knows
+    silent: tuple[Name, ...] = ()  # asked, without an answer in time
 
 
 class Done(Struct, frozen=True, tag=True):
-    """It is done; `message` says what was done where that is not obvious."""
+    """The request was carried out; ``message`` says what was done where that is not obvious."""
 
     message: str = ""
 
 
 class Pong(Struct, frozen=True, tag=True):
-    """I am here. `attached` is false when this connection has no session (attach again).
+    """``attached`` is false if this connection has no session (attach again).
 
-    `park` is the number of a request to park that this trainer has not answered; 0: there is none.
+    ``park``: the number of a park request that this trainer has not answered; 0: none.
     """
 
     boot_id: str
@@ -404,24 +311,26 @@ class Pong(Struct, frozen=True, tag=True):
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """No, and why, and what to do about it."""
+    """The request was refused: why, and what to do."""
 
     code: str
     message: str
     hint: str = ""
 
 
-# -- trainer -> daemon ---------------------------------------------------------------------------
+# -- Trainer to daemon ---------------------------------------------------------------------------
 
 
 class Attach(Struct, frozen=True, tag=True):
     """Ask to own one rank of a run.
 
-    `needed_bytes` is all the segment memory the rank expects to hold and `needed_text` says how
-    that sum comes about ("34 slots of 1.2 GiB"); `held` lists the generations whose owner lock
-    the asking process already holds, as it does when the daemon was restarted under it. `token` is
-    random, made once by each process: with the one of a live owner of the rank this is that owner
-    on a new connection, and `held` is believed; without it the rank is taken.
+    Args:
+        needed_bytes: all the segment memory that the rank expects to hold.
+        needed_text: how that sum is composed ("34 slots of 1.2 GiB").
+        held: generations whose owner lock the asking process holds already, as it does when the daemon
+            was restarted.
+        token: random, one for each process. With the token of the rank's live owner, this is that owner
+            on a new connection, and ``held`` is believed; with another one the rank is taken.
     """
 
     job: Name
@@ -437,9 +346,9 @@ class Attach(Struct, frozen=True, tag=True):
 
 
 class Reserve(Struct, frozen=True, tag=True):
-    """Ask for the next generation: `num_slots` slots of `slot_bytes`, ready to be mapped.
+    """Ask for the next generation: ``num_slots`` slots of ``slot_bytes``, ready to be mapped.
 
-    `descriptor` is the msgpack of a `ckptd.core.slots.segment_format.SegmentDescriptor`; the daemon checks
+    ``descriptor`` is the msgpack of a `ckptd.core.slots.segment_format.SegmentDescriptor`. The daemon checks
     its identity against the session and fills in generation, node id and creation time.
     """
 
@@ -449,9 +358,9 @@ class Reserve(Struct, frozen=True, tag=True):
 
 
 class ReserveBeside(Struct, frozen=True, tag=True):
-    """As `Reserve`, for what lies beside a ring: a boundary log, or parked state, as the descriptor says.
+    """Like `Reserve`, for an auxiliary segment (boundary log or parked state), as the descriptor says.
 
-    A message of its own, so that a daemon that knows of nothing but snapshots refuses it.
+    A message of its own, so that a daemon that knows only snapshots refuses it.
     """
 
     slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -474,16 +383,14 @@ class Drop(Struct, frozen=True, tag=True):
 
 
 class Report(Struct, frozen=True, tag=True):
-    """The trainer's own counters, shown by `ckptctl status`."""
+    """The trainer's own counters, shown by ``ckptctl status``."""
 
     step: Iteration
     metrics: Metrics
 
 
 class ParkOutcome(Struct, frozen=True, tag=True):
-    """What came of the request with this number in a `Pong`: the iteration that is parked, or -1,
-    and why it is not.
-    """
+    """The result of the park request ``number`` of a `Pong`: the parked iteration, or -1 and the reason."""
 
     number: Count
     iteration: Iteration
@@ -491,7 +398,7 @@ class ParkOutcome(Struct, frozen=True, tag=True):
 
 
 class Notice(Struct, frozen=True, tag=True):
-    """Something worth keeping in the daemon's event log; level is info, warning or error."""
+    """An entry for the daemon's event log."""
 
     level: Annotated[str, Meta(pattern="^(info|warning|error)$")]
     kind: ShortText
@@ -499,27 +406,28 @@ class Notice(Struct, frozen=True, tag=True):
 
 
 class Detach(Struct, frozen=True, tag=True):
-    """Orderly end of a session; `final` says that the run is over and its memory may be freed."""
+    """Orderly end of a session; ``final``: the run is over and its memory may be freed."""
 
     final: bool = False
 
 
 class TellReplay(Struct, frozen=True, tag=True):
-    """A replay of this session's run did not reproduce what was recorded; None: one did, and the
-    run goes on from there.
+    """A replay of this session's run did not reproduce the recorded values. None: one did, and the run goes
+    on from there.
     """
 
     failure: ReplayFailure | None = None
 
 
 class Join(Struct, frozen=True, tag=True):
-    """Who takes part in the run that this session's rank is of; the same from every rank.
+    """The members of the run of this session's rank; the same from every rank.
 
-    ``epoch`` counts the recoveries of the run; its history goes back to ``epoch_start`` and no
-    further into older ones (-1: to nothing). ``replicas`` is how many copies the trainer asks for;
-    -1 leaves it to the daemon's configuration. ``follows`` is the highest epoch that anybody knew
-    of before (-1: not told): a node that took part last in another one knows nothing of what was
-    agreed on since.
+    Args:
+        epoch: the number of recoveries of the run.
+        epoch_start: where this epoch's history leaves the older ones (-1: at their beginning).
+        replicas: the number of copies that the trainer asks for; -1: the daemon's configuration decides.
+        follows: the highest epoch known to any member before (-1: unknown). A node whose last epoch was
+            another one does not know what was agreed on since.
     """
 
     epoch: Epoch
@@ -530,7 +438,7 @@ class Join(Struct, frozen=True, tag=True):
 
 
 class FetchSource(Struct, frozen=True, tag=True):
-    """Who holds a snapshot, and where."""
+    """A node that holds a snapshot, and the slot."""
 
     node: Name
     segment: ShortText
@@ -538,22 +446,21 @@ class FetchSource(Struct, frozen=True, tag=True):
 
 
 class FetchPiece(Struct, frozen=True, tag=True):
-    """One snapshot to bring here, and its holders, the preferred one first."""
+    """One snapshot to fetch, and its holders, the preferred one first."""
 
     header: HeaderBytes
     sources: Annotated[tuple[FetchSource, ...], Meta(min_length=1, max_length=256)]
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Bring these snapshots of the session's rank here, into a new generation: piece i into slot i,
-    in this order.
+    """Fetch these snapshots of the session's rank into a new generation: piece i into slot i, in this order.
 
-    Answered by `Reserved` as soon as the segment is there; each slot is sealed when its image is
-    complete and verified.
+    Answered by `Reserved` as soon as the segment exists; each slot is sealed when its image is complete and
+    verified.
 
-    With a ``kind`` ("log", ...) the pieces are slots of segments of that kind, of rank ``rank`` of
-    the same run, and the trainer is to read them: they become no part of its memory. `GetFetch` and
-    `Drop` take the generation that is told, and it goes with the session.
+    With a ``kind`` ("log", ...) the pieces are slots of segments of that kind, of rank ``rank`` of the same
+    run. The trainer reads them and they become no part of its memory: `GetFetch` and `Drop` take the
+    generation of the answer, and it is freed with the session.
     """
 
     pieces: Annotated[tuple[FetchPiece, ...], Meta(min_length=1, max_length=1 << 16)]
@@ -563,16 +470,16 @@ class Fetch(Struct, frozen=True, tag=True):
 
 
 class GetFetch(Struct, frozen=True, tag=True):
-    """How far is the fetch into this generation?"""
+    """Ask for the progress of the fetch into this generation."""
 
     generation: Generation
 
 
-# -- daemon -> trainer ---------------------------------------------------------------------------
+# -- Daemon to trainer ---------------------------------------------------------------------------
 
 
 class FetchState(Struct, frozen=True, tag=True):
-    """``state`` is running, done or failed (``reason`` says why); bytes per node they came from."""
+    """``state`` is running, done or failed (``reason`` says why); ``by_node``: bytes from each node."""
 
     state: str
     reason: str
@@ -585,11 +492,13 @@ class FetchState(Struct, frozen=True, tag=True):
 class Attached(Struct, frozen=True, tag=True):
     """The rank is yours: its segments, oldest generation first, and the memory left for it.
 
-    ``replication_slack``: slots that its ring should have beyond what one node needs. ``persists``:
-        snapshots go to storage, so that it should have those of one more suffix, which may stay
-        while it is uploaded. ``logs``: the rank's boundary logs, ``parked`` its parked states,
-        oldest generation first. ``notes``: what else is here of this job, which this rank does not
-        get.
+    Args:
+        replication_slack: additional slots that its ring should have for replication.
+        persists: snapshots go to storage, so the ring should hold one more suffix, which may stay while
+            it is uploaded.
+        logs: the rank's boundary logs, oldest generation first.
+        parked: its parked states, oldest generation first.
+        notes: what this node has of the job that the rank does not get.
     """
 
     segments: tuple[SegmentInfo, ...]
@@ -603,23 +512,23 @@ class Attached(Struct, frozen=True, tag=True):
 
 
 class Reserved(Struct, frozen=True, tag=True):
-    """The new generation, pre-touched; `mlocked` says whether it is also locked in memory."""
+    """The new generation, pre-touched; ``mlocked``: it is also locked in memory."""
 
     segment: SegmentInfo
     mlocked: bool = False
 
 
-# -- ckptctl -> daemon ---------------------------------------------------------------------------
+# -- ckptctl to daemon ---------------------------------------------------------------------------
 
 
 class GetStatus(Struct, frozen=True, tag=True):
-    """Ask for everything `ckptctl status` shows."""
+    """Ask for everything ``ckptctl status`` shows."""
 
 
 class GetSnapshots(Struct, frozen=True, tag=True):
-    """Ask for the slot tables; empty `job` or `run` and rank -1 mean all.
+    """Ask for the slot tables; an empty ``job`` or ``run`` and rank -1 mean all.
 
-    `operators` adds the operator names of each rank (large for many experts).
+    ``operators`` adds the operator names of each rank (large with many experts).
     """
 
     job: ShortText = ""
@@ -629,7 +538,7 @@ class GetSnapshots(Struct, frozen=True, tag=True):
 
 
 class GetEvents(Struct, frozen=True, tag=True):
-    """Ask for events with a sequence number above `since`, oldest first, at most `limit`."""
+    """Ask for events with a sequence number above ``since``, oldest first, at most ``limit``."""
 
     since: Count = 0
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000
@@ -643,17 +552,15 @@ class Forget(Struct, frozen=True, tag=True):
 
 
 class Unquarantine(Struct, frozen=True, tag=True):
-    """Take back what was concluded of this run's replays: what they had quarantined here can be
-    recovered again.
-    """
+    """Revoke the verdicts of this run's replays: snapshots quarantined here can be recovered again."""
 
     job: Name
     run: Name
 
 
 class StepAside(Struct, frozen=True, tag=True):
-    """Make way for a daemon that an operator starts: end in order, and leave the memory. Refused by
-    all but those that trainers started.
+    """Make way for a daemon that an operator starts: shut down in order and leave the memory. Only daemons
+    that trainers started accept it.
     """
 
 
@@ -666,8 +573,8 @@ class AdmitNodes(Struct, frozen=True, tag=True):
 
 
 class Park(Struct, frozen=True, tag=True):
-    """Have the attached trainers of a job, or of one run of it, park; empty names mean all.
-    Answered after `wait_s` at the latest.
+    """Have the attached trainers of a job, or of one run of it, park; empty names mean all. Answered after
+    ``wait_s`` at the latest.
     """
 
     job: ShortText = ""
@@ -676,12 +583,12 @@ class Park(Struct, frozen=True, tag=True):
 
 
 class GetPeers(Struct, frozen=True, tag=True):
-    """Ask for everything `ckptctl peers` shows."""
+    """Ask for everything ``ckptctl peers`` shows."""
 
 
 class Drill(Struct, frozen=True, tag=True):
-    """Rehearse: bring what a recovery of this rank would need here, from other nodes than its own,
-    verify it, and drop it.
+    """Rehearse a recovery: fetch what this rank would need from nodes other than its own, verify it, and drop
+    it.
     """
 
     job: Name
@@ -689,7 +596,7 @@ class Drill(Struct, frozen=True, tag=True):
     rank: Rank
 
 
-# -- daemon -> ckptctl ---------------------------------------------------------------------------
+# -- Daemon to ckptctl ---------------------------------------------------------------------------
 
 
 class SegmentStatus(Struct, frozen=True, tag=True):
@@ -734,7 +641,7 @@ class SessionStatus(Struct, frozen=True, tag=True):
 
 
 class DurableRank(Struct, frozen=True, tag=True):
-    """How far a local rank's snapshots are on their way to storage (iterations: -1 is none yet)."""
+    """Progress of a local rank's snapshots towards storage (iterations: -1 is none yet)."""
 
     job: str
     run: str
@@ -753,8 +660,8 @@ class DurableRank(Struct, frozen=True, tag=True):
 
 
 class DurableStatus(Struct, frozen=True, tag=True):
-    """What goes to storage. ``url`` is without user and password; ``keeper_pid`` is 0 while no
-    store keeper runs.
+    """Uploads to storage. ``url`` is without user and password; ``keeper_pid`` is 0 while no store keeper
+    runs.
     """
 
     url: str
@@ -765,7 +672,7 @@ class DurableStatus(Struct, frozen=True, tag=True):
 
 
 class Status(Struct, frozen=True, tag=True):
-    """What `ckptctl status` shows."""
+    """What ``ckptctl status`` shows."""
 
     version: str
     node_id: str
@@ -809,7 +716,7 @@ class SlotInfo(Struct, frozen=True, tag=True):
 
 
 class RankSnapshots(Struct, frozen=True, tag=True):
-    """The slots of one rank (over all its generations) and what can be recovered from them."""
+    """The slots of one rank, of all its generations, and what can be recovered from them."""
 
     job: str
     run: str
@@ -828,7 +735,7 @@ class RankSnapshots(Struct, frozen=True, tag=True):
 
 
 class RankParked(Struct, frozen=True, tag=True):
-    """At which iteration a rank is parked; -1: it is not, and why."""
+    """The iteration at which a rank is parked; -1: it is not, and why."""
 
     job: str
     run: str
@@ -838,13 +745,13 @@ class RankParked(Struct, frozen=True, tag=True):
 
 
 class Parks(Struct, frozen=True, tag=True):
-    """What came of `Park`, for every trainer that was asked."""
+    """The results of `Park`, of every trainer that was asked."""
 
     ranks: tuple[RankParked, ...]
 
 
 class RunFailures(Struct, frozen=True, tag=True):
-    """The replays of a run that did not reproduce what was recorded."""
+    """The replays of a run that did not reproduce the recorded values."""
 
     job: str
     run: str
@@ -852,15 +759,15 @@ class RunFailures(Struct, frozen=True, tag=True):
 
 
 class Snapshots(Struct, frozen=True, tag=True):
-    """What `ckptctl snapshots` shows."""
+    """What ``ckptctl snapshots`` shows."""
 
     ranks: tuple[RankSnapshots, ...]
     replays: tuple[RunFailures, ...] = ()
 
 
 class TargetStatus(Struct, frozen=True, tag=True):
-    """One target of a rank's replication. ``current_up_to`` is the end of its newest complete
-    suffix (-1: none).
+    """One target of a rank's replication. ``current_up_to``: the end of its newest complete suffix (-1:
+    none).
     """
 
     node: str
@@ -898,7 +805,7 @@ class PeerStatus(Struct, frozen=True, tag=True):
 
 
 class HostedReplica(Struct, frozen=True, tag=True):
-    """One replica that lies here."""
+    """One replica that this node hosts."""
 
     name: str
     job: str
@@ -911,9 +818,9 @@ class HostedReplica(Struct, frozen=True, tag=True):
 
 
 class Peers(Struct, frozen=True, tag=True):
-    """What `ckptctl peers` shows. ``endpoint`` is "" where this daemon has no peer listener.
+    """What ``ckptctl peers`` shows. ``endpoint`` is "" if this daemon has no peer listener.
 
-    ``encryption`` is what snapshots are encrypted with between nodes, "plaintext" if with nothing.
+    ``encryption``: the cipher of snapshots between nodes, or "plaintext".
     """
 
     node: str
@@ -927,8 +834,8 @@ class Peers(Struct, frozen=True, tag=True):
 
 
 class DrillReport(Struct, frozen=True, tag=True):
-    """How a drill went. ``compared`` counts bytes that were also compared with the primary, where
-    that lies on this node.
+    """The result of a drill. ``compared``: bytes that were also compared with the primary, if that is on this
+    node.
     """
 
     recoverable: bool
@@ -942,7 +849,7 @@ class DrillReport(Struct, frozen=True, tag=True):
 
 
 class EventInfo(Struct, frozen=True, tag=True):
-    """One thing that happened; `seq` grows by one with each."""
+    """One event; ``seq`` grows by one with each."""
 
     seq: int
     time_ns: int
@@ -955,12 +862,16 @@ class EventInfo(Struct, frozen=True, tag=True):
 
 
 class Events(Struct, frozen=True, tag=True):
-    """A page of events; `first_seq` is the oldest one still kept."""
+    """A page of events; ``first_seq`` is the oldest one still kept."""
 
     events: tuple[EventInfo, ...]
     first_seq: int
     last_seq: int
 
+
+# -- Elastic jobs --------------------------------------------------------------------------------
+
+# -- Elastic jobs --------------------------------------------------------------------------------
 
 Loads = Annotated[tuple[Annotated[tuple[Count, ...], Meta(max_length=1 << 16)], ...], Meta(max_length=4096)]
 
@@ -969,13 +880,13 @@ class ElasticNode(Struct, frozen=True, forbid_unknown_fields=True):
     """A node of an elastic job.
 
     Args:
-        name: as its daemon is called.
+        name: of its daemon.
         slots: replicas of experts that it holds in each layer.
-        ranks: of it, which share the slots.
-        labels: such as ``{"rack": "A"}``; ``Elastic.domain`` names the one that says what fails together.
-        holds: for each layer the experts that it holds now, one entry for each replica; empty:
-            nothing, or not known.
-        bytes_per_s: how fast it sends and gets; 0: not known.
+        ranks: the number of its ranks, which share the slots.
+        labels: such as ``{"rack": "A"}``; ``Elastic.domain`` names the one whose nodes fail together.
+        holds: for each layer the experts that it holds now, one entry for each replica; empty: none, or
+            unknown.
+        bytes_per_s: its bandwidth in each direction; 0: unknown.
     """
 
     name: Name
@@ -987,14 +898,15 @@ class ElasticNode(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ElasticWhen(Struct, frozen=True, forbid_unknown_fields=True):
-    """What decides when experts are placed anew, as
-    `ckptd.core.elastic.placement.rebalance_policy.TimesConfig` has it.
+    """What decides when experts are placed anew
+    (`ckptd.core.elastic.placement.rebalance_policy.TimesConfig`).
 
     Args:
-        placed_step: when they were last.
-        expert_s: time of a step that grows with the tokens of the busiest rank; 0: not measured.
-        pause_s: what placing anew costs beside the transfers; 0: not measured.
-        remaining_steps: until the end of training; -1: not told.
+        placed_step: the step of the last placement.
+        expert_s: the part of a step's time that grows with the tokens of the busiest rank; 0: not
+            measured.
+        pause_s: the cost of a new placement besides its transfers; 0: not measured.
+        remaining_steps: until the end of training; -1: unknown.
     """
 
     check_steps: Annotated[int, Meta(ge=1)] = 50
@@ -1008,17 +920,18 @@ class ElasticWhen(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Elastic(Struct, frozen=True, forbid_unknown_fields=True):
-    """The nodes of a job, the load of its experts, and who holds which.
+    """The nodes of an elastic job, the load of its experts, and their placement. The JSON form is the input
+    file of ``ckptctl elastic``.
 
     Args:
-        loads: for each layer the tokens routed to each of its experts, in the newest period.
+        loads: for each layer the tokens routed to each expert in the newest period.
         nodes: in the order of the plan.
-        step: of which this is told; -1: none.
-        threshold: on how many nodes every expert shall be.
-        max_straggler: bound on the busiest rank over the mean; 0: none.
-        domain: the label whose value fails together; "": each node for itself.
-        expert_bytes: of a replica, for each expert of each layer; or one row with one number that
-            holds for all; empty: not known.
+        step: the step of this report; -1: none.
+        threshold: the number of nodes on which every expert shall be.
+        max_straggler: bound of the busiest rank over the mean; 0: none.
+        domain: the label whose value fails together; "": each node by itself.
+        expert_bytes: of a replica, for each expert of each layer, or one row with one number for all;
+            empty: unknown.
         layers: their names.
         history: loads of earlier periods, the oldest first.
         method, reason: how the placement was found, and why it was made.
@@ -1040,20 +953,20 @@ class Elastic(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TellElastic(Struct, frozen=True, tag=True):
-    """A trainer tells what its job has placed where; the newest of a run counts."""
+    """A trainer reports its job's placement. The daemon keeps the newest one of each run, uninterpreted."""
 
     elastic: Elastic
 
 
 class GetElastic(Struct, frozen=True, tag=True):
-    """What elastic jobs have told this node; empty names mean all."""
+    """Ask for the placements reported to this node; empty names mean all."""
 
     job: ShortText = ""
     run: ShortText = ""
 
 
 class ElasticTold(Struct, frozen=True):
-    """What rank ``rank`` of a run told, so many seconds ago."""
+    """The report of rank ``rank`` of a run, ``ago_s`` seconds old."""
 
     job: str
     run: str
@@ -1063,18 +976,18 @@ class ElasticTold(Struct, frozen=True):
 
 
 class SeenElastic(Struct, frozen=True, tag=True):
-    """The answer: of every run that was asked for, the last that was told."""
+    """The newest report of every run that was asked for."""
 
     told: tuple[ElasticTold, ...]
 
 
 class GetDurableWorlds(Struct, frozen=True, tag=True):
-    """What is durable of the worlds of an elastic run? Asked again and again, until the answer is
-    not ``running``.
+    """Ask for the durable checkpoints of an elastic run's incarnations. Repeat it until the answer is not
+    ``running``.
 
     Args:
-        asker: names this question: another one looks anew.
-        again: it is of a start that has found some of it to be damaged.
+        asker: names this question: another name has the store read again.
+        again: asked by a start that has found a checkpoint to be damaged.
     """
 
     job: Name
@@ -1084,7 +997,7 @@ class GetDurableWorlds(Struct, frozen=True, tag=True):
 
 
 class DurableWorld(Struct, frozen=True):
-    """A committed checkpoint of a world: ``sizes`` are about the bytes of each of its ranks."""
+    """A committed checkpoint of an incarnation; ``sizes``: the approximate bytes of each of its ranks."""
 
     world: Count
     iteration: Iteration
@@ -1092,13 +1005,12 @@ class DurableWorld(Struct, frozen=True):
 
 
 class DurableWorlds(Struct, frozen=True, tag=True):
-    """The answer: ``configured`` is false where the daemon has no store; ``running``: the store has
-    not told yet.
+    """``configured`` is false if the daemon has no store; ``running``: the store has not answered yet.
 
     Args:
-        worlds: the numbers of all, also of those of which no checkpoint is committed.
-        checkpoints: the newest ones of the latest worlds, newest first.
-        damaged: world and iteration of those that this node has found to be.
+        worlds: the numbers of all incarnations, also of those without a committed checkpoint.
+        checkpoints: the newest ones of the latest incarnations, newest first.
+        damaged: world and iteration of the checkpoints that this node has found to be damaged.
     """
 
     configured: bool
@@ -1109,11 +1021,10 @@ class DurableWorlds(Struct, frozen=True, tag=True):
 
 
 class BringStored(Struct, frozen=True, tag=True):
-    """Bring what these ranks have in the committed checkpoint of a run into this node's memory,
-    unless that is under way.
+    """Load the parts of these ranks of a committed checkpoint into this node's memory, unless that is in
+    progress.
 
-    Asked again and again, until it is over: the answer is `Brought`. Nobody has to be attached as
-    these ranks.
+    Repeat it until it is over: the answer is `Brought`. No trainer has to be attached as these ranks.
     """
 
     job: Name
@@ -1123,8 +1034,8 @@ class BringStored(Struct, frozen=True, tag=True):
 
 
 class Brought(Struct, frozen=True, tag=True):
-    """``state`` is running, done, failed (``reason`` says why; an older checkpoint may do), or
-    refused: there is no memory for any.
+    """``state`` is running, done, failed (``reason`` says why; an older checkpoint may do), or refused: there
+    is no memory for any.
     """
 
     state: str
@@ -1133,7 +1044,7 @@ class Brought(Struct, frozen=True, tag=True):
     bytes_total: int
 
 
-PROTOCOL_VERSION = 3
+# -- All of them ---------------------------------------------------------------------------------
 
 Request = (
     Hello

@@ -1,8 +1,8 @@
-"""What daemons say to each other: closed, typed, validated; carried as control messages of a fabric.
+"""The messages between daemons: closed, typed, validated; carried as control messages of a fabric.
 
-A request is answered by its reply or by `PeerRefused`. One-way messages are answered by `PeerDone`
-and nobody waits for it. Slot headers travel as the 112 bytes of the segment format, descriptors as
-its msgpack: both are checked where they are used.
+A request is answered by its reply or by `PeerRefused`. The sender of a one-way message ignores the answer
+(`PeerDone`). Slot headers are the 112 bytes of the segment format, descriptors its msgpack; both are checked
+where they are used.
 """
 
 from __future__ import annotations
@@ -34,35 +34,6 @@ from ckptd.transport.messages import (
 )
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "PEER_PROTOCOL_VERSION",
-    "AbortSlot",
-    "BeginSlot",
-    "CloseRead",
-    "Descriptor",
-    "DoubtSlot",
-    "EndRun",
-    "Floor",
-    "GetDescriptor",
-    "GetDigest",
-    "OpenRead",
-    "OpenReplica",
-    "OpenedDigest",
-    "PeerDone",
-    "PeerHello",
-    "PeerMessage",
-    "PeerRefused",
-    "PeerWelcome",
-    "ReadOpened",
-    "RegionFile",
-    "ReplicaOpened",
-    "SealSlot",
-    "SlotGranted",
-    "TellRun",
-    "decode_peer",
-    "encode_peer",
-]
-
 PEER_PROTOCOL_VERSION = 3
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Ticket = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -70,7 +41,7 @@ Span = Annotated[int, Meta(ge=0, le=1 << 15)]
 
 
 class PeerHello(Struct, frozen=True, tag=True):
-    """First words to a peer, and the ping afterwards: ``boot_id`` is new at each start of a daemon."""
+    """The first message to a peer, and the later pings. ``boot_id`` is new at each start of a daemon."""
 
     protocol: int
     version: ShortText
@@ -80,7 +51,7 @@ class PeerHello(Struct, frozen=True, tag=True):
 
 
 class PeerWelcome(Struct, frozen=True, tag=True):
-    """The same about the one who answers."""
+    """The same of the daemon that answers."""
 
     protocol: int
     version: ShortText
@@ -93,8 +64,8 @@ class PeerWelcome(Struct, frozen=True, tag=True):
 class OpenReplica(Struct, frozen=True, tag=True):
     """Make (or find) the replica of a segment, with room for two suffixes of ``span`` snapshots.
 
-    ``epoch`` and ``epoch_start`` free what belongs to an abandoned history. ``boot_id`` is the
-    sender's (`PeerHello`): what another boot of it had begun ends when it is known to be gone.
+    ``epoch`` and ``epoch_start`` free the slots of an abandoned history. ``boot_id`` is the sender's
+    (`PeerHello`): what another boot of it had begun ends once that boot is known to be gone.
     """
 
     job: Name
@@ -111,10 +82,9 @@ class OpenReplica(Struct, frozen=True, tag=True):
 
 
 class ReplicaOpened(Struct, frozen=True, tag=True):
-    """The replica is there; ``lease`` names it until this daemon restarts, ``held`` is what it holds already.
+    """The replica exists; ``lease`` names it until this daemon restarts, ``held`` is what it holds already.
 
-    ``boot_id`` is that of the daemon that answers (`PeerHello`): what another boot of it told holds
-    no longer.
+    ``boot_id`` is that of the daemon that answers (`PeerHello`): answers of another boot of it are void.
     """
 
     lease: Ticket
@@ -123,14 +93,14 @@ class ReplicaOpened(Struct, frozen=True, tag=True):
 
 
 class BeginSlot(Struct, frozen=True, tag=True):
-    """I want to put the snapshot with this header.
+    """Ask to put the snapshot with this header.
 
-    What the run agreed on, as far as the sender knows (`ckptd.core.replication.replicas.Promise`),
-    comes along, and in which epoch (a snapshot may be of an earlier one; -1: in none): a host
-    without a rank of its own is in no tree and would keep everything.
+    ``floor``, ``horizon``, ``span`` and ``epoch`` are what the run agreed on, as far as the sender knows
+    (`ckptd.core.replication.replicas.Promise`; a snapshot may be of an earlier epoch; -1: of none). A host
+    without a rank of the run is in no tree, and would keep everything without them.
 
-    ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation
-    (-1: not told).
+    ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation (-1:
+    unknown).
     """
 
     lease: Ticket
@@ -163,8 +133,8 @@ class SlotGranted(Struct, frozen=True, tag=True):
 
 
 class SealSlot(Struct, frozen=True, tag=True):
-    """Every byte is there: verify the image against its digests and this cryptographic one of all
-    of it, and show it to recovery.
+    """All bytes are there: verify the image against its digests and against this cryptographic digest of the
+    whole image, then show it to recovery.
     """
 
     ticket: Ticket
@@ -172,13 +142,13 @@ class SealSlot(Struct, frozen=True, tag=True):
 
 
 class AbortSlot(Struct, frozen=True, tag=True):
-    """I will not go on with this slot."""
+    """The sender gives this slot up."""
 
     ticket: Ticket
 
 
 class OpenRead(Struct, frozen=True, tag=True):
-    """I want to get a sealed snapshot: by segment name, slot and sequence number. ``boot_id`` as in
+    """Ask to get a sealed snapshot, by segment name, slot and sequence number. ``boot_id`` as in
     `OpenReplica`.
     """
 
@@ -191,9 +161,9 @@ class OpenRead(Struct, frozen=True, tag=True):
 
 
 class ReadOpened(Struct, frozen=True, tag=True):
-    """Get it from this region. It stays until `CloseRead`, or until nothing was read for a minute.
+    """Get the snapshot from this region. It stays until `CloseRead`, or until nothing was read for a minute.
 
-    ``digest``: the cryptographic one that the holder vouches for; "": it was not made yet, ask by
+    ``digest``: the cryptographic digest that the holder vouches for; "": not computed yet, ask by
     `GetDigest`.
     """
 
@@ -206,19 +176,19 @@ class ReadOpened(Struct, frozen=True, tag=True):
 
 
 class GetDigest(Struct, frozen=True, tag=True):
-    """The cryptographic digest of what you opened for me to read."""
+    """Ask for the cryptographic digest of a region that `ReadOpened` returned."""
 
     region: Ticket
 
 
 class OpenedDigest(Struct, frozen=True, tag=True):
-    """It."""
+    """The answer to `GetDigest`."""
 
     digest: ImageDigest
 
 
 class GetDescriptor(Struct, frozen=True, tag=True):
-    """The descriptor of a segment that you hold."""
+    """Ask for the descriptor of a segment that the peer holds."""
 
     job: Name
     run: Name
@@ -226,7 +196,7 @@ class GetDescriptor(Struct, frozen=True, tag=True):
 
 
 class Descriptor(Struct, frozen=True, tag=True):
-    """It."""
+    """The answer to `GetDescriptor`."""
 
     descriptor: Blob
     num_slots: Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -234,13 +204,13 @@ class Descriptor(Struct, frozen=True, tag=True):
 
 
 class CloseRead(Struct, frozen=True, tag=True):
-    """I have it."""
+    """The region was read."""
 
     region: Ticket
 
 
 class DoubtSlot(Struct, frozen=True, tag=True):
-    """What I got from this slot does not match its digests: look at it."""
+    """The bytes that came from this slot do not match its digests: verify it."""
 
     job: Name
     run: Name
@@ -250,7 +220,7 @@ class DoubtSlot(Struct, frozen=True, tag=True):
 
 
 class EndRun(Struct, frozen=True, tag=True):
-    """I no longer replicate this run: it is over, or was forgotten."""
+    """The sender no longer replicates this run: it is over, or was forgotten."""
 
     job: Name
     run: Name
@@ -259,9 +229,9 @@ class EndRun(Struct, frozen=True, tag=True):
 class Floor(Struct, frozen=True, tag=True):
     """What the nodes of a run agree on, up or down a tree (`ckptd.core.replication.floor`).
 
-    ``members_id`` names the tree, ``kind`` is below (to the parent) or floor (to a child);
-    ``counted`` and what is carried go up only. ``sequence`` orders what one boot of the sender
-    tells; of which boot it is says ``boot_id``.
+    ``members_id`` names the tree; ``kind`` is below (to the parent) or floor (to a child). ``counted`` and
+    the ``carried`` fields go up only. ``sequence`` orders the messages of one boot of the sender,
+    ``boot_id``.
     """
 
     job: Name
@@ -279,17 +249,17 @@ class Floor(Struct, frozen=True, tag=True):
 
 
 class TellRun(Struct, frozen=True, tag=True):
-    """Who takes part in a run, for a member that has no rank of it: nobody joins there."""
+    """The members of a run, for a member without a rank of it: no trainer joins there."""
 
     record: RunRecord
 
 
 class PeerDone(Struct, frozen=True, tag=True):
-    """It is done."""
+    """Done."""
 
 
 class PeerRefused(Struct, frozen=True, tag=True):
-    """No; ``code`` is one word: protocol, unknown, busy, quota, held, stale, digest, bad_message,
+    """Refused; ``code`` is one word: protocol, unknown, busy, quota, held, stale, digest, bad_message,
     internal.
     """
 
@@ -332,12 +302,11 @@ _decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMes
 
 
 def encode_peer(message: PeerMessage) -> bytes:
-    """One message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode_peer(body: bytes) -> PeerMessage:
-    """The message in a body.
+    """Decode one message.
 
     Raises:
         ValueError: not one of ours, or its values are out of range.

@@ -35,12 +35,10 @@ from ckptd.unpacking import unpack
 __all__ = [
     "MAX_BODY_BYTES",
     "ControlClient",
-    "Envelope",
     "RefusedError",
     "RequestTimeout",
     "WireError",
     "decode",
-    "decode_envelope",
     "encode",
     "peer_process",
 ]

@@ -47,15 +47,10 @@ from ckptd.transport.access.admission import (
 from ckptd.transport.access.refusals import RefusalLog
 
 __all__ = [
-    "AHEAD",
     "ENOUGH_DESCRIPTORS",
-    "MAX_QUEUED_BYTES",
-    "MAX_STRANGER_BYTES",
     "TOLD",
     "Doorkeeper",
     "LocalDoor",
-    "Pin",
-    "Visitor",
     "fd_of_frame",
     "local_limits",
     "source_of_frame",

@@ -23,42 +23,6 @@ from msgspec import Meta, Struct
 
 from ckptd.unpacking import unpack
 
-__all__ = [
-    "FRAME_BYTES",
-    "MAX_BODY_BYTES",
-    "MAX_CHUNK_BYTES",
-    "MAX_FRAMES",
-    "MAX_HEADER_BYTES",
-    "MAX_NUMBER",
-    "MAX_WIRE_FRAME_BYTES",
-    "PROTOCOL",
-    "Ack",
-    "Answer",
-    "Ask",
-    "Data",
-    "Dial",
-    "FaultReply",
-    "Open",
-    "Opened",
-    "Payload",
-    "Probe",
-    "Probed",
-    "Read",
-    "Refuse",
-    "Reply",
-    "Request",
-    "Ticket",
-    "Write",
-    "decode_answer",
-    "decode_ask",
-    "digest_of",
-    "encode",
-    "seed_of",
-    "send_copy",
-    "send_view",
-]
-
-
 PROTOCOL = 2
 MAX_HEADER_BYTES = 1024
 MAX_CHUNK_BYTES = 16 << 20

@@ -43,7 +43,7 @@ from ckptd.transport.verbs import (
     Transfer,
 )
 
-__all__ = ["FabricPeer", "LinkParts", "PendingRequest", "Requests"]
+__all__ = ["FabricPeer", "LinkParts"]
 
 logger = logging.getLogger(__name__)
 

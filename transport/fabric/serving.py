@@ -22,7 +22,7 @@ from ckptd.transport.fabric.frames import MAX_FRAMES, Payload
 from ckptd.transport.fabric.regions import Refusal, Regions
 from ckptd.transport.verbs import Access, FabricCounters, Fault, Serve
 
-__all__ = ["Connection", "GrantDial", "Server", "ServerParts"]
+__all__ = ["Connection", "Server", "ServerParts"]
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ from ckptd.transport.verbs import (
     Serve,
 )
 
-__all__ = ["FabricOptions", "Loop", "ZmqFabric"]
+__all__ = ["FabricOptions", "ZmqFabric"]
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 __all__ = [
-    "RECORDS_PER_KEY",
     "RECORD_BYTES",
     "SECRET_BYTES",
     "TAG_BYTES",

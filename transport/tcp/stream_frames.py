@@ -42,25 +42,6 @@ from ckptd.transport.fabric.frames import MAX_CHUNK_BYTES
 from ckptd.transport.tcp.sealing import TAG_BYTES, StreamKey
 from ckptd.transport.verbs import Fault
 
-__all__ = [
-    "ANSWER_BYTES",
-    "ASK_BYTES",
-    "MAX_DETAIL_BYTES",
-    "PREAMBLE_BYTES",
-    "TRAILER",
-    "Preamble",
-    "StreamAnswer",
-    "StreamAsk",
-    "StreamKind",
-    "decode_answer",
-    "decode_ask",
-    "decode_preamble",
-    "encode_answer",
-    "encode_ask",
-    "encode_fault",
-    "encode_preamble",
-]
-
 PREAMBLE = Struct("<4s4x32s16s")
 ASK = Struct("<4sB3xQQ16sQQQ")
 ANSWER = Struct("<4sBBHQQQQ")

@@ -40,7 +40,7 @@ from ckptd.transport.tcp.stream_frames import (
 )
 from ckptd.transport.verbs import FabricCounters, Fault, PeerAddress
 
-__all__ = ["ClientStream", "Operation", "StreamEvents", "StreamLane", "StreamLink", "StreamVerdict"]
+__all__ = ["StreamLink"]
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from ckptd.transport.tcp.stream_frames import (
 )
 from ckptd.transport.verbs import Access, FabricCounters, Fault
 
-__all__ = ["LIMITS", "DialGrant", "Lobby", "StreamServer", "StreamServerParts", "Visit"]
+__all__ = ["LIMITS", "DialGrant", "StreamServer", "StreamServerParts"]
 
 logger = logging.getLogger(__name__)
 

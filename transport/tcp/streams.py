@@ -22,19 +22,6 @@ from ckptd.transport.fabric.frames import seed_of
 from ckptd.transport.tcp.sealing import RECORD_BYTES, TAG_BYTES, StreamKey
 from ckptd.transport.tcp.stream_frames import TRAILER
 
-__all__ = [
-    "STALL_S",
-    "PayloadDigest",
-    "StreamReceiver",
-    "StreamSender",
-    "configure",
-    "receive_into",
-    "receiver_of",
-    "sender_of",
-    "set_patience",
-    "shut",
-]
-
 STALL_S = 10.0  # a peer that takes or gives nothing for so long is gone
 # A piece is hashed and sent, or received and hashed, while it lies in the second level cache.
 # Pieces of 64 KiB cost more in calls, those of 4 MiB fall out of it: 2.5, 2.9 and 2.2 GB/s with 64,
