@@ -1,9 +1,9 @@
-"""A put or a get as chunks: which are to be sent, which are under way, and how it ended.
+"""Puts and gets on the asking side: their chunks, whose turn it is, and how fast chunks are put.
 
-A transfer is RUNNING until its last chunk is done or something ends it, then DRAINING while an
-engine still refers to the caller's buffer, then COMPLETE. It is changed on the fabric's thread
-only; `cancel` and `wait` are for any thread. A chunk is TO SEND, then SENT under an operation
-number, and back again when its connection or its digest fails.
+A transfer is RUNNING until its last chunk is done or something ends it, then DRAINING while an engine still
+refers to the caller's buffer, then COMPLETE. It changes on the fabric's thread only; `ChunkedTransfer.cancel`
+and ``wait`` are for any thread. A chunk is TO SEND, then SENT under an operation number, and TO SEND again
+when its connection or its digest fails.
 """
 
 from __future__ import annotations
@@ -15,39 +15,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptd.transport.fabric.frames import digest_of
-from ckptd.transport.fabric.regions import bytes_of
+from ckptd.transport.fabric.frames import BufferUse, bytes_of, digest_of
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 
-__all__ = ["DRAIN_POLL_S", "BufferUse", "Chunk", "ChunkUse", "ChunkedTransfer", "Pacer", "Transfers"]
+__all__ = ["DRAIN_POLL_S", "Chunk", "ChunkUse", "ChunkedTransfer", "Pacer", "Transfers"]
 
 logger = logging.getLogger(__name__)
 
 
 PRUNE_HOLDS = 64
-DIGEST_TRIES = 4  # a link that damages a chunk this often is not going to carry it
-
-
-class BufferUse:
-    """An engine's use of a part of the caller's buffer. ``view`` is released when ``gone`` says
-    that it ended.
-    """
-
-    __slots__ = ("_gone", "_view", "ended")
-
-    def __init__(self, view: memoryview, gone: Callable[[], bool]) -> None:
-        self._view = view
-        self._gone = gone
-        self.ended = False
-
-    def over(self) -> bool:
-        if not self.ended and self._gone():
-            try:
-                self._view.release()
-                self.ended = True
-            except BufferError:  # the engine said so a moment before it let go
-                return False
-        return self.ended
+DIGEST_TRIES = 4  # a link that damages a chunk this often will not carry it
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +39,7 @@ class Chunk:
     bad_digests: int = 0
 
     def view(self) -> memoryview:
-        """A view of its own: it can be released apart from others."""
+        """A view of its own, which can be released separately."""
         return self.transfer.buffer[self.start : self.start + self.length]
 
     def compute_digest(self) -> int:
@@ -73,10 +50,10 @@ class Chunk:
 
 
 class ChunkUse:
-    """What a thread of an engine does with a chunk's part of the buffer; ``lock`` is the engine's.
+    """The use of a chunk's part of the buffer by a thread of an engine; ``lock`` is the engine's.
 
-    It is WAITING, BUSY while the thread touches the buffer, and OVER; a transfer that wants its
-    buffer back makes a waiting one OVER, and waits for a busy one.
+    WAITING, then BUSY while the thread touches the buffer, then OVER. A transfer that wants its buffer back
+    makes a waiting use OVER, and waits for a busy one.
     """
 
     __slots__ = ("_busy", "_lock", "_over", "chunk", "view")
@@ -90,29 +67,29 @@ class ChunkUse:
         chunk.transfer.hold(BufferUse(self.view, self._let_go))
 
     def claim(self) -> bool:
-        """Begin to touch the buffer; false if that is not wanted any more."""
+        """Begin to touch the buffer; false if the transfer has ended."""
         with self._lock:
             self._busy = not self._over
             return self._busy
 
     def finish(self) -> None:
-        """The buffer is not touched any more, nor ever again."""
+        """The thread does not touch the buffer any more."""
         with self._lock:
             self._busy, self._over = False, True
 
-    def revoke(self) -> bool:
-        """Whether the buffer is free; from now on if it was not begun."""
+    def _let_go(self) -> bool:
+        """Whether the buffer is free. A transfer that has ended takes it from a thread that has not begun."""
+        if self._over or self.chunk.transfer.outcome is None:
+            return self._over
         with self._lock:
             self._over = self._over or not self._busy
             return self._over
 
-    def _let_go(self) -> bool:
-        """For the transfer: only one that has ended takes its buffer away."""
-        return self._over or (self.chunk.transfer.outcome is not None and self.revoke())
-
 
 class ChunkedTransfer:
-    """One put or get. ``on_cancel`` is called in the canceller's thread and has to end it on the fabric's."""
+    """One put or get. ``on_cancel`` is called in the cancelling thread and must end the transfer on the
+    fabric's.
+    """
 
     def __init__(
         self,
@@ -141,9 +118,8 @@ class ChunkedTransfer:
         self._next = 0
         self._again: deque[Chunk] = deque()
         self._size = len(self.buffer)
-        self._left = max(
-            1, -(-self._size // chunk_bytes)
-        )  # nothing is sent as one empty chunk: it checks the key
+        # A transfer of no bytes is one empty chunk, which checks the key.
+        self._left = max(1, -(-self._size // chunk_bytes))
         self._left_to_cut = self._left
         self._holds: list[BufferUse] = []
         self._done = done
@@ -175,7 +151,7 @@ class ChunkedTransfer:
         return self.outcome is None and bool(self._again or self._left_to_cut)
 
     def next_chunk(self) -> Chunk:
-        """A chunk to send; call it when ``has_more``."""
+        """A chunk to send; requires ``has_more``."""
         if self._again:
             return self._again.popleft()
         start = self._next
@@ -185,17 +161,17 @@ class ChunkedTransfer:
         return Chunk(self, start, self._offset + start, length)
 
     def give_back(self, chunk: Chunk) -> None:
-        """It could not be sent, and was not."""
+        """The chunk was not sent."""
         self._again.appendleft(chunk)
 
     def lost(self, chunk: Chunk) -> None:
-        """Nothing was heard of it: send it again."""
+        """No answer will come: send the chunk again."""
         if self.outcome is None:
             self.retries += 1
             self._again.append(chunk)
 
     def damaged(self, chunk: Chunk) -> None:
-        """What arrived has another digest: send it again, a few times."""
+        """The digest did not match: send the chunk again, `DIGEST_TRIES` times in all."""
         chunk.bad_digests += 1
         if chunk.bad_digests < DIGEST_TRIES:
             self.lost(chunk)
@@ -208,7 +184,7 @@ class ChunkedTransfer:
             self.end(None, "")
 
     def end(self, fault: Fault | None, detail: str) -> None:
-        """The outcome is known; the first one counts."""
+        """Set the outcome; the first one counts."""
         if self.outcome is None:
             self.outcome = (fault, detail)
             self.ended_at = time.monotonic()
@@ -226,7 +202,7 @@ class ChunkedTransfer:
         return not self._holds
 
     def complete(self) -> None:
-        """Tell the caller, once; the buffer is theirs again."""
+        """Give the buffer back and call ``done``, once."""
         assert self.outcome is not None
         if self._completion is not None:
             return
@@ -243,12 +219,12 @@ class ChunkedTransfer:
 
 
 DRAIN_POLL_S = 0.001
-DRAIN_GRACE_S = 0.5  # then the connections that still hold a buffer are broken off
+DRAIN_GRACE_S = 0.5  # after this, connections that still hold a buffer are broken off
 
 
 class Transfers:
-    """RUNNING ones take turns; those that have ended are DRAINING until their buffer is free, and
-    complete then.
+    """The transfers to one peer, on the fabric's thread. RUNNING ones take turns; DRAINING ones complete when
+    their buffer is free.
     """
 
     def __init__(self) -> None:
@@ -281,7 +257,9 @@ class Transfers:
         return min((t.deadline_at for t in self._running), default=float("inf")) - now_s
 
     def settle(self, now_s: float) -> bool:
-        """Complete what has ended and is free; whether connections must be broken off to free the rest."""
+        """Complete what has ended and is free; returns whether connections must be broken off to free the
+        rest.
+        """
         if self.some_ended:
             self._draining += [t for t in self._running if t.outcome is not None]
             self._running = deque(t for t in self._running if t.outcome is None)
@@ -298,7 +276,7 @@ class Transfers:
         return bool(stuck)
 
     def complete_all(self) -> None:
-        """The end, whatever the engine still holds."""
+        """Complete at the end of the fabric, whatever an engine still holds."""
         draining, self._draining = self._draining, []
         for transfer in draining:
             transfer.complete()
@@ -306,7 +284,7 @@ class Transfers:
     # --- turns ---
 
     def next(self) -> ChunkedTransfer | None:
-        """The one whose turn it is, of those with chunks to send."""
+        """The transfer whose turn it is, of those with chunks to send."""
         for _ in range(len(self._running)):
             if self._running[0].has_more:
                 return self._running[0]
@@ -314,7 +292,7 @@ class Transfers:
         return None
 
     def next_get(self) -> ChunkedTransfer | None:
-        """Puts wait; the turn goes to a get, if one has chunks to ask for."""
+        """While puts wait: give the turn to a get with chunks to ask for, if there is one."""
         for _ in range(len(self._running)):
             self._running.rotate(-1)
             if self._running[0].has_more and not self._running[0].is_put:
@@ -322,56 +300,49 @@ class Transfers:
         return None
 
     def turn(self) -> None:
-        """The one whose turn it was has sent a chunk."""
+        """The transfer whose turn it was has sent a chunk."""
         self._running.rotate(-1)
 
 
 GATE_POLL_S = 0.002
-GATE_HOLD_S = 0.5  # a gate is a hint: whoever forgets to open it costs us this long, not the replica
+GATE_HOLD_S = 0.5  # a gate is a hint: a caller that forgets to open it delays the replica, and no more
 BURST_S = 0.05
 
 
 class Pacer:
-    """Token bucket and gate; one thread, time is an argument.
+    """Limits the puts of all peers: a token bucket, and a gate that the owner may hold closed. One thread;
+    time is an argument.
 
-    A chunk goes when the bucket is not in debt, and may put it into debt: so chunks larger than the
-    burst pass, and the average keeps to the rate.
+    A chunk may go when the bucket is not in debt, and may put it into debt. So chunks larger than the burst
+    pass, and the average keeps to the rate.
+
+    Raises:
+        ValueError: the rate is not positive.
     """
 
     def __init__(self, bytes_per_s: float | None = None, gate: Callable[[], bool] | None = None) -> None:
-        self._rate: float | None = None
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise ValueError(f"a rate is positive, not {bytes_per_s}")
+        self._rate = bytes_per_s
         self._tokens = 0.0
         self._filled_at = 0.0
         self._gate = gate
         self._held_since: float | None = None
-        self.set_rate(bytes_per_s)
-
-    def set_rate(self, bytes_per_s: float | None) -> None:
-        """None: no limit.
-
-        Raises:
-            ValueError: not positive.
-        """
-        if bytes_per_s is not None and not bytes_per_s > 0:
-            raise ValueError(f"a rate is positive, not {bytes_per_s}")
-        self._rate = bytes_per_s
-        self._tokens = min(self._tokens, 0.0)
 
     def delay_s(self, now_s: float) -> float:
         """Seconds until the next chunk may go; 0: now."""
         held = self._held_s(now_s)
         if held:
             return held
-        rate = self._rate
-        if rate is None:
+        if self._rate is None:
             return 0.0
-        filled = self._tokens + rate * max(0.0, now_s - self._filled_at)
-        self._tokens = min(filled, rate * BURST_S)
+        filled = self._tokens + self._rate * max(0.0, now_s - self._filled_at)
+        self._tokens = min(filled, self._rate * BURST_S)
         self._filled_at = now_s
-        return 0.0 if self._tokens >= 0 else -self._tokens / rate
+        return 0.0 if self._tokens >= 0 else -self._tokens / self._rate
 
     def spend(self, size_bytes: int) -> None:
-        """A chunk went."""
+        """A chunk was sent."""
         if self._rate is not None:
             self._tokens -= size_bytes
 

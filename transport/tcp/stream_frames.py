@@ -1,4 +1,4 @@
-"""What is said on a stream: fixed binary headers, payloads behind them. Integers are little-endian.
+"""The headers of a stream: fixed binary, with payloads behind them. Integers are little-endian.
 
     preamble, 56 bytes, client → server, once      ask, 64 bytes, client → server
      0  4  "CKT2"                                   0  4  "CKQ1"
@@ -17,17 +17,16 @@
     24  8  digest (ACK: of the payload that came; FAULT: of the detail; else 0)
     32  8  xxh3_64 of bytes [0, 32)
 
-A WRITE and a DATA are followed by ``length`` bytes, a FAULT by its detail in UTF-8. Asks are
-answered in their order. A header that does not match its own digest ends the stream: where the next
-one begins is not known any more.
+A WRITE and a DATA are followed by ``length`` bytes, a FAULT by its detail in UTF-8. Asks are answered in
+their order. A header that does not match its own digest ends the stream, because the start of the next one is
+unknown.
 
-Between nodes that have keys all of this but the preamble goes in records
-(`ckptd.transport.tcp.sealing`): each header is one, a detail is one, and a payload is one for each
-2^20 bytes of it and one for the rest. The proof is the first record up: of no bytes, and bound to
-the 40 bytes before it.
+Between nodes with keys all bytes after the preamble are in records (`ckptd.transport.tcp.sealing`): one for
+each header, one for a detail, and one for each 2^20 bytes of a payload and one for the rest. The proof is the
+first record up: of no bytes, and bound to the 40 bytes before it.
 
-In plaintext a payload is followed by its digest, 8 bytes, as in `frames.digest_of`. It comes last,
-so that either side computes it piece by piece while the bytes are in its cache.
+In plaintext a payload is followed by its digest, 8 bytes, as in `frames.digest_of`. It comes last, so that
+both sides compute it piece by piece while the bytes are in their caches.
 """
 
 from __future__ import annotations
@@ -94,11 +93,11 @@ class StreamAnswer(NamedTuple):
 class Preamble(NamedTuple):
     ticket: bytes
     proof: bytes
-    proven: bytes  # what the proof is bound to: all before it
+    proven: bytes  # the bytes that the proof is bound to: all before it
 
 
 def encode_preamble(ticket: bytes, key: StreamKey | None = None) -> bytes:
-    """With the proof that whoever shows the ticket has its key, if there is one."""
+    """With the proof that the asker has the ticket's key, if there is one."""
     proof = bytearray(TAG_BYTES)
     if key is not None:
         key.seal(b"", memoryview(proof), encode_preamble(ticket)[:-TAG_BYTES])
@@ -123,7 +122,7 @@ def encode_ask(ask: StreamAsk) -> bytes:
 
 
 def decode_ask(data: bytes | bytearray) -> StreamAsk:
-    """What a peer asks of us.
+    """Decode an ask.
 
     Raises:
         ValueError: it is damaged, or nothing of ours.
@@ -141,7 +140,7 @@ def encode_answer(answer: StreamAnswer) -> bytes:
 
 
 def encode_fault(op: int, window: int, fault: Fault, detail: str) -> bytes:
-    """A FAULT with its detail behind it."""
+    """A FAULT followed by its detail."""
     text = detail.encode()[:MAX_DETAIL_BYTES]
     digest = xxhash.xxh3_64_intdigest(text)
     head = StreamAnswer(StreamKind.FAULT, op, window, len(text), digest, fault)
@@ -149,7 +148,7 @@ def encode_fault(op: int, window: int, fault: Fault, detail: str) -> bytes:
 
 
 def decode_answer(data: bytes | bytearray) -> StreamAnswer:
-    """What a peer answers.
+    """Decode an answer.
 
     Raises:
         ValueError: it is damaged, or nothing of ours.
