@@ -1,9 +1,9 @@
 """Framing of control messages, and the small synchronous client that speaks it.
 
-A message is two frames: an envelope, msgpack of `{"protocol": int, "id": int}`, whose shape never
-changes, and a body, msgpack of one tagged struct of `ckptd.transport.messages`. A reply carries
-the id of its request. Nothing read from a socket is trusted: whatever is not one of our messages
-raises `WireError`, never anything else.
+A message is two frames: an envelope, msgpack of ``{"protocol": int, "id": int}``, whose shape never changes,
+and a body, msgpack of one tagged struct of `ckptd.transport.messages`. A reply carries the id of its request.
+Nothing read from a socket is trusted: whatever is not one of our messages raises `WireError`, never anything
+else.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ MAX_BODY_BYTES = 32 << 20  # a slot table with 100,000 operator names is about 1
 MAX_ENVELOPE_BYTES = 64
 SEND_QUEUE = 256  # one-way messages kept while the daemon does not read
 MAX_REFUSALS = 64
-_LOOK_S = 0.02  # between two looks whether a daemon listens by now
+_LOOK_S = 0.02  # between two checks whether a daemon listens
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
 
 class WireError(ValueError):
-    """Bytes that are not a message of ours.
+    """Bytes that are none of our messages.
 
-    `code` is one of: frames, envelope, protocol, oversize, body, unexpected, endpoint; or
-    untrusted, where nothing was read, because somebody else than the daemon may stand behind the
-    endpoint. `envelope` is set when it could be read, so that the peer can be answered.
+    ``code`` is one of: frames, envelope, protocol, oversize, body, unexpected, endpoint, or untrusted
+    (nothing was read, because another process than the daemon may be behind the endpoint). ``envelope`` is
+    set if it could be read, so that the peer can be answered.
     """
 
     def __init__(self, code: str, text: str, envelope: Envelope | None = None) -> None:
@@ -67,7 +67,7 @@ class WireError(ValueError):
 
 
 class RefusedError(RuntimeError):
-    """The daemon understood, and said no."""
+    """The daemon understood the request, and refused it."""
 
     def __init__(self, code: str, message: str, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -77,7 +77,7 @@ class RefusedError(RuntimeError):
 
 
 class RequestTimeout(TimeoutError):
-    """No answer in time; says from which endpoint and to which request."""
+    """No answer in time; names the endpoint and the request."""
 
     def __init__(self, endpoint: str, request: str, timeout_s: float) -> None:
         super().__init__(f"no answer from {endpoint} to {request} within {timeout_s:g} s")
@@ -87,7 +87,7 @@ class RequestTimeout(TimeoutError):
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What stands before every message, in every version of the protocol."""
+    """The first frame of every message, in every version of the protocol."""
 
     protocol: int
     id: int
@@ -99,7 +99,7 @@ _body_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Messag
 
 
 def encode(message_id: int, message: Message, *, protocol: int = PROTOCOL_VERSION) -> list[bytes]:
-    """Frames of one message; `message_id` ties a reply to its request."""
+    """The frames of one message; ``message_id`` ties a reply to its request."""
     body = _encoder.encode(message)
     if len(body) > MAX_BODY_BYTES:
         raise WireError(
@@ -126,10 +126,10 @@ def decode_envelope(frames: Sequence[bytes]) -> Envelope:
 
 
 def decode(frames: Sequence[bytes]) -> tuple[Envelope, Message]:
-    """Envelope and message of the frames of one message.
+    """The envelope and the message.
 
     Raises:
-        WireError: anything that is not a valid message of this protocol version.
+        WireError: this is no valid message of this protocol version.
     """
     envelope = decode_envelope(frames)
     if envelope.protocol != PROTOCOL_VERSION:
@@ -151,7 +151,7 @@ def decode(frames: Sequence[bytes]) -> tuple[Envelope, Message]:
 def peer_process(frame: zmq.Frame) -> int:
     """The process that connected to the ipc socket on which this came, as the kernel says (``SO_PEERCRED``).
 
-    0: it has no number in our pid namespace. -1: libzmq does not tell (else as "<host>:<uid>:<gid>:<pid>").
+    0: it has no number in our pid namespace. -1: libzmq does not say. (It says "<host>:<uid>:<gid>:<pid>".)
     """
     try:
         address = frame.get("Peer-Address")
@@ -164,12 +164,12 @@ def peer_process(frame: zmq.Frame) -> int:
 class ControlClient:
     """One connection to a daemon, for use from one thread.
 
-    Nothing is said before the owner of the socket, of the folders on the way to it, and of the
-    process behind it was checked (`ckptd.transport.access.local_trust`).
+    Nothing is said before the owner of the socket, of the folders on the way to it, and of the process behind
+    it was checked (`ckptd.transport.access.local_trust`).
 
-    Requests are answered in order or time out; a late answer to a request that timed out is
-    dropped. While no daemon listens nothing is queued, so nothing stale arrives when one comes
-    back; the connection then renews itself, but its session is gone (`Pong.attached`).
+    Requests are answered in order or time out; a late answer to a request that timed out is dropped. While no
+    daemon listens nothing is queued, so nothing stale arrives when one comes back. The connection then renews
+    itself, but its session is gone (`Pong.attached`).
 
     Args:
         users: who may run the daemon; default: root and the user of this process.
@@ -211,14 +211,14 @@ class ControlClient:
     def request(
         self, message: Request, *, timeout_s: float | None = None, alive_s: float | None = None
     ) -> Reply:
-        """Send, and wait for the answer.
+        """Send a request, and wait for its answer.
 
-        With `alive_s`, for requests that take long, the daemon has to answer a ping every so often
-        meanwhile: one that hangs, or was restarted and knows nothing of the request, is noticed.
+        With ``alive_s``, for requests that take long, the daemon has to answer a ping in every such interval.
+        So a daemon that hangs, or was restarted and does not know the request, is noticed.
 
         Raises:
-            RefusedError: the daemon said no.
-            RequestTimeout: no answer in time (default: the client's `timeout_s`).
+            RefusedError: the daemon refused.
+            RequestTimeout: no answer in time (default: the client's ``timeout_s``).
             WireError: the answer is not a message of this protocol.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -257,7 +257,7 @@ class ControlClient:
         raise RequestTimeout(self.endpoint, name, limit_s)
 
     def ask(self, message: Request, reply_type: type[ReplyT], *, timeout_s: float | None = None) -> ReplyT:
-        """Like `request`, and the answer has the given type."""
+        """Like `request`, for an answer of the given type."""
         answer = self.request(message, timeout_s=timeout_s)
         if not isinstance(answer, reply_type):
             raise WireError(
@@ -267,7 +267,7 @@ class ControlClient:
         return answer
 
     def send(self, message: OneWay) -> bool:
-        """Send without waiting; false if no daemon is connected or it has stopped reading."""
+        """Send without waiting; false if no daemon is connected, or it has stopped reading."""
         return self._send(next(self._ids), message, time.monotonic())
 
     def refusals(self) -> list[RefusedError]:
@@ -295,10 +295,10 @@ class ControlClient:
         self.close()
 
     def _connect(self) -> bool:
-        """Connect once somebody listens who may; false while nobody does.
+        """Connect once a trusted process listens; false while none does.
 
-        From then on libzmq renews the connection by itself: what was checked is the path, and only
-        root and trusted users can put another socket there.
+        From then on libzmq renews the connection by itself: the path was checked, and only root and trusted
+        users can put another socket there.
         """
         try:
             if not self._connected and find_listener(self.endpoint, self._users):
@@ -334,6 +334,6 @@ class ControlClient:
         return decode(self._socket.recv_multipart())
 
     def _keep_refusal(self, message: Message) -> None:
-        """Late answers are dropped, except refusals: they may belong to a one-way message."""
+        """Drop a late answer, except a refusal: it may belong to a one-way message."""
         if isinstance(message, Refused):
             self._refusals.append(RefusedError(message.code, message.message, message.hint))
