@@ -1,9 +1,13 @@
-"""The CUDA twin of ``CpuEngine``: copies on a side stream into registered (pinned) slots, small
-tensors packed.
+"""The copy engine of CUDA devices: copies on a side stream into registered (pinned) slots, small tensors
+packed.
 
-The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so
-that the optimizer's kernels run after the copies while the CPU goes on issuing work. A watcher
-thread learns from an event when the bytes are there.
+Large dense tensors cross the link by themselves, runs of small ones and casts through a pack. A list of
+copies is planned once and reused at every boundary for which it is handed over again: then the training
+thread makes two or three calls into torch, whatever the number of tensors.
+
+The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so the
+optimizer's kernels run after the copies while the CPU goes on issuing work. A watcher thread learns from an
+event when the bytes are there.
 """
 
 from __future__ import annotations
@@ -28,17 +32,17 @@ __all__ = ["CopyTransfers", "CudaEngine", "make_engine", "plan_transfers"]
 logger = logging.getLogger(__name__)
 
 
-# What crosses the link at a stretch, a third of a millisecond at 50 GB/s, and the length of the
-# pack. A copy engine goes on with one stream while that has a copy that is ready, whatever its
-# priority: the trainer's own small copies (the size of a `nonzero`, an `item`) would wait for the
-# whole snapshot. A kernel between two copies makes the engine look at the other streams. Observed
-# by TorchRec, https://github.com/meta-pytorch/torchrec/pull/4315 and /4339.
+# Bytes that cross the link at a stretch (a third of a millisecond at 50 GB/s), and the length of the pack. A
+# copy engine stays with one stream while that has a copy ready, whatever its priority: the trainer's own
+# small copies (the size of a `nonzero`, an `item`) would wait for the whole snapshot. A kernel between two
+# copies makes the engine look at the other streams. Observed by TorchRec,
+# https://github.com/meta-pytorch/torchrec/pull/4315 and /4339.
 PACK_BYTES = 16 << 20
-# What is dense and at least this long needs no pack. A launch takes the training thread about 8 us
-# for each tensor; packed, under 1 us (measured on an H100, bench.gpu), and packing is a copy at the
-# speed of the device's memory.
+# Dense tensors of this size need no pack. A launch takes the training thread about 8 us for each tensor;
+# packed, under 1 us (measured on an H100, bench.gpu), and packing is a copy at the speed of the device's
+# memory.
 SMALL_BYTES = 4 << 20
-# What a pack's address is a multiple of, so that items are as aligned in it as they are in the image.
+# Alignment of a pack's address: items are as aligned in the pack as in the image.
 _ALIGNMENT = 64
 
 
@@ -48,7 +52,7 @@ class Pack:
 
     Args:
         places: views of the pack, one for each of ``tensors``, with its shape and the image's dtype.
-        lead: where in the pack it begins, in bytes.
+        lead: offset in the pack at which it begins, in bytes.
     """
 
     places: list[Tensor]
@@ -60,14 +64,14 @@ class Pack:
 
 @dataclass(slots=True)
 class CopyTransfers:
-    """What is done with the items of one list, in any order.
+    """The transfers of one list of items, which may be in any order.
 
     Args:
-        pack: ``uint8``, on the device: what ``packs`` go through, one after the other on one stream.
+        pack: ``uint8``, on the device: ``packs`` go through it, one after the other on one stream.
         direct: flat ``uint8`` views of tensors on the device, or of parts of them, that need no pack.
-        stretches: which of ``direct`` cross the link at a stretch.
+        stretches: the slices of ``direct`` that cross the link at a stretch.
         sizes: of the bytes before, of and between them in the image, alternately, from ``begin`` on.
-        host: items that are in the host's memory already.
+        host: items that are in host memory already.
     """
 
     pack: Tensor
@@ -79,7 +83,7 @@ class CopyTransfers:
     host: list[CopyItem] = field(default_factory=list)
 
     def send(self, image: Tensor) -> None:
-        """Copy to the host's memory (``uint8``, which begins with the image), on the current stream."""
+        """Copy to host memory (``uint8``, which begins with the image), on the current stream."""
         for item in self.host:
             view = item.view()
             _place(item, view, image).copy_(view)
@@ -91,10 +95,10 @@ class CopyTransfers:
         places = self._places(image)
         for part in self.stretches:
             torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
-            self.pack[-1:].zero_()  # makes way; nothing else uses this byte
+            self.pack[-1:].zero_()  # the kernel between two copies; nothing else uses this byte
 
     def receive(self, image: Tensor) -> None:
-        """Copy from the host's memory into the tensors, on the current stream."""
+        """Copy from host memory into the tensors, on the current stream."""
         for item in self.host:
             view = item.view()
             view.copy_(_place(item, view, image))
@@ -108,7 +112,7 @@ class CopyTransfers:
             torch._foreach_copy_(self.direct[part], places[part], non_blocking=True)
 
     def _places(self, image: Tensor) -> list[Tensor]:
-        """Where each of ``direct`` belongs."""
+        """The place of each of ``direct`` in the image."""
         if not self.direct:
             return []
         end = self.begin + sum(self.sizes)
@@ -133,11 +137,11 @@ def plan_transfers(
     """The transfers for ``items``, which do not overlap.
 
     Args:
-        pack: ``uint8``, on the device: what small and cast items go through, in parts where they are larger.
+        pack: ``uint8``, on the device: small and cast items go through it, in parts if they are larger.
         small_bytes: dense tensors from this size on need no pack.
-
     Raises:
-        RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones overlap.
+        RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones
+            overlap.
     """
     found = CopyTransfers(pack)
     run: list[tuple[_Block, torch.dtype]] = []
@@ -177,7 +181,7 @@ def plan_transfers(
 
 
 def _stretches(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Neighbours that are ``limit`` bytes together, at most; each is no longer than that by itself."""
+    """Neighbours of at most ``limit`` bytes together; none is longer than that by itself."""
     found: list[slice] = []
     first = total = 0
     for i, size in enumerate(sizes):
@@ -191,7 +195,7 @@ def _stretches(sizes: Sequence[int], limit: int) -> list[slice]:
 
 
 def _joins(run: list[tuple[_Block, torch.dtype]], block: _Block, limit: int) -> bool:
-    """Whether the run may go on with this block: it follows immediately, and there is room."""
+    """Whether this block follows the run immediately, and fits."""
     first, last = run[0][0], run[-1][0]
     adjacent = last.offset + last.nbytes == block.offset
     return adjacent and block.offset + block.nbytes - first.offset <= limit
@@ -231,8 +235,8 @@ def _blocks(view: Tensor, dtype: torch.dtype, offset: int, limit: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class _SampleBuffers:
-    """What samples are read with: their index on the device, and where words go to there and in
-    pinned memory, for two readings.
+    """Buffers for reading samples twice: their index on the device, and the words there and in pinned
+    memory.
     """
 
     index: Tensor
@@ -249,8 +253,8 @@ class _SampleBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A copy in flight: its first event where it is timed, its last one, and whom to tell. What it
-    reads must live until it is over.
+    """A copy in flight: its first event if it is timed, its last event, its callback, and its sources, which
+    must live until it is over.
     """
 
     first: torch.cuda.Event | None
@@ -260,9 +264,8 @@ class _Job:
 
 
 class CudaEngine:
-    """Copies tensors of one CUDA device to and from registered host memory.
-
-    Takes ``PACK_BYTES`` of the device's memory.
+    """Copies tensors of one CUDA device to and from registered host memory. Takes ``PACK_BYTES`` of the
+    device's memory.
 
     Raises:
         RuntimeError: CUDA is not available.
@@ -275,13 +278,13 @@ class CudaEngine:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        # Made now: where a device hangs in a collective, an allocation may hang, too, and parking must not.
+        # Made now: on a device that hangs in a collective an allocation may hang too, and parking must not.
         self._pack = torch.empty(PACK_BYTES, dtype=torch.uint8, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._last: torch.cuda.Event | None = None
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        # Weakly: what was prepared holds the tensors, and must not outlive a list whose tensors the
-        # trainer has replaced.
+        # Weak keys: a plan holds the tensors, and must not outlive a list whose tensors the trainer has
+        # replaced.
         self._planned: dict[weakref.ref[CopyList], CopyTransfers] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._registered: dict[int, list[int]] = {}
@@ -289,11 +292,11 @@ class CudaEngine:
         self._thread.start()
 
     def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
-        """Pin each region (a slot) with the driver; one huge registration may be refused where
-        several are not.
+        """Pin each region (a slot) with the driver, which may refuse one huge registration where several
+        pass.
 
         Raises:
-            RuntimeError: the driver refuses; the message has its code and what to look at.
+            RuntimeError: the driver refuses; the message has its code and what to check.
         """
         cudart = torch.cuda.cudart()
         done: list[int] = []
@@ -346,14 +349,14 @@ class CudaEngine:
         last = torch.cuda.Event(enable_timing=True, blocking=True)
         last.record(self._stream)
         self._last = last
-        # Also after an error: what was given to the device before goes on reading.
+        # Also after an error: work given to the device before goes on reading.
         self._jobs.put(_Job(first, last, None if error else done, (tuple(items), more, at_once)))
         if error is not None:
             done(error)
 
     def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
-        """One gather on the current stream; its words cross on the side stream, and the watcher
-        thread notes them.
+        """One gather on the current stream; its words cross on the side stream, and the watcher thread stores
+        them.
         """
         error: BaseException | None = None
         try:
@@ -387,8 +390,8 @@ class CudaEngine:
     def wait(self) -> float:
         """Order the current stream after the copies; the host does not block.
 
-        Returns the seconds that the device's stream stood still at earlier calls, as far as it has
-        told since the last one.
+        Returns the seconds that the device's stream stood still at earlier calls, as far as they are known by
+        now.
         """
         stalled = self._stalls()
         if self._last is not None:
@@ -416,8 +419,8 @@ class CudaEngine:
         self._thread.join(timeout=30)
 
     def _transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
-        """Planned once for a list that is handed over again, which it is as long as the tensors are
-        the same ones.
+        """Planned once for a list that is handed over again, which it is as long as its tensors are
+        the same.
         """
         if not isinstance(items, CopyList):
             return plan_transfers(items, self._pack)
@@ -426,7 +429,7 @@ class CudaEngine:
             self._planned[key] = plan_transfers(items, self._pack)
         return self._planned[key]
 
-    # -- beside the training thread ------------------------------------------------------------------
+    # -- the copy thread -----------------------------------------------------------------------------
 
     def _stalls(self) -> float:
         """Seconds that streams waited in ``wait`` calls that are over."""
@@ -441,9 +444,9 @@ class CudaEngine:
             try:
                 self._report(job)
             except Exception:
-                # It must live: a slot whose copy nobody reports would stay claimed for good.
+                # The thread must live: a slot whose copy nobody reports would stay claimed for ever.
                 logger.exception("in the copy thread")
-            del job  # nothing that was read is kept until the next copy
+            del job  # releases the sources before the next copy
 
     def _report(self, job: _Job) -> None:
         error: BaseException | None = None
@@ -457,8 +460,8 @@ class CudaEngine:
             job.done(error)
 
     def _forget_error(self) -> None:
-        """The runtime keeps a refusal until somebody asks; the next kernel's launch check, the
-        trainer's, would raise it.
+        """Consume the driver's refusal: the runtime keeps it for the next kernel's launch check, the
+        trainer's, which would raise it.
         """
         try:
             self._pack[:1].zero_()
@@ -475,7 +478,5 @@ def make_engine(device: torch.device, *, inline: bool = False) -> CopyEngine:
     if device.type == "cpu":
         return CpuEngine(inline=inline)
     if device.type == "cuda":
-        from ckptd.cuda.cuda_engine import CudaEngine
-
         return CudaEngine(device)
     raise ValueError(f"no copy engine for device {device}: supported are cpu and cuda")

@@ -125,7 +125,9 @@ class RunRecord(Struct, frozen=True, tag=True):
 
 
 class HeldSlot(Struct, frozen=True, tag=True):
-    """One sealed snapshot: its slot, its header, and the operators that it anchors (bitmap, little-endian)."""
+    """One sealed snapshot: its slot, its header, and the operators that it anchors (bitmap,
+    little-endian).
+    """
 
     slot: SlotIndex
     header: HeaderBytes

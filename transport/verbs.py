@@ -233,7 +233,7 @@ class Peer(Protocol):
         """Give up the connections; transfers in flight complete with ``CLOSED``."""
 
 
-# Called on a fabric's thread: the peer's node id, the body, and how to answer (once, from any thread, or never).
+# Called on a fabric's thread: the peer's node, the body, and how to answer (once or never, from any thread).
 Serve = Callable[[str, bytes, Callable[[bytes], None]], None]
 
 

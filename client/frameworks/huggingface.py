@@ -38,7 +38,14 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.data.loaders import check_loader, repeats_by_index
 from ckptd.client.data.position import DataPosition, log_refetched
 from ckptd.client.data.reach import Reach
-from ckptd.client.frameworks.step_driver import StepDriver, name_of_this_training
+from ckptd.client.frameworks.step_driver import (
+    SKIPS,
+    Make,
+    StepDriver,
+    check_shape,
+    name_of_this_training,
+    whole_state,
+)
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.function_patches import layered
 from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
@@ -59,26 +66,26 @@ _NEEDED = (
 
 
 class CkptdCallback(TrainerCallback):  # type: ignore[misc]
-    """Take a snapshot at every optimizer step; the same command, restarted after a failure, resumes
-    with the exact bits.
+    """Take a snapshot at every optimizer step; the same command, restarted after a failure, resumes with the
+    exact bits.
 
-    ``resume_from_checkpoint=`` is not needed. The snapshots contain the model, optimizer, scheduler,
-    scaler, random state, position in the data, ``TrainerState`` with its log, and the state of
-    callbacks that can export theirs.
+    ``resume_from_checkpoint=`` is not needed. The snapshots contain the model, optimizer, scheduler, scaler,
+    random state, position in the data, ``TrainerState`` with its log, and the state of callbacks that can
+    export theirs.
 
     Args:
-        refetch: True: fetch the batches of the interrupted epoch again, which takes as long as
-            fetching them took. False: skip them; correct if a sample depends only on its index
-            (collators may draw random numbers, but not in workers). None: skip them only if they
-            provably follow from their indices.
+        refetch: True: fetch the batches of the interrupted epoch again, which takes as long as fetching
+            them took. False: skip them; correct if a sample depends only on its index (collators may draw
+            random numbers, but not in workers). None: skip them only if they provably follow from their
+            indices.
         state: more objects to capture, by name (see ``Checkpointer``).
         options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
-            ``Checkpointer``. The default of ``run=`` is the name of ``output_dir``; the name of a
-            second training in the same process ends with its number.
+            ``Checkpointer``. The default of ``run=`` is the name of ``output_dir``; the name of a second
+            training in the same process ends with its number.
     Raises:
         TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
-        ValueError: when the Trainer is created or
-            starts training, a setting prevents an exact resumption.
+        ValueError: when the Trainer is created or starts training, a setting prevents an exact
+            resumption.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         self._named = self._options
         self._loop: TrainerLoop | None = None
         self.checkpointer: Checkpointer | None = None
-        # Of all Trainers: which one gets this callback, and when, is not told (`add_callback`).
+        # Of all Trainers: nothing reports which one gets this callback, or when (`add_callback`).
         layers = ExitStack()
         layers.enter_context(layered(Trainer, "train", partial(_train, weakref.ref(self))))
         weakref.finalize(self, layers.close)
@@ -120,13 +127,7 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         self._leave()
 
     def _make(self, model: Any, optimizer: Any, state: dict[str, Stateful]) -> Checkpointer:
-        twice = sorted(state.keys() & self._state.keys())
-        if twice:
-            raise ValueError(
-                f"state= contains {', '.join(twice)}, which CkptdCallback captures itself: choose "
-                "another name"
-            )
-        whole = {**state, **self._state}
+        whole = whole_state(state, self._state)
         self.checkpointer = Checkpointer(model, optimizer, whole, **self._named.keywords())
         return self.checkpointer
 
@@ -143,15 +144,15 @@ def _train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``Trainer.train``, which loads no half-written checkpoint where the trainer has this callback."""
+    """``Trainer.train``, which loads no half-written checkpoint if the trainer has this callback."""
     mine = any(each is reference() for each in trainer.callback_handler.callbacks)
     train = partial(below, trainer)
     return complete_checkpoints_only(trainer, train, *args, **kwargs) if mine else train(*args, **kwargs)
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
-    """The Trainer that is calling ``callback``. The Trainer does not pass itself to callbacks, so it is
-    searched in the calling frames.
+    """The Trainer that is calling ``callback``. Callbacks do not get it, so it is searched in the calling
+    frames.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -220,12 +221,15 @@ _WRITTEN_LAST = "trainer_state.json"
 
 def complete_checkpoints_only(trainer: Any, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap ``below`` (``trainer.train``): ``resume_from_checkpoint=True`` means the newest complete
-    checkpoint, or none if there is none.
+    checkpoint, or none if there is none. Snapshots of the run take precedence over both.
 
-    Snapshots of the run take precedence over both.
+    The Trainer writes the files of ``checkpoint-N`` one after the other into the folder of that name,
+    ``trainer_state.json`` last; a kill may leave half of them. With ``resume_from_checkpoint=True`` it takes
+    the folder with the highest N, and fails if that file is missing, before it calls any callback. A run with
+    newer snapshots then could not resume.
 
     Raises:
-        ValueError: ``resume_from_checkpoint`` names a checkpoint that is half-written.
+        ValueError: ``resume_from_checkpoint`` names a half-written checkpoint.
     """
     if args:
         return below(_complete(trainer, args[0]), *args[1:], **kwargs)
@@ -247,8 +251,8 @@ def _complete(trainer: Any, given: Any) -> Any:
 
 
 def _newest_complete(folder: Path) -> str | bool | None:
-    """The path of the newest complete checkpoint. True if no folder is half-written: the Trainer
-    chooses. None if no folder is complete.
+    """The path of the newest complete checkpoint, or None. True if no folder is half-written: the Trainer
+    chooses.
     """
     numbered = [
         (int(found[1]), path)
@@ -303,12 +307,11 @@ _ATTRIBUTES = (
 
 
 class TrainerProgress:
-    """``TrainerState`` without its log, running sums, and the attributes of other callbacks that
-    can export them.
+    """``TrainerState`` without its log, running sums, and the attributes of other callbacks that can export
+    them.
 
     Args:
-        shape: the settings that must not change for the batches to stay the same, by their
-            user-visible names.
+        shape: as in `check_shape`.
     """
 
     def __init__(self, trainer: Any, shape: dict[str, int]) -> None:
@@ -325,19 +328,7 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
-        """Restore the state.
-
-        Raises:
-            ValueError: this training has other batches.
-        """
-        for name, before in recorded["shape"].items():
-            now = self._shape.get(name)
-            if now != before:
-                raise ValueError(
-                    f"{name} was {before} when this run was recorded and is {now} now, so the "
-                    "batches would differ. "
-                    f"Set it to {before}, or pass a new name to CkptdCallback(run=...)"
-                )
+        check_shape(recorded["shape"], self._shape)
         for name, value in recorded["state"].items():
             setattr(self._trainer.state, name, value)
         for name, value in recorded["trainer"].items():
@@ -433,7 +424,6 @@ def sampler_state(loader: Any) -> dict[str, Any]:
 
 
 def load_sampler_state(loader: Any, recorded: dict[str, Any]) -> None:
-    """Restore the result of ``sampler_state``."""
     for name, owner in _owners(loader).items():
         if f"{name}.seed" in recorded:
             owner.initial_seed = recorded[f"{name}.seed"]
@@ -451,19 +441,22 @@ def _owners(loader: Any) -> dict[str, Any]:
     return {name: owner for name, owner in found.items() if owner is not None}
 
 
-_SKIPS = "CkptdCallback(refetch=False)"
-
-# Creates the Checkpointer when all its arguments exist.
-Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]
-
-
 class TrainerLoop:
-    """Drives the steps of one ``Trainer.train()``.
+    """Drives the steps of one ``Trainer.train()``: finds the tops of steps, and starts the loop at a restored
+    position.
+
+    Callbacks suffice for recording, but not for resuming: the loop chooses its first epoch before
+    ``on_train_begin``. Therefore two methods of the Trainer object are wrapped while it trains:
+
+    * ``get_batch_samples`` starts each optimizer step: it is the top of our loop. Logging, evaluation and
+      saving of the previous step are complete, and the data of this step are not fetched yet.
+    * ``_run_epoch``: epochs before the restored one are skipped. The restored epoch is entered in its middle,
+      as Trainer does with ``resume_from_checkpoint=``, but with an iterator at the exact position.
 
     Args:
         make: called with model, optimizer and state before the first epoch.
-        refetch: fetch all batches of the interrupted epoch again instead of skipping them; None:
-            only if they do not provably follow from their indices.
+        refetch: fetch all batches of the interrupted epoch again instead of skipping them; None: only if
+            they do not provably follow from their indices.
     """
 
     def __init__(self, trainer: Trainer, make: Make, *, refetch: bool | None) -> None:
@@ -510,12 +503,8 @@ class TrainerLoop:
         elif not self._enter(given):
             return
         below(**given)
-        if trainer.control.should_training_stop or self._is_last(given["epoch"]):
+        if trainer.control.should_training_stop or given["epoch"] + 1 >= trainer.state.num_train_epochs:
             self._driver.finish(trainer.state.global_step)
-
-    def _is_last(self, epoch: int) -> bool:
-        last: int = self._trainer.state.num_train_epochs
-        return epoch + 1 >= last
 
     def _begin(self, given: dict[str, Any]) -> StepDriver:
         trainer, loader = self._trainer, given["train_dataloader"]
@@ -586,7 +575,7 @@ class TrainerLoop:
                 "DataLoader: ckptd cannot record its position; "
                 "return a torch DataLoader from get_train_dataloader()"
             )
-        check_loader(loader, skip=self._refetch is False, in_state=False, option=_SKIPS)
+        check_loader(loader, skip=self._refetch is False, in_state=False, option=SKIPS)
         if isinstance(loader.dataset, IterableDataset):
             logger.warning(
                 "the training data is an IterableDataset: after a failure, ckptd fetches the "
@@ -597,8 +586,8 @@ class TrainerLoop:
             self._refetch = not repeats_by_index(loader)
 
     def _fast_forward(self, loader: Any) -> Iterator[Any]:
-        """An iterator over ``loader`` at the recorded position; leaves the random state as the
-        fetches changed it.
+        """An iterator over ``loader`` at the recorded position; leaves the random state as the fetches
+        changed it.
         """
         position, started_s = self._position, time.perf_counter()
         skips = type(loader) is DataLoaderShard and not isinstance(loader.dataset, IterableDataset)
@@ -612,7 +601,7 @@ class TrainerLoop:
         position.fast_forward(lambda: next(iterator), skipped)
         if self._refetch:
             took_s = time.perf_counter() - started_s
-            log_refetched(position, skipped, took_s, _SKIPS if skips else "")
+            log_refetched(position, skipped, took_s, SKIPS if skips else "")
         return iterator
 
 

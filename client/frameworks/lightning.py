@@ -1,5 +1,5 @@
-"""Integration with Lightning (``lightning`` and ``pytorch_lightning``):
-``Trainer(..., callbacks=[CkptdCallback()])``.
+"""Integration with Lightning (``lightning`` and ``pytorch_lightning``): ``Trainer(...,
+callbacks=[CkptdCallback()])``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.data.loaders import check_loader, repeats_by_index
 from ckptd.client.data.position import DataPosition, log_refetched
 from ckptd.client.data.reach import Reach
-from ckptd.client.frameworks.step_driver import StepDriver, name_of_this_training
+from ckptd.client.frameworks.step_driver import (
+    SKIPS,
+    Make,
+    StepDriver,
+    check_shape,
+    name_of_this_training,
+    whole_state,
+)
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.function_patches import layered
 from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
-__all__ = ["CallbackStates", "CkptdCallback", "EpochSums", "LightningLoop", "LoopProgress"]
+__all__ = ["CkptdCallback"]
 
 logger = get_logger(__name__)
 
@@ -41,8 +48,8 @@ _UNSUPPORTED = {
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """``Callback`` of the imported packages, or of all installed ones: each package accepts only
-    its own class.
+    """``Callback`` of the imported packages, or of all installed ones: each package accepts only its own
+    class.
     """
     wanted = [name for name in _PACKAGES if name in sys.modules] or _PACKAGES
     found, missing = [], []
@@ -60,26 +67,24 @@ def _callback_classes() -> tuple[type, ...]:
 
 
 class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
-    """Take a snapshot at every optimizer step; the same command, restarted after a failure, resumes
-    with the exact bits.
+    """Take a snapshot at every optimizer step; the same command, restarted after a failure, resumes with the
+    exact bits.
 
-    With ``automatic_optimization = False`` a step is a batch, however many updates it makes.
-    ``ckpt_path=`` is not needed. The snapshots contain the model, optimizer, schedulers, scaler,
-    random state, position in the data, the loops' counters, the values logged with ``on_epoch=True``
-    in the running epoch, and the state of other callbacks.
+    With ``automatic_optimization = False`` a step is a batch, however many updates it makes. ``ckpt_path=``
+    is not needed. The snapshots contain the model, optimizer, schedulers, scaler, random state, position in
+    the data, the loops' counters, the values logged with ``on_epoch=True`` in the running epoch, and the
+    state of other callbacks.
 
     Args:
-        refetch: True: fetch the batches of the interrupted epoch again, which takes as long as
-            fetching them took. False: skip them; correct if a sample depends only on its index.
-            None: skip them only if they provably follow from their indices.
+        refetch: True: fetch the batches of the interrupted epoch again, which takes as long as fetching
+            them took. False: skip them; correct if a sample depends only on its index. None: skip them
+            only if they provably follow from their indices.
         state: more objects to capture, by name (see ``Checkpointer``).
         options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
-            ``Checkpointer``. The run name of a second ``fit()`` in the same process ends with its
-            number.
+            ``Checkpointer``. The run name of a second ``fit()`` in the same process ends with its number.
     Raises:
         TypeError: a keyword is not one of ``Checkpointer``, or a group has another type.
-        ValueError: when training starts, a setting
-            prevents an exact resumption.
+        ValueError: when training starts, a setting prevents an exact resumption.
     """
 
     def __init__(
@@ -122,15 +127,10 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
         self._leave()
 
     def _make(self, model: Any, optimizer: Any, state: dict[str, Stateful]) -> Checkpointer:
-        twice = sorted(state.keys() & self._state.keys())
-        if twice:
-            raise ValueError(
-                f"state= contains {', '.join(twice)}, which CkptdCallback captures itself: choose "
-                "another name"
-            )
+        whole = whole_state(state, self._state)
         who = name_of_this_training(self._options.run.completed(**self._who))
         options = replace(self._options, run=who).keywords()
-        self.checkpointer = Checkpointer(model, optimizer, {**state, **self._state}, **options)
+        self.checkpointer = Checkpointer(model, optimizer, whole, **options)
         return self.checkpointer
 
     def _leave(self) -> None:
@@ -157,12 +157,11 @@ def _check(trainer: Any, pl_module: Any) -> None:
 class LoopProgress:
     """The counters of all loops: epochs, batches, optimizer steps, schedulers.
 
-    They are restored twice, because entering an epoch resets its counters: when training starts, and
-    in the epoch.
+    They are restored twice, because entering an epoch resets its counters: when training starts, and in the
+    epoch.
 
     Args:
-        shape: the settings that must not change for the batches to stay the same, by their
-            user-visible names.
+        shape: as in `check_shape`.
     """
 
     def __init__(self, trainer: Any, shape: dict[str, int]) -> None:
@@ -176,24 +175,13 @@ class LoopProgress:
         return {"shape": self._shape, "loops": loops}
 
     def load_state_dict(self, recorded: dict[str, Any]) -> None:
-        """Keep the state for ``start`` and ``resume_epoch``.
-
-        Raises:
-            ValueError: this training has other batches.
-        """
-        for name, before in recorded["shape"].items():
-            now = self._shape.get(name)
-            if now != before:
-                raise ValueError(
-                    f"{name} was {before} when this run was recorded and is {now} now, so the "
-                    "batches would differ. "
-                    f"Set it to {before}, or pass a new name to CkptdCallback(run=...)"
-                )
+        """Keep the state for ``start`` and ``resume_epoch``."""
+        check_shape(recorded["shape"], self._shape)
         self._recorded = recorded["loops"]
 
     def start(self) -> None:
         """Restore before the first epoch, as if it had not started, so that its hooks run."""
-        self._put_back()
+        self.resume_epoch()
         progress = self._trainer.fit_loop.epoch_progress
         for counts in (progress.total, progress.current):
             if counts.ready > counts.processed:
@@ -202,16 +190,12 @@ class LoopProgress:
 
     def resume_epoch(self) -> None:
         """Restore in the epoch, after it has started."""
-        self._put_back()
-
-    def _put_back(self) -> None:
-        fit_loop = self._trainer.fit_loop
-        _load(fit_loop, self._recorded, "")
+        _load(self._trainer.fit_loop, self._recorded, "")
 
 
 def _load(loop: Any, recorded: dict[str, Any], prefix: str) -> None:
-    """Like ``loop.load_state_dict``, without marking the loop as restarting: Lightning's restart is
-    not exact.
+    """Like ``loop.load_state_dict``, without marking the loop as restarting: Lightning's restart is not
+    exact.
     """
     loop._load_from_state_dict(recorded, prefix)
     for name, child in list(vars(loop).items()):
@@ -223,8 +207,8 @@ class EpochSums:
     """The sums of ``self.log(..., on_epoch=True)`` in this epoch, and the newest metrics that callbacks
     monitor.
 
-    Users may log times, so a replay is not compared with them. A sum is restored when its key is
-    logged again, because only then Lightning knows its reduction.
+    Users may log times, so a replay is not compared with them. A sum is restored when its key is logged
+    again, because only then Lightning knows its reduction.
     """
 
     reproducible = False
@@ -262,10 +246,8 @@ class EpochSums:
 
 
 class CallbackStates:
-    """``state_dict()`` of the other callbacks (early stopping, model checkpoints). Some contain times, so
-    a replay is not compared with them.
-
-    A callback whose state cannot be packed is left out with a warning.
+    """``state_dict()`` of the other callbacks (early stopping, model checkpoints). Some contain times, so a
+    replay is not compared with them. A callback whose state cannot be packed is left out with a warning.
     """
 
     reproducible = False
@@ -292,20 +274,29 @@ def _packs(callback: Any) -> bool:
     return True
 
 
-_SKIPS = "CkptdCallback(refetch=False)"
-
-# Creates the Checkpointer when all its arguments exist.
-Make = Callable[[Any, Any, dict[str, Stateful]], Checkpointer]
-
-
 class LightningLoop:
-    """Drives the steps of one ``Trainer.fit()``; created when training starts.
+    """Drives the steps of one ``Trainer.fit()``: finds the tops of steps, and starts the loop at a restored
+    position.
+
+    Lightning calls callbacks after it has fetched the batch, and cannot enter an epoch in its middle.
+    Therefore methods of this Trainer's loops are wrapped while it trains:
+
+    * ``epoch_loop.advance`` fetches and trains one batch: the first batch of an accumulation is the top of
+      our loop. Logging and validation of the previous step are complete, and the data of this step are not
+      fetched yet.
+    * ``epoch_loop.on_run_start`` creates the epoch's iterator: that of the restored epoch is moved to the
+      exact position.
+    * ``fit_loop.on_run_end`` takes the last snapshot, before callbacks change the weights (weight averaging).
+    * ``precision_plugin.train_step_context`` is the forward; Lightning does not call the model as a module.
+
+    A step is an optimizer step with all batches of an accumulation. In manual optimization, in which a batch
+    may update several times or not at all, a step is a batch.
 
     Args:
         own: the callback, whose own state is not captured.
         make: called with model, optimizer and state.
-        refetch: fetch all batches of the interrupted epoch again instead of skipping them; None:
-            only if they do not provably follow from their indices.
+        refetch: fetch all batches of the interrupted epoch again instead of skipping them; None: only if
+            they do not provably follow from their indices.
     """
 
     def __init__(self, trainer: Any, own: Any, make: Make, *, refetch: bool | None) -> None:
@@ -368,22 +359,21 @@ class LightningLoop:
             position.begin_epoch(self._trainer.current_epoch)
         below(fetcher)
         if not resuming:
-            # Lightning's set-up created the first epoch's iterator from a random state that is lost.
-            # Create it again from a known one, and leave the random state as if this had not happened.
-            position.loader = _iterator_of(fetcher) is created_before and not _is_resumed(self._trainer)
+            # Lightning's set-up created the first epoch's iterator from a random state that is lost. Create
+            # it again from a known one, and leave the random state as if this had not happened. Not if
+            # Lightning started from its own checkpoint (``ckpt_path=``): its loader state must not be lost.
+            own_checkpoint = bool(self._trainer.fit_loop.is_resuming)
+            position.loader = _iterator_of(fetcher) is created_before and not own_checkpoint
         if position.loader:
-            self._create_again(fetcher)
+            position.return_to_epoch()
+            iter(fetcher)
+            position.return_to_epoch()
         if resuming:
             self._progress.resume_epoch()
             started_s, skipped = time.perf_counter(), self._skip(fetcher)
             position.fast_forward(lambda: next(fetcher), skipped)
             if self._refetch:
-                log_refetched(position, skipped, time.perf_counter() - started_s, _SKIPS)
-
-    def _create_again(self, fetcher: Any) -> None:
-        self._position.return_to_epoch()
-        iter(fetcher)
-        self._position.return_to_epoch()
+                log_refetched(position, skipped, time.perf_counter() - started_s, SKIPS)
 
     def _skip(self, fetcher: Any) -> int:
         """Skip the batches that need not be created again; returns their number."""
@@ -439,13 +429,6 @@ def _iterator_of(fetcher: Any) -> Any:
     return fetcher.combined_loader._iterator
 
 
-def _is_resumed(trainer: Any) -> bool:
-    """Whether Lightning started from its own checkpoint (``ckpt_path=``), whose loader state must not
-    be lost.
-    """
-    return bool(trainer.fit_loop.is_resuming)
-
-
 def _total(trainer: Any) -> int:
     """The number of optimizer steps; a very large number if it depends on the data."""
     steps = trainer.estimated_stepping_batches
@@ -462,4 +445,4 @@ def _check_data(loaders: list[Any], *, skip: bool) -> None:
                 "again up to the position; it must return the same items in the same order each time",
                 type(loader if dataset is None else dataset).__name__,
             )
-        check_loader(loader, skip=skip, in_state=False, option=_SKIPS)
+        check_loader(loader, skip=skip, in_state=False, option=SKIPS)

@@ -185,7 +185,9 @@ class Doorkeeper:
     # --- for the thread of the socket ---
 
     def identified(self, fd: int, node: str, source: str) -> None:
-        """A message from ``source`` has shown that the connection with this descriptor belongs to ``node``."""
+        """A message from ``source`` has shown that the connection with this descriptor belongs to
+        ``node``.
+        """
         visitor = self._look(fd)
         if visitor is None or (source and visitor.source != source):
             return  # closed meanwhile
@@ -197,7 +199,9 @@ class Doorkeeper:
         self._turn(turned)
 
     def denied(self, source: str) -> None:
-        """A key from this address was refused, and counted: the end of its connection is not counted again."""
+        """A key from this address was refused, and counted: the end of its connection is not counted
+        again.
+        """
         with self._lock:
             self._denied[source_of(source)] += 1
 
@@ -209,7 +213,9 @@ class Doorkeeper:
             self._shut(visitor)
 
     def cut_node(self, fd: int, node: str) -> None:
-        """End a connection of a node that is not trusted any more, if this descriptor is still that node's."""
+        """End a connection of a node that is not trusted any more, if this descriptor is still that
+        node's.
+        """
         with self._lock:
             visitor, queue = self._by_fd.get(fd), self._queues.get(fd)
         if visitor is not None and queue is not None and queue.node == node:

@@ -5,8 +5,8 @@
     <folder>/trusted/<node>.key the public key of another node; the file's name is the node's id
     <folder>/trusted/<node>~previous.key  that node's key before, as long as both are accepted
 
-The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may hold ``expires``, unix
-seconds: the key is valid until then. Changes to ``trusted`` take effect without a restart.
+The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may hold
+``expires``, unix seconds: the key is valid until then. Changes to ``trusted`` take effect without a restart.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _has_aes_instructions() -> bool:
 
 
 class StreamKey:
-    """One direction of a stream, at one of its ends: seals, or opens, its records in their order. One thread."""
+    """One direction of a stream, at one end: seals, or opens, its records in their order. One thread."""
 
     def __init__(self, cipher: Cipher, key: bytes) -> None:
         self._cipher, self._key = cipher, key

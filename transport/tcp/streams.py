@@ -90,7 +90,9 @@ class StreamReceiver(Protocol):
     """The receiving end of one direction: the same lengths in the same order. One thread."""
 
     def receive_header(self, header: memoryview) -> bool:
-        """Fill ``header``, however long its first byte takes; false if the peer ended the connection before."""
+        """Fill ``header``, however long its first byte takes; false if the peer ended the connection
+        before.
+        """
 
     def receive(self, length: int) -> bytes:
         """Receive a header or a detail that has to come now."""
