@@ -144,6 +144,7 @@ class ZmqFabric:
         self._keys, self._options = keys, options
         self.refusals = RefusalLog(self.counters, tell)
         self._forgeries = ForgeryLog(self.counters)
+        pacer = Pacer(options.rate_bytes_per_s, gate)
         self._copier = Copier(f"copies-{node}") if options.short_cut else None
         self._loop = Loop(f"fabric-{node}", self._tick, self._end)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -167,7 +168,7 @@ class ZmqFabric:
         )
         self._link_parts = LinkParts(
             fabric=self._parts,
-            pacer=Pacer(options.rate_bytes_per_s, gate),
+            pacer=pacer,
             copier=self._copier,
             chunk_bytes=options.chunk_bytes or self.default_chunk_bytes,
             connections=options.connections_per_peer,
@@ -251,9 +252,8 @@ class ZmqFabric:
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0
         router.sndhwm, router.rcvhwm = SEND_QUEUE, RECEIVE_QUEUE
-        router.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # a peer that is gone or does not read is an error, not silence
+        # An answer to a peer that is gone or does not read is an error, not silence.
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_WIRE_FRAME_BYTES)
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
