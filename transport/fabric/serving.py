@@ -194,9 +194,9 @@ class Server:
         with use as (region, view):
             digest = f.digest_of(view, ask.region, ask.offset)
             header = f.encode(f.Data(ask.op, digest, self.window()))
-            use = self._send_view(identity, header, view)
-            if use is not None:
-                region.leaves(use)
+            sent = self._send_view(identity, header, view)
+            if sent is not None:
+                region.leaves(sent)
                 self._parts.counters.served_bytes += ask.length
 
     def _request(
