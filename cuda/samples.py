@@ -78,7 +78,7 @@ class SamplePlan:
     def __init__(self, items: Sequence[Sampled], device: torch.device) -> None:
         self.device = device
         self._places: list[_Place] = [
-            _Place.of(number, item)
+            _Place(number, item)
             for number, item in enumerate(items)
             if item.nbytes and item.tensor.device.type == device.type
         ]
@@ -263,47 +263,23 @@ class Samples:
         return self.moved | self.plan.unlike(self, self.found[0], image, base)
 
 
-@dataclass(slots=True)
 class _Place:
     """An item in memory: ``elements`` from the address ``start`` on, each ``size`` bytes; with ``strides`` if
     they have gaps.
     """
 
-    number: int
-    tensor: Tensor
-    start: int
-    elements: int
-    size: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    offset: int
-    image_dtype: torch.dtype
-    mask: int
-    image_mask: int
-
-    @classmethod
-    def of(cls, number: int, item: Sampled) -> _Place:
+    def __init__(self, number: int, item: Sampled) -> None:
         view = item.view()
-        size = view.element_size()
-        start, dense = view.data_ptr(), view.is_contiguous()
-        mask = (1 << 8 * size) - 1
-        image_mask = (1 << 8 * item.dtype.itemsize) - 1
-        if start % size and view.dtype is item.dtype:
+        self.number, self.tensor = number, item.tensor
+        self.offset, self.image_dtype = item.offset, item.dtype
+        self.start, self.elements, self.size = view.data_ptr(), view.numel(), view.element_size()
+        self.shape = tuple(view.shape)
+        self.strides = None if view.is_contiguous() else view.stride()
+        self.mask = (1 << 8 * self.size) - 1
+        self.image_mask = (1 << 8 * item.dtype.itemsize) - 1
+        if self.start % self.size and view.dtype is item.dtype:
             # Elements may span two words: compare the part of each that is certain to be in one.
-            mask = image_mask = (1 << 8 * (start & -start)) - 1
-        return cls(
-            number,
-            item.tensor,
-            start,
-            view.numel(),
-            size,
-            tuple(view.shape),
-            None if dense else view.stride(),
-            item.offset,
-            item.dtype,
-            mask,
-            image_mask,
-        )
+            self.mask = self.image_mask = (1 << 8 * (self.start & -self.start)) - 1
 
     @property
     def casts(self) -> bool:

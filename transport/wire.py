@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
@@ -194,10 +193,9 @@ class ControlClient:
         self._refusals: deque[RefusedError] = deque(maxlen=MAX_REFUSALS)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        self._socket.setsockopt(zmq.RCVHWM, SEND_QUEUE)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = SEND_QUEUE
+        self._socket.immediate = True
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
@@ -286,12 +284,7 @@ class ControlClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _connect(self) -> bool:

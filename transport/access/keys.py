@@ -98,8 +98,8 @@ class Keys:
         folder.chmod(0o700)
         (folder / "trusted").mkdir(mode=0o700, exist_ok=True)
         public, secret = _new_pair()
-        _write_new(folder / "node.key_secret", _certificate(public, secret))
-        _write_new(folder / "node.key", _certificate(public))
+        _write(new_private_file, folder / "node.key_secret", _certificate(public, secret))
+        _write(new_private_file, folder / "node.key", _certificate(public))
         return cls(folder, public, secret)
 
     @classmethod
@@ -111,8 +111,8 @@ class Keys:
         """
         found = cls.load(folder)
         public, secret = _new_pair()
-        _replace(found.folder / "node.key_secret", _certificate(public, secret))
-        _replace(found.folder / "node.key", _certificate(public))
+        _write(replace_private_file, found.folder / "node.key_secret", _certificate(public, secret))
+        _write(replace_private_file, found.folder / "node.key", _certificate(public))
         return cls(found.folder, public, secret)
 
 
@@ -184,11 +184,15 @@ def trust(
     old = next((k for k in known if k.node == name and not k.previous), None)
     if old is not None and old.public != key and keep_previous_s > 0:
         until_s = min(old.expires_s, now_s + keep_previous_s)
-        _replace(_trusted_file(folder, name, previous=True), _certificate(old.public, until_s=until_s))
+        _write(
+            replace_private_file,
+            _trusted_file(folder, name, previous=True),
+            _certificate(old.public, until_s=until_s),
+        )
     elif old is not None and old.public != key:
         _trusted_file(folder, name, previous=True).unlink(missing_ok=True)
     expires_s = None if valid_for_s is None else now_s + valid_for_s
-    _replace(target, _certificate(key, until_s=expires_s))
+    _write(replace_private_file, target, _certificate(key, until_s=expires_s))
 
 
 def untrust(folder: Path, name: str) -> None:
@@ -274,18 +278,11 @@ def _certificate(public: str, secret: str | None = None, *, until_s: float | Non
     return text if secret is None else text + f'    secret-key = "{secret}"\n'
 
 
-def _write_new(path: Path, text: str) -> None:
+def _write(write: Callable[[Path, bytes], None], path: Path, text: str) -> None:
     try:
-        new_private_file(path, text.encode("ascii"))
+        write(path, text.encode("ascii"))
     except FileExistsError as error:
         raise KeysError(f"{path} exists and is not overwritten") from error
-    except OSError as error:
-        raise KeysError(f"cannot write {path}: {error}") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    try:
-        replace_private_file(path, text.encode("ascii"))
     except OSError as error:
         raise KeysError(f"cannot write {path}: {error}") from error
 

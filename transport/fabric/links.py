@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import zmq
@@ -23,7 +24,7 @@ import zmq
 from ckptd.transport.fabric import frames as f
 from ckptd.transport.fabric.frames import MAX_FRAMES, Payload
 from ckptd.transport.fabric.lanes import ChunkLane, FabricParts, Lane, LaneState, ZmqChunkLane
-from ckptd.transport.fabric.short_cut import Copier, CopyLane
+from ckptd.transport.fabric.short_cut import CopyLane
 from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Chunk, ChunkedTransfer, Pacer, Transfers
 from ckptd.transport.verbs import Answered, Done, Fault, PeerAddress, RegionKey, Transfer
 
@@ -124,7 +125,7 @@ class LinkParts:
     """What the links of a fabric share.
 
     Args:
-        copier: None if the short cut is switched off.
+        copier: one thread; None if the short cut is switched off.
         connections: of each link, for chunks.
         vouch: why an address is not trusted; "" if it is.
         forget: called on the fabric's thread when a closed link has nothing left to complete.
@@ -132,7 +133,7 @@ class LinkParts:
 
     fabric: FabricParts
     pacer: Pacer
-    copier: Copier | None
+    copier: Executor | None
     chunk_bytes: int
     connections: int
     vouch: Callable[[PeerAddress], str]

@@ -23,7 +23,7 @@ still writes there (`is_being_filled`); a peer whose lock it does not find will 
 
 Files are read and written, not mapped: a truncated file is then an error, and not the end of the process.
 
-One `Copier` thread serves a whole fabric, so that copies take at most one processor from training; a
+One thread copies for a whole fabric, so that copies take at most one processor from training; a
 `CopyLane` is one link's way to it. A chunk that cannot be copied goes back to its transfer, which then stays
 on the network.
 """
@@ -34,17 +34,17 @@ import fcntl
 import hashlib
 import logging
 import os
-import queue
 import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 
 from ckptd.transport.fabric.transfers import Chunk, ChunkedTransfer, ChunkUse
 from ckptd.transport.verbs import Access, FabricCounters, FileRange, RegionKey
 
-__all__ = ["Copier", "CopyLane", "FileLease", "copy_chunk", "is_being_filled"]
+__all__ = ["CopyLane", "FileLease", "copy_chunk", "is_being_filled"]
 
 logger = logging.getLogger(__name__)
 
@@ -202,32 +202,6 @@ def _is_locked(fd: int, first: int, length: int = 1, *, by: int = fcntl.F_WRLCK)
 MAX_COPIES = 2  # of one link: one in progress, and the next
 
 
-class Copier:
-    """Runs tasks one after the other, on a thread that starts with the first."""
-
-    def __init__(self, name: str) -> None:
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._started = False
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """For the fabric's thread. ``task`` does not raise."""
-        if not self._started:
-            self._started = True
-            self._thread.start()
-        self._todo.put(task)
-
-    def close(self) -> None:
-        """End after what was submitted."""
-        self._todo.put(None)
-        if self._started:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (task := self._todo.get()) is not None:
-            task()
-
-
 class CopyLane:
     """On the fabric's thread, except `_copy`.
 
@@ -241,7 +215,7 @@ class CopyLane:
     def __init__(
         self,
         node: str,
-        copier: Copier | None,
+        copier: Executor | None,
         counters: FabricCounters,
         call: Callable[[Callable[[], None]], bool],
         done: Callable[[Chunk], None],
@@ -264,7 +238,7 @@ class CopyLane:
         assert self._copier is not None
         self._pending += 1
         use = ChunkUse(chunk, self._lock)
-        self._copier.submit(lambda: self._copy(use))
+        self._copier.submit(self._copy, use)
 
     def _copy(self, use: ChunkUse) -> None:
         """On the copier's thread."""

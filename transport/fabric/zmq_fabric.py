@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -35,7 +36,6 @@ from ckptd.transport.fabric.lanes import (
 from ckptd.transport.fabric.links import FabricPeer, LinkParts
 from ckptd.transport.fabric.regions import LocalRegion, Regions
 from ckptd.transport.fabric.serving import GrantDial, Server
-from ckptd.transport.fabric.short_cut import Copier
 from ckptd.transport.fabric.transfers import Pacer
 from ckptd.transport.verbs import (
     CHUNK_BYTES,
@@ -145,7 +145,7 @@ class ZmqFabric:
         self.refusals = RefusalLog(self.counters, tell)
         self._forgeries = ForgeryLog(self.counters)
         pacer = Pacer(options.rate_bytes_per_s, gate)
-        self._copier = Copier(f"copies-{node}") if options.short_cut else None
+        self._copier = ThreadPoolExecutor(1, f"copies-{node}") if options.short_cut else None
         self._loop = Loop(f"fabric-{node}", self._tick, self._end)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -343,7 +343,7 @@ class ZmqFabric:
             logger.error("buffers of transfers with %s could not be freed", link.address.node)
             link.complete_all()
         if self._copier is not None:
-            self._copier.close()
+            self._copier.shutdown()
         self._context.term()
 
     def _stop_serving(self) -> None:

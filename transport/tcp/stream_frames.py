@@ -1,25 +1,9 @@
-"""The headers of a stream: fixed binary, with payloads behind them. Integers are little-endian.
+"""The headers of a stream: fixed binary, with payloads behind them; docs/transport.md has their bytes.
 
-    preamble, 56 bytes, client → server, once      ask, 64 bytes, client → server
-     0  4  "CKT2"                                   0  4  "CKQ1"
-     4  4  zero                                     4  1  kind: 1 WRITE, 2 READ
-     8 32  ticket                                   5  3  zero
-    40 16  proof (plaintext: zero)                  8  8  op: chosen by the client, never twice on a stream
-    answer, 40 bytes, server → client              16  8  region
-     0  4  "CKA1"                                  24 16  token
-     4  1  kind: 3 WELCOME, 4 ACK, 5 DATA,         40  8  offset, from the start of the region
-            6 FAULT                                48  8  length, bytes
-     5  1  fault: 1 region, 2 bounds, 3 access,    56  8  xxh3_64 of bytes [0, 56)
-            4 digest (0 without)
-     6  2  window: asks that may be unanswered
-     8  8  op (WELCOME: 0)
-    16  8  length (DATA: of the payload; FAULT: of the detail; else 0)
-    24  8  digest (ACK: of the payload that came; FAULT: of the detail; else 0)
-    32  8  xxh3_64 of bytes [0, 32)
-
-A WRITE and a DATA are followed by ``length`` bytes, a FAULT by its detail in UTF-8. Asks are answered in
-their order. A header that does not match its own digest ends the stream, because the start of the next one is
-unknown.
+The client sends a preamble of 56 bytes once, then asks of 64 bytes (WRITE, READ). The server sends answers of
+40 bytes (WELCOME, ACK, DATA, FAULT), in the order of the asks. A WRITE and a DATA are followed by ``length``
+bytes, a FAULT by its detail in UTF-8. A header that does not match its own digest ends the stream, because
+the start of the next one is unknown.
 
 Between nodes with keys all bytes after the preamble are in records (`ckptd.transport.tcp.sealing`): one for
 each header, one for a detail, and one for each 2^20 bytes of a payload and one for the rest. The proof is the
