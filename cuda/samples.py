@@ -153,9 +153,9 @@ class SamplePlan:
         values of ``words``.
         """
         of: Any = slice(None)
-        if self._words_apart is not None and not base & 7:
+        if self._copy_shift is not None and not base & 7:
             # Equal words have equal elements. In other words an element of another tensor may differ.
-            there = np.take(image, samples.index + self._words_apart + (base >> 3))
+            there = np.take(image, samples.index + self._copy_shift + (base >> 3))
             of = np.flatnonzero(there != words)
         position = self._offsets[of] + samples.element[of].view(np.int64) * self._image_sizes[of]
         position += base
@@ -200,9 +200,9 @@ class SamplePlan:
         ]
         self.base = min(p.start for p in places) & ~7
         # From the word of a sample to that of its copy, where both have the same position in their words.
-        apart = self._offsets - self._starts + self.base
-        alike = all(p.strides is None and not p.casts for p in places) and not (apart & 7).any()
-        self._words_apart: Indices | None = apart >> 3 if alike else None
+        shift = self._offsets - self._starts + self.base
+        aligned = all(p.strides is None and not p.casts for p in places) and not (shift & 7).any()
+        self._copy_shift: Indices | None = shift >> 3 if aligned else None
         self._num_words = (max(p.highest for p in places) - self.base + 7) >> 3
 
     def _address_of(self, element: Words) -> Indices:

@@ -67,7 +67,7 @@ class Fault(StrEnum):
     DIGEST = "digest"  # the bytes arrive damaged, again and again
     DAMAGED = "damaged"  # the holder has lost these bytes; it may have other parts of the region
     REFUSED = "refused"  # the peer does not take part: keys not trusted, another version
-    CLOSED = "closed"  # this fabric was closed
+    CLOSED = "closed"  # this fabric is closed
 
 
 class Access(Flag):

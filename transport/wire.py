@@ -117,7 +117,7 @@ def decode_envelope(frames: Sequence[bytes]) -> Envelope:
     if len(frames) != 2:
         raise WireError("frames", f"a message has 2 frames, this one has {len(frames)}")
     if len(frames[0]) > MAX_ENVELOPE_BYTES:
-        raise WireError("envelope", f"an envelope of {len(frames[0])} bytes")
+        raise WireError("envelope", f"the envelope has {len(frames[0])} bytes")
     try:
         return unpack(_envelope_decoder, frames[0])
     except ValueError as error:

@@ -16,6 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, ip_address
+from typing import Self
 
 __all__ = ["Admission", "AdmissionLimits", "TurnReason", "TurnedAway", "source_of"]
 
@@ -24,15 +25,23 @@ IPV6_SITE = (1 << 128) - (1 << 64)  # whoever has one address of a /64 has all o
 
 
 class TurnReason(StrEnum):
-    """Why a visitor may not stay."""
+    """Why a visitor may not stay; ``text`` is for the log."""
 
-    RATE = "rate"  # its address connects too often
-    ADDRESS = "address"  # its address has too many strangers: the oldest one goes
-    # There are too many strangers, or no room for one more: the oldest one of the address with most goes.
-    STRANGERS = "strangers"
-    SILENT = "silent"  # it did not show in time who it is
-    FULL = "full"  # there are as many connections as there may be, and no stranger among them
-    PEER = "peer"  # its node has too many connections: the oldest one goes
+    text: str
+
+    def __new__(cls, value: str, text: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_, member.text = value, text
+        return member
+
+    RATE = "rate", "too many new connections from this address"
+    # The oldest one of the address goes.
+    ADDRESS = "address", "too many connections from this address have not identified themselves"
+    # There are too many, or no room for one more: the oldest one of the address with most goes.
+    STRANGERS = "strangers", "too many connections have not identified themselves"
+    SILENT = "silent", "it did not identify itself in time"
+    FULL = "full", "the port has no room for more connections"  # and no stranger to close
+    PEER = "peer", "its node has too many connections; the oldest was closed"
 
 
 @dataclass(frozen=True, slots=True)

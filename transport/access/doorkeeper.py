@@ -46,7 +46,6 @@ from ckptd.transport.access.admission import (
     Admission,
     AdmissionLimits,
     TurnedAway,
-    TurnReason,
     source_of,
 )
 from ckptd.transport.access.local_trust import peer_credentials
@@ -54,7 +53,6 @@ from ckptd.transport.access.refusals import RefusalLog
 
 __all__ = [
     "ENOUGH_DESCRIPTORS",
-    "TOLD",
     "Doorkeeper",
     "LocalDoor",
     "fd_of_frame",
@@ -160,7 +158,7 @@ class Doorkeeper:
         self._by_fd: dict[int, Visitor] = {}
         self._suspects: set[int] = set()  # open descriptors whose end was reported
         self._ended: Counter[int] = Counter()  # reported ends of connections that are not known yet
-        self._untold: Counter[int] = Counter()  # ends that were seen before they were reported
+        self._early_ends: Counter[int] = Counter()  # ends that were seen before they were reported
         self._denied: Counter[str] = Counter()  # by address: refused keys whose end was not reported yet
         self._queues: dict[int, _Queue] = {}
         self._port = 0
@@ -282,8 +280,8 @@ class Doorkeeper:
         may have the number by now.
         """
         with self._lock:
-            if self._untold[fd] > 0:
-                self._untold[fd] -= 1
+            if self._early_ends[fd] > 0:
+                self._early_ends[fd] -= 1
             else:
                 self._ended[fd] += 1
             self._suspects.add(fd)
@@ -330,14 +328,14 @@ class Doorkeeper:
         if self._ended[visitor.fd] > 0:
             self._ended[visitor.fd] -= 1
         else:
-            self._untold[visitor.fd] += 1
+            self._early_ends[visitor.fd] += 1
         if self._admission.gone(visitor):
             self._left(visitor.source)
 
     def _left(self, source: str) -> None:
         """A stranger has gone without being turned away; "": its address was never seen."""
         if not self._was_denied(source):
-            self._refusals.stranger("left", source, "it went without saying who it is")
+            self._refusals.stranger("left", source, "it disconnected without identifying itself")
 
     def _was_denied(self, source: str) -> bool:
         """Whether this is the end of a connection whose key was refused."""
@@ -355,7 +353,7 @@ class Doorkeeper:
 
     def _turn(self, turned: list[TurnedAway]) -> None:
         for each in turned:
-            self._refusals.stranger(each.reason, each.source, TOLD[each.reason])
+            self._refusals.stranger(each.reason, each.source, each.reason.text)
             assert isinstance(each.visitor, Visitor)
             self._shut(each.visitor)
 
@@ -402,7 +400,7 @@ class Doorkeeper:
                 largest[whose] = (size, visitor)
         for (known, name), size in waiting.items():
             if size > (MAX_QUEUED_BYTES if known else MAX_STRANGER_BYTES):
-                what = "the end of their message" if known else "a word who they are of"
+                what = "the end of a message" if known else "its sender to identify itself"
                 visitor = largest[known, name][1]
                 text = f"{size >> 20} MiB of {name} wait for {what}"
                 self._refusals.refused("flood", visitor.source, text)
@@ -429,19 +427,9 @@ def _monitor_of(router: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     router.monitor(endpoint, EVENTS)
     monitor: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
     monitor.linger = 0
-    monitor.rcvhwm = 1  # beside the 1,000 of the other end, which nobody can change
+    monitor.rcvhwm = 1  # on top of the 1,000 of the other end, which are fixed
     monitor.connect(endpoint)
     return monitor
-
-
-TOLD = {
-    TurnReason.RATE: "connections come too fast from there",
-    TurnReason.ADDRESS: "too many connections from there have not said who they are",
-    TurnReason.STRANGERS: "too many connections have not said who they are",
-    TurnReason.SILENT: "it did not say in time who it is",
-    TurnReason.FULL: "no more connections are taken",
-    TurnReason.PEER: "its node has too many connections, of which the oldest was closed",
-}
 
 
 def fd_of_frame(frame: zmq.Frame) -> int:

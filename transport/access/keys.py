@@ -79,7 +79,7 @@ class Keys:
         except (OSError, ValueError) as error:
             raise KeysError(f"no usable key in {path}: {error}") from error
         if mode & 0o077:
-            raise KeysError(f"{path} may be read by others; chmod 600 it")
+            raise KeysError(f"{path} is readable by others; run `chmod 600 {path}`")
         if secret is None:
             raise KeysError(f"{path} holds no secret key")
         for each in (Path(folder), Path(folder) / "trusted", path):
@@ -136,7 +136,7 @@ def checked_key(key: str | bytes) -> str:
             return text
     except (KeyError, ValueError):
         pass  # characters outside the alphabet: the same error as a wrong length
-    raise KeysError("a key is 40 characters of Z85")
+    raise KeysError("a key has 40 characters of Z85")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,9 @@ def trust(
             already.
     """
     if not NODE_NAME.match(name):
-        raise KeysError(f"{name!r} is no node name: 1 to 64 letters, digits, '.', '_', '-'")
+        raise KeysError(f"{name!r} is not a node name: 1 to 64 letters, digits, '.', '_', '-'")
     if (valid_for_s is not None and not valid_for_s > 0) or not keep_previous_s >= 0:
-        raise KeysError("a key is trusted for a positive time")
+        raise KeysError("the time for which a key is trusted must be positive")
     key = checked_key(public_key)
     known = trusted_keys(folder)
     for other in known:
@@ -222,7 +222,7 @@ def trusted_keys(folder: Path) -> list[TrustedKey]:
         node, _, kind = path.stem.partition(PREVIOUS[0])
         try:
             if kind not in ("", PREVIOUS[1:]):
-                raise ValueError("its name is no node's")
+                raise ValueError("its name is not that of a node")
             key = checked_key(load_certificate(path)[0])
             expires = EXPIRES.search(path.read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
@@ -304,12 +304,12 @@ def check_security(
     """
     found = ENDPOINT.match(endpoint)
     if found is None:
-        raise ValueError(f"{endpoint!r} is no endpoint: tcp://host:port")
+        raise ValueError(f"{endpoint!r} is not an endpoint: use tcp://host:port")
     if security not in ("curve", "plain"):
         raise ValueError(f"security is 'curve' or 'plain', not {security!r}")
     host = found["host"].strip("[]")
     if host in ("*", "0.0.0.0", "::") and not advertise:
-        raise ValueError(f"{endpoint} listens everywhere: say which address to advertise")
+        raise ValueError(f"{endpoint} listens on all addresses: set the address to advertise")
     if security == "plain" and not allow_plain and not _is_loopback(host):
         raise ValueError(f"{endpoint} can be reached by others, who would not be authenticated: use keys")
 
@@ -328,10 +328,10 @@ def _check_ours(path: Path) -> None:
         KeysError: it belongs to another user, or others may write to it; with the command that mends it.
     """
     try:
-        told = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return
-    if told.st_uid not in (os.getuid(), 0):
-        raise KeysError(f"{path} belongs to user {told.st_uid}; run `chown {os.getuid()} {path}`")
-    if told.st_mode & 0o022:
+    if status.st_uid not in (os.getuid(), 0):
+        raise KeysError(f"{path} belongs to user {status.st_uid}; run `chown {os.getuid()} {path}`")
+    if status.st_mode & 0o022:
         raise KeysError(f"others may write to {path}; run `chmod go-w {path}`")

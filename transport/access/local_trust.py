@@ -62,13 +62,13 @@ def find_listener(endpoint: str, users: Collection[int]) -> bool:
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or not path.startswith("/"):
         raise ValueError(
-            f"{endpoint!r} is no socket with an absolute path, whose owner could be checked: use an "
+            f"{endpoint!r} is not a socket with an absolute path, whose owner could be checked: use an "
             "endpoint such as 'ipc:///run/ckptd/ckptd.sock' (not abstract, not tcp)"
         )
     try:
         info = check_way(path, users)
         if not stat.S_ISSOCK(info.st_mode):
-            raise LocalFileError(f"{path} is no socket; remove it, or choose another endpoint")
+            raise LocalFileError(f"{path} is not a socket; remove it, or choose another endpoint")
         if info.st_mode & 0o002:
             raise LocalFileError(
                 f"the socket {path} is open to everybody ({_shown(info)}); expected no access for "
@@ -137,7 +137,7 @@ def open_file(path: str | os.PathLike[str], flags: int, users: Collection[int]) 
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise LocalFileError(f"{path} is no regular file; remove it")
+            raise LocalFileError(f"{path} is not a regular file; remove it")
         _check_owner(path, info, users)
         if info.st_mode & 0o002:
             raise LocalFileError(

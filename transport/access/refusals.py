@@ -42,9 +42,9 @@ class RefusalLog:
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()  # by reason, since the start
         self.sources: Counter[str] = Counter()  # by address, since the start
-        self._untold: Counter[str] = Counter()
-        self._untold_sources: Counter[str] = Counter()
-        self._told_at_s = float("-inf")
+        self._new: Counter[str] = Counter()
+        self._new_sources: Counter[str] = Counter()
+        self._logged_at_s = float("-inf")
 
     def seen(self, what: str, source: str = "") -> None:
         """Refuse a message that is none of ours."""
@@ -64,13 +64,13 @@ class RefusalLog:
         with self._lock:
             first = reason not in self.counts
             self.counts[reason] += 1
-            self._untold[reason] += 1
+            self._new[reason] += 1
             if source:
                 self._count_source(self.sources, source)
-                self._count_source(self._untold_sources, source)
+                self._count_source(self._new_sources, source)
             if first:
-                self._untold[reason] -= 1  # logged below
-                self._told_at_s = max(self._told_at_s, now_s - SUMMARY_S + FIRST_S)
+                self._new[reason] -= 1  # logged below
+                self._logged_at_s = max(self._logged_at_s, now_s - SUMMARY_S + FIRST_S)
         if first:
             where = f" from {source}" if source else ""
             self._tell(f"refused{where} ({reason}): {detail[:MAX_DETAIL]}")
@@ -79,14 +79,14 @@ class RefusalLog:
     def flush(self, now_s: float) -> None:
         """Log the summary if it is due."""
         with self._lock:
-            untold = +self._untold
-            if not untold or now_s - self._told_at_s < SUMMARY_S:
+            new = +self._new
+            if not new or now_s - self._logged_at_s < SUMMARY_S:
                 return
-            self._told_at_s = now_s
-            sources = self._untold_sources.most_common(SHOWN)
-            self._untold.clear()
-            self._untold_sources.clear()
-        reasons = ", ".join(f"{count} {reason}" for reason, count in untold.most_common())
+            self._logged_at_s = now_s
+            sources = self._new_sources.most_common(SHOWN)
+            self._new.clear()
+            self._new_sources.clear()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in new.most_common())
         most = ", ".join(f"{source} ({count})" for source, count in sources)
         where = f"; most from {most}" if most else ""
         self._tell(f"refused since the last such line: {reasons}{where}")

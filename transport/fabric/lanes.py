@@ -375,7 +375,7 @@ class ZmqChunkLane:
         elif isinstance(answer, Probed):
             self._lose_before(answer.op)
         else:
-            self._owner.garbage("an answer that nobody asked for")
+            self._owner.garbage("an unexpected answer")
 
     def _take(self, op: int) -> Chunk | None:
         """The chunk that is answered; those before it are lost. None if it is not known (any more)."""
@@ -393,7 +393,7 @@ class ZmqChunkLane:
         if chunk is None:
             return  # late: the chunk was given up
         if not chunk.transfer.is_put or chunk.digest != answer.digest:
-            self._owner.garbage("an acknowledgement of something else")
+            self._owner.garbage("an acknowledgement with another digest")
             return
         self._take(answer.op)
         self._owner.chunk_done(chunk)

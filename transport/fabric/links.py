@@ -217,7 +217,7 @@ class FabricPeer:
             on_cancel=self._cancel,
         )
         if not self._fabric.call(lambda: self._accept(transfer, offset)):
-            transfer.end(Fault.CLOSED, "this fabric was closed")
+            transfer.end(Fault.CLOSED, "this fabric is closed")
             transfer.complete()
         return transfer
 
@@ -245,7 +245,7 @@ class FabricPeer:
     def _accept(self, transfer: ChunkedTransfer, offset: int) -> None:
         refusal = self._refusal(transfer, offset)
         if self._closed:
-            transfer.end(Fault.CLOSED, "this peer was closed")
+            transfer.end(Fault.CLOSED, "this peer is closed")
             transfer.complete()  # nobody pumps a link that was forgotten
             return
         if refusal is not None:
@@ -258,9 +258,9 @@ class FabricPeer:
         if objection:
             return Fault.REFUSED, objection
         if not 0 <= transfer.key.region < f.MAX_NUMBER or len(transfer.key.token) != 16:
-            return Fault.REGION, "this is no key of a region"
+            return Fault.REGION, "not a region key"
         if not 0 <= offset < f.MAX_NUMBER - len(transfer.buffer):
-            return Fault.BOUNDS, f"an offset of {offset}"
+            return Fault.BOUNDS, f"offset {offset} is out of range"
         return None
 
     def _accept_request(self, request: PendingRequest) -> None:
@@ -427,9 +427,9 @@ class FabricPeer:
 
     def _opened(self, lane: Lane, answer: f.Opened) -> None:
         if answer.protocol != f.PROTOCOL:
-            self.lane_refused(lane, f"version {answer.protocol} of the protocol")
+            self.lane_refused(lane, f"the peer speaks protocol version {answer.protocol}")
         elif self._address.node not in ("", answer.node):
-            self.lane_refused(lane, f"it is {answer.node}, not {self._address.node}")
+            self.lane_refused(lane, f"the peer is {answer.node}, not {self._address.node}")
         else:
             lane.opened()
             self._counters.reconnects += lane.opened_times > 1

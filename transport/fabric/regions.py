@@ -206,14 +206,14 @@ class Regions:
         """
         region = self._regions.get(number)
         if region is None or not hmac.compare_digest(region.key.token, token):
-            raise Refusal(Fault.REGION, f"no region {number} with this token")
+            raise Refusal(Fault.REGION, f"there is no region {number} with this token")
         if region.scope.peer not in ("", peer):
             raise Refusal(Fault.ACCESS, f"region {number} is not for {peer}")
         if access not in region.access:
-            raise Refusal(Fault.ACCESS, f"region {number} is not for {access.name}")
+            raise Refusal(Fault.ACCESS, f"region {number} does not allow {access.name}")
         if offset + length > region.key.length:
             end = offset + length
-            raise Refusal(Fault.BOUNDS, f"bytes {offset} to {end} of {region.key.length}")
+            raise Refusal(Fault.BOUNDS, f"bytes {offset} to {end} of a region of {region.key.length}")
         if not region.hold(break_off):
             raise Refusal(Fault.REGION, f"region {number} is closed")
         try:
@@ -229,5 +229,5 @@ def _lease(key: RegionKey, access: Access, scope: Scope) -> FileLease | None:
     try:
         return FileLease(key, access, scope.peer)
     except OSError as error:
-        logger.info("peers of this host must use the network: %s", error)
+        logger.info("no short cut for a region, peers of this host use the network: %s", error)
         return None

@@ -89,7 +89,7 @@ class Server:
             return
         connection = self._connections.get(identity)
         if connection is None or connection.key != key:
-            self._answer(identity, f.FaultReply(ask.op, "open", "this connection is not open"))
+            self._answer(identity, f.FaultReply(ask.op, "open", "this connection was not opened"))
             return
         if not self._parts.trusts(connection.node, connection.key):
             self._revoke(identity, connection)
@@ -134,7 +134,7 @@ class Server:
     def _objection(self, key: str, ask: f.Open) -> str:
         """Why this peer is not let in; "" if it is."""
         if ask.protocol != f.PROTOCOL:
-            return f"version {ask.protocol} of the protocol; here it is {f.PROTOCOL}"
+            return f"it speaks protocol version {ask.protocol}, this node version {f.PROTOCOL}"
         if ask.target not in ("", self._parts.node):
             return f"this is {self._parts.node}, not {ask.target}"
         if not self._parts.trusts(ask.node, key):
@@ -150,7 +150,7 @@ class Server:
     def _revoke(self, identity: bytes, connection: Connection) -> None:
         del self._connections[identity]
         self._parts.counters.revoked += 1
-        logger.warning("a connection of %s is over: its key is not trusted any more", connection.node)
+        logger.warning("a connection of %s ended: its key is not trusted any more", connection.node)
         detail = f"the key of {connection.node} is not trusted any more"
         self._answer(identity, f.Refuse(f.PROTOCOL, detail))
         # The answer may come too late: then the peer is refused when it connects again.
@@ -224,7 +224,7 @@ class Server:
 
     def _dial(self, identity: bytes, connection: Connection, ask: f.Dial) -> None:
         if self.dial is None:
-            raise Refusal(Fault.REFUSED, "there are no streams here")
+            raise Refusal(Fault.REFUSED, "this node has no data port")
 
         def answer(granted: f.Ticket) -> None:
             self._parts.call(lambda: self._answer(identity, granted))

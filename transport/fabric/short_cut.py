@@ -173,7 +173,7 @@ def _open(file: FileRange, *, writable: bool) -> int:
 
 def _check(file: FileRange, found: os.stat_result) -> None:
     if (found.st_dev, found.st_ino) != (file.device, file.inode):
-        raise FileNotFoundError(f"{file.path} is another file here")
+        raise FileNotFoundError(f"{file.path} is another file on this host")
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{file.path} is not a file of this user")
 

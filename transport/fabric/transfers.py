@@ -176,7 +176,9 @@ class ChunkedTransfer:
         if chunk.bad_digests < DIGEST_TRIES:
             self.lost(chunk)
         else:
-            self.end(Fault.DIGEST, f"bytes {chunk.offset} and on: wrong {chunk.bad_digests} times")
+            self.end(
+                Fault.DIGEST, f"the chunk at byte {chunk.offset} arrived damaged {chunk.bad_digests} times"
+            )
 
     def chunk_done(self) -> None:
         self._left -= 1
@@ -322,7 +324,7 @@ class Pacer:
 
     def __init__(self, bytes_per_s: float | None = None, gate: Callable[[], bool] | None = None) -> None:
         if bytes_per_s is not None and not bytes_per_s > 0:
-            raise ValueError(f"a rate is positive, not {bytes_per_s}")
+            raise ValueError(f"the rate must be positive, not {bytes_per_s}")
         self._rate = bytes_per_s
         self._tokens = 0.0
         self._filled_at = 0.0
@@ -358,6 +360,6 @@ class Pacer:
         try:
             return gate()
         except Exception:  # a user's callback: the loop that carries all transfers must survive it
-            logger.exception("the gate failed and is not asked again")
+            logger.exception("the gate failed and is ignored from now on")
             self._gate = None
             return True

@@ -340,7 +340,7 @@ class ZmqFabric:
             if links:
                 time.sleep(0.001)  # libzmq's own thread releases them, without an event
         for link in links:
-            logger.error("buffers of transfers with %s could not be freed", link.address.node)
+            logger.error("buffers of transfers with %s were not released", link.address.node)
             link.complete_all()
         if self._copier is not None:
             self._copier.shutdown()
@@ -392,7 +392,7 @@ class _Gatekeeper(Authenticator):
         except StopIteration:
             return
         answering.close()
-        raise RuntimeError("the authenticator waits for something")
+        raise RuntimeError("the authenticator would block")
 
 
 @functools.cache
@@ -406,7 +406,7 @@ def keep_large_buffers() -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        logger.info("no mallopt here: large messages cost page faults")
+        logger.info("mallopt is not available: large messages cost page faults")
         return
     for parameter, value in ((mmap_threshold, LARGE_BYTES), (trim_threshold, KEPT_BYTES)):
         if not mallopt(parameter, value):

@@ -133,7 +133,7 @@ class StreamKey:
         except InvalidTag:
             # OpenSSL writes the plaintext before it checks the tag: bytes that an attacker may have chosen.
             content[:] = bytes(len(content))
-            raise Forged("a record that its key does not open") from None
+            raise Forged("a record failed authentication") from None
 
     def _next_nonce(self) -> bytes:
         if self._number and self._number % RECORDS_PER_KEY == 0:

@@ -54,7 +54,7 @@ class StreamOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"{self.port} is no port")
+            raise ValueError(f"{self.port} is not a port number: 0 to 65535")
 
 
 class StreamFabric(ZmqFabric):
@@ -104,7 +104,7 @@ class StreamFabric(ZmqFabric):
         cipher = common_cipher(ask.ciphers, self._ciphers)
         if cipher is None:
             ours = " or ".join(each.title for each in self._ciphers)
-            raise Refusal(Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not take")
+            raise Refusal(Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not accept")
 
         def granted(ticket: bytes, secret: bytes) -> None:
             host, port = self.data_address

@@ -95,7 +95,7 @@ def decode_preamble(data: bytes | bytearray) -> Preamble:
         ValueError: this is no preamble.
     """
     if len(data) != PREAMBLE_BYTES or not data.startswith(TICKET_MAGIC):
-        raise ValueError(f"{len(data)} bytes that do not begin a stream")
+        raise ValueError(f"{len(data)} bytes that are no preamble")
     _, ticket, proof = PREAMBLE.unpack(data)
     return Preamble(ticket, proof, bytes(data[:-TAG_BYTES]))
 
@@ -113,7 +113,7 @@ def decode_ask(data: bytes | bytearray) -> StreamAsk:
     """
     magic, kind, op, region, token, offset, length, _ = ASK.unpack(_checked(data))
     if magic != ASK_MAGIC or kind not in ASKS or length > MAX_CHUNK_BYTES:
-        raise ValueError(f"no ask: {magic!r}, kind {kind}, {length} bytes")
+        raise ValueError(f"not an ask: {magic!r}, kind {kind}, {length} bytes")
     return StreamAsk(StreamKind(kind), op, region, token, offset, length)
 
 
@@ -139,10 +139,10 @@ def decode_answer(data: bytes | bytearray) -> StreamAnswer:
     """
     magic, number, fault, window, op, length, digest, _ = ANSWER.unpack(_checked(data))
     if magic != ANSWER_MAGIC or number not in set(SIZES):
-        raise ValueError(f"no answer: {magic!r}, kind {number}")
+        raise ValueError(f"not an answer: {magic!r}, kind {number}")
     kind = StreamKind(number)
     if length > SIZES[kind] or (kind is StreamKind.FAULT) != (fault in FAULTS):
-        raise ValueError(f"no answer: kind {number}, fault {fault}, {length} bytes")
+        raise ValueError(f"not an answer: kind {number}, fault {fault}, {length} bytes")
     return StreamAnswer(kind, op, window, length, digest, FAULTS.get(fault))
 
 
@@ -154,5 +154,5 @@ def _sealed(header: bytes) -> bytes:
 def _checked(data: bytes | bytearray) -> bytes | bytearray:
     content, seal = data[: -TRAILER.size], data[-TRAILER.size :]
     if TRAILER.pack(xxhash.xxh3_64_intdigest(content)) != bytes(seal):
-        raise ValueError("a header that does not match its digest")
+        raise ValueError("the digest of a header does not match")
     return data

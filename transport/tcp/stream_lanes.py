@@ -132,7 +132,7 @@ class ClientStream:
         self._connection = connection = socket.socket(family, kind, protocol)
         try:
             if self._ending:
-                raise ConnectionAbortedError("not wanted any more")
+                raise ConnectionAbortedError("the stream was given up")
             streams.configure(connection)
             streams.set_patience(connection, CONNECT_S)
             connection.connect(address)
@@ -205,7 +205,7 @@ class ClientStream:
     def _answered(self, answer: StreamAnswer, answers: streams.StreamReceiver) -> None:
         operation = self.operations.get(answer.op)
         if operation is None:
-            raise ValueError(f"an answer to {answer.op}, which is not open")
+            raise ValueError(f"an answer to operation {answer.op}, which is not open")
         is_put = operation.chunk.transfer.is_put
         if answer.kind is StreamKind.FAULT:
             detail = answers.receive(answer.length).decode(errors="replace")
@@ -214,14 +214,14 @@ class ClientStream:
             self._finish(operation, verdict, answer, detail)
         elif answer.kind is StreamKind.ACK and is_put:
             if operation.digest.value != answer.digest:
-                raise ValueError("an acknowledgement of something else")
+                raise ValueError("an acknowledgement with another digest")
             self._finish(operation, StreamVerdict.DONE, answer)
         elif answer.kind is StreamKind.DATA and not is_put:
             if answer.length != operation.chunk.length:
                 raise ValueError(f"{answer.length} bytes instead of {operation.chunk.length}")
             self._arrived(answer, operation, answers)
         else:
-            raise ValueError(f"an answer of kind {answer.kind} that was not asked for")
+            raise ValueError(f"an unexpected answer of kind {answer.kind}")
 
     def _arrived(self, answer: StreamAnswer, operation: Operation, answers: streams.StreamReceiver) -> None:
         if not operation.claim():
@@ -249,9 +249,9 @@ def _welcome(answers: streams.StreamReceiver) -> int:
     try:
         answer = decode_answer(answers.receive(ANSWER_BYTES))
     except ValueError as error:
-        raise ConnectionRefusedError(f"this is no data port: {error}") from error
+        raise ConnectionRefusedError(f"not a data port: {error}") from error
     if answer.kind is not StreamKind.WELCOME:
-        raise ConnectionRefusedError(f"this is no welcome: kind {answer.kind}")
+        raise ConnectionRefusedError(f"the first answer is of kind {answer.kind}, not a welcome")
     return answer.window
 
 
@@ -347,7 +347,7 @@ class StreamLane:
         try:
             self._stream = ClientStream(self, ticket, name, keys)
         except RuntimeError as error:  # no more threads
-            logger.warning("no stream to %s: %s", name, error)
+            logger.warning("cannot start a stream to %s: %s", name, error)
             self._wait_to_dial()
 
     def control_lost(self) -> None:

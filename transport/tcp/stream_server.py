@@ -25,7 +25,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 from ckptd.transport.access.admission import Admission, AdmissionLimits, TurnedAway, source_of
-from ckptd.transport.access.doorkeeper import TOLD
 from ckptd.transport.access.refusals import ForgeryLog, RefusalLog
 from ckptd.transport.fabric.lanes import FabricParts
 from ckptd.transport.fabric.regions import LocalRegion, Refusal
@@ -135,7 +134,7 @@ class Lobby:
                     turned = self._admission.overdue(time.monotonic())
                 self._turn(turned)
             except Exception:  # the thread's main: no stream begins without it
-                logger.exception("looking after new streams failed")
+                logger.exception("accepting streams failed")
                 self._closed.wait(ACCEPT_RETRY_S)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Visit):
@@ -177,7 +176,7 @@ class Lobby:
         self._selector.unregister(visit.connection)
         if not said:
             self._leave(visit)
-            text = f"on the data port: {len(visit.said)} bytes that do not begin a stream"
+            text = f"on the data port: {len(visit.said)} bytes that are no preamble"
             self._refusals.seen(text, visit.source)
             return
         visit.connection.setblocking(True)
@@ -199,7 +198,7 @@ class Lobby:
         for each in turned:
             visit = each.visitor
             assert isinstance(visit, Visit)
-            self._refusals.stranger(each.reason, each.source, TOLD[each.reason])
+            self._refusals.stranger(each.reason, each.source, each.reason.text)
             try:
                 self._selector.unregister(visit.connection)
             except (KeyError, ValueError):
@@ -311,7 +310,7 @@ class StreamServer:
             self._take_where(lambda entry: not trusts(entry.grant.node, entry.grant.public_key))
         for stream in untrusted:
             self.count("revoked")
-            logger.warning("a stream of %s is over: its key is not trusted any more", stream.key[0])
+            logger.warning("a stream of %s ended: its key is not trusted any more", stream.key[0])
             stream.break_off()
 
     def close(self) -> None:
@@ -499,7 +498,7 @@ class _ServedStream:
             return
         except Forged:
             with suppress(OSError):  # then the peer finds the end of the stream
-                self._fault(ask, Fault.DIGEST, "a record that its key does not open")
+                self._fault(ask, Fault.DIGEST, "a record failed authentication")
             raise
         if not good:
             self._server.count("bad_digests")
