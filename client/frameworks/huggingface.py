@@ -54,6 +54,12 @@ __all__ = ["CkptdCallback"]
 
 logger = get_logger(__name__)
 
+_REFUSED_ARGUMENTS = {
+    "auto_find_batch_size": "it changes the batch size during training; set per_device_train_batch_size",
+    "ignore_data_skip": "the data would start again after a failure; leave it off (CkptdCallback skips)",
+    "deepspeed": "hooks cannot see the weights and optimizer state that DeepSpeed keeps; use FSDP2 or DDP",
+}
+# Parameters of the Trainer's ``_run_epoch`` that the callback uses.
 _NEEDED = (
     "epoch",
     "epochs_trained",
@@ -145,9 +151,9 @@ def _train(
     **kwargs: Any,
 ) -> Any:
     """``Trainer.train``, which loads no half-written checkpoint if the trainer has this callback."""
-    mine = any(each is reference() for each in trainer.callback_handler.callbacks)
-    train = partial(below, trainer)
-    return complete_checkpoints_only(trainer, train, *args, **kwargs) if mine else train(*args, **kwargs)
+    if any(each is reference() for each in trainer.callback_handler.callbacks):
+        args, kwargs = _complete_checkpoints_only(trainer, args, kwargs)
+    return below(trainer, *args, **kwargs)
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
@@ -173,20 +179,7 @@ def _run_name(output_dir: str | None) -> str | None:
 
 
 def _check_arguments(args: Any) -> None:
-    for name, advice in (
-        (
-            "auto_find_batch_size",
-            "it changes the batch size during training; set per_device_train_batch_size",
-        ),
-        (
-            "ignore_data_skip",
-            "the data would start again after a failure; leave it off (CkptdCallback skips)",
-        ),
-        (
-            "deepspeed",
-            "hooks cannot see the weights and optimizer state that DeepSpeed keeps; use FSDP2 or DDP",
-        ),
-    ):
+    for name, advice in _REFUSED_ARGUMENTS.items():
         if getattr(args, name, None):
             raise ValueError(f"CkptdCallback cannot resume training with {name}=: {advice}")
 
@@ -202,9 +195,8 @@ def _check_trainer(trainer: Trainer) -> None:
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(
-            f"Trainer uses {trainer.args.n_gpu} GPUs in one process (DataParallel), which ckptd "
-            "cannot capture: "
-            "start one process per GPU with torchrun"
+            f"Trainer uses {trainer.args.n_gpu} GPUs in one process (DataParallel), which ckptd cannot "
+            "capture: start one process per GPU with torchrun"
         )
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
@@ -219,8 +211,10 @@ _ARGUMENT = "resume_from_checkpoint"
 _WRITTEN_LAST = "trainer_state.json"
 
 
-def complete_checkpoints_only(trainer: Any, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``below`` (``trainer.train``): ``resume_from_checkpoint=True`` means the newest complete
+def _complete_checkpoints_only(
+    trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``trainer.train``, where ``resume_from_checkpoint=True`` means the newest complete
     checkpoint, or none if there is none. Snapshots of the run take precedence over both.
 
     The Trainer writes the files of ``checkpoint-N`` one after the other into the folder of that name,
@@ -232,10 +226,10 @@ def complete_checkpoints_only(trainer: Any, below: Callable[..., Any], *args: An
         ValueError: ``resume_from_checkpoint`` names a half-written checkpoint.
     """
     if args:
-        return below(_complete(trainer, args[0]), *args[1:], **kwargs)
+        return (_complete(trainer, args[0]), *args[1:]), kwargs
     if _ARGUMENT in kwargs:
-        return below(**{**kwargs, _ARGUMENT: _complete(trainer, kwargs[_ARGUMENT])})
-    return below(**kwargs)
+        return args, {**kwargs, _ARGUMENT: _complete(trainer, kwargs[_ARGUMENT])}
+    return args, kwargs
 
 
 def _complete(trainer: Any, given: Any) -> Any:
@@ -243,9 +237,9 @@ def _complete(trainer: Any, given: Any) -> Any:
         return _newest_complete(Path(trainer.args.output_dir))
     if isinstance(given, str) and _half_written(Path(given)):
         raise ValueError(
-            f"resume_from_checkpoint={given!r} is half-written: its last file, {_WRITTEN_LAST}, is "
-            "missing or truncated. Pass another "
-            "checkpoint, or omit the argument: ckptd finds the snapshots of this run without it"
+            f"resume_from_checkpoint={given!r} is half-written: its last file, {_WRITTEN_LAST}, is missing "
+            "or truncated. Pass another checkpoint, or omit the argument: ckptd finds the snapshots of this "
+            "run without it"
         )
     return given
 
@@ -264,9 +258,8 @@ def _newest_complete(folder: Path) -> str | bool | None:
         return True
     complete = max((each for each in numbered if each[1] not in torn), default=None)
     logger.warning(
-        "ignoring the half-written checkpoint %s (the Trainer was killed while it saved it). "
-        "Snapshots of this run take precedence; without any, "
-        "training starts %s. You may delete the folder",
+        "ignoring the half-written checkpoint %s (the Trainer was killed while it saved it). Snapshots of "
+        "this run take precedence; without any, training starts %s. You may delete the folder",
         ", ".join(sorted(str(path) for path in torn)),
         f"at {complete[1]}" if complete else "at the beginning",
     )
@@ -539,9 +532,9 @@ class TrainerLoop:
             return False
         if given["epoch"] > position.epoch:
             raise ValueError(
-                f"the snapshots of this run end in epoch {position.epoch}, but "
-                "resume_from_checkpoint= starts in epoch "
-                f"{given['epoch']}: pass a new name to CkptdCallback(run=...) to resume from that checkpoint"
+                f"the snapshots of this run end in epoch {position.epoch}, but resume_from_checkpoint= "
+                f"starts in epoch {given['epoch']}: pass a new name to CkptdCallback(run=...) to resume from "
+                "that checkpoint"
             )
         self._resuming = False
         load_sampler_state(given["train_dataloader"], position.loader)
@@ -571,16 +564,15 @@ class TrainerLoop:
     def _check_loader(self, loader: Any) -> None:
         if not hasattr(loader, "dataset"):
             raise ValueError(
-                f"the training data comes from a {type(loader).__name__}, which is not a "
-                "DataLoader: ckptd cannot record its position; "
-                "return a torch DataLoader from get_train_dataloader()"
+                f"the training data comes from a {type(loader).__name__}, which is not a DataLoader: ckptd "
+                "cannot record its position; return a torch DataLoader from get_train_dataloader()"
             )
         check_loader(loader, skip=self._refetch is False, in_state=False, option=SKIPS)
         if isinstance(loader.dataset, IterableDataset):
             logger.warning(
-                "the training data is an IterableDataset: after a failure, ckptd fetches the "
-                "batches of the interrupted epoch again "
-                "up to the position; the dataset must return the same items in the same order each time"
+                "the training data is an IterableDataset: after a failure, ckptd fetches the batches of the "
+                "interrupted epoch again up to the position; the dataset must return the same items in the "
+                "same order each time"
             )
         if self._refetch is None:
             self._refetch = not repeats_by_index(loader)
@@ -593,8 +585,9 @@ class TrainerLoop:
         skips = type(loader) is DataLoaderShard and not isinstance(loader.dataset, IterableDataset)
         skipped = position.skippable if skips and not self._refetch else 0
         source = skip_first_batches(loader, skipped) if skipped else loader
-        holders: list[Any] = [source, *_inner_batch_sampler(source)]
-        for holder in holders:
+        # Accelerate's loaders do not pass the epoch number to the inner batch sampler.
+        inner = getattr(getattr(source, "batch_sampler", None), "batch_sampler", None)
+        for holder in (source, inner):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(position.epoch)
         iterator: Iterator[Any] = iter(source)
@@ -603,9 +596,3 @@ class TrainerLoop:
             took_s = time.perf_counter() - started_s
             log_refetched(position, skipped, took_s, SKIPS if skips else "")
         return iterator
-
-
-def _inner_batch_sampler(loader: Any) -> list[Any]:
-    """The inner batch sampler, to which Accelerate's loaders do not pass the epoch number."""
-    inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
-    return [] if inner is None else [inner]

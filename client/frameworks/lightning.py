@@ -381,9 +381,8 @@ class LightningLoop:
         if self._refetch or len(combined.iterators) != 1 or fetcher.length is None:
             return 0
         iterator = combined.iterators[0]
-        if type(iterator) is not _SingleProcessDataLoaderIter or not hasattr(
-            iterator._dataset, "__getitem__"
-        ):
+        single = type(iterator) is _SingleProcessDataLoaderIter
+        if not single or not hasattr(iterator._dataset, "__getitem__"):
             return 0
         for _ in range(count):
             next(iterator._sampler_iter)
@@ -440,9 +439,9 @@ def _check_data(loaders: list[Any], *, skip: bool) -> None:
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
             logger.warning(
-                "the training data is a %s, which cannot skip batches: after a failure, ckptd "
-                "fetches the batches of the interrupted epoch "
-                "again up to the position; it must return the same items in the same order each time",
+                "the training data is a %s, which cannot skip batches: after a failure, ckptd fetches the "
+                "batches of the interrupted epoch again up to the position; it must return the same items "
+                "in the same order each time",
                 type(loader if dataset is None else dataset).__name__,
             )
         check_loader(loader, skip=skip, in_state=False, option=SKIPS)
