@@ -587,7 +587,8 @@ class TrainerLoop:
         source = skip_first_batches(loader, skipped) if skipped else loader
         # Accelerate's loaders do not pass the epoch number to the inner batch sampler.
         inner = getattr(getattr(source, "batch_sampler", None), "batch_sampler", None)
-        for holder in (source, inner):
+        holders: list[Any] = [source, inner]
+        for holder in holders:
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(position.epoch)
         iterator: Iterator[Any] = iter(source)
