@@ -17,8 +17,20 @@ from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.short_cut import copy_chunk
 from ckptd.transport.fabric.transfers import ChunkUse
 from ckptd.transport.verbs import Access, Fault, RegionKey
-from tests.transport.fabric_pairs import CHUNK, SIZES, WAIT_S, Make, content, until
-from tests.transport.shared_files import BEFORE, Brake, Host, brake, host, make
+from tests.transport.fabric_pairs import (
+    BEFORE,
+    CHUNK,
+    SIZES,
+    WAIT_S,
+    Brake,
+    Host,
+    Make,
+    brake,
+    content,
+    host,
+    make,
+    until,
+)
 
 __all__ = ["brake", "host", "make"]  # fixtures
 
