@@ -31,7 +31,6 @@ __all__ = ["CopyTransfers", "CudaEngine", "make_engine", "plan_transfers"]
 
 logger = logging.getLogger(__name__)
 
-
 # Bytes that cross the link at a stretch (a third of a millisecond at 50 GB/s), and the length of the pack. A
 # copy engine stays with one stream while that has a copy ready, whatever its priority: the trainer's own
 # small copies (the size of a `nonzero`, an `item`) would wait for the whole snapshot. A kernel between two

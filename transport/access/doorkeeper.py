@@ -62,6 +62,19 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+MAX_QUEUED_BYTES = 256 << 20  # more than the largest message and a full window of the largest chunks
+MAX_STRANGER_BYTES = 16 << 20  # a handshake and an `open` take less than a thousandth of it
+LOOK_S = 0.2  # between two looks at the queues
+SOON_S = 0.02  # the same when much is queued: a fast sender brings tens of MiB meanwhile
+MUCH_BYTES = 16 << 20
+AHEAD = 1001  # libzmq's own 1,000, and one: a queue of 0 has no bound
+KEPT_ALIVE_BYTES = 64  # between two looks: more than heartbeats take
+TCP_INFO_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+BATCH = 256  # events between two looks at the clock
+ENOUGH_DESCRIPTORS = 4096  # two doors' `AHEAD`, and as many again for what is let in
+assert ENOUGH_DESCRIPTORS > 3 * AHEAD
+
 
 class Pin:
     """Looks at a descriptor of this process that another thread may close at any time. Any thread; one look
@@ -99,18 +112,6 @@ class Pin:
         with self._lock:
             os.close(self._place)
             os.close(self._nothing)
-
-
-MAX_QUEUED_BYTES = 256 << 20  # more than the largest message and a full window of the largest chunks
-MAX_STRANGER_BYTES = 16 << 20  # a handshake and an `open` take less than a thousandth of it
-LOOK_S = 0.2  # between two looks at the queues
-SOON_S = 0.02  # the same when much is queued: a fast sender brings tens of MiB meanwhile
-MUCH_BYTES = 16 << 20
-AHEAD = 1001  # libzmq's own 1,000, and one: a queue of 0 has no bound
-KEPT_ALIVE_BYTES = 64  # between two looks: more than heartbeats take
-TCP_INFO_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info
-EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-BATCH = 256  # events between two looks at the clock
 
 
 class Visitor(NamedTuple):
@@ -446,10 +447,6 @@ def source_of_frame(frame: zmq.Frame) -> str:
         return source_of(str(frame.get("Peer-Address")))
     except zmq.ZMQError:
         return ""
-
-
-ENOUGH_DESCRIPTORS = 4096  # two doors' `AHEAD`, and as many again for what is let in
-assert ENOUGH_DESCRIPTORS > 3 * AHEAD
 
 
 def local_limits(descriptors: int) -> AdmissionLimits:

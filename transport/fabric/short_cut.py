@@ -48,13 +48,13 @@ __all__ = ["CopyLane", "FileLease", "copy_chunk", "is_being_filled"]
 
 logger = logging.getLogger(__name__)
 
-
 # No file reaches the first of these offsets, so these locks touch no byte of it.
 _RANGES = 1 << 61
 _LEASES = 1 << 62
 _GRANT = struct.Struct("<QQQ")
 # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; l_pid must be 0 for these locks.
 _FLOCK = struct.Struct("@hhqqi4x")
+MAX_COPIES = 2  # of one link: one in progress, and the next
 
 
 class FileLease:
@@ -197,9 +197,6 @@ def _is_locked(fd: int, first: int, length: int = 1, *, by: int = fcntl.F_WRLCK)
     asked = _FLOCK.pack(by, os.SEEK_SET, first, length, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK
-
-
-MAX_COPIES = 2  # of one link: one in progress, and the next
 
 
 class CopyLane:

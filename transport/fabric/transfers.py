@@ -22,9 +22,13 @@ __all__ = ["DRAIN_POLL_S", "Chunk", "ChunkUse", "ChunkedTransfer", "Pacer", "Tra
 
 logger = logging.getLogger(__name__)
 
-
 PRUNE_HOLDS = 64
 DIGEST_TRIES = 4  # a link that damages a chunk this often will not carry it
+DRAIN_POLL_S = 0.001
+DRAIN_GRACE_S = 0.5  # after this, connections that still hold a buffer are broken off
+GATE_POLL_S = 0.002
+GATE_HOLD_S = 0.5  # a gate is a hint: a caller that forgets to open it delays the replica, and no more
+BURST_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -220,10 +224,6 @@ class ChunkedTransfer:
                 logger.exception("the callback of a transfer failed")
 
 
-DRAIN_POLL_S = 0.001
-DRAIN_GRACE_S = 0.5  # after this, connections that still hold a buffer are broken off
-
-
 class Transfers:
     """The transfers to one peer, on the fabric's thread. RUNNING ones take turns; DRAINING ones complete when
     their buffer is free.
@@ -304,11 +304,6 @@ class Transfers:
     def turn(self) -> None:
         """The transfer whose turn it was has sent a chunk."""
         self._running.rotate(-1)
-
-
-GATE_POLL_S = 0.002
-GATE_HOLD_S = 0.5  # a gate is a hint: a caller that forgets to open it delays the replica, and no more
-BURST_S = 0.05
 
 
 class Pacer:

@@ -51,7 +51,6 @@ __all__ = ["FabricOptions", "ZmqFabric"]
 
 logger = logging.getLogger(__name__)
 
-
 DEFAULT_CREDITS = 128  # chunks in flight towards us, all peers together
 TRUST_S = 1.0  # between two checks of the keys of connected peers
 ENDING_S = 2.0  # for libzmq to release the buffers of closed connections
@@ -61,6 +60,7 @@ RECEIVE_QUEUE, SEND_QUEUE = 128, 1024  # messages of one connection
 HANDSHAKE_MS = 5_000
 FRAME_COST_BYTES = 64  # an upper bound of what a frame takes on the wire besides its content
 LARGE_BYTES, KEPT_BYTES = 1 << 20, 64 << 20
+MAX_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,9 +411,6 @@ def keep_large_buffers() -> None:
     for parameter, value in ((mmap_threshold, LARGE_BYTES), (trim_threshold, KEPT_BYTES)):
         if not mallopt(parameter, value):
             logger.info("mallopt(%d) was refused: large messages cost page faults", parameter)
-
-
-MAX_WAIT_S = 60.0
 
 
 class Loop:

@@ -49,10 +49,18 @@ __all__ = ["LIMITS", "DialGrant", "StreamServer"]
 
 logger = logging.getLogger(__name__)
 
-
 ACCEPTED_AT_ONCE = 64
 ACCEPT_RETRY_S = 0.2  # after a shortage of descriptors, say
 LOOK_S = 1.0
+TICKET_S = 5.0
+MAX_TICKETS = 1024
+MAX_TICKETS_PER_NODE = 64
+MAX_WINDOW = 8  # chunks; more than enough to fill the connection while an acknowledgement travels
+ENDING_S = 2.0
+# A peer shows its ticket as soon as it connects, so strangers get little room and time.
+LIMITS = AdmissionLimits(
+    connections=1024, strangers=64, strangers_per_address=16, per_peer=64, patience_s=2.0
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -206,17 +214,6 @@ class Lobby:
             else:
                 self._leave(visit)
 
-
-TICKET_S = 5.0
-MAX_TICKETS = 1024
-MAX_TICKETS_PER_NODE = 64
-MAX_WINDOW = 8  # chunks; more than enough to fill the connection while an acknowledgement travels
-ENDING_S = 2.0
-
-# A peer shows its ticket as soon as it connects, so strangers get little room and time.
-LIMITS = AdmissionLimits(
-    connections=1024, strangers=64, strangers_per_address=16, per_peer=64, patience_s=2.0
-)
 
 SlotKey = tuple[str, bytes]  # node, slot: no node can end another node's stream
 DirectionKeys = tuple[StreamKey | None, StreamKey | None]  # up, down; None: in plaintext
