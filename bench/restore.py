@@ -53,7 +53,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.select import make_engine
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest, restore_snapshot
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 from ckptd.storage.stores.open_store import open_store
 from ckptd.transport.control.messages import GetStatus, Status
 from ckptd.transport.control.wire import ControlClient

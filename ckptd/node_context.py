@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ckptd.config.settings import DaemonConfig
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.storage.images.image import DigestMap
+from ckptd.storage.image import DigestMap
 from ckptd.workers import Workers
 
 __all__ = ["DigestThreads", "NodeContext", "NodeWorkers", "Post"]

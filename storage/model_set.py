@@ -23,8 +23,12 @@ import xxhash
 from msgspec import Meta
 
 from ckptd.storage.checkpoints.sealed_json import ManifestError, decode_sealed, seal_json
-from ckptd.storage.images.image_format import MAX_HEADER_BYTES, TensorEntry
-from ckptd.storage.images.safetensors_header import HeaderError, parse_safetensors_header
+from ckptd.storage.image_format import (
+    MAX_HEADER_BYTES,
+    HeaderError,
+    TensorEntry,
+    parse_safetensors_header,
+)
 from ckptd.storage.stores.objects import ObjectStore, Range
 
 __all__ = [

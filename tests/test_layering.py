@@ -64,7 +64,7 @@ def test_the_graph_sees_the_linked_folders(graph: grimp.ImportGraph) -> None:
     for module in (
         "ckptd.client.daemon_link.session",
         "ckptd.cuda.engine",
-        "ckptd.storage.images.image",
+        "ckptd.storage.image",
         "ckptd.transport.control.wire",
     ):
         assert module in graph.modules

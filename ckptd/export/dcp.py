@@ -20,7 +20,7 @@ from ckptd.export.files import check_target, new_folder
 from ckptd.export.safetensors_files import Moved
 from ckptd.export.source import TensorSource
 from ckptd.export.torch_process import running
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["export_dcp"]
 

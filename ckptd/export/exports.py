@@ -13,7 +13,7 @@ from ckptd.export.convert import convert
 from ckptd.export.files import check_target, new_file, new_folder, write_all
 from ckptd.export.safetensors_files import Moved, write_part, write_synced
 from ckptd.export.source import Origin, TensorSource
-from ckptd.storage.images.safetensors_header import render_header
+from ckptd.storage.image_format import render_header
 from ckptd.storage.model_set import MODEL
 
 __all__ = [

@@ -16,8 +16,8 @@ from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["SealedSlot", "held", "open_segments", "rank_image", "sealed_slots", "verify_slot"]
 

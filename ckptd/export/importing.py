@@ -23,7 +23,7 @@ from ckptd.export.files import check_target, new_folder
 from ckptd.export.safetensors_files import Moved, write_part, write_synced
 from ckptd.export.torch_process import Child, running
 from ckptd.storage.checkpoints.names import run_prefix
-from ckptd.storage.images.image_format import DTYPE_SIZE, TensorEntry
+from ckptd.storage.image_format import DTYPE_SIZE, TensorEntry
 from ckptd.storage.model_set import (
     MANIFEST,
     MODEL,

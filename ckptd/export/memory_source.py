@@ -28,8 +28,8 @@ from ckptd.export.ranks_here import (
 )
 from ckptd.export.source import CHUNK_BYTES, Origin, facts_of
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["SlotSource", "nobody_knows", "open_slot"]
 

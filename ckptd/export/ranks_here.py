@@ -20,7 +20,7 @@ from ckptd.export.held_slots import (
     verify_slot,
 )
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 
 __all__ = ["RanksHere", "SharesMissing", "Whereabouts", "first_whole", "why_missing"]
 

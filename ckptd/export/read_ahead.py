@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ckptd.export.source import CHUNK_BYTES
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["ReadAhead", "plan_spans"]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import xxhash
 
 from ckptd.export.files import created, reserve_space, write_all
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.safetensors_header import render_header
+from ckptd.storage.image_format import TensorEntry, render_header
 from ckptd.storage.model_set import (
     SetFile,
     file_name,

@@ -10,7 +10,7 @@ import msgspec
 
 from ckptd.core.export.export_errors import ExportError
 from ckptd.core.export.export_plan import SharedRows, SnapshotFacts
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 from ckptd.unpacking import unpack
 
 __all__ = ["CHUNK_BYTES", "Origin", "TensorSource", "facts_of"]

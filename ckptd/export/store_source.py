@@ -20,7 +20,7 @@ from ckptd.export.stored_images import StoredImage, open_image, open_images, ran
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.reader import read_catalog
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.stores.objects import ObjectStore
 
 __all__ = ["StoredSource", "open_stored"]

@@ -17,11 +17,9 @@ from ckptd.storage.checkpoints.reader import (
     read_image_bytes,
     read_image_header,
     read_manifest,
+    vouched_tensors,
 )
-from ckptd.storage.images.image_format import ImageTensor
-from ckptd.storage.images.image_stream import vouched_tensors
-from ckptd.storage.images.safetensors_header import HeaderError
-from ckptd.storage.images.stored_headers import ObjectHeader, parse_header
+from ckptd.storage.image_format import HeaderError, ImageTensor, ObjectHeader, parse_header
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, ObjectStore
 
 __all__ = ["StoredImage", "open_image", "open_images", "rank_manifest"]

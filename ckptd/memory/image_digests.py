@@ -19,9 +19,9 @@ from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_doubts import Doubt
-from ckptd.storage.images.image import DigestMap, verify
-from ckptd.storage.images.image_format import ImageError
-from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.image import DigestMap, verify
+from ckptd.storage.image_format import ImageError
+from ckptd.storage.strong_digest import strong_digest
 from ckptd.workers import Workers
 
 __all__ = ["ImageDigests", "NotVouched", "Vouch", "Vouched", "digest_slot"]

@@ -29,8 +29,8 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.slots import NO_EPOCHS
 from ckptd.holdings import header_record, operators_id
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.control.messages import (
     HeldSegment,
     HeldSlot,

@@ -20,9 +20,9 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import DigestMap, DigestMismatch, seal, verify
-from ckptd.storage.images.image_format import ImageError
-from ckptd.storage.images.strong_digest import matches
+from ckptd.storage.image import DigestMap, DigestMismatch, seal, verify
+from ckptd.storage.image_format import ImageError
+from ckptd.storage.strong_digest import matches
 
 __all__ = ["SealOutcome", "SealVerdict", "scrub_slot", "seal_slot"]
 

@@ -42,7 +42,7 @@ from ckptd.core.slots.segment_names import (
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.file_mapping import FileMapping
-from ckptd.storage.images.strong_digest import is_strong_digest
+from ckptd.storage.strong_digest import is_strong_digest
 from ckptd.transport.access.local_trust import open_file
 
 __all__ = ["KEPT_DIGEST_AT", "Segment", "SettleReport", "open_segment", "settle"]

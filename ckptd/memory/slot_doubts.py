@@ -17,7 +17,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory.sealer import SealOutcome, SealVerdict, scrub_slot
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import DigestMap
+from ckptd.storage.image import DigestMap
 from ckptd.workers import Workers
 
 __all__ = ["Doubt", "SlotDoubts"]

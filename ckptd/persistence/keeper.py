@@ -26,25 +26,46 @@ from msgspec import Struct
 
 from ckptd.logs import TextFormatter
 from ckptd.persistence import keeper_wire as w
-from ckptd.persistence.incarnation_store import StoredWorlds
-from ckptd.persistence.pacer import UploadPacer
-from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
+from ckptd.persistence.rank_store import Overtaken, SlotFiles, SlotLost, UnknownSnapshot
 from ckptd.persistence.run_in_store import RunInStore
-from ckptd.persistence.run_store import FencedOff, RunStore
-from ckptd.persistence.slot_source import SlotFiles, SlotLost
+from ckptd.persistence.run_store import FencedOff, RunStore, StoredWorlds
 from ckptd.storage.checkpoints.manifest import ManifestError
-from ckptd.storage.checkpoints.reader import SnapshotDamaged
+from ckptd.storage.checkpoints.reader import SignedStore, SnapshotDamaged
 from ckptd.storage.checkpoints.retention import RetentionPolicy
 from ckptd.storage.checkpoints.signing import ManifestSigner, Signers
-from ckptd.storage.signed_store import SignedStore
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, StoreError
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.resilience import Circuit, RetryPolicy
-from ckptd.storage.stores.resilient import NoticeKind, Resilient, StoreNotice
+from ckptd.storage.stores.resilience import Circuit, NoticeKind, Resilient, RetryPolicy, StoreNotice
 
-__all__ = ["Keeper", "main"]
+__all__ = ["Keeper", "UploadPacer", "main"]
 
 logger = logging.getLogger(__name__)
+
+
+class UploadPacer:
+    """At most ``bytes_per_s`` on average over uploads (0: no limit); safe from several threads."""
+
+    def __init__(
+        self, bytes_per_s: float, *, clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        self._rate, self._clock, self._sleep = bytes_per_s, clock, sleep
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def wait(self) -> None:
+        """Until what was spent is paid off."""
+        if self._rate > 0:
+            with self._lock:
+                left_s = self._free_at_s - self._clock()
+            if left_s > 0:
+                self._sleep(left_s)
+
+    def spend(self, size_bytes: int) -> None:
+        """So much was uploaded."""
+        if self._rate > 0:
+            with self._lock:
+                self._free_at_s = max(self._free_at_s, self._clock()) + size_bytes / self._rate
+
 
 _READERS = 4
 # After our manifest, for those of the others.

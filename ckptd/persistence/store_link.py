@@ -167,7 +167,7 @@ class StoreLink:
         done: Callable[[w.FoundWorlds], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        """What is durable of the worlds of an elastic run (`ckptd.persistence.incarnation_store`)."""
+        """What is durable of the worlds of an elastic run (`ckptd.persistence.run_store`)."""
         self._ask(lambda: w.FindWorlds(self._child.next_id(), job, run, again), done, failed)
 
     def offer(

@@ -15,8 +15,8 @@ from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.memory import locks
 from ckptd.memory.pages import copy_bytes
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import DigestMap, Mismatch, mismatches
-from ckptd.storage.images.strong_digest import matches
+from ckptd.storage.image import DigestMap, Mismatch, mismatches
+from ckptd.storage.strong_digest import matches
 
 __all__ = ["Examined", "Wrong", "copy_parts", "examine", "wrong_ranges"]
 

@@ -7,8 +7,8 @@ import torch
 
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["nan_tensors"]
 

@@ -34,8 +34,8 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.segment_hints import HINT_OFFSET, QUIET_OFFSET, RingHint, read_ring_hint
 from ckptd.cuda.engine import HostMemory
 from ckptd.memory import locks
-from ckptd.storage.images.image import ImageView, seal
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, seal
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.access.local_trust import open_file
 
 __all__ = ["MappedSegment", "RankTaken", "SlotTable"]

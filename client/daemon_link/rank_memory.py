@@ -33,7 +33,7 @@ from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
 from ckptd.core.slots.segment_names import Kind
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.launch import ensure_daemon, unexpected
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 from ckptd.transport.control.messages import Attach, Join, Member, ReplayFailure, SegmentInfo
 
 __all__ = ["LAYOUT_VERSION", "MemoryNeed", "RankMemory"]

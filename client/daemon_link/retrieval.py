@@ -22,8 +22,8 @@ from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
-from ckptd.storage.images.image import DigestMismatch, verify
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import DigestMismatch, verify
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.control.messages import NodeCard, RefusalCode, SegmentInfo
 
 __all__ = ["Retrieval", "Retrieved"]

@@ -14,7 +14,7 @@ from ckptd.client.stats import Stats
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 from ckptd.transport.control.messages import FetchState
 
 __all__ = ["Arrivals", "KnowsFetches", "wait_until_sealed"]

@@ -16,8 +16,8 @@ from ckptd.client import values
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout
+from ckptd.storage.image_format import TensorEntry
 
 __all__ = [
     "SAFETENSORS_DTYPES",

@@ -27,8 +27,8 @@ from ckptd.core.slots.slots import epoch_table, is_stale
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import header_record, operators_id
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["ParkMemory", "parked_image", "parked_records"]
 

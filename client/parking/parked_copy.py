@@ -25,8 +25,8 @@ from ckptd.core.slots.segment_names import parse_segment_file_name
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.control.messages import NodeCard
 
 __all__ = ["CopiedImage", "ParkedCopy"]

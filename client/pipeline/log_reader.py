@@ -21,8 +21,8 @@ from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.slots import NO_EPOCHS
 from ckptd.errors import CorruptionError, SegmentError
 from ckptd.holdings import header_record
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["LogFile", "LogReader", "log_files"]
 

@@ -28,9 +28,8 @@ from ckptd.core.slots.boundary import (
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.cuda.engine import CopyItem
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout, ImageView
+from ckptd.storage.image_format import TensorEntry
 
 __all__ = ["Comparison", "Layouts", "LogFill", "Room", "header_room"]
 

@@ -9,10 +9,12 @@ raises, so no thread writes to a buffer that its owner reuses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
 
 import xxhash
+from blake3 import blake3
 
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint, build_catalog
 from ckptd.storage.checkpoints.manifest import (
@@ -21,21 +23,32 @@ from ckptd.storage.checkpoints.manifest import (
     RankManifest,
     StoredSnapshot,
 )
-from ckptd.storage.checkpoints.names import RunName, run_prefix
-from ckptd.storage.checkpoints.run_identity import MAX_RUN_BYTES, RunIdentity
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.storage.images.image_format import LENGTH_BYTES, ImageError
-from ckptd.storage.images.read_plan import ObjectReads, plan_reads
-from ckptd.storage.images.safetensors_header import HeaderError
-from ckptd.storage.images.stored_headers import data_offset_of, parse_header
-from ckptd.storage.images.strong_digest import matches
-from ckptd.storage.images.upload_plan import StoredIndex
-from ckptd.storage.stores.objects import ObjectMissing, ObjectStore, Range
+from ckptd.storage.checkpoints.names import ManifestName, RunName, parse, run_prefix
+from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, RunIdentity
+from ckptd.storage.checkpoints.signing import Signers
+from ckptd.storage.checkpoints.upload_plan import StoredIndex
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import (
+    LENGTH_BYTES,
+    HeaderError,
+    ImageError,
+    ObjectHeader,
+    data_offset_of,
+    parse_header,
+)
+from ckptd.storage.stores.objects import ObjectInfo, ObjectMissing, ObjectStore, Range, StoreFacts
+from ckptd.storage.strong_digest import Digesting, matches
 
 __all__ = [
     "MapFunction",
+    "ObjectReads",
+    "RangeRead",
+    "ReadTarget",
+    "SignedStore",
     "SnapshotDamaged",
+    "has_its_digest",
     "index_of",
+    "plan_reads",
     "read_catalog",
     "read_identity",
     "read_image_bytes",
@@ -43,7 +56,135 @@ __all__ = [
     "read_manifest",
     "read_manifests",
     "restore_snapshot",
+    "vouched_tensors",
 ]
+
+
+SPLIT_BYTES = 16 << 20
+_SMALL_BYTES = 1 << 20
+_GAP_BYTES = 64 << 10
+_JOINED_BYTES = 8 << 20
+_STAGED_BYTES = 64 << 20  # limit of the staging buffers of one job
+
+
+class ReadTarget(NamedTuple):
+    """A part of a read: from offset ``at`` in the read to ``image_offset`` in the image."""
+
+    at: int
+    image_offset: int
+    length: int
+
+
+class RangeRead(NamedTuple):
+    """One range of an object, and the targets of its bytes."""
+
+    offset: int
+    length: int
+    targets: tuple[ReadTarget, ...]
+
+    @property
+    def staged(self) -> bool:
+        """Whether the read needs a staging buffer: its bytes have several targets."""
+        return len(self.targets) != 1
+
+
+class ObjectReads(NamedTuple):
+    """Reads of one object that one request group performs."""
+
+    key: str
+    reads: tuple[RangeRead, ...]
+
+
+class _ExtentRange(NamedTuple):
+    offset: int
+    length: int
+    image_offset: int
+
+
+def plan_reads(snapshot: StoredSnapshot, begin: int, end: int) -> list[ObjectReads]:
+    """Plan the reads of bytes [begin, end) of the image; no byte is read twice."""
+    ranges: dict[str, list[_ExtentRange]] = {}
+    for extent in snapshot.extents:
+        first = max(extent.image_offset, begin)
+        last = min(extent.image_offset + extent.length, end)
+        if first < last:
+            offset = extent.object_offset + first - extent.image_offset
+            key = snapshot.objects[extent.object].key
+            ranges.setdefault(key, []).append(_ExtentRange(offset, last - first, first))
+    return [
+        ObjectReads(key, reads)
+        for key, found in ranges.items()
+        for reads in _batches(_joined(_split(_merged(sorted(found)))))
+    ]
+
+
+def _merged(ranges: Iterable[_ExtentRange]) -> Iterator[_ExtentRange]:
+    """Merge ranges that are adjacent in the object and in the image."""
+    last: _ExtentRange | None = None
+    for part in ranges:
+        follows = last is not None and (part.offset, part.image_offset) == (
+            last.offset + last.length,
+            last.image_offset + last.length,
+        )
+        if last is not None and follows:
+            last = last._replace(length=last.length + part.length)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last
+
+
+def _split(ranges: Iterable[_ExtentRange]) -> Iterator[_ExtentRange]:
+    for part in ranges:
+        for at in range(0, part.length, SPLIT_BYTES):
+            length = min(SPLIT_BYTES, part.length - at)
+            yield _ExtentRange(part.offset + at, length, part.image_offset + at)
+
+
+def _joined(ranges: Iterable[_ExtentRange]) -> Iterator[RangeRead]:
+    """Join small ranges that are close to each other into one read."""
+    group: list[_ExtentRange] = []
+    for part in ranges:
+        if group and not _fits(group, part):
+            yield _read(group)
+            group = []
+        group.append(part)
+    if group:
+        yield _read(group)
+
+
+def _fits(group: list[_ExtentRange], part: _ExtentRange) -> bool:
+    last = group[-1]
+    gap = part.offset - last.offset - last.length
+    return (
+        max(last.length, part.length) < _SMALL_BYTES
+        and 0 <= gap <= _GAP_BYTES
+        and part.offset + part.length - group[0].offset <= _JOINED_BYTES
+    )
+
+
+def _read(group: list[_ExtentRange]) -> RangeRead:
+    begin = group[0].offset
+    targets = tuple([ReadTarget(p.offset - begin, p.image_offset, p.length) for p in group])
+    return RangeRead(begin, group[-1].offset + group[-1].length - begin, targets)
+
+
+def _batches(reads: Iterable[RangeRead]) -> Iterator[tuple[RangeRead, ...]]:
+    """Group the reads within the limit of the staging buffers."""
+    batch: list[RangeRead] = []
+    staged = 0
+    for read in reads:
+        more = read.length if read.staged else 0
+        if batch and staged + more > _STAGED_BYTES:
+            yield tuple(batch)
+            batch, staged = [], 0
+        batch.append(read)
+        staged += more
+    if batch:
+        yield tuple(batch)
+
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -300,3 +441,133 @@ def _objects_of(snapshot: StoredSnapshot, ranges: Iterable[tuple[int, int]]) -> 
 def _listed(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return ", ".join(map(repr, names[:_MOST_LISTED])) + more
+
+
+_CHUNK_BYTES = 16 << 20
+
+
+def has_its_digest(store: ObjectStore, snapshot: StoredSnapshot) -> bool:
+    """Whether the image has the digest in its manifest; true if the manifest has none (version 1).
+
+    Raises:
+        ObjectMissing, Damaged: an object is missing, or too short.
+    """
+    if not snapshot.image_digest:
+        return True
+    made = Digesting(snapshot.image_digest)
+    for chunk in _chunks(store, snapshot):
+        made.update(chunk)
+    return made.agrees
+
+
+def vouched_tensors(
+    store: ObjectStore, snapshot: StoredSnapshot, head: bytes, header: ObjectHeader
+) -> dict[str, bytes]:
+    """Verify an image against the digest in its manifest, and return BLAKE3 digests of its tensors, with
+    which later reads of single tensors are verified. Empty if the manifest has no digest (version 1).
+
+    Args:
+        head: the bytes of the image's header, which may still be forged; ``header`` is its contents.
+    Raises:
+        SnapshotDamaged: it is not the image of the manifest; names the tensors whose xxh3 digests differ.
+        ObjectMissing, Damaged: an object is missing, or too short.
+    """
+    if not snapshot.image_digest:
+        return {}
+    made = Digesting(snapshot.image_digest)
+    start = blake3()
+    wanted = [(t.name, t.offset, t.offset + t.nbytes) for t in header.tensors]
+    hashes = {name: (blake3(), xxhash.xxh3_128()) for name, _, _ in wanted}
+    first, at = 0, 0
+    for chunk in _chunks(store, snapshot):
+        made.update(chunk)
+        start.update(chunk[: max(0, len(head) - at)])
+        while first < len(wanted) and wanted[first][2] <= at:
+            first += 1
+        for name, begin, end in wanted[first:]:
+            if begin >= at + len(chunk):
+                break
+            for one in hashes[name]:
+                one.update(chunk[max(0, begin - at) : end - at])
+        at += len(chunk)
+    if not made.agrees or start.digest() != blake3(head).digest():
+        pairs = zip(header.tensors, header.digests, strict=True)
+        bad = [t.name for t, digest in pairs if hashes[t.name][1].digest() != digest]
+        keys = tuple(stored.key for stored in snapshot.objects)
+        raise SnapshotDamaged(snapshot.iteration, tuple(bad) or ("the image",), keys)
+    return {name: strong.digest() for name, (strong, _) in hashes.items()}
+
+
+def _chunks(store: ObjectStore, snapshot: StoredSnapshot) -> Iterator[memoryview]:
+    """All bytes of the image in chunks; reads the next chunk in the background."""
+
+    def read(begin: int) -> memoryview:
+        into = memoryview(bytearray(min(_CHUNK_BYTES, snapshot.image_len - begin)))
+        read_image_bytes(store, snapshot, begin, into)
+        return into
+
+    with ThreadPoolExecutor(1, thread_name_prefix="image") as thread:
+        coming = thread.submit(read, 0)
+        for begin in range(_CHUNK_BYTES, snapshot.image_len, _CHUNK_BYTES):
+            chunk, coming = coming.result(), thread.submit(read, begin)
+            yield chunk
+        yield coming.result()
+
+
+class SignedStore:
+    """Implements `ObjectStore`. Objects are covered by the digests in a manifest, which readers compare.
+
+    Args:
+        signers: whose manifests are believed.
+        required: every manifest must be signed, and have a digest of every image. Otherwise one
+            that claims to be of a signer that is known must be his.
+    """
+
+    def __init__(self, store: ObjectStore, signers: Signers, *, required: bool = True) -> None:
+        self._store, self._signers, self._required = store, signers, required
+
+    @property
+    def facts(self) -> StoreFacts:
+        return self._store.facts
+
+    def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
+        return self._store.put(key, parts, if_absent=if_absent)
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """As `ObjectStore.read`.
+
+        Raises:
+            ManifestError: it is a manifest that is not believed.
+        """
+        data = self._store.read(key, limit=limit)
+        if isinstance(parse(key), ManifestName) and len(data) <= MAX_MANIFEST_BYTES:
+            self._check(RankManifest.from_bytes(data))
+        return data
+
+    def _check(self, manifest: RankManifest) -> None:
+        if not self._required and manifest.signer not in self._signers.names:
+            return
+        why = self._signers.objection(manifest.signer, manifest.signature, manifest.signed_bytes)
+        bare = [s.iteration for s in manifest.snapshots if not s.image_digest]
+        if not why and bare and self._required:
+            why = f"it has no digest of the image of iteration {bare[0]}"
+        if why:
+            raise ManifestError(f"it is not believed: {why}")
+
+    def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
+        self._store.read_ranges(key, ranges)
+
+    def info(self, key: str) -> ObjectInfo | None:
+        return self._store.info(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._store.list(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._store.delete(keys)
+
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
+        return self._store.abort_uploads(prefix, older_than_s)
+
+    def close(self) -> None:
+        self._store.close()

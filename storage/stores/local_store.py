@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from ckptd.private_files import sync_folder
-from ckptd.storage.stores.cutting import RangeRequest, cut
 from ckptd.storage.stores.objects import (
     RESERVED,
     ContainerMissing,
@@ -33,8 +32,7 @@ from ckptd.storage.stores.objects import (
     Unavailable,
     is_reserved,
 )
-from ckptd.storage.stores.store_base import StoreBase, run_all
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import RangeRequest, StoreBase, StoreOptions, cut, run_all
 
 __all__ = ["LocalStore"]
 

@@ -13,12 +13,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from ckptd.storage.stores.aws_credentials import aws_credentials
-from ckptd.storage.stores.cutting import Filler, RangeRequest, cut, part_size
 from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,
@@ -30,15 +29,58 @@ from ckptd.storage.stores.objects import (
     TooLarge,
     Unavailable,
 )
-from ckptd.storage.stores.s3_faults import s3_fault
-from ckptd.storage.stores.store_base import StoreBase, run_all
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import (
+    Filler,
+    RangeRequest,
+    StoreBase,
+    StoreOptions,
+    cut,
+    part_size,
+    run_all,
+    s3_fault,
+)
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore as RustStore
 
-__all__ = ["ObstoreStore"]
+__all__ = ["AwsCredentials", "ObstoreStore", "aws_credentials"]
+
+
+_VALID = timedelta(minutes=5)  # then they are asked for again; botocore refreshes those that end
+
+
+class AwsCredentials(TypedDict):
+    """What obstore's credential provider returns."""
+
+    access_key_id: str
+    secret_access_key: str
+    token: str | None
+    expires_at: datetime | None
+
+
+def aws_credentials() -> Callable[[], AwsCredentials] | None:
+    """botocore's chain (environment, profiles, SSO, containers, instances); None without botocore."""
+    if find_spec("botocore") is None:
+        return None
+    import botocore.session
+
+    session = botocore.session.get_session()
+
+    def current() -> AwsCredentials:
+        found = session.get_credentials()
+        if found is None:
+            raise PermissionError("no AWS credentials: neither options, environment nor profile")
+        frozen = found.get_frozen_credentials()
+        return AwsCredentials(
+            access_key_id=frozen.access_key,
+            secret_access_key=frozen.secret_key,
+            token=frozen.token,
+            expires_at=datetime.now(UTC) + _VALID,
+        )
+
+    return current
+
 
 _PAGE = 1000
 _CHUNK_BYTES = 1 << 20

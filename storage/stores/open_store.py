@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ckptd.storage.stores.objects import NotInstalled, ObjectStore, StoreError, Unavailable
-from ckptd.storage.stores.store_base import public_url
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import StoreOptions, public_url
 
 __all__ = ["BACKENDS", "open_store"]
 
@@ -74,7 +73,7 @@ def _obstore(url: str, options: StoreOptions) -> ObjectStore:
 
 def _s3fs(url: str, options: StoreOptions) -> ObjectStore:
     def opened() -> ObjectStore:
-        from ckptd.storage.stores.fsspec_s3 import FsspecS3Store
+        from ckptd.storage.stores.fsspec_store import FsspecS3Store
 
         return FsspecS3Store(url, options)
 

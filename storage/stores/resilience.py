@@ -1,20 +1,43 @@
-"""When to try again, and when to leave a store in peace. Pure: time is an argument, chance a `random.Random`.
-
-The circuit::
-
-    CLOSED ──`threshold` failures in a row──► OPEN ──`open_s` later──► HALF_OPEN (one call is let through)
-       ▲                                        ▲                          │
-       │                                        └──────── it fails ────────┤
-       └───────────────────────────────────── it succeeds ─────────────────┘
-"""
+"""A store that tries again, for a while, and then says that it does not: `resilience` around any store."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import logging
 import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
-__all__ = ["Backoff", "Circuit", "CircuitState", "RetryPolicy"]
+from ckptd.storage.stores.objects import (
+    Cancelled,
+    CircuitOpen,
+    ObjectExists,
+    ObjectInfo,
+    ObjectStore,
+    Range,
+    StoreError,
+    StoreFacts,
+)
+from ckptd.storage.stores.store_base import flat, total
+
+__all__ = [
+    "Backoff",
+    "Circuit",
+    "CircuitState",
+    "NoticeKind",
+    "Resilient",
+    "RetryPolicy",
+    "RetryTiming",
+    "StoreNotice",
+]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +142,241 @@ class Circuit:
         """
         if self._state is CircuitState.HALF_OPEN:
             self._state = CircuitState.OPEN
+
+
+_T = TypeVar("_T")
+_WHOLE_BYTES = 1 << 20  # objects up to this size are compared whole, larger ones at both ends
+_EDGE_BYTES = 64 << 10
+
+
+class NoticeKind(StrEnum):
+    """What happened to the circuit."""
+
+    OPENED = "opened"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreNotice:
+    """Something that an operator should hear of once."""
+
+    kind: NoticeKind
+    url: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetryTiming:
+    """Time and chance, as a store that tries again has them."""
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    rng: random.Random = dataclasses.field(default_factory=random.Random)
+
+
+def _never() -> bool:
+    return False
+
+
+def _log(notice: StoreNotice) -> None:
+    logger.warning("%s", notice.text)
+
+
+class Resilient:
+    """An `ObjectStore` in front of another one.
+
+    What is retriable is tried again, as `RetryPolicy` allows; cancelling takes effect between
+    attempts. The circuit counts attempts that the store did not answer (retriable errors): an
+    answer that we do not like is an answer.
+
+    ``cancelled`` is asked before each attempt and after each pause; ``told`` hears once when the
+    circuit opens and once when it closes, from whichever thread met it.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        policy: RetryPolicy | None = None,
+        circuit: Circuit | None = None,
+        *,
+        url: str = "",
+        timing: RetryTiming | None = None,
+        cancelled: Callable[[], bool] = _never,
+        told: Callable[[StoreNotice], None] = _log,
+    ) -> None:
+        self._store = store
+        self._policy = policy or RetryPolicy()
+        self._circuit = circuit or Circuit()
+        self._url = url or repr(store)
+        timing = timing or RetryTiming()
+        self._clock, self._sleep = timing.clock, timing.sleep
+        self._backoff = Backoff(self._policy.base_s, self._policy.cap_s, timing.rng)
+        self._cancelled = cancelled
+        self._told = told
+        self._lock = threading.Lock()
+        self._errors: Counter[str] = Counter()
+
+    def counters(self) -> Mapping[str, int]:
+        """How many attempts ended in which kind of error."""
+        with self._lock:
+            return dict(self._errors)
+
+    def within(self, deadline_s: float) -> Resilient:
+        """The same store, circuit and counters, for calls of which no attempt may begin later than this."""
+        prompt = copy.copy(self)
+        least = min(deadline_s, self._policy.deadline_s)
+        prompt._policy = dataclasses.replace(self._policy, deadline_s=least)
+        return prompt
+
+    # --- the seam ---
+
+    @property
+    def facts(self) -> StoreFacts:
+        """See `ObjectStore.facts`."""
+        return self._call("", lambda: self._store.facts)
+
+    def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
+        """See `ObjectStore.put`.
+
+        An attempt whose answer got lost may have succeeded. The next one then meets its object;
+        where that is ours (size and content, of large ones both ends), so is the success. Keys are
+        expected to be as unique as contents.
+        """
+        failed = False
+
+        def attempt() -> ObjectInfo:
+            nonlocal failed
+            try:
+                return self._store.put(key, parts, if_absent=if_absent)
+            except ObjectExists:
+                stored = self._ours(key, parts) if failed else None
+                if stored is None:
+                    raise
+                return stored
+            except StoreError:
+                failed = True
+                raise
+
+        return self._call(key, attempt)
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """See `ObjectStore.read`."""
+        return self._call(key, lambda: self._store.read(key, limit=limit))
+
+    def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
+        """See `ObjectStore.read_ranges`."""
+        self._call(key, lambda: self._store.read_ranges(key, ranges))
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """See `ObjectStore.info`."""
+        return self._call(key, lambda: self._store.info(key))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """See `ObjectStore.list`. The whole listing is one call, held in memory: half of one is none."""
+        return iter(self._call(prefix, lambda: [*self._store.list(prefix)]))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `ObjectStore.delete`."""
+        self._call(keys[0] if keys else "", lambda: self._store.delete(keys))
+
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
+        """See `ObjectStore.abort_uploads`."""
+        return self._call(prefix, lambda: self._store.abort_uploads(prefix, older_than_s))
+
+    def close(self) -> None:
+        """See `ObjectStore.close`."""
+        self._store.close()
+
+    # --- attempts ---
+
+    def _call(self, key: str, attempt: Callable[[], _T]) -> _T:
+        begun_s = self._clock()
+        number = 0
+        while True:
+            self._check_cancelled(key)
+            self._check_circuit(key)
+            try:
+                return self._watched(attempt)
+            except StoreError as error:
+                delay_s = self._backoff.delay_s(number)
+                elapsed_s = self._clock() - begun_s
+                if not error.retriable or not self._policy.again(number, elapsed_s, delay_s):
+                    raise
+                if self._circuit.state != "closed":
+                    raise  # it opened just now: calls fail at once, and so does this one
+            self._sleep(delay_s)
+            number += 1
+
+    def _watched(self, attempt: Callable[[], _T]) -> _T:
+        """One attempt, and what the circuit makes of its end."""
+        try:
+            result = attempt()
+        except StoreError as error:
+            with self._lock:
+                self._errors[type(error).__name__] += 1
+            if error.retriable:
+                self._failed(error)
+            else:
+                self._succeeded()
+            raise
+        except BaseException:
+            with self._lock:
+                self._circuit.abandoned()
+            raise
+        self._succeeded()
+        return result
+
+    def _check_cancelled(self, key: str) -> None:
+        if self._cancelled():
+            raise Cancelled(key, "given up: somebody asked for it")
+
+    def _check_circuit(self, key: str) -> None:
+        now_s = self._clock()
+        with self._lock:
+            if self._circuit.allows(now_s):
+                return
+            wait_s = self._circuit.wait_s(now_s)
+            self._errors[CircuitOpen.__name__] += 1
+        raise CircuitOpen(key, f"not tried: the store failed too often (again in {wait_s:.0f} s)")
+
+    def _failed(self, error: StoreError) -> None:
+        with self._lock:
+            opened = self._circuit.failed(self._clock())
+            failures = self._circuit.failures
+        if opened:
+            text = f"storage {self._url} is left in peace after {failures} failures in a row: {error}"
+            self._told(StoreNotice(NoticeKind.OPENED, self._url, text))
+
+    def _succeeded(self) -> None:
+        with self._lock:
+            closed = self._circuit.succeeded()
+        if closed:
+            text = f"storage {self._url} answers again"
+            self._told(StoreNotice(NoticeKind.CLOSED, self._url, text))
+
+    def _ours(self, key: str, parts: Sequence[memoryview]) -> ObjectInfo | None:
+        """What is stored, if it is what was to be stored."""
+        stored = self._store.info(key)
+        views = flat(parts)
+        size = total(views)
+        if stored is None or stored.size != size:
+            return None
+        if size <= _WHOLE_BYTES:
+            same = self._store.read(key, limit=size) == b"".join(views)
+            return stored if same else None
+        head, tail = bytearray(_EDGE_BYTES), bytearray(_EDGE_BYTES)
+        edges = [Range(0, memoryview(head)), Range(size - _EDGE_BYTES, memoryview(tail))]
+        self._store.read_ranges(key, edges)
+        same = head == _slice(views, 0, _EDGE_BYTES)
+        same = same and tail == _slice(views, size - _EDGE_BYTES, size)
+        return stored if same else None
+
+
+def _slice(views: Sequence[memoryview], begin: int, end: int) -> bytes:
+    """Bytes ``begin`` to ``end`` of the views together."""
+    found = []
+    for view in views:
+        found.append(view[max(begin, 0) : max(end, 0)])
+        begin -= len(view)
+        end -= len(view)
+    return b"".join(found)

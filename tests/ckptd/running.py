@@ -31,8 +31,8 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.segment_names import Kind
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout
+from ckptd.storage.image_format import TensorEntry
 from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.control.wire import ControlClient
 from tests.ckptd.memory.fresh import put_header

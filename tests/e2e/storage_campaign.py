@@ -25,7 +25,7 @@ from enum import StrEnum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ckptd.storage.checkpoints.findings import Severity
+from ckptd.storage.checkpoints.verifier import Severity
 from ckptd.transport.control.messages import Events, GetEvents
 from tests.e2e.bucket import (
     JOB,

@@ -28,7 +28,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.images.image import ImageView, verify
+from ckptd.storage.image import ImageView, verify
 from ckptd.transport.control.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.harness import DaemonProcess

@@ -17,7 +17,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.ctl import render
 from ckptd.memory.segment_file import open_segment
 from ckptd.saved import saved_iterations
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 from ckptd.transport.control.messages import GetSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences

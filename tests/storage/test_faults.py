@@ -28,9 +28,8 @@ from ckptd.storage.stores.objects import (
     Unavailable,
 )
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.resilience import RetryPolicy
-from ckptd.storage.stores.resilient import Resilient
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.resilience import Resilient, RetryPolicy
+from ckptd.storage.stores.store_base import StoreOptions
 from tests.storage.fault_proxy import (
     Answer,
     Duplicate,

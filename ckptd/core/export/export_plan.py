@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ckptd.core.export.entry_names import BUFFER, MASTER, OPTIM, OURS, param_and_key, split_rows
 from ckptd.core.export.export_errors import ExportError
 from ckptd.core.export.wording import first_of, named_ranks
-from ckptd.storage.images.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
+from ckptd.storage.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
 from ckptd.storage.model_set import plain_names
 
 __all__ = ["ExportPlan", "SharedRows", "SnapshotFacts", "Whole", "plan_export", "smallest_dtypes"]

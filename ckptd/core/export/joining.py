@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptd.core.export.entry_names import BUFFER, OURS, param_and_key, split_rows
 from ckptd.core.export.export_plan import SharedRows, SnapshotFacts, smallest_dtypes
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["JoinedSnapshot", "RankImage", "join", "lacking"]
 

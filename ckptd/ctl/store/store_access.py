@@ -21,9 +21,8 @@ from urllib.parse import quote, unquote, urlsplit
 from ckptd.config.daemon_config import ConfigError, load_config
 from ckptd.config.settings import DaemonConfig
 from ckptd.storage.checkpoints.names import run_prefix
-from ckptd.storage.checkpoints.reader import MapFunction
+from ckptd.storage.checkpoints.reader import MapFunction, SignedStore
 from ckptd.storage.checkpoints.signing import Signers, SigningError
-from ckptd.storage.signed_store import SignedStore
 from ckptd.storage.stores.objects import (
     ContainerMissing,
     NoSpace,
@@ -35,10 +34,8 @@ from ckptd.storage.stores.objects import (
     StoreRefused,
 )
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.resilience import Circuit, RetryPolicy
-from ckptd.storage.stores.resilient import Resilient
-from ckptd.storage.stores.store_base import public_url
-from ckptd.storage.stores.store_options import secrets_in
+from ckptd.storage.stores.resilience import Circuit, Resilient, RetryPolicy
+from ckptd.storage.stores.store_base import public_url, secrets_in
 
 __all__ = [
     "EXIT_REFUSED",

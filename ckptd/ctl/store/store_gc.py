@@ -2,7 +2,7 @@
 of the incarnations of elastic runs.
 
 An ordinary run is collected by itself. The incarnations of an elastic run are collected together,
-by the rule of the daemon's keeper (`ckptd.storage.checkpoints.incarnation_retention`): the latest
+by the rule of the daemon's keeper (`ckptd.storage.checkpoints.retention`): the latest
 incarnation with a verified and settled checkpoint replaces all earlier ones. That incarnation, and
 later ones without a whole checkpoint, are collected like ordinary runs.
 """
@@ -24,16 +24,18 @@ from ckptd.ctl.store.store_lookup import (
 )
 from ckptd.ctl.store.store_views import Manifests
 from ckptd.storage.checkpoints.catalog import Catalog
-from ckptd.storage.checkpoints.incarnation_retention import (
-    IncarnationRemoval,
-    StoredIncarnation,
-    plan_incarnations,
-    replacing_incarnation,
-)
 from ckptd.storage.checkpoints.manifest import RankManifest
 from ckptd.storage.checkpoints.names import CheckpointId, run_of_incarnation
 from ckptd.storage.checkpoints.reader import read_catalog
-from ckptd.storage.checkpoints.retention import Deletion, RetentionPolicy, plan_retention
+from ckptd.storage.checkpoints.retention import (
+    Deletion,
+    IncarnationRemoval,
+    RetentionPolicy,
+    StoredIncarnation,
+    plan_incarnations,
+    plan_retention,
+    replacing_incarnation,
+)
 from ckptd.storage.stores.objects import ObjectStore
 
 __all__ = ["Collected", "Gone", "KeptCheckpoint", "collect", "delete_soon"]

@@ -33,9 +33,9 @@ from ckptd.peers.replicas.host_parts import SLOWEST_BYTES_PER_S, HostParts
 from ckptd.peers.replicas.read_grants import Reading
 from ckptd.peers.replicas.region_loans import Loan
 from ckptd.peers.replicas.replica_leases import Leasing
-from ckptd.storage.images.image import verify
-from ckptd.storage.images.image_format import ImageError
-from ckptd.storage.images.strong_digest import matches
+from ckptd.storage.image import verify
+from ckptd.storage.image_format import ImageError
+from ckptd.storage.strong_digest import matches
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.verbs import Access, Region, Scope
 

@@ -23,8 +23,8 @@ from ckptd.errors import SegmentError
 from ckptd.holdings import header_record
 from ckptd.storage.checkpoints import names
 from ckptd.storage.checkpoints.names import run_of_incarnation
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["ImageKey", "Inventory", "LocalImage", "run_of_incarnation", "settle", "world_files"]
 

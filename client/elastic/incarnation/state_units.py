@@ -12,8 +12,8 @@ from ckptd.client import values
 from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.snapshot_layout import SCALARS, STATIC, EntrySource, parse_entry_name
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, Unit
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageTensor
 
 __all__ = ["EntryRows", "ParamFacts", "UnitIndex", "operator_units"]
 

@@ -15,8 +15,8 @@ from ckptd.client.elastic.incarnation.image_inventory import ImageKey, LocalImag
 from ckptd.client.elastic.incarnation.state_units import ParamFacts, UnitIndex
 from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.elastic.incarnations import ExpertLayers, Unit
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
 __all__ = ["LocalState", "UnitHead", "Unreadable"]
 

@@ -16,7 +16,7 @@ from ckptd.memory import locks
 from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.segment_file import KEPT_DIGEST_AT, Segment, open_segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.strong_digest import strong_digest
 from ckptd.workers import Workers
 from tests.ckptd.forging import forged
 from tests.ckptd.memory.fresh import put_header

@@ -29,8 +29,8 @@ from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.ctl.main import main as ckptctl
 from ckptd.holdings import held_from_segments
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout
+from ckptd.storage.image_format import TensorEntry
 from ckptd.transport.control.messages import RunSeen, SeeRun
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job, Trainer

@@ -22,7 +22,7 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.core.slots.segment_names import Kind
 from ckptd.memory.sealer import SealVerdict, seal_slot
-from ckptd.storage.images.image import verify
+from ckptd.storage.image import verify
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings
 from tests.ckptd.hosted import MIB, Setting, hosted

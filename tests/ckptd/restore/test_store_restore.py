@@ -15,7 +15,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
 from ckptd.memory.segment_file import open_segment
 from ckptd.persistence import keeper_wire as w
-from ckptd.storage.images.image import verify
+from ckptd.storage.image import verify
 from ckptd.transport.control.messages import (
     BringStored,
     Brought,

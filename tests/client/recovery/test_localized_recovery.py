@@ -34,9 +34,8 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout, ImageView
+from ckptd.storage.image_format import TensorEntry
 from ckptd.transport.control.messages import SegmentInfo
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, eventually, fill

@@ -19,15 +19,14 @@ from ckptd.storage.checkpoints.verifier import (
     Finding,
     Progress,
     Severity,
+    StreamBuffers,
     VerifyReport,
+    check_tensors,
     verify_checkpoint,
     verify_run,
     verify_store,
 )
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.object_check import StreamBuffers, check_tensors
-from ckptd.storage.images.safetensors_header import render_header
-from ckptd.storage.images.stored_headers import parse_header, tag_of
+from ckptd.storage.image_format import TensorEntry, parse_header, render_header, tag_of
 from ckptd.storage.stores.objects import Range, Unavailable
 from ckptd.storage.stores.open_store import open_store
 from tests.storage.memory_store import MemoryStore

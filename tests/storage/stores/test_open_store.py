@@ -10,8 +10,7 @@ import pytest
 from ckptd.storage.stores import open_store as module
 from ckptd.storage.stores.objects import NotInstalled, ObjectStore, Unavailable
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.store_base import public_url
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import StoreOptions, public_url
 
 
 def _backend(store: ObjectStore) -> str:

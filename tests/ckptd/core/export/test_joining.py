@@ -11,7 +11,7 @@ from ckptd.core.export.export_errors import ExportError
 from ckptd.core.export.export_plan import SharedRows, SnapshotFacts, plan_export
 from ckptd.core.export.joining import JoinedSnapshot, RankImage, join, lacking
 from ckptd.export.source import facts_of
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image_format import ImageTensor
 
 
 def image(*names: str, rows: int = 6, dtype: str = "F32") -> list[ImageTensor]:

@@ -18,7 +18,7 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_files import region_of
 from ckptd.peers.replicas.region_loans import Lending, Loan
-from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.strong_digest import strong_digest
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings
 from ckptd.transport.verbs import Access, Scope

@@ -18,10 +18,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.storage.images import image_header
-from ckptd.storage.images.image import DigestMismatch, ImageView, seal, verify
-from ckptd.storage.images.image_format import DTYPE_SIZE, ImageError, TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage import image
+from ckptd.storage.image import DigestMismatch, ImageLayout, ImageView, seal, verify
+from ckptd.storage.image_format import DTYPE_SIZE, ImageError, TensorEntry
 
 IDENTITY = {"job": "demo", "run": "r1", "rank": "0", "world_size": "1"}
 
@@ -200,11 +199,11 @@ def test_many_small_tensors_go_to_the_pool_in_batches() -> None:
 
 
 def test_batches_are_bounded_and_keep_the_order() -> None:
-    big = image_header._BATCH_BYTES
+    big = image._BATCH_BYTES
     entries = [TensorEntry(f"t{i}", "U8", (size,)) for i, size in enumerate([9, big, 5, 5, big * 2])]
     _, buf = make(entries)
     view = ImageView(buf)
-    batches = image_header._batches(view.entries)
+    batches = image._batches(view.entries)
     assert [len(b.tensors) for b in sorted(batches, key=lambda b: b.order)] == [1, 1, 2, 1]
     assert [b.nbytes for b in batches] == sorted((b.nbytes for b in batches), reverse=True)
     with ThreadPoolExecutor(2) as pool:
@@ -384,8 +383,8 @@ def test_random_damage_of_the_header_never_escapes(seed: int, count: int) -> Non
 
 
 def test_parsed_layouts_are_reused_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = image_header._LayoutCache(max_layouts=2, max_tensors=30)
-    monkeypatch.setattr(image_header, "_parsed_layouts", cache)
+    cache = image._LayoutCache(max_layouts=2, max_tensors=30)
+    monkeypatch.setattr(image, "_parsed_layouts", cache)
     _, first = make()
     entries = ImageView(first).entries
     _, again = make(seed=9)

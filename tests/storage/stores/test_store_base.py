@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.storage.stores.cutting import (
+from ckptd.storage.stores.objects import Range
+from ckptd.storage.stores.store_base import (
     Filler,
     RangeRequest,
     cut,
@@ -17,7 +18,6 @@ from ckptd.storage.stores.cutting import (
     plan_reads,
     total,
 )
-from ckptd.storage.stores.objects import Range
 
 
 @given(st.lists(st.binary(max_size=30), max_size=12), st.integers(1, 40))

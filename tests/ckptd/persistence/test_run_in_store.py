@@ -14,11 +14,11 @@ from ckptd.core.slots.segment_format import encode_descriptor
 from ckptd.memory.segment_file import Segment
 from ckptd.persistence import keeper, run_in_store
 from ckptd.persistence import keeper_wire as w
-from ckptd.persistence.shared_listing import SharedLook
-from ckptd.storage.checkpoints.commit import Views, see
+from ckptd.persistence.run_in_store import SharedLook
+from ckptd.storage.checkpoints.catalog import Views, see
 from ckptd.storage.stores.local_store import LocalStore
 from ckptd.storage.stores.objects import ObjectInfo, ObjectStore, Unavailable
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import StoreOptions
 from tests.ckptd.persistence.slots import WINDOW, descriptor, fill, segment_store
 from tests.ckptd.persistence.test_keeper import Desk
 
@@ -216,8 +216,8 @@ def test_a_listing_that_may_be_shared_is_young_enough_to_act_upon() -> None:
     §7): the listing must have been begun a minute before at most, and what follows takes a minute
     of attempts and three requests' time.
     """
-    from ckptd.persistence import rank_store, shared_listing
+    from ckptd.persistence import rank_store
 
     last_attempt_s = 3 * StoreOptions().request_timeout_s
-    assert shared_listing._SHARE_S < rank_store._LIST_WITHIN_S
+    assert run_in_store._SHARE_S < rank_store._LIST_WITHIN_S
     assert rank_store._LIST_WITHIN_S + run_in_store._PROMPT_S + last_attempt_s <= keeper._SETTLE_S / 2

@@ -25,9 +25,17 @@ import xxhash
 
 from ckptd.storage.checkpoints.manifest import Extent, StoredObject, StoredSnapshot
 from ckptd.storage.checkpoints.names import ObjectName
-from ckptd.storage.images.image_format import FORMAT, LENGTH_BYTES, ImageTensor
-from ckptd.storage.images.safetensors_header import HeaderError, render_header
-from ckptd.storage.images.stored_headers import ObjectHeader, data_offset_of, parse_header, tag_of
+from ckptd.storage.image_format import (
+    FORMAT,
+    LENGTH_BYTES,
+    HeaderError,
+    ImageTensor,
+    ObjectHeader,
+    data_offset_of,
+    parse_header,
+    render_header,
+    tag_of,
+)
 
 __all__ = [
     "IMAGE_HEADER",

@@ -15,15 +15,21 @@ from hypothesis import strategies as st
 
 from ckptd.storage.checkpoints.manifest import StoredSnapshot
 from ckptd.storage.checkpoints.names import ObjectName, parse
-from ckptd.storage.images.image_format import DTYPE_SIZE, ImageTensor, TensorEntry
-from ckptd.storage.images.safetensors_header import HeaderError, render_header
-from ckptd.storage.images.stored_headers import parse_header, tag_of
-from ckptd.storage.images.upload_plan import (
+from ckptd.storage.checkpoints.upload_plan import (
     IMAGE_HEADER,
     PartLimits,
     StoredIndex,
     UploadPlan,
     plan_upload,
+)
+from ckptd.storage.image_format import (
+    DTYPE_SIZE,
+    HeaderError,
+    ImageTensor,
+    TensorEntry,
+    parse_header,
+    render_header,
+    tag_of,
 )
 from tests.storage.memory_store import MemoryStore
 from tests.storage.samples import JOB, RUN, TENSORS, Sample, Writer, make_sample
