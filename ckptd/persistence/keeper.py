@@ -134,7 +134,7 @@ class Keeper:
             policy,
             Circuit(),
             url=configure.url,
-            told=self._circuit_reported,
+            notify=self._circuit_reported,
         )
         self._worlds = StoredWorlds(self._store, self._run, self._policy)
 

@@ -1,11 +1,15 @@
-"""Any fsspec file system as a store, by URL. `FsspecS3Store` adds what S3 has and fsspec has no word for.
+"""Any fsspec file system as a store (`FsspecStore`), and S3 through s3fs (`FsspecS3Store`).
 
-What is promised here is what the file system keeps: an object appears when its file is closed (true
-of the object stores of fsspec), and ``if_absent`` looks first, so two writers may both win
+The guarantees are those of the file system: an object becomes visible when its file is closed (true for
+the object stores of fsspec), and ``if_absent`` only checks first, so two writers may both win
 (`StoreFacts.conditional_create`).
 
-A file system with an event loop is called there, each request in its time: nothing of a call goes on when
-the call has ended. Errors keep the server's answer as their cause where fsspec does.
+An asynchronous file system is called on its event loop, each request with a time limit: no part of a call
+continues after the call has ended. Errors keep the server's answer as their cause if fsspec does.
+
+For S3, requests of its own API (``call_s3``) add what fsspec does not offer: exclusive creates, parallel parts
+that are repeated alone, batched deletes, reads of a whole object in one answer, and listing of unfinished
+uploads. The retries of s3fs are off, because ours observe the deadline.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from ckptd.storage.stores.store_base import (
     StoreBase,
     StoreOptions,
     UploadGone,
+    check_limit,
     cut,
     part_size,
     run_all,
@@ -56,6 +61,7 @@ from ckptd.storage.stores.store_base import (
 __all__ = ["FsspecS3Store", "FsspecStore"]
 
 
+_DELETE_BATCH = 1000  # S3's limit
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _ETAGS = ("ETag", "etag")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError")
@@ -64,7 +70,14 @@ _T = TypeVar("_T")
 
 
 class FsspecStore(StoreBase):
-    """Objects are files of an fsspec file system below the URL's path."""
+    """Objects are files of an fsspec file system below the path of the URL.
+
+    Args:
+        multipart: whether large objects travel in parts (`StoreFacts.multipart`).
+        conditional: whether a create is exclusive; None: probe the store.
+    Raises:
+        ImportError: the file system's package is not installed.
+    """
 
     def __init__(
         self,
@@ -74,14 +87,6 @@ class FsspecStore(StoreBase):
         multipart: bool = False,
         conditional: bool | None = False,
     ) -> None:
-        """Open the file system; imports what speaks to it.
-
-        Args:
-            multipart: whether large objects travel in parts (`StoreFacts.multipart`).
-            conditional: whether creating is exclusive; None: the store must be asked.
-        Raises:
-            ImportError: that is not installed.
-        """
         import fsspec
 
         super().__init__(
@@ -97,12 +102,11 @@ class FsspecStore(StoreBase):
         self._options = options
         self._policy = RetryPolicy(options.attempts, options.request_timeout_s, cap_s=5.0)
         self._backoff = Backoff(self._policy.base_s, self._policy.cap_s, random.Random())
-        # One object in memory: the file system would show it from its first byte on if it were streamed.
+        # The memory file system would show a streamed object from its first byte on.
         self._at_once = "memory" in _protocols(self._fs.protocol)
         self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="ckptd-fsspec")
 
     def close(self) -> None:
-        """End the threads; the file system ends with its last user."""
         self._pool.shutdown()
 
     def _put(self, key: str, views: Sequence[memoryview], size: int, *, if_absent: bool) -> None:
@@ -114,7 +118,7 @@ class FsspecStore(StoreBase):
             self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
             file = self._fs.open(path, "wb", block_size=self._options.part_bytes)
             try:
-                # In pieces: the file keeps what it is given until it has a block.
+                # In pieces, because the file buffers them until it has a block.
                 for group in cut(views, self._options.part_bytes):
                     for view in group:
                         file.write(view)
@@ -124,18 +128,17 @@ class FsspecStore(StoreBase):
             file.close()
 
     def _give_up(self, file: Any, path: str) -> None:
-        """End an upload that failed: closing the file would commit what it has."""
+        """Abort a failed upload: closing the file would commit its part of the data."""
         if hasattr(file, "discard"):
             file.discard()
-            file.closed = True  # or the garbage collector closes, and commits, it
+            file.closed = True  # otherwise the garbage collector closes, and so commits, the file
         else:
             file.close()
             self._fs.rm_file(path)
 
     def _read(self, key: str, limit: int) -> bytes:
         size = self._size(key)
-        if size > limit:
-            raise TooLarge(key, f"has {size} bytes, of which {limit} are allowed")
+        check_limit(key, size, limit)
         data = self._again(key, lambda: self._bytes(key, 0, size)) if size else b""
         if len(data) != size:
             raise Damaged(key, f"{len(data)} bytes came of {size}")
@@ -147,7 +150,7 @@ class FsspecStore(StoreBase):
         run_all(self._pool, jobs)
 
     def _check_ends(self, key: str, pieces: Sequence[RangeRequest]) -> None:
-        """What lies beyond the end, file systems answer each in its own way."""
+        """Check before reading, because each file system answers a read beyond the end differently."""
         size = self._size(key)
         short = next((piece for piece in pieces if piece.offset + piece.size > size), None)
         if short is not None:
@@ -189,7 +192,7 @@ class FsspecStore(StoreBase):
                 self._call("rm_file", self._path(key))
 
     def _abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        return -1  # fsspec has no word for them
+        return -1  # fsspec cannot list them
 
     def _path(self, key: str) -> str:
         return f"{self._base}/{key}"
@@ -200,16 +203,14 @@ class FsspecStore(StoreBase):
             raise ObjectMissing(key, "is not there")
         return found.size
 
-    # --- requests ---
-
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the file system; one that is a coroutine gets the time of one request."""
+        """Call a method of the file system; an asynchronous one has the time limit of one request."""
         if not self._fs.async_impl:
             return getattr(self._fs, name)(*args, **kwargs)
         return self._run(getattr(self._fs, f"_{name}")(*args, **kwargs))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do it on the event loop; nothing of it goes on when this ends, whatever ends it."""
+        """Run ``work`` on the event loop; it has ended when this returns or raises."""
         over = threading.Event()
 
         async def watched() -> _T:
@@ -223,11 +224,11 @@ class FsspecStore(StoreBase):
         try:
             return future.result()
         finally:
-            if future.cancel():  # this thread was interrupted
+            if future.cancel():  # an exception interrupted this thread
                 over.wait()
 
     def _again(self, key: str, request: Callable[[], _T]) -> _T:
-        """A request that may be repeated: a part that fails is not yet an object that fails."""
+        """Retry a repeatable request, so that one failed part does not fail the whole object."""
         begun_s = time.monotonic()
         attempt = 0
         while True:
@@ -248,7 +249,7 @@ class FsspecStore(StoreBase):
             yield
         except StoreError:
             raise
-        except Exception as error:  # each file system has errors of its own: none gets lost
+        except Exception as error:  # each file system has errors of its own
             raise self._fault(key, error) from error
 
     def _fault(self, key: str, error: Exception) -> StoreError:
@@ -273,7 +274,7 @@ class FsspecStore(StoreBase):
 
 
 def _answer(error: BaseException | None) -> Mapping[str, Any] | None:
-    """What an S3 server answered, which a file system keeps with its error or with the cause of it."""
+    """The S3 server's answer, which s3fs keeps in its error or in a cause of it."""
     while error is not None:
         answer = getattr(error, "response", None)
         if isinstance(answer, Mapping):
@@ -293,7 +294,7 @@ def _object(key: str, details: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _nanoseconds(moment: object) -> int:
-    """Whatever a file system tells as a time, since the epoch."""
+    """Unix time, from any form of time that a file system uses."""
     if isinstance(moment, str):
         with contextlib.suppress(ValueError):
             moment = datetime.fromisoformat(moment)
@@ -302,19 +303,15 @@ def _nanoseconds(moment: object) -> int:
     return int(moment * 1e9) if isinstance(moment, int | float) else 0
 
 
-_DELETE_BATCH = 1000  # S3's limit
-
-
 class FsspecS3Store(FsspecStore):
-    """Objects below the path of an ``s3://bucket/path`` URL."""
+    """Objects below the path of an ``s3://bucket/path`` URL; the first call connects.
+
+    Raises:
+        ImportError: s3fs is not installed.
+    """
 
     def __init__(self, url: str, options: StoreOptions) -> None:
-        """Set up the file system; the first call connects.
-
-        Raises:
-            ImportError: s3fs is not installed.
-        """
-        import s3fs  # noqa: F401 - fsspec would import it, and does not say how to get it
+        import s3fs  # noqa: F401 - the error of fsspec would not say how to install it
 
         parts = urlsplit(url)
         self._bucket = parts.netloc.rpartition("@")[2]
@@ -326,13 +323,10 @@ class FsspecS3Store(FsspecStore):
         self._closed = False
 
     def close(self) -> None:
-        """End the threads and close the connections; whatever still runs fails."""
         super().close()
         if not self._closed and self._fs._s3 is not None:
             self._run(self._fs._s3.close())
         self._closed = True
-
-    # --- the seam ---
 
     def _put(self, key: str, views: Sequence[memoryview], size: int, *, if_absent: bool) -> None:
         condition = {"IfNoneMatch": "*"} if if_absent else {}
@@ -346,14 +340,13 @@ class FsspecS3Store(FsspecStore):
             answer = await self._fs._call_s3("get_object", **self._at(key))
             with contextlib.closing(answer["Body"]) as body:
                 size = answer["ContentLength"]
-                if size > limit:
-                    raise TooLarge(key, f"has {size} bytes, of which {limit} are allowed")
+                check_limit(key, size, limit)
                 return bytes(await body.read())
 
         return self._again(key, lambda: self._run(get()))
 
     def _check_ends(self, key: str, pieces: Sequence[RangeRequest]) -> None:
-        """S3 answers with what there is of a range."""
+        """Not needed: S3 answers with the existing part of a range."""
 
     def _delete(self, keys: Sequence[str]) -> None:
         for begin in range(0, len(keys), _DELETE_BATCH):
@@ -370,11 +363,9 @@ class FsspecS3Store(FsspecStore):
         return {"Bucket": self._bucket, "Key": self._top + key}
 
     def _request(self, key: str, method: str, **arguments: Any) -> Any:
-        """One request of S3's own, in time, with the errors of the seam."""
+        """One request of the S3 API."""
         with self._mapped(key):
             return self._call("call_s3", method, **arguments)
-
-    # --- puts ---
 
     def _put_whole(
         self, key: str, views: Sequence[memoryview], size: int, condition: Mapping[str, str]
@@ -384,14 +375,13 @@ class FsspecS3Store(FsspecStore):
         try:
             self._request(key, "put_object", **self._at(key), Body=body, **condition)
         except ObjectExists:
-            # aiohttp sends a PUT again whose connection broke, and says nothing of it: then this
-            # may be our own.
+            # aiohttp silently repeats a PUT whose connection broke, so the existing object may be ours.
             begun_for_signing = 1 if self._options.signs_payload else 0
             if body.begun <= 1 + begun_for_signing or self._stored(key, size) != data:
                 raise
 
     def _stored(self, key: str, size: int) -> bytes | None:
-        """The object, if it has this size."""
+        """The stored bytes; None if the object is missing or larger than ``size``."""
         with contextlib.suppress(ObjectMissing, TooLarge):
             return self._read(key, size)
         return None
@@ -403,10 +393,10 @@ class FsspecS3Store(FsspecStore):
         etags: dict[int, str] = {}
 
         def send(number: int, group: Sequence[memoryview]) -> None:
-            body = b"".join(group)  # this copy is what bounds the memory: one per request in flight
+            body = b"".join(group)  # one copy per request in flight, which bounds the memory
 
             def request() -> str:
-                data = io.BytesIO(body)  # sent in small writes; bytes of this size would be copied
+                data = io.BytesIO(body)  # is sent in small writes; bytes of this size would be copied
                 part = {"UploadId": upload, "PartNumber": number, "Body": data}
                 etag: str = self._request(key, "upload_part", **self._at(key), **part)["ETag"]
                 return etag
@@ -418,7 +408,10 @@ class FsspecS3Store(FsspecStore):
             run_all(self._pool, [partial(send, number, group) for number, group in groups])
             self._complete(key, size, upload, etags, condition)
         except BaseException as error:
-            self._abort(key, upload, error)
+            try:
+                self._abort_upload(key, upload)
+            except StoreError as fault:  # `abort_uploads` will find the upload
+                error.add_note(f"and its parts could not be removed: {fault}")
             raise
 
     def _complete(
@@ -429,7 +422,7 @@ class FsspecS3Store(FsspecStore):
         etags: Mapping[int, str],
         condition: Mapping[str, str],
     ) -> None:
-        """Make an object of the parts. An answer may get lost: then the object itself tells."""
+        """Complete the upload; if an answer got lost, compare the stored object's ETag."""
         numbers = sorted(etags)
         parts = [{"PartNumber": number, "ETag": etags[number]} for number in numbers]
         made = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **condition}
@@ -450,17 +443,6 @@ class FsspecS3Store(FsspecStore):
                 doubtful = True
             time.sleep(self._backoff.delay_s(attempt))
 
-    def _abort(self, key: str, upload: str, cause: BaseException) -> None:
-        """End an upload that failed; if that fails, too, `abort_uploads` will find it."""
-        try:
-            self._request(key, "abort_multipart_upload", **self._at(key), UploadId=upload)
-        except (ObjectMissing, UploadGone):
-            return
-        except StoreError as error:
-            cause.add_note(f"and its parts could not be removed: {error}")
-
-    # --- what dead writers left ---
-
     def _abort_uploads(self, prefix: str, older_than_s: float) -> int:
         aborted = self._drop_old_probes(older_than_s)
         asked = {"Bucket": self._bucket, "Prefix": self._top + prefix}
@@ -468,22 +450,22 @@ class FsspecS3Store(FsspecStore):
             page = self._request(prefix, "list_multipart_uploads", **asked)
             for upload in page.get("Uploads", ()):
                 if _age_s(page, upload["Initiated"]) >= older_than_s:
-                    aborted += self._abort_one(upload)
+                    aborted += self._abort_upload(upload["Key"][len(self._top) :], upload["UploadId"])
             if not page.get("IsTruncated"):
                 return aborted
             asked["KeyMarker"] = page["NextKeyMarker"]
             asked["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
 
-    def _abort_one(self, upload: Mapping[str, Any]) -> int:
-        key = upload["Key"][len(self._top) :]
+    def _abort_upload(self, key: str, upload: str) -> bool:
+        """Abort an upload; False if it does not exist any more."""
         try:
-            self._request(key, "abort_multipart_upload", **self._at(key), UploadId=upload["UploadId"])
+            self._request(key, "abort_multipart_upload", **self._at(key), UploadId=upload)
         except (ObjectMissing, UploadGone):
-            return 0  # somebody else ended it
-        return 1
+            return False
+        return True
 
     def _drop_old_probes(self, older_than_s: float) -> int:
-        """Probes whose prober died between asking and deleting."""
+        """Delete the probes of processes that died while probing."""
         where = {"Bucket": self._bucket, "Prefix": self._top + RESERVED}
         page = self._request("", "list_objects_v2", **where)
         old = [
@@ -496,12 +478,11 @@ class FsspecS3Store(FsspecStore):
 
 
 class _Counted(io.BytesIO):
-    """A body that knows how often it was read from its beginning."""
+    """A request body that counts how often it was read from its beginning."""
 
     begun = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """See `io.BytesIO.read`."""
         data_begins = self.tell() == 0
         data = super().read(size)
         self.begun += data_begins and bool(data)
@@ -509,7 +490,7 @@ class _Counted(io.BytesIO):
 
 
 def _etag_of_parts(etags: Iterable[str]) -> str:
-    """The ETag that S3 gives an object of these parts (servers that encrypt give another one)."""
+    """The ETag that S3 gives to an object of these parts (servers that encrypt give another one)."""
     parts = [etag.strip('"') for etag in etags]
     with contextlib.suppress(ValueError):
         digest = hashlib.md5(b"".join(map(bytes.fromhex, parts)), usedforsecurity=False)
@@ -518,14 +499,14 @@ def _etag_of_parts(etags: Iterable[str]) -> str:
 
 
 def _age_s(page: Mapping[str, Any], since: datetime) -> float:
-    """How old something is by the server's own clock."""
+    """The age by the server's own clock."""
     date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
     now = parsedate_to_datetime(date) if date else datetime.now(UTC)
     return (now - since).total_seconds()
 
 
 def _arguments(options: StoreOptions) -> dict[str, Any]:
-    """What s3fs is called with."""
+    """The arguments of s3fs."""
     own = dict(options.fsspec)
     config = {
         "connect_timeout": options.connect_timeout_s,
@@ -533,7 +514,7 @@ def _arguments(options: StoreOptions) -> dict[str, Any]:
         "retries": {"total_max_attempts": 1},
         "max_pool_connections": 16 * options.concurrency,
         "s3": {"payload_signing_enabled": options.signs_payload},
-        # Checksums that only some servers know, at the price of a CRC-32 in Python's zlib.
+        # Off by default: only some servers support these checksums, and they cost a CRC-32 in zlib.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         **own.pop("config_kwargs", {}),

@@ -1,4 +1,12 @@
-"""A store that tries again, for a while, and then says that it does not: `resilience` around any store."""
+"""Retries and a circuit breaker for any store (`Resilient`).
+
+The decisions are pure: `RetryPolicy`, `Backoff` and `Circuit` take the time as an argument. The circuit::
+
+    CLOSED ──`threshold` failures in a row──► OPEN ──`open_s` later──► HALF_OPEN (one call is let through)
+       ▲                                        ▲                          │
+       │                                        └──────── it fails ────────┤
+       └───────────────────────────────────── it succeeds ─────────────────┘
+"""
 
 from __future__ import annotations
 
@@ -42,106 +50,93 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waiting times that double up to a cap, each drawn from zero to there ("full jitter")."""
+    """Delays that double up to a cap; each is drawn between zero and that ("full jitter")."""
 
     base_s: float
     cap_s: float
     rng: random.Random
 
     def delay_s(self, attempt: int) -> float:
-        """How long to wait after attempt number ``attempt`` (from 0) failed."""
+        """The delay after attempt number ``attempt`` (from 0) failed."""
         ceiling = min(self.cap_s, self.base_s * 2.0 ** min(attempt, 62))
         return self.rng.uniform(0.0, ceiling)
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long one call goes on."""
+    """How often and how long one call is retried."""
 
     attempts: int = 6
     deadline_s: float = 300.0
-    """No attempt begins later than this after the first; one that runs is not interrupted."""
+    """No attempt begins later than this after the first; a running attempt is not interrupted."""
     base_s: float = 0.2
     cap_s: float = 20.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if self.attempts < 1 or self.deadline_s <= 0 or not 0 < self.base_s <= self.cap_s:
             raise ValueError(f"a retry policy cannot be {self}")
 
     def again(self, attempt: int, elapsed_s: float, delay_s: float) -> bool:
-        """Whether to try once more, ``delay_s`` from now, after attempt ``attempt`` (from 0) failed."""
+        """Whether to retry in ``delay_s``, after attempt number ``attempt`` (from 0) failed."""
         return attempt + 1 < self.attempts and elapsed_s + delay_s < self.deadline_s
 
 
 class CircuitState(StrEnum):
-    """See the module."""
-
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
 
 
 class Circuit:
-    """Whether calls may go to the store; whoever was allowed to call reports how it went."""
+    """Decides whether calls may go to the store; an allowed caller must report the result of its call.
+
+    ``threshold`` failures in a row open the circuit for ``open_s``.
+    """
 
     def __init__(self, threshold: int = 5, open_s: float = 30.0) -> None:
-        """``threshold`` failures in a row open it, for ``open_s``."""
         if threshold < 1 or open_s <= 0:
             raise ValueError(f"a circuit cannot open after {threshold} failures for {open_s} s")
         self._threshold = threshold
         self._open_s = open_s
-        self._failures = 0
+        self.failures = 0  # in a row
         self._opened_s = 0.0
-        self._state = CircuitState.CLOSED
-
-    @property
-    def state(self) -> CircuitState:
-        """Where it stands; an open one becomes half-open when somebody asks to call."""
-        return self._state
-
-    @property
-    def failures(self) -> int:
-        """Failures in a row."""
-        return self._failures
+        self.state = CircuitState.CLOSED
 
     def wait_s(self, now_s: float) -> float:
-        """How long an open circuit stays so; 0 where it is not open."""
-        if self._state is not CircuitState.OPEN:
+        """The time until an open circuit lets a call through; 0 if it is not open."""
+        if self.state is not CircuitState.OPEN:
             return 0.0
         return max(0.0, self._opened_s + self._open_s - now_s)
 
     def allows(self, now_s: float) -> bool:
-        """Whether to call now; after an open time exactly one caller hears yes."""
-        if self._state is CircuitState.OPEN and now_s >= self._opened_s + self._open_s:
-            self._state = CircuitState.HALF_OPEN
+        """Whether to call now; after ``open_s``, exactly one caller is allowed."""
+        if self.state is CircuitState.OPEN and now_s >= self._opened_s + self._open_s:
+            self.state = CircuitState.HALF_OPEN
             return True
-        return self._state is CircuitState.CLOSED
+        return self.state is CircuitState.CLOSED
 
     def succeeded(self) -> bool:
-        """The store answered; whether that closed the circuit."""
-        closes = self._state is not CircuitState.CLOSED
-        self._state = CircuitState.CLOSED
-        self._failures = 0
+        """The store answered; returns whether this closed the circuit."""
+        closes = self.state is not CircuitState.CLOSED
+        self.state = CircuitState.CLOSED
+        self.failures = 0
         return closes
 
     def failed(self, now_s: float) -> bool:
-        """The store did not answer; whether that opened the circuit (a failed probe only keeps it open)."""
-        self._failures += 1
-        was_closed = self._state is CircuitState.CLOSED
-        if was_closed and self._failures < self._threshold:
+        """The store did not answer; returns whether this opened the circuit (a failed probe keeps it open)."""
+        self.failures += 1
+        was_closed = self.state is CircuitState.CLOSED
+        if was_closed and self.failures < self._threshold:
             return False
-        if self._state is not CircuitState.OPEN:
+        if self.state is not CircuitState.OPEN:
             self._opened_s = now_s
-        self._state = CircuitState.OPEN
+        self.state = CircuitState.OPEN
         return was_closed
 
     def abandoned(self) -> None:
-        """The call that was let through ended without telling anything of the store: the next one
-        may probe.
-        """
-        if self._state is CircuitState.HALF_OPEN:
-            self._state = CircuitState.OPEN
+        """The allowed call ended without an answer or failure of the store: let the next one through."""
+        if self.state is CircuitState.HALF_OPEN:
+            self.state = CircuitState.OPEN
 
 
 _T = TypeVar("_T")
@@ -150,15 +145,13 @@ _EDGE_BYTES = 64 << 10
 
 
 class NoticeKind(StrEnum):
-    """What happened to the circuit."""
-
     OPENED = "opened"
     CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreNotice:
-    """Something that an operator should hear of once."""
+    """The circuit opened or closed; an operator should see this once."""
 
     kind: NoticeKind
     url: str
@@ -167,7 +160,7 @@ class StoreNotice:
 
 @dataclass(frozen=True, slots=True)
 class RetryTiming:
-    """Time and chance, as a store that tries again has them."""
+    """The clock and the random generator of retries."""
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -183,14 +176,14 @@ def _log(notice: StoreNotice) -> None:
 
 
 class Resilient:
-    """An `ObjectStore` in front of another one.
+    """Implements `ObjectStore` in front of another store.
 
-    What is retriable is tried again, as `RetryPolicy` allows; cancelling takes effect between
-    attempts. The circuit counts attempts that the store did not answer (retriable errors): an
-    answer that we do not like is an answer.
+    Retriable errors are retried as `RetryPolicy` allows. The circuit counts attempts that ended with a retriable
+    error; any other error is an answer of the store.
 
-    ``cancelled`` is asked before each attempt and after each pause; ``told`` hears once when the
-    circuit opens and once when it closes, from whichever thread met it.
+    Args:
+        cancelled: called before each attempt and after each pause; if it returns True, the call ends.
+        notify: called once when the circuit opens and once when it closes, from any thread.
     """
 
     def __init__(
@@ -202,7 +195,7 @@ class Resilient:
         url: str = "",
         timing: RetryTiming | None = None,
         cancelled: Callable[[], bool] = _never,
-        told: Callable[[StoreNotice], None] = _log,
+        notify: Callable[[StoreNotice], None] = _log,
     ) -> None:
         self._store = store
         self._policy = policy or RetryPolicy()
@@ -212,35 +205,30 @@ class Resilient:
         self._clock, self._sleep = timing.clock, timing.sleep
         self._backoff = Backoff(self._policy.base_s, self._policy.cap_s, timing.rng)
         self._cancelled = cancelled
-        self._told = told
+        self._notify = notify
         self._lock = threading.Lock()
         self._errors: Counter[str] = Counter()
 
     def counters(self) -> Mapping[str, int]:
-        """How many attempts ended in which kind of error."""
+        """The number of failed attempts by the name of the error."""
         with self._lock:
             return dict(self._errors)
 
     def within(self, deadline_s: float) -> Resilient:
-        """The same store, circuit and counters, for calls of which no attempt may begin later than this."""
+        """The same store, circuit and counters with a shorter deadline."""
         prompt = copy.copy(self)
         least = min(deadline_s, self._policy.deadline_s)
         prompt._policy = dataclasses.replace(self._policy, deadline_s=least)
         return prompt
 
-    # --- the seam ---
-
     @property
     def facts(self) -> StoreFacts:
-        """See `ObjectStore.facts`."""
         return self._call("", lambda: self._store.facts)
 
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
-        """See `ObjectStore.put`.
-
-        An attempt whose answer got lost may have succeeded. The next one then meets its object;
-        where that is ours (size and content, of large ones both ends), so is the success. Keys are
-        expected to be as unique as contents.
+        """As `ObjectStore.put`. An attempt whose answer got lost may have succeeded. If the next attempt finds
+        an object with our size and content (both ends of a large one), the put has succeeded: a key stands
+        for one content.
         """
         failed = False
 
@@ -260,34 +248,26 @@ class Resilient:
         return self._call(key, attempt)
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """See `ObjectStore.read`."""
         return self._call(key, lambda: self._store.read(key, limit=limit))
 
     def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
-        """See `ObjectStore.read_ranges`."""
         self._call(key, lambda: self._store.read_ranges(key, ranges))
 
     def info(self, key: str) -> ObjectInfo | None:
-        """See `ObjectStore.info`."""
         return self._call(key, lambda: self._store.info(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`. The whole listing is one call, held in memory: half of one is none."""
+        """As `ObjectStore.list`. The whole listing is one call and is held in memory, because it fails as a whole."""
         return iter(self._call(prefix, lambda: [*self._store.list(prefix)]))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectStore.delete`."""
         self._call(keys[0] if keys else "", lambda: self._store.delete(keys))
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """See `ObjectStore.abort_uploads`."""
         return self._call(prefix, lambda: self._store.abort_uploads(prefix, older_than_s))
 
     def close(self) -> None:
-        """See `ObjectStore.close`."""
         self._store.close()
-
-    # --- attempts ---
 
     def _call(self, key: str, attempt: Callable[[], _T]) -> _T:
         begun_s = self._clock()
@@ -303,12 +283,12 @@ class Resilient:
                 if not error.retriable or not self._policy.again(number, elapsed_s, delay_s):
                     raise
                 if self._circuit.state != "closed":
-                    raise  # it opened just now: calls fail at once, and so does this one
+                    raise  # the circuit just opened: calls fail at once, and so does this one
             self._sleep(delay_s)
             number += 1
 
     def _watched(self, attempt: Callable[[], _T]) -> _T:
-        """One attempt, and what the circuit makes of its end."""
+        """One attempt, whose result is reported to the circuit."""
         try:
             result = attempt()
         except StoreError as error:
@@ -328,7 +308,7 @@ class Resilient:
 
     def _check_cancelled(self, key: str) -> None:
         if self._cancelled():
-            raise Cancelled(key, "given up: somebody asked for it")
+            raise Cancelled(key, "cancelled by the caller")
 
     def _check_circuit(self, key: str) -> None:
         now_s = self._clock()
@@ -344,18 +324,18 @@ class Resilient:
             opened = self._circuit.failed(self._clock())
             failures = self._circuit.failures
         if opened:
-            text = f"storage {self._url} is left in peace after {failures} failures in a row: {error}"
-            self._told(StoreNotice(NoticeKind.OPENED, self._url, text))
+            text = f"storage {self._url} is not used for a while after {failures} failures in a row: {error}"
+            self._notify(StoreNotice(NoticeKind.OPENED, self._url, text))
 
     def _succeeded(self) -> None:
         with self._lock:
             closed = self._circuit.succeeded()
         if closed:
             text = f"storage {self._url} answers again"
-            self._told(StoreNotice(NoticeKind.CLOSED, self._url, text))
+            self._notify(StoreNotice(NoticeKind.CLOSED, self._url, text))
 
     def _ours(self, key: str, parts: Sequence[memoryview]) -> ObjectInfo | None:
-        """What is stored, if it is what was to be stored."""
+        """The stored object if it has the content of ``parts``, else None."""
         stored = self._store.info(key)
         views = flat(parts)
         size = total(views)

@@ -1,4 +1,6 @@
-"""What all stores have in common: checks of keys and sizes, the probe, threads that fill buffers."""
+"""What the stores have in common: options, S3's error codes, cutting buffers into requests, and the checks
+around every call (`StoreBase`).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from ckptd.storage.stores.objects import (
     StoreFacts,
     StoreRefused,
     Throttled,
+    TooLarge,
     Unavailable,
     check_key,
     check_prefix,
@@ -36,12 +39,12 @@ from ckptd.storage.stores.objects import (
 )
 
 __all__ = [
-    "MIN_PART_BYTES",
     "Filler",
     "RangeRequest",
     "StoreBase",
     "StoreOptions",
     "UploadGone",
+    "check_limit",
     "cut",
     "flat",
     "part_size",
@@ -53,53 +56,57 @@ __all__ = [
     "total",
 ]
 
-
-MIN_PART_BYTES = 5 << 20  # S3 refuses smaller parts (but the last)
+_MIB = 1 << 20
+_MIN_PART_BYTES = 5 * _MIB  # S3 refuses smaller parts, except the last one
+_MAX_PARTS = 10_000  # S3's limit
 _SECRET_NAME = re.compile(r"key|secret|token|passw|credential|sas", re.IGNORECASE)
+_PROBE = f"{RESERVED}probe-"
+
+
+# -- options -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How to reach a store and how to treat it. What is secret shows in no repr and no error text."""
+    """How to reach and use a store, the same for all backends. Secrets appear in no repr and no error."""
 
     key: str | None = field(default=None, repr=False)
     secret: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
-    """Credentials; without them those of the environment (``AWS_…``) are used."""
+    """Credentials; None: those of the environment (``AWS_…``)."""
     endpoint_url: str | None = None
-    """Of an S3 server that is not Amazon's."""
+    """The URL of an S3 server that is not Amazon's."""
     region: str | None = None
     anon: bool = False
-    """Sign nothing: a public bucket."""
+    """Sign no requests: for a public bucket."""
     sign_payload: bool | None = None
-    """Whether S3 requests sign the bytes, too, so that the server refuses what was changed on the way.
+    """Whether signatures of S3 requests cover the payload, so that the server detects changed bytes.
 
-    It costs a SHA-256 (about 0.7 CPU seconds per GiB, taken from training). TLS protects the bytes
-    as well, and nothing happens to them on loopback, so None means: only over plain http to another
-    host. Digests of our own are checked whenever something is read.
+    This costs a SHA-256 (about 0.7 CPU seconds per GiB, taken from training). TLS protects the bytes too,
+    and loopback does not change them. So None means: only over plain http to another host. Every read
+    checks our own digests in any case.
     """
-    part_bytes: int = 16 << 20
-    """Size of a part of a multipart upload, and of a request when reading."""
-    threshold_bytes: int = 16 << 20
-    """Larger objects are put in parts."""
+    part_bytes: int = 16 * _MIB
+    """Size of a part of a multipart upload, and of a read request."""
+    threshold_bytes: int = 16 * _MIB
+    """Larger objects are uploaded in parts."""
     concurrency: int = 4
-    """Requests in flight within one call. A call needs up to ``part_bytes * concurrency`` of memory."""
+    """Parallel requests of one call. A call needs up to ``part_bytes * concurrency`` of memory."""
     attempts: int = 3
-    """How often one part or one range is tried before the call fails."""
+    """Attempts for one part or range before the call fails."""
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 60.0
-    """Bound of one request: a part, a range, a page of a listing. Nothing is retried within a call after so
-    long, so a call to a server that stopped answering ends within about three times this."""
+    """Limit of one request: a part, a range, a page of a listing. A call retries nothing after this time, so
+    a call to a server that stops answering ends within about three times this."""
     fsspec: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Further arguments of the fsspec file system."""
     obstore: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Further configuration of the obstore store; within it, ``client_options`` are its HTTP client's, and
+    """Further configuration of the obstore store. ``client_options`` in it configures the HTTP client, and
     ``credential_provider`` is called for credentials."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        if self.part_bytes < MIN_PART_BYTES or self.threshold_bytes < 0:
-            raise ValueError(f"part_bytes must be at least {MIN_PART_BYTES}, and no size negative")
+        if self.part_bytes < _MIN_PART_BYTES or self.threshold_bytes < 0:
+            raise ValueError(f"part_bytes must be at least {_MIN_PART_BYTES}, and no size negative")
         if self.concurrency < 1 or self.attempts < 1:
             raise ValueError("concurrency and attempts must be at least 1")
         if self.connect_timeout_s <= 0 or self.request_timeout_s <= 0:
@@ -109,11 +116,7 @@ class StoreOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> StoreOptions:
-        """The options of a mapping.
-
-        Raises:
-            ValueError: a name that is not one of ours, or a value that cannot work.
-        """
+        """The options of a mapping; raises ValueError for an unknown name or an invalid value."""
         unknown = options.keys() - {each.name for each in fields(cls)}
         if unknown:
             names = ", ".join(sorted(unknown))
@@ -128,21 +131,24 @@ class StoreOptions:
             raise ValueError(f"an option has a value of another kind: {error}") from error
 
     def for_s3(self, environment: Mapping[str, str]) -> StoreOptions:
-        """With what the environment says of the server: the clients read more of it, each its own part."""
+        """The same options, with the endpoint and region of the environment as defaults.
+
+        The clients read these variables too, but each only some of them.
+        """
         endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
         region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
         return replace(self, endpoint_url=self.endpoint_url or endpoint, region=self.region or region)
 
     @property
     def signs_payload(self) -> bool:
-        """What ``sign_payload`` comes to for this endpoint."""
+        """``sign_payload``, decided for this endpoint."""
         if self.sign_payload is not None:
             return self.sign_payload
         url = urlsplit(self.endpoint_url or "https:")
         return url.scheme == "http" and not _is_loopback(url.hostname or "")
 
     def hide(self, text: str) -> str:
-        """The text without what is secret."""
+        """The text with all secrets replaced by ``***``."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         for secret in secrets_in(own):
             text = text.replace(secret, "***")
@@ -150,7 +156,7 @@ class StoreOptions:
 
 
 def secrets_in(options: Mapping[str, Any], secret: bool = False) -> Iterator[str]:
-    """The values that no text may show, by the names of the options; ``secret``: all of them."""
+    """The secret values, found by the names of the options; all values if ``secret``."""
     for name, value in options.items():
         named = secret or _SECRET_NAME.search(name) is not None
         if isinstance(value, Mapping):
@@ -166,126 +172,21 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-MAX_PARTS = 10_000  # S3's limit
-_MIB = 1 << 20
+def public_url(url: str) -> str:
+    """The URL without user, password, query and fragment; at most the scheme if it is malformed."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        scheme, found, _ = url.partition("://")
+        return f"{scheme}://…" if found else "…"
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-@dataclass(frozen=True, slots=True)
-class RangeRequest:
-    """One request: neighbouring bytes of an object, and the buffers they go to, in order."""
-
-    offset: int
-    size: int
-    into: tuple[memoryview, ...]
-
-
-class Filler:
-    """Fills the buffers of a piece from a stream of chunks."""
-
-    __slots__ = ("_left", "_views")
-
-    def __init__(self, piece: RangeRequest) -> None:
-        self._views = list(reversed(piece.into))
-        self._left = piece.size
-
-    @property
-    def left(self) -> int:
-        """How many bytes are still missing."""
-        return self._left
-
-    def take(self, chunk: memoryview) -> None:
-        """The next bytes.
-
-        Raises:
-            ValueError: more than are missing.
-        """
-        if len(chunk) > self._left:
-            raise ValueError(f"{len(chunk)} bytes came where {self._left} are missing")
-        self._left -= len(chunk)
-        while chunk:
-            view = self._views.pop()
-            size = min(len(view), len(chunk))
-            view[:size] = chunk[:size]
-            chunk = chunk[size:]
-            if size < len(view):
-                self._views.append(view[size:])
-
-
-def flat(parts: Sequence[memoryview]) -> list[memoryview]:
-    """The parts as plain bytes, without empty ones.
-
-    Raises:
-        ValueError: one is not contiguous.
-    """
-    if not all(part.c_contiguous for part in parts):
-        raise ValueError("what is stored must lie in one piece of memory")
-    return [part.cast("B") for part in parts if part.nbytes]
-
-
-def total(views: Iterable[memoryview]) -> int:
-    """Bytes in all."""
-    return sum(view.nbytes for view in views)
-
-
-def part_size(size: int, wanted: int) -> int:
-    """Bytes per part: those wanted, or more where an object would have too many parts."""
-    return max(wanted, math.ceil(size / MAX_PARTS / _MIB) * _MIB)
-
-
-def cut(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Groups of exactly ``size`` bytes (the last one may have fewer), in order."""
-    group: list[memoryview] = []
-    room = size
-    for each in views:
-        view = each
-        while view:
-            head, view = view[:room], view[room:]
-            group.append(head)
-            room -= len(head)
-            if room == 0:
-                yield group
-                group, room = [], size
-    if group:
-        yield group
-
-
-def plan_reads(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
-    """The fewest requests of at most ``size`` bytes; ranges that adjoin share one.
-
-    Raises:
-        ValueError: a range that begins before the object, or a buffer that cannot be written.
-    """
-    pieces: list[RangeRequest] = []
-    for offset, run in _runs(ranges):
-        at = offset
-        for group in cut(run, size):
-            pieces.append(RangeRequest(at, total(group), tuple(group)))
-            at += pieces[-1].size
-    return pieces
-
-
-def _runs(ranges: Sequence[Range]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Buffers whose ranges adjoin, with the offset of the first."""
-    begin = end = 0
-    run: list[memoryview] = []
-    for each in sorted(ranges, key=lambda each: each.offset):
-        if each.offset < 0 or each.into.readonly or not each.into.c_contiguous:
-            raise ValueError(f"range at {each.offset} is not one that can be read into")
-        if not each.into.nbytes:
-            continue
-        if run and each.offset != end:
-            yield begin, run
-            run = []
-        if not run:
-            begin = each.offset
-        run.append(each.into.cast("B"))
-        end = each.offset + each.into.nbytes
-    if run:
-        yield begin, run
+# -- errors --------------------------------------------------------------------------------------
 
 
 class UploadGone(Unavailable):
-    """The multipart upload is not there: ended, aborted, or complete although nobody was told."""
+    """The multipart upload does not exist: ended, aborted, or completed by a request whose answer was lost."""
 
 
 _BY_CODE: dict[str, type[StoreError]] = {
@@ -294,7 +195,7 @@ _BY_CODE: dict[str, type[StoreError]] = {
     "NoSuchUpload": UploadGone,
     "PreconditionFailed": ObjectExists,
     "InvalidRange": Damaged,
-    "ConditionalRequestConflict": Unavailable,  # two creates at once: ask again
+    "ConditionalRequestConflict": Unavailable,  # two concurrent creates: try again
     "OperationAborted": Unavailable,
     "RequestTimeout": Unavailable,
     "BadDigest": Unavailable,  # changed on the way
@@ -331,21 +232,149 @@ _BY_STATUS: dict[int, type[StoreError]] = {
 
 
 def s3_fault(key: str, code: str, status: int, detail: str) -> StoreError:
-    """The error for an answer; ``code`` decides where it is known, the HTTP status elsewhere."""
+    """The error for an S3 server's answer: by its error code if that is known, else by the HTTP status."""
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status, Unavailable)
     return kind(key, detail)
 
 
-_PROBE = f"{RESERVED}probe-"
+def check_limit(key: str, size: int, limit: int) -> None:
+    """Raise `TooLarge` if the object has more than ``limit`` bytes."""
+    if size > limit:
+        raise TooLarge(key, f"has {size} bytes, of which {limit} are allowed")
+
+
+# -- cutting buffers into parts and requests, without a copy ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRequest:
+    """One read request: adjacent bytes of an object, and the buffers that they fill, in order."""
+
+    offset: int
+    size: int
+    into: tuple[memoryview, ...]
+
+
+class Filler:
+    """Fills the buffers of a request from a stream of chunks; ``left`` bytes are missing."""
+
+    __slots__ = ("_views", "left")
+
+    def __init__(self, piece: RangeRequest) -> None:
+        self._views = list(reversed(piece.into))
+        self.left = piece.size
+
+    def take(self, chunk: memoryview) -> None:
+        """Add the next bytes; raises ValueError if they are more than the missing ones."""
+        if len(chunk) > self.left:
+            raise ValueError(f"{len(chunk)} bytes came where {self.left} are missing")
+        self.left -= len(chunk)
+        while chunk:
+            view = self._views.pop()
+            size = min(len(view), len(chunk))
+            view[:size] = chunk[:size]
+            chunk = chunk[size:]
+            if size < len(view):
+                self._views.append(view[size:])
+
+
+def flat(parts: Sequence[memoryview]) -> list[memoryview]:
+    """The non-empty parts as views of bytes; raises ValueError if one is not contiguous."""
+    if not all(part.c_contiguous for part in parts):
+        raise ValueError("what is stored must lie in one piece of memory")
+    return [part.cast("B") for part in parts if part.nbytes]
+
+
+def total(views: Iterable[memoryview]) -> int:
+    """The size of all views in bytes."""
+    return sum(view.nbytes for view in views)
+
+
+def part_size(size: int, wanted: int) -> int:
+    """Bytes per part of a multipart upload: ``wanted``, or more if there would be too many parts."""
+    return max(wanted, math.ceil(size / _MAX_PARTS / _MIB) * _MIB)
+
+
+def cut(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """Groups of exactly ``size`` bytes, in order; the last one may be smaller."""
+    group: list[memoryview] = []
+    room = size
+    for each in views:
+        view = each
+        while view:
+            head, view = view[:room], view[room:]
+            group.append(head)
+            room -= len(head)
+            if room == 0:
+                yield group
+                group, room = [], size
+    if group:
+        yield group
+
+
+def plan_reads(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
+    """The fewest requests of at most ``size`` bytes; adjacent ranges share one.
+
+    Raises:
+        ValueError: a range begins before the object, or its buffer is read-only or not contiguous.
+    """
+    pieces: list[RangeRequest] = []
+    for offset, run in _runs(ranges):
+        at = offset
+        for group in cut(run, size):
+            pieces.append(RangeRequest(at, total(group), tuple(group)))
+            at += pieces[-1].size
+    return pieces
+
+
+def _runs(ranges: Sequence[Range]) -> Iterator[tuple[int, list[memoryview]]]:
+    """The buffers of adjacent ranges, with the offset of the first."""
+    begin = end = 0
+    run: list[memoryview] = []
+    for each in sorted(ranges, key=lambda each: each.offset):
+        if each.offset < 0 or each.into.readonly or not each.into.c_contiguous:
+            raise ValueError(f"range at {each.offset} is not one that can be read into")
+        if not each.into.nbytes:
+            continue
+        if run and each.offset != end:
+            yield begin, run
+            run = []
+        if not run:
+            begin = each.offset
+        run.append(each.into.cast("B"))
+        end = each.offset + each.into.nbytes
+    if run:
+        yield begin, run
+
+
+def run_all(pool: Executor, jobs: Sequence[Callable[[], None]]) -> None:
+    """Run the jobs in parallel; returns or raises only after every job has ended."""
+    futures = [pool.submit(job) for job in jobs]
+    try:
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+
+
+# -- the base class ------------------------------------------------------------------------------
 
 
 class StoreBase(ABC):
-    """The seam's promises, kept once; what a backend does itself begins with an underscore."""
+    """Implements `ObjectStore` with the checks of keys, sizes and conditions; a backend implements the
+    methods that begin with an underscore.
+
+    Args:
+        conditional: whether a create is exclusive; None: probe the store.
+    """
 
     def __init__(
         self, backend: str, url: str, *, piece_bytes: int, multipart: bool, conditional: bool | None
     ) -> None:
-        """``conditional``: whether creating is exclusive; None: the store must be asked."""
         self._backend = backend
         self._url = public_url(url)
         self._piece_bytes = piece_bytes
@@ -354,16 +383,13 @@ class StoreBase(ABC):
         self._probing = threading.Lock()
 
     def __repr__(self) -> str:
-        """Which store it is; nothing secret."""
         return f"<{self._backend} store {self._url}>"
 
     @property
     def facts(self) -> StoreFacts:
-        """What the store is; asks it, once, whether a conditional create is one."""
         return StoreFacts(self._backend, self._url, self._is_conditional(), self._multipart)
 
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
-        """See `ObjectStore.put`."""
         check_key(key)
         views = flat(parts)
         size = total(views)
@@ -378,44 +404,36 @@ class StoreBase(ABC):
         return stored
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """See `ObjectStore.read`."""
         return self._read(check_key(key), limit)
 
     def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
-        """See `ObjectStore.read_ranges`."""
         pieces = plan_reads(ranges, self._piece_bytes)
         check_key(key)
         if pieces:
             self._read_pieces(key, pieces)
 
     def info(self, key: str) -> ObjectInfo | None:
-        """See `ObjectStore.info`."""
         return self._info(check_key(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """See `ObjectStore.list`."""
         found = self._list(check_prefix(prefix))
         return (each for each in found if not is_reserved(each.key))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See `ObjectStore.delete`."""
         checked = [check_key(key) for key in keys]
         if checked:
             self._delete(checked)
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """See `ObjectStore.abort_uploads`."""
         return self._abort_uploads(check_prefix(prefix), older_than_s)
 
     @abstractmethod
     def close(self) -> None:
-        """See `ObjectStore.close`."""
-
-    # --- what a backend does ---
+        """Release connections and threads; may be called twice."""
 
     @abstractmethod
     def _put(self, key: str, views: Sequence[memoryview], size: int, *, if_absent: bool) -> None:
-        """Store it; where creating is exclusive, ``if_absent`` decides in the store itself."""
+        """Store the views; if creates are exclusive, the store itself decides about ``if_absent``."""
 
     @abstractmethod
     def _read(self, key: str, limit: int) -> bytes: ...
@@ -428,15 +446,13 @@ class StoreBase(ABC):
 
     @abstractmethod
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Reserved names may be among them."""
+        """May include reserved names."""
 
     @abstractmethod
     def _delete(self, keys: Sequence[str]) -> None: ...
 
     @abstractmethod
     def _abort_uploads(self, prefix: str, older_than_s: float) -> int: ...
-
-    # --- the probe ---
 
     def _is_conditional(self) -> bool:
         with self._probing:
@@ -445,7 +461,7 @@ class StoreBase(ABC):
             return self._conditional
 
     def _probe(self) -> bool:
-        """Whether a second create is refused: some servers ignore the condition, and say nothing."""
+        """Whether the store refuses a second create: some servers silently ignore the condition."""
         key = f"{_PROBE}{secrets.token_hex(8)}"
         self._put(key, [memoryview(b"1")], 1, if_absent=True)
         try:
@@ -456,27 +472,3 @@ class StoreBase(ABC):
             return False
         finally:
             self._delete([key])
-
-
-def public_url(url: str) -> str:
-    """The URL without user, password, query and fragment; of what is no URL at most the scheme."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        scheme, found, _ = url.partition("://")
-        return f"{scheme}://…" if found else "…"
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def run_all(pool: Executor, jobs: Sequence[Callable[[], None]]) -> None:
-    """Run the jobs; returns or raises only when none of them runs any more."""
-    futures = [pool.submit(job) for job in jobs]
-    try:
-        wait(futures, return_when=FIRST_EXCEPTION)
-    finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)
-    for future in futures:
-        if not future.cancelled():
-            future.result()

@@ -50,6 +50,7 @@ def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     missing = "obstore" if backend == "obstore" else "s3fs"
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setitem(sys.modules, f"{missing}.store", None)
+    monkeypatch.delitem(sys.modules, "ckptd.storage.stores.obstore_store", raising=False)
     with pytest.raises(NotInstalled, match=r"ckptd\[s3\]"):
         open_store("s3://bucket", {"key": "k", "secret": "s"}, backend)
 

@@ -218,7 +218,7 @@ class Setting:
             url="memory://here",
             timing=RetryTiming(lambda: self.now_s, self._sleep, random.Random(5)),
             cancelled=lambda: self.cancelled,
-            told=self.notices.append,
+            notify=self.notices.append,
         )
 
     def _sleep(self, seconds: float) -> None:
