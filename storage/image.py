@@ -1,10 +1,19 @@
 """The image: the bytes of a snapshot in a slot and in a store, one valid safetensors file per snapshot.
 
-``docs/architecture.md`` section 3 is the specification. The layout of an image is planned once
-(`ckptd.storage.image`); sealing computes the digests of bytes that are already in
-place, and a view reads the image in place.
+``docs/architecture.md`` section 3 is the specification. `ImageLayout` plans an image once; a header is then one
+copy of a template and three patches, without serialization. `seal` computes the digests of bytes that are
+in place already, `verify` compares them, and `ImageView` reads an image in place.
 
-A buffer may be longer than its image (as a slot is); bytes after the image are never touched.
+A buffer may be longer than its image (as a slot is); no function touches the bytes after the image.
+
+Every header begins with the same bytes, so the mutable fields are found without parsing::
+
+    {"__metadata__":{"format":"ckptd/1","iteration":"<20>","previous":"<20>","scalars_len":"<12>",
+    "digests":"<32 per tensor>", …
+
+(in one line). The *layout id* is the xxh3_64 of bytes [0, 8 + header_len) with the first three fields
+blanked to spaces and the digests to zeros; headers are parsed once per layout id. Every value is checked
+before it is used: a hostile header raises `ImageError` and costs no more than its own length.
 """
 
 from __future__ import annotations
@@ -22,21 +31,13 @@ from typing import NamedTuple, Protocol
 import xxhash
 
 from ckptd.storage.image_format import (
-    AT_DIGESTS,
-    AT_ITERATION,
-    AT_PREVIOUS,
-    AT_SCALARS,
     DATA_ALIGNMENT,
     DIGEST_HEX,
     DTYPE_SIZE,
     FORMAT,
-    ITERATION_WIDTH,
     LENGTH_BYTES,
     MAX_DIMS,
     MAX_HEADER_BYTES,
-    OWN_KEYS,
-    PREFIX,
-    SCALARS_WIDTH,
     HeaderError,
     ImageError,
     ImageTensor,
@@ -46,25 +47,49 @@ from ckptd.storage.image_format import (
 )
 
 __all__ = [
-    "Batch",
     "DigestMap",
     "DigestMismatch",
     "ImageLayout",
     "ImageView",
     "Mismatch",
-    "ParsedHeader",
-    "find_data_offset",
     "mismatches",
-    "parse_image_header",
-    "read_number",
     "seal",
     "verify",
 ]
 
+_ITERATION_WIDTH = 20
+_SCALARS_WIDTH = 12
+# Metadata keys that ``identity`` must not contain.
+_OWN_KEYS = frozenset(
+    {"format", "iteration", "previous", "scalars_len", "digests", "num_operators", "anchors"}
+)
+_AT_ITERATION = LENGTH_BYTES + len(f'{{"__metadata__":{{"format":"{FORMAT}","iteration":"')
+_AT_PREVIOUS = _AT_ITERATION + _ITERATION_WIDTH + len('","previous":"')
+_AT_SCALARS = _AT_PREVIOUS + _ITERATION_WIDTH + len('","scalars_len":"')
+_AT_DIGESTS = _AT_SCALARS + _SCALARS_WIDTH + len('","digests":"')
+# The first bytes of every header with blanked mutable fields.
+_PREFIX = (
+    f'{{"__metadata__":{{"format":"{FORMAT}","iteration":"{" " * _ITERATION_WIDTH}"'
+    f',"previous":"{" " * _ITERATION_WIDTH}","scalars_len":"{" " * _SCALARS_WIDTH}","digests":"'
+).encode("ascii")
+assert LENGTH_BYTES + len(_PREFIX) == _AT_DIGESTS
+
+_BATCH_BYTES = 4 << 20  # handing a smaller batch to a thread takes longer than hashing it (16 GB/s)
+_MAX_CACHED_LAYOUTS = 1024
+_MAX_CACHED_TENSORS = 500_000
+_NUMBER = re.compile(rb" *(-?[0-9]+)")
+
+
+# -- layout --------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """The offsets of all parts of an image, and its header as a template."""
+    """The offsets of all parts of an image, and its header as a template.
+
+    Tensor data are contiguous, begin at a multiple of 64, and lie in order of item size (descending), so that
+    every tensor is aligned to its items.
+    """
 
     entries: tuple[TensorEntry, ...]
     header_len: int
@@ -92,7 +117,7 @@ class ImageLayout:
             identity: further metadata of the header: job, run, rank, world_size.
             num_operators: number of operators of the model.
             anchors: bitmask over operator ids: the operators with an anchor in this image.
-            data_offset: offset of the data (a multiple of 64) that is already in place, in the order of
+            data_offset: offset (a multiple of 64) of data that are in place already, in the order of
                 ``entries``; None: the data follow the header, ordered by item size.
         Raises:
             ValueError: a duplicate name, an unknown dtype, a bad shape, an anchor out of range, or
@@ -131,9 +156,9 @@ class ImageLayout:
         if len(buf) < self.image_len:
             raise ValueError(f"the buffer has {len(buf)} bytes, the image needs {self.image_len}")
         fields = (
-            (AT_ITERATION, _field("iteration", iteration, ITERATION_WIDTH)),
-            (AT_PREVIOUS, _field("previous", previous, ITERATION_WIDTH)),
-            (AT_SCALARS, _field("scalars_len", scalars_len, SCALARS_WIDTH)),
+            (_AT_ITERATION, _field("iteration", iteration, _ITERATION_WIDTH)),
+            (_AT_PREVIOUS, _field("previous", previous, _ITERATION_WIDTH)),
+            (_AT_SCALARS, _field("scalars_len", scalars_len, _SCALARS_WIDTH)),
         )
         buf[: self.data_offset] = self._template
         for at, text in fields:
@@ -157,7 +182,7 @@ def _checked(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 def _metadata(
     identity: Mapping[str, str], num_tensors: int, num_operators: int, anchors: int
 ) -> dict[str, str]:
-    taken = OWN_KEYS.intersection(identity)
+    taken = _OWN_KEYS.intersection(identity)
     if taken:
         raise ValueError(f"identity must not contain {', '.join(sorted(taken))}")
     if anchors < 0 or anchors >> num_operators:
@@ -165,9 +190,9 @@ def _metadata(
     bitmap = anchors.to_bytes((num_operators + 7) // 8, "little")
     return {
         "format": FORMAT,
-        "iteration": " " * ITERATION_WIDTH,
-        "previous": " " * ITERATION_WIDTH,
-        "scalars_len": " " * SCALARS_WIDTH,
+        "iteration": " " * _ITERATION_WIDTH,
+        "previous": " " * _ITERATION_WIDTH,
+        "scalars_len": " " * _SCALARS_WIDTH,
         "digests": "0" * (DIGEST_HEX * num_tensors),
         **identity,
         "num_operators": str(num_operators),
@@ -192,10 +217,7 @@ def _field(name: str, value: int, width: int) -> bytes:
     return text
 
 
-_BATCH_BYTES = 4 << 20  # below this, handing a batch to a thread takes longer than hashing it (16 GB/s)
-_MAX_CACHED_LAYOUTS = 1024
-_MAX_CACHED_TENSORS = 500_000
-_NUMBER = re.compile(rb" *(-?[0-9]+)")
+# -- reading a header ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +254,6 @@ class _LayoutCache:
         self._num_tensors = 0
 
     def get(self, layout_id: int) -> ParsedHeader | None:
-        """Return the parsed header, and mark it as the most recent one."""
         with self._lock:
             parsed = self._layouts.get(layout_id)
             if parsed is not None:
@@ -240,7 +261,6 @@ class _LayoutCache:
             return parsed
 
     def put(self, layout_id: int, parsed: ParsedHeader) -> None:
-        """Add ``parsed``, and evict the oldest headers beyond the bounds."""
         if len(parsed.tensors) > self._max_tensors:
             return
         with self._lock:
@@ -259,8 +279,7 @@ class _LayoutCache:
 _parsed_layouts = _LayoutCache(_MAX_CACHED_LAYOUTS, _MAX_CACHED_TENSORS)
 
 
-def read_number(buf: memoryview, name: str, at: int, width: int) -> int:
-    """The number in a mutable field of the header; raises ImageError if it is malformed."""
+def _read_number(buf: memoryview, name: str, at: int, width: int) -> int:
     text = bytes(buf[at : at + width])
     match = _NUMBER.fullmatch(text)
     if match is None:
@@ -268,25 +287,25 @@ def read_number(buf: memoryview, name: str, at: int, width: int) -> int:
     return int(match[1])
 
 
-def find_data_offset(buf: memoryview) -> int:
+def _find_data_offset(buf: memoryview) -> int:
     """The offset of the data, checked against the buffer and the limit."""
     if len(buf) < LENGTH_BYTES:
         raise ImageError(f"{len(buf)} bytes are too few for an image")
     offset = LENGTH_BYTES + int.from_bytes(buf[:LENGTH_BYTES], "little")
     if offset > min(len(buf), LENGTH_BYTES + MAX_HEADER_BYTES):
         raise ImageError(f"the image header would end at {offset}, the buffer at {len(buf)}")
-    if offset % DATA_ALIGNMENT or offset < AT_DIGESTS:
+    if offset % DATA_ALIGNMENT or offset < _AT_DIGESTS:
         raise ImageError(f"image data cannot begin at {offset}")
     return offset
 
 
-def parse_image_header(buf: memoryview) -> tuple[ParsedHeader, int]:
-    """Parse the header; returns its contents and its layout id.
+def _parse_header(buf: memoryview) -> tuple[ParsedHeader, int]:
+    """The contents of the header, and its layout id.
 
     Raises:
         ImageError: it is not an image header, or the buffer ends before the image.
     """
-    data_offset = find_data_offset(buf)
+    data_offset = _find_data_offset(buf)
     blanked, num_tensors = _blanked(buf, data_offset)
     layout_id = xxhash.xxh3_64_intdigest(blanked)
     parsed = _parsed_layouts.get(layout_id)
@@ -301,15 +320,15 @@ def parse_image_header(buf: memoryview) -> tuple[ParsedHeader, int]:
 def _blanked(buf: memoryview, data_offset: int) -> tuple[bytearray, int]:
     """The header with its mutable fields blanked, and the number of its digests."""
     header = bytearray(buf[:data_offset])
-    end = header.find(b'"', AT_DIGESTS)
-    digits = header[AT_DIGESTS : max(end, AT_DIGESTS)]
+    end = header.find(b'"', _AT_DIGESTS)
+    digits = header[_AT_DIGESTS : max(end, _AT_DIGESTS)]
     if end < 0 or len(digits) % DIGEST_HEX or digits.strip(b"0123456789abcdef"):
         raise ImageError("the digests field of the image header is damaged")
-    header[AT_ITERATION : AT_ITERATION + ITERATION_WIDTH] = b" " * ITERATION_WIDTH
-    header[AT_PREVIOUS : AT_PREVIOUS + ITERATION_WIDTH] = b" " * ITERATION_WIDTH
-    header[AT_SCALARS : AT_SCALARS + SCALARS_WIDTH] = b" " * SCALARS_WIDTH
-    header[AT_DIGESTS:end] = b"0" * len(digits)
-    if not header.startswith(PREFIX, LENGTH_BYTES):
+    header[_AT_ITERATION : _AT_ITERATION + _ITERATION_WIDTH] = b" " * _ITERATION_WIDTH
+    header[_AT_PREVIOUS : _AT_PREVIOUS + _ITERATION_WIDTH] = b" " * _ITERATION_WIDTH
+    header[_AT_SCALARS : _AT_SCALARS + _SCALARS_WIDTH] = b" " * _SCALARS_WIDTH
+    header[_AT_DIGESTS:end] = b"0" * len(digits)
+    if not header.startswith(_PREFIX, LENGTH_BYTES):
         raise ImageError(f"the header is not one of format {FORMAT}")
     return header, len(digits) // DIGEST_HEX
 
@@ -328,7 +347,7 @@ def _parse_blanked(blanked: bytearray, num_tensors: int) -> ParsedHeader:
         tensors=tensors,
         by_name={tensor.name: tensor for tensor in tensors},
         batches=_batches(tensors),
-        identity={key: value for key, value in metadata.items() if key not in OWN_KEYS},
+        identity={key: value for key, value in metadata.items() if key not in _OWN_KEYS},
         num_operators=num_operators,
         anchors=anchors,
         data_offset=len(blanked),
@@ -337,6 +356,7 @@ def _parse_blanked(blanked: bytearray, num_tensors: int) -> ParsedHeader:
 
 
 def _operators(metadata: Mapping[str, str]) -> tuple[int, int]:
+    """The number of operators, and the bitmask of those with an anchor."""
     try:
         count = metadata["num_operators"]
         bitmap = base64.b64decode(metadata["anchors"], validate=True)
@@ -367,16 +387,81 @@ def _batches(tensors: Sequence[ImageTensor]) -> tuple[Batch, ...]:
     return tuple(sorted(batches, key=lambda batch: -batch.nbytes))
 
 
+class ImageView:
+    """An image in a buffer, with a checked header; `verify` checks the digests.
+
+    Iterating yields the tensors in data order. Nothing is copied; the view is valid as long as the
+    buffer is.
+
+    Attributes:
+        entries: the tensors in data order, with offsets from the beginning of the image.
+        identity: the metadata that was passed to `ImageLayout.build`.
+        anchors: bitmask over operator ids: the operators with an anchor in this image.
+    Raises:
+        ImageError: the header is not an image header, or the buffer ends before the image.
+    """
+
+    __slots__ = (
+        "_buf",
+        "_by_name",
+        "anchors",
+        "data_offset",
+        "entries",
+        "identity",
+        "image_len",
+        "iteration",
+        "layout_id",
+        "num_operators",
+        "previous",
+        "scalars_len",
+    )
+
+    def __init__(self, buf: memoryview) -> None:
+        parsed, self.layout_id = _parse_header(buf)
+        self._buf, self._by_name = buf, parsed.by_name
+        self.entries, self.identity = parsed.tensors, parsed.identity
+        self.num_operators, self.anchors = parsed.num_operators, parsed.anchors
+        self.data_offset, self.image_len = parsed.data_offset, parsed.image_len
+        self.iteration = _read_number(buf, "iteration", _AT_ITERATION, _ITERATION_WIDTH)
+        self.previous = _read_number(buf, "previous", _AT_PREVIOUS, _ITERATION_WIDTH)
+        self.scalars_len = _read_number(buf, "scalars_len", _AT_SCALARS, _SCALARS_WIDTH)
+        if self.iteration < 0 or self.previous < -1 or self.scalars_len < 0:
+            raise ImageError("a number in the image header is negative")
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors in data order."""
+        return tuple(self._by_name)
+
+    def tensor(self, name: str) -> ImageTensor:
+        """The description of tensor ``name``; KeyError if the image has none."""
+        return self._by_name[name]
+
+    def data(self, name: str) -> memoryview:
+        """The bytes of tensor ``name``, in place; KeyError if the image has none."""
+        tensor = self._by_name[name]
+        return self._buf[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def __iter__(self) -> Iterator[ImageTensor]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+
+# -- digests -------------------------------------------------------------------------------------
+
+
 class DigestMismatch(ImageError):
     """The bytes differ from the sealed ones; ``tensor`` is the first tensor that differs."""
 
     def __init__(self, tensor: str) -> None:
-        super().__init__(f"the digest of {tensor!r} does not match: its bytes were changed")
+        super().__init__(tensor)  # the argument from which pickle rebuilds it
         self.tensor = tensor
-        self.args = (tensor,)  # arguments from which pickle rebuilds it
 
     def __str__(self) -> str:
-        """The tensor that does not match."""
         return f"the digest of {self.tensor!r} does not match: its bytes were changed"
 
 
@@ -385,92 +470,17 @@ class DigestMap(Protocol):
 
     def __call__(
         self, function: Callable[[Batch], list[bytes]], arguments: Iterable[Batch], /
-    ) -> Iterable[list[bytes]]:
-        """Call ``function`` for each argument."""
+    ) -> Iterable[list[bytes]]: ...
 
 
 class Mismatch(NamedTuple):
-    """A range ``[start, stop)`` of an image that differs from the sealed bytes: of a tensor, or of
+    """A range ``[start, stop)`` of an image that differs from the sealed bytes: the tensor ``name``, or
     the ``"header"``.
     """
 
     name: str
     start: int
     stop: int
-
-
-class ImageView:
-    """An image in a buffer, with a checked header; `verify` checks the digests.
-
-    Iterating yields the tensors in data order. Nothing is copied; the view is valid as long as the
-    buffer is.
-
-    Raises:
-        ImageError: the header is not an image header, or the buffer ends before the image.
-    """
-
-    __slots__ = ("_buf", "_parsed", "iteration", "layout_id", "previous", "scalars_len")
-
-    def __init__(self, buf: memoryview) -> None:
-        self._parsed, self.layout_id = parse_image_header(buf)
-        self._buf = buf
-        self.iteration = read_number(buf, "iteration", AT_ITERATION, ITERATION_WIDTH)
-        self.previous = read_number(buf, "previous", AT_PREVIOUS, ITERATION_WIDTH)
-        self.scalars_len = read_number(buf, "scalars_len", AT_SCALARS, SCALARS_WIDTH)
-        if self.iteration < 0 or self.previous < -1 or self.scalars_len < 0:
-            raise ImageError("a number in the image header is negative")
-
-    @property
-    def entries(self) -> tuple[ImageTensor, ...]:
-        """The tensors in data order, with offsets from the beginning of the image."""
-        return self._parsed.tensors
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """The metadata that was passed to `ImageLayout.build`."""
-        return self._parsed.identity
-
-    @property
-    def num_operators(self) -> int:
-        """The number of operators of the model."""
-        return self._parsed.num_operators
-
-    @property
-    def anchors(self) -> int:
-        """Bitmask over operator ids: the operators with an anchor in this image."""
-        return self._parsed.anchors
-
-    @property
-    def data_offset(self) -> int:
-        """The offset of the tensor data."""
-        return self._parsed.data_offset
-
-    @property
-    def image_len(self) -> int:
-        """The length of the image."""
-        return self._parsed.image_len
-
-    def names(self) -> tuple[str, ...]:
-        """The names of the tensors in data order."""
-        return tuple(self._parsed.by_name)
-
-    def tensor(self, name: str) -> ImageTensor:
-        """The description of tensor ``name``; KeyError if the image has none."""
-        return self._parsed.by_name[name]
-
-    def data(self, name: str) -> memoryview:
-        """The bytes of tensor ``name``, in place; KeyError if the image has none."""
-        tensor = self._parsed.by_name[name]
-        return self._buf[tensor.offset : tensor.offset + tensor.nbytes]
-
-    def __iter__(self) -> Iterator[ImageTensor]:
-        return iter(self._parsed.tensors)
-
-    def __len__(self) -> int:
-        return len(self._parsed.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parsed.by_name
 
 
 def seal(buf: memoryview, *, map_fn: DigestMap | None = None) -> bytes:
@@ -482,9 +492,9 @@ def seal(buf: memoryview, *, map_fn: DigestMap | None = None) -> bytes:
     Raises:
         ImageError: the header is not an image header.
     """
-    parsed, _ = parse_image_header(buf)
+    parsed, _ = _parse_header(buf)
     digests = b"".join(_digests(buf, parsed, map_fn))
-    buf[AT_DIGESTS : AT_DIGESTS + 2 * len(digests)] = binascii.hexlify(digests)
+    buf[_AT_DIGESTS : _AT_DIGESTS + 2 * len(digests)] = binascii.hexlify(digests)
     return xxhash.xxh3_128_digest(buf[: parsed.data_offset])
 
 
@@ -495,7 +505,7 @@ def verify(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | None = 
         DigestMismatch: names the first damaged tensor, or ``"header"``.
         ImageError: the header is truncated, or not an image header.
     """
-    if xxhash.xxh3_128_digest(buf[: find_data_offset(buf)]) != header_digest:
+    if xxhash.xxh3_128_digest(buf[: _find_data_offset(buf)]) != header_digest:
         raise DigestMismatch("header")
     first = next(_changed(buf, map_fn), None)
     if first is not None:
@@ -515,7 +525,7 @@ def mismatches(buf: memoryview, header_digest: bytes, *, map_fn: DigestMap | Non
     if len(buf) < LENGTH_BYTES:
         raise ImageError(f"{len(buf)} bytes are too few for an image")
     try:
-        data_offset = find_data_offset(buf)
+        data_offset = _find_data_offset(buf)
     except ImageError:
         return [Mismatch("header", 0, LENGTH_BYTES)]
     if xxhash.xxh3_128_digest(buf[:data_offset]) != header_digest:
@@ -536,8 +546,8 @@ def _digests(buf: memoryview, parsed: ParsedHeader, map_fn: DigestMap | None) ->
 
 def _changed(buf: memoryview, map_fn: DigestMap | None) -> Iterator[ImageTensor]:
     """The tensors whose bytes do not match the digests in the header."""
-    parsed, _ = parse_image_header(buf)
-    stored = binascii.unhexlify(buf[AT_DIGESTS : AT_DIGESTS + DIGEST_HEX * len(parsed.tensors)])
+    parsed, _ = _parse_header(buf)
+    stored = binascii.unhexlify(buf[_AT_DIGESTS : _AT_DIGESTS + DIGEST_HEX * len(parsed.tensors)])
     at = 0
     for tensor, digest in zip(parsed.tensors, _digests(buf, parsed, map_fn), strict=True):
         if stored[at : at + len(digest)] != digest:

@@ -1,13 +1,10 @@
-"""The fixed parts of the image format: the mutable header fields, the dtypes, and the description of tensors.
+"""The parts of the image format that are needed without an image: dtypes, tensors, and headers.
 
-``docs/architecture.md`` section 3 is the specification. Every header begins with the same bytes, so
-that the mutable fields are found without parsing::
+Images, stored parts and models are safetensors files. The safetensors library reads a header only together
+with its file, which it maps, and writes only data that are complete in memory. This module reads a header
+alone (from memory that another process writes to, or from a store) and writes one before its data exist.
 
-    {"__metadata__":{"format":"ckptd/1","iteration":"<20>","previous":"<20>","scalars_len":"<12>",
-    "digests":"<32 per tensor>", …
-
-(in one line). The *layout id* is the xxh3_64 of bytes [0, 8 + header_len) with the first three fields
-blanked to spaces and the digests to zeros; headers are parsed once per layout id.
+`ckptd.storage.image` is about whole images; ``docs/architecture.md`` section 3 is the specification.
 """
 
 from __future__ import annotations
@@ -22,26 +19,17 @@ from typing import TypeGuard
 import xxhash
 
 __all__ = [
-    "AT_DIGESTS",
-    "AT_ITERATION",
-    "AT_PREVIOUS",
-    "AT_SCALARS",
     "DATA_ALIGNMENT",
     "DIGEST_HEX",
     "DTYPE_SIZE",
     "FORMAT",
-    "ITERATION_WIDTH",
     "LENGTH_BYTES",
     "MAX_DIMS",
     "MAX_HEADER_BYTES",
-    "OWN_KEYS",
-    "PREFIX",
-    "SCALARS_WIDTH",
     "HeaderError",
     "ImageError",
     "ImageTensor",
     "ObjectHeader",
-    "SafetensorsHeader",
     "TensorEntry",
     "data_offset_of",
     "parse_header",
@@ -49,7 +37,6 @@ __all__ = [
     "render_header",
     "tag_of",
 ]
-
 
 FORMAT = "ckptd/1"
 
@@ -77,28 +64,15 @@ LENGTH_BYTES = 8  # of the length field in front of the header
 DATA_ALIGNMENT = 64
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 MAX_DIMS = 64
-ITERATION_WIDTH = 20
-SCALARS_WIDTH = 12
 DIGEST_HEX = 32
-# Metadata keys that ``identity`` must not contain.
-OWN_KEYS = frozenset(
-    {"format", "iteration", "previous", "scalars_len", "digests", "num_operators", "anchors"}
-)
-
-AT_ITERATION = LENGTH_BYTES + len(f'{{"__metadata__":{{"format":"{FORMAT}","iteration":"')
-AT_PREVIOUS = AT_ITERATION + ITERATION_WIDTH + len('","previous":"')
-AT_SCALARS = AT_PREVIOUS + ITERATION_WIDTH + len('","scalars_len":"')
-AT_DIGESTS = AT_SCALARS + SCALARS_WIDTH + len('","digests":"')
-# The first bytes of every header with blanked mutable fields.
-PREFIX = (
-    f'{{"__metadata__":{{"format":"{FORMAT}","iteration":"{" " * ITERATION_WIDTH}"'
-    f',"previous":"{" " * ITERATION_WIDTH}","scalars_len":"{" " * SCALARS_WIDTH}","digests":"'
-).encode("ascii")
-assert LENGTH_BYTES + len(PREFIX) == AT_DIGESTS
 
 
 class ImageError(ValueError):
     """The bytes are not an image, or not a whole one."""
+
+
+class HeaderError(ValueError):
+    """The bytes are not the header of a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +85,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * DTYPE_SIZE[self.dtype]
 
 
@@ -126,13 +99,12 @@ class ImageTensor:
     nbytes: int
 
 
-class HeaderError(ValueError):
-    """The bytes are not the header of a safetensors file."""
+# -- any safetensors file ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What a header says; ``tensors`` are in data order, without gaps, and end at ``end``."""
+    """The contents of a header; ``tensors`` are in data order, without gaps, and end at ``end``."""
 
     metadata: Mapping[str, str] | None
     tensors: tuple[ImageTensor, ...]
@@ -140,15 +112,14 @@ class SafetensorsHeader:
 
 
 def parse_safetensors_header(text: bytes | bytearray) -> SafetensorsHeader:
-    """What the JSON of a header says, which stands behind its length. Offsets count from the
-    beginning of the file.
+    """Parse the JSON that follows the length field; offsets count from the beginning of the file.
 
     Raises:
-        HeaderError: it is no header; tensors overlap, leave gaps or are not as long as their shapes say.
+        HeaderError: it is not a header; tensors overlap, leave gaps, or do not have the size of their shapes.
     """
     fields = _decoded(text)
     metadata = fields.pop("__metadata__", None)
-    if metadata is not None and not _texts(metadata):
+    if metadata is not None and not _are_texts(metadata):
         raise HeaderError("the metadata of the header are not strings")
     data_offset = LENGTH_BYTES + len(text)
     found = [_tensor(name, value, data_offset) for name, value in fields.items()]
@@ -162,12 +133,9 @@ def parse_safetensors_header(text: bytes | bytearray) -> SafetensorsHeader:
 
 
 def render_header(metadata: Mapping[str, str], tensors: Iterable[ImageTensor | TensorEntry]) -> bytes:
-    """The header of ``tensors``, one behind the other in this order, up to where data begins.
+    """The bytes before the data of ``tensors``, which follow each other in this order.
 
-    An ``offset`` counts for nothing: they are put where there is room for them.
-
-    Raises:
-        ValueError: it is longer than headers may be.
+    Ignores the ``offset`` of an `ImageTensor`. Raises ValueError if the header is longer than allowed.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -210,9 +178,9 @@ def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_SIZE:
         raise HeaderError(f"tensor {name!r} has unknown dtype {str(dtype)[:20]!r}")
-    if not _naturals(shape) or len(shape) > MAX_DIMS:
+    if not _are_naturals(shape) or len(shape) > MAX_DIMS:
         raise HeaderError(f"tensor {name!r} has a bad shape")
-    if not _naturals(offsets) or len(offsets) != 2:
+    if not _are_naturals(offsets) or len(offsets) != 2:
         raise HeaderError(f"tensor {name!r} has bad offsets")
     nbytes = offsets[1] - offsets[0]
     if math.prod(shape) * DTYPE_SIZE[dtype] != nbytes:
@@ -220,18 +188,20 @@ def _tensor(name: str, value: object, data_offset: int) -> ImageTensor:
     return ImageTensor(name, dtype, tuple(shape), data_offset + offsets[0], nbytes)
 
 
-def _texts(value: object) -> TypeGuard[dict[str, str]]:
+def _are_texts(value: object) -> TypeGuard[dict[str, str]]:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-def _naturals(value: object) -> bool:
-    """Whether it is a list of integers from 0 to 2^63."""
+def _are_naturals(value: object) -> bool:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+
+
+# -- stored objects: images and parts ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
-    """The contents of a header: ``tensors`` in data order, and their ``digests``."""
+    """The header of a stored object: ``tensors`` in data order, and their xxh3_128 ``digests``."""
 
     metadata: Mapping[str, str]
     tensors: tuple[ImageTensor, ...]
@@ -241,7 +211,7 @@ class ObjectHeader:
 
 
 def data_offset_of(length: bytes) -> int:
-    """The offset of the data, from an object's first 8 bytes; raises HeaderError if it is not possible."""
+    """The offset of the data, from an object's first 8 bytes; raises HeaderError if it is impossible."""
     if len(length) != LENGTH_BYTES:
         raise HeaderError(f"{len(length)} bytes are too few for a header")
     header_len = int.from_bytes(length, "little")
@@ -256,7 +226,7 @@ def tag_of(header: bytes | memoryview) -> str:
 
 
 def parse_header(header: bytes) -> ObjectHeader:
-    """Parse the bytes before the data.
+    """Parse an object's bytes before its data.
 
     Raises:
         HeaderError: they are not a header, tensors overlap or leave gaps, or a digest is missing.
@@ -267,11 +237,8 @@ def parse_header(header: bytes) -> ObjectHeader:
     found = parse_safetensors_header(header[LENGTH_BYTES:])
     if found.metadata is None:
         raise HeaderError("the metadata are missing")
-    digests = _digests(found.metadata.get("digests", ""), len(found.tensors))
-    return ObjectHeader(found.metadata, found.tensors, digests, data_offset, found.end)
-
-
-def _digests(text: str, count: int) -> tuple[bytes, ...]:
+    text, count = found.metadata.get("digests", ""), len(found.tensors)
     if len(text) != count * DIGEST_HEX or not re.fullmatch("[0-9a-f]*", text):
         raise HeaderError(f"the header does not contain a digest for each of {count} tensors")
-    return tuple([bytes.fromhex(text[at : at + 32]) for at in range(0, len(text), DIGEST_HEX)])
+    digests = tuple([bytes.fromhex(text[at : at + DIGEST_HEX]) for at in range(0, len(text), DIGEST_HEX)])
+    return ObjectHeader(found.metadata, found.tensors, digests, data_offset, found.end)

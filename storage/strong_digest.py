@@ -1,5 +1,4 @@
-"""Cryptographic digests of images. They detect forgery; xxh3 detects damage, and is three to ten times
-as fast.
+"""Cryptographic digests of images, which detect forgery. (xxh3 detects damage, three to ten times as fast.)
 
 A digest is spelled ``blake3:<64 hex digits>`` or ``sha256:<64 hex digits>``. A writer uses the
 algorithm that is faster on its machine (BLAKE3 with AVX2 or AVX-512, SHA-256 if the CPU has only
@@ -52,28 +51,17 @@ def strong_digest(data: Buffer, algorithm: str = "", *, threads: int = 1) -> str
 
 
 def matches(data: Buffer, digest: str, *, threads: int = 1) -> bool:
-    """Whether ``data`` has this digest; ``threads`` as in `strong_digest`.
-
-    Raises:
-        ValueError: ``digest`` is malformed.
-    """
-    if not is_strong_digest(digest):
-        raise ValueError(f"{digest[:80]!r} is not a digest: use blake3: or sha256: and 64 hex digits")
-    return hmac.compare_digest(strong_digest(data, digest.partition(":")[0], threads=threads), digest)
+    """Whether ``data`` has this digest; ``threads`` as in `strong_digest`. ValueError if it is malformed."""
+    algorithm, _ = _split(digest)
+    return hmac.compare_digest(strong_digest(data, algorithm, threads=threads), digest)
 
 
 class Digesting:
-    """Compares bytes that arrive in chunks with a digest.
-
-    Raises:
-        ValueError: ``digest`` is malformed.
-    """
+    """Compares bytes that arrive in chunks with a digest; ValueError if the digest is malformed."""
 
     def __init__(self, digest: str) -> None:
-        if not is_strong_digest(digest):
-            raise ValueError(f"{digest[:80]!r} is not a digest: use blake3: or sha256: and 64 hex digits")
-        name, _, self._wanted = digest.partition(":")
-        self._made = blake3() if name == "blake3" else hashlib.sha256()
+        algorithm, self._wanted = _split(digest)
+        self._made = blake3() if algorithm == "blake3" else hashlib.sha256()
 
     def update(self, data: Buffer) -> None:
         """Add the next bytes."""
@@ -88,6 +76,14 @@ class Digesting:
 def is_strong_digest(text: str) -> bool:
     """Whether ``text`` is a well-formed digest."""
     return _PATTERN.fullmatch(text) is not None
+
+
+def _split(digest: str) -> tuple[str, str]:
+    """The algorithm and the hexadecimal digits."""
+    if not is_strong_digest(digest):
+        raise ValueError(f"{digest[:80]!r} is not a digest: use blake3: or sha256: and 64 hex digits")
+    algorithm, _, digits = digest.partition(":")
+    return algorithm, digits
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """The manifest of one rank's part of a checkpoint: written last, and checked completely when it is read.
 
-``docs/format.md`` section 4 is the specification. Reading a manifest checks that its numbers are in
-range, its keys are object keys below the run's prefix, its extents cover each image without gap or
-overlap and stay within their objects, and its snapshots are an unbroken chain that anchors every operator.
-The result is a `RankManifest` with these properties, or a `ManifestError`.
+``docs/format.md`` section 4 is the specification. The constructors check that all numbers are in range, keys are
+object keys below the run's prefix, extents cover each image without gap or overlap and stay within their
+objects, every object is used, and the snapshots are an unbroken chain that anchors every operator.
 
 `RankManifest.from_bytes` accepts only the one spelling that `to_bytes` writes.
 """
@@ -47,11 +46,7 @@ from ckptd.storage.checkpoints.signing import SIGNER, ManifestSigner
 from ckptd.storage.strong_digest import STRONG_DIGEST, is_strong_digest
 
 __all__ = [
-    "MANIFEST_FORMAT",
-    "MAX_BYTES",
-    "MAX_LAYOUT_ID",
     "MAX_MANIFEST_BYTES",
-    "MAX_OPERATORS",
     "Extent",
     "ManifestError",
     "RankManifest",
@@ -60,13 +55,17 @@ __all__ = [
     "agreement",
 ]
 
-
-MAX_BYTES = 1 << 50  # of an image or an object; a store's own limits are lower
-MAX_OPERATORS = 10**9 - 1  # what an image accepts
-MAX_LAYOUT_ID = 2**64 - 1
-_MAX_PHASE = 2**32 - 1
+MAX_MANIFEST_BYTES = 64 << 20
+_FORMAT = "ckptd.manifest/2"
+_FORMATS = {1: "ckptd.manifest/1", 2: _FORMAT}
+_MAX_BYTES = 1 << 50  # of an image or an object; a store's own limits are lower
+_MAX_OPERATORS = 10**9 - 1  # as in an image
+_MAX_U32 = 2**32 - 1  # of a phase or a window
 _MAX_TIME_NS = 2**63 - 1
+_MAX_SLOTS = 1 << 16
+_MAX_DESCRIPTOR_BYTES = 16 << 20
 _DIGEST_BYTES = 16
+_SIGNATURE_BYTES = 64
 
 
 class StoredObject(NamedTuple):
@@ -110,13 +109,13 @@ class StoredSnapshot:
         in_range("iteration", self.iteration, 0, MAX_ITERATION)
         in_range("previous", self.previous, -1, self.iteration - 1)
         in_range("sequence", self.sequence, 0, MAX_SEQUENCE)
-        in_range("phase", self.phase, 0, _MAX_PHASE)
+        in_range("phase", self.phase, 0, _MAX_U32)
         in_range("epoch", self.epoch, 0, MAX_EPOCH)
         in_range("epoch_start", self.epoch_start, -1, MAX_ITERATION)
         in_range("filled_at_ns", self.filled_at_ns, 0, _MAX_TIME_NS)
-        in_range("image_len", self.image_len, 1, MAX_BYTES)
-        in_range("layout_id", self.layout_id, 0, MAX_LAYOUT_ID)
-        in_range("num_operators", self.num_operators, 0, MAX_OPERATORS)
+        in_range("image_len", self.image_len, 1, _MAX_BYTES)
+        in_range("layout_id", self.layout_id, 0, 2**64 - 1)
+        in_range("num_operators", self.num_operators, 0, _MAX_OPERATORS)
         if len(self.header_digest) != _DIGEST_BYTES:
             raise ManifestError(f"a header digest has {len(self.header_digest)} bytes")
         if self.image_digest and not is_strong_digest(self.image_digest):
@@ -131,7 +130,7 @@ def _check_objects(objects: Sequence[StoredObject]) -> None:
     for stored in objects:
         if not isinstance(parse(stored.key), ObjectName):
             raise ManifestError(f"{stored.key[:120]!r} is not the key of an object")
-        in_range("the size of an object", stored.size, 1, MAX_BYTES)
+        in_range("the size of an object", stored.size, 1, _MAX_BYTES)
         in_range("characters of an etag", len(stored.etag), 0, MAX_TEXT)
     if len({stored.key for stored in objects}) != len(objects):
         raise ManifestError("an object is listed twice")
@@ -154,19 +153,9 @@ def _check_extents(snapshot: StoredSnapshot) -> None:
         raise ManifestError("an object is listed but not used")
 
 
-MANIFEST_FORMAT = "ckptd.manifest/2"
-_FORMATS = {1: "ckptd.manifest/1", 2: MANIFEST_FORMAT}
-MAX_MANIFEST_BYTES = 64 << 20
-_MAX_WINDOW = 2**32 - 1
-_MAX_SLOTS = 1 << 16
-_MAX_NUMBER = 2**63 - 1
-_SIGNATURE_BYTES = 64
-_MAX_DESCRIPTOR_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)  # no slots: `agreement` is a cached property, used by every key
+@dataclass(frozen=True)  # no slots, because of the cached property
 class RankManifest:
-    """The objects and snapshots of a checkpoint that one rank has stored.
+    """One rank's part of a checkpoint: its snapshots, and the objects that contain them.
 
     Attributes:
         every: iterations between checkpoints.
@@ -174,8 +163,8 @@ class RankManifest:
         num_slots: the number of slots of the ring.
         descriptor: the segment's descriptor, opaque to storage.
         tool: name and version of the writer.
-        version: of the format. Version 1 has no digests of images and no signatures; it is read,
-            but no longer written.
+        version: of the format. Version 1, which has no digests of images and no signatures, is read but not
+            written any more.
         signer: public key of the signer (`ckptd.storage.checkpoints.signing`); "" if it is not signed.
         signature: 64 bytes over `signed_bytes`; empty if it is not signed.
     """
@@ -201,10 +190,10 @@ class RankManifest:
         check_run(self.job, self.run, self.run_id, self.tool)
         in_range("world_size", self.world_size, 1, MAX_RANKS)
         in_range("rank", self.rank, 0, self.world_size - 1)
-        in_range("window", self.window, 1, _MAX_WINDOW)
+        in_range("window", self.window, 1, _MAX_U32)
         in_range("every", self.every, 1, MAX_ITERATION)
-        in_range("written_at_ns", self.written_at_ns, 0, _MAX_NUMBER)
-        in_range("slot_bytes", self.slot_bytes, 1, MAX_BYTES)
+        in_range("written_at_ns", self.written_at_ns, 0, _MAX_TIME_NS)
+        in_range("slot_bytes", self.slot_bytes, 1, _MAX_BYTES)
         in_range("num_slots", self.num_slots, 1, _MAX_SLOTS)
         in_range("bytes of the descriptor", len(self.descriptor), 0, _MAX_DESCRIPTOR_BYTES)
         _check_chain(self.snapshots)
@@ -226,12 +215,12 @@ class RankManifest:
 
     @property
     def start(self) -> int:
-        """The iteration of the oldest snapshot, at which a replay starts."""
+        """The iteration of the oldest snapshot."""
         return self.snapshots[0].iteration
 
     @property
     def end(self) -> int:
-        """The iteration of the newest snapshot, whose state the checkpoint represents."""
+        """The iteration of the newest snapshot."""
         return self.snapshots[-1].iteration
 
     @cached_property
@@ -251,9 +240,7 @@ class RankManifest:
 
     @property
     def key(self) -> str:
-        """The key of the manifest."""
-        name = ManifestName(self.job, self.run, self.checkpoint, self.rank, self.world_size)
-        return name.key
+        return ManifestName(self.job, self.run, self.checkpoint, self.rank, self.world_size).key
 
     @property
     def object_keys(self) -> frozenset[str]:
@@ -324,7 +311,7 @@ class RankManifest:
             from_base64("descriptor", wire.descriptor),
             wire.tool,
             snapshots,
-            2 if wire.format == MANIFEST_FORMAT else 1,
+            2 if wire.format == _FORMAT else 1,
             wire.signer,
             from_base64("signature", wire.signature),
         )
@@ -349,66 +336,46 @@ def agreement(
         phases: (iteration, phase) of each snapshot, from the start of the checkpoint to its end.
     """
     start, end = phases[0][0], phases[-1][0]
-    values = [
-        job,
-        run,
-        run_id,
-        world_size,
-        start,
-        end,
-        epoch,
-        epoch_start,
-        [list(p) for p in phases],
-    ]
+    spans = [list(pair) for pair in phases]
+    values = [job, run, run_id, world_size, start, end, epoch, epoch_start, spans]
     return xxhash.xxh3_128_hexdigest(json.dumps(values, separators=(",", ":")).encode("ascii"))
 
 
-_Natural = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
-_Number = Annotated[int, Meta(ge=-1, le=_MAX_NUMBER)]
-_Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-_Key = Annotated[str, Meta(max_length=1024)]
-
-
-class _WireObject(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    key: _Key
-    size: _Natural
-    etag: _Text
-
-
+# Ranges are checked by the constructors above.
 class _WireSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    iteration: _Natural
-    previous: _Number
-    sequence: _Natural
-    phase: _Natural
-    epoch: _Natural
-    epoch_start: _Number
-    filled_at_ns: _Natural
+    iteration: int
+    previous: int
+    sequence: int
+    phase: int
+    epoch: int
+    epoch_start: int
+    filled_at_ns: int
     header_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-    image_len: _Natural
+    image_len: int
     layout_id: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-    num_operators: _Natural
+    num_operators: int
     anchors: str
-    objects: list[_WireObject]
-    extents: list[tuple[_Natural, _Natural, _Natural, _Natural]]
+    objects: tuple[StoredObject, ...]
+    extents: tuple[Extent, ...]
     image_digest: Annotated[str, Meta(pattern=f"^({STRONG_DIGEST})?$")] = ""
 
 
 class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Annotated[str, Meta(pattern=f"^({'|'.join(_FORMATS.values())})$")]
-    job: _Text
-    run: _Text
-    run_id: _Text
-    rank: _Natural
-    world_size: _Natural
-    start: _Natural
-    end: _Natural
-    window: _Natural
-    every: _Natural
-    written_at_ns: _Natural
-    slot_bytes: _Natural
-    num_slots: _Natural
+    job: str
+    run: str
+    run_id: str
+    rank: int
+    world_size: int
+    start: int
+    end: int
+    window: int
+    every: int
+    written_at_ns: int
+    slot_bytes: int
+    num_slots: int
     descriptor: str
-    tool: _Text
+    tool: str
     snapshots: list[_WireSnapshot]
     digest: str
     signer: Annotated[str, Meta(pattern=f"^({SIGNER})?$")] = ""
@@ -458,8 +425,8 @@ def _snapshot(fields: _WireSnapshot) -> StoredSnapshot:
         int(fields.layout_id, 16),
         fields.num_operators,
         int.from_bytes(bitmap, "little"),
-        tuple([StoredObject(stored.key, stored.size, stored.etag) for stored in fields.objects]),
-        tuple([Extent(*extent) for extent in fields.extents]),
+        fields.objects,
+        fields.extents,
         fields.image_digest,
     )
 

@@ -1,8 +1,8 @@
-"""Readable JSON that ends with its own digest. ``docs/format.md`` section 3.
+"""JSON files that end with their own digest, and the simplest of them, ``run.json``. ``docs/format.md`` section 3.
 
-Each value has one spelling: fields in the given order, one per line, indented by one blank; a list of
-numbers or strings on one line, a list of lists or objects with one item per line; ASCII. The last field
-is ``digest``, the xxh3_128 of all bytes before its line; so readers need no canonical JSON.
+Each value has one spelling: fields in the given order, one per line, indented by one blank; a list of numbers
+or strings on one line, a list of lists or objects with one item per line; ASCII. The last field is ``digest``,
+the xxh3_128 of all bytes before its line; so readers need no canonical JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -23,11 +23,9 @@ from ckptd.storage.checkpoints.names import check_name
 __all__ = [
     "MAX_RUN_BYTES",
     "MAX_TEXT",
-    "RUN_FORMAT",
     "ManifestError",
     "RunIdentity",
     "check_run",
-    "check_seal",
     "decode_sealed",
     "from_base64",
     "head_of",
@@ -60,7 +58,7 @@ def head_of(fields: Mapping[str, object]) -> bytes:
     return f"{_text(fields, 1)[:-2]},\n".encode("ascii")  # without "\n}", which follows the last
 
 
-def check_seal(data: bytes) -> None:
+def _check_seal(data: bytes) -> None:
     """Check that ``data`` ends with the digest of the bytes before it; raises ManifestError otherwise."""
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     found = _TAIL.fullmatch(tail)
@@ -74,7 +72,7 @@ def decode_sealed(data: bytes, limit: int, decoder: msgspec.json.Decoder[_T]) ->
     """Check the seal of ``data`` and decode it; raises ManifestError if either fails."""
     if len(data) > limit:
         raise ManifestError(f"it has {len(data)} bytes, the limit is {limit}")
-    check_seal(data)
+    _check_seal(data)
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -106,7 +104,7 @@ def _text(value: object, depth: int) -> str:
     return _encode(value)
 
 
-RUN_FORMAT = "ckptd.run/1"
+_RUN_FORMAT = "ckptd.run/1"
 MAX_RUN_BYTES = 64 << 10
 _MAX_TIME_NS = 2**63 - 1
 
@@ -127,16 +125,7 @@ class RunIdentity:
 
     def to_bytes(self) -> bytes:
         """The stored form."""
-        return seal_json(
-            {
-                "format": RUN_FORMAT,
-                "job": self.job,
-                "run": self.run,
-                "run_id": self.run_id,
-                "created_at_ns": self.created_at_ns,
-                "tool": self.tool,
-            }
-        )
+        return seal_json({"format": _RUN_FORMAT, **asdict(self)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunIdentity:
@@ -160,7 +149,7 @@ def check_run(job: str, run: str, run_id: str, tool: str) -> None:
 
 
 class _WireRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: Annotated[str, Meta(pattern=f"^{RUN_FORMAT}$")]
+    format: Annotated[str, Meta(pattern=f"^{_RUN_FORMAT}$")]
     job: str
     run: str
     run_id: str
