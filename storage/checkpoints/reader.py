@@ -1,7 +1,7 @@
 """Reading from a store: catalogs, manifests, and snapshots directly into memory.
 
-Everything that can be checked is checked: a manifest must belong to its key, and the digests of a
-snapshot must be those of the sealed image. A `StoreError` of the store is passed on unchanged.
+Everything that can be checked is checked: a manifest must belong to its key, and the digests of a snapshot
+must be those of the sealed image. A `StoreError` of the store is passed on unchanged.
 
 ``map_fn`` is ``map``, or the ``map`` of a thread pool. All of its tasks have ended when a call returns or
 raises, so no thread writes to a buffer that its owner reuses.
@@ -27,29 +27,26 @@ from ckptd.storage.checkpoints.names import ManifestName, RunName, parse, run_pr
 from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, RunIdentity
 from ckptd.storage.checkpoints.signing import Signers
 from ckptd.storage.checkpoints.upload_plan import StoredIndex
-from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image import ImageView, mismatches, verify
 from ckptd.storage.image_format import (
     LENGTH_BYTES,
     HeaderError,
     ImageError,
     ObjectHeader,
     data_offset_of,
-    parse_header,
 )
 from ckptd.storage.stores.objects import ObjectInfo, ObjectMissing, ObjectStore, Range, StoreFacts
 from ckptd.storage.strong_digest import Digesting, matches
 
 __all__ = [
     "MapFunction",
-    "ObjectReads",
-    "RangeRead",
-    "ReadTarget",
     "SignedStore",
     "SnapshotDamaged",
     "has_its_digest",
     "index_of",
     "plan_reads",
     "read_catalog",
+    "read_head",
     "read_identity",
     "read_image_bytes",
     "read_image_header",
@@ -59,7 +56,11 @@ __all__ = [
     "vouched_tensors",
 ]
 
-
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_HEADER_GUESS = 256 << 10  # most headers are smaller; reading this much costs less than a second request
+_MOST_LISTED = 8
+_CHUNK_BYTES = 16 << 20
 SPLIT_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20
 _GAP_BYTES = 64 << 10
@@ -67,136 +68,10 @@ _JOINED_BYTES = 8 << 20
 _STAGED_BYTES = 64 << 20  # limit of the staging buffers of one job
 
 
-class ReadTarget(NamedTuple):
-    """A part of a read: from offset ``at`` in the read to ``image_offset`` in the image."""
-
-    at: int
-    image_offset: int
-    length: int
-
-
-class RangeRead(NamedTuple):
-    """One range of an object, and the targets of its bytes."""
-
-    offset: int
-    length: int
-    targets: tuple[ReadTarget, ...]
-
-    @property
-    def staged(self) -> bool:
-        """Whether the read needs a staging buffer: its bytes have several targets."""
-        return len(self.targets) != 1
-
-
-class ObjectReads(NamedTuple):
-    """Reads of one object that one request group performs."""
-
-    key: str
-    reads: tuple[RangeRead, ...]
-
-
-class _ExtentRange(NamedTuple):
-    offset: int
-    length: int
-    image_offset: int
-
-
-def plan_reads(snapshot: StoredSnapshot, begin: int, end: int) -> list[ObjectReads]:
-    """Plan the reads of bytes [begin, end) of the image; no byte is read twice."""
-    ranges: dict[str, list[_ExtentRange]] = {}
-    for extent in snapshot.extents:
-        first = max(extent.image_offset, begin)
-        last = min(extent.image_offset + extent.length, end)
-        if first < last:
-            offset = extent.object_offset + first - extent.image_offset
-            key = snapshot.objects[extent.object].key
-            ranges.setdefault(key, []).append(_ExtentRange(offset, last - first, first))
-    return [
-        ObjectReads(key, reads)
-        for key, found in ranges.items()
-        for reads in _batches(_joined(_split(_merged(sorted(found)))))
-    ]
-
-
-def _merged(ranges: Iterable[_ExtentRange]) -> Iterator[_ExtentRange]:
-    """Merge ranges that are adjacent in the object and in the image."""
-    last: _ExtentRange | None = None
-    for part in ranges:
-        follows = last is not None and (part.offset, part.image_offset) == (
-            last.offset + last.length,
-            last.image_offset + last.length,
-        )
-        if last is not None and follows:
-            last = last._replace(length=last.length + part.length)
-            continue
-        if last is not None:
-            yield last
-        last = part
-    if last is not None:
-        yield last
-
-
-def _split(ranges: Iterable[_ExtentRange]) -> Iterator[_ExtentRange]:
-    for part in ranges:
-        for at in range(0, part.length, SPLIT_BYTES):
-            length = min(SPLIT_BYTES, part.length - at)
-            yield _ExtentRange(part.offset + at, length, part.image_offset + at)
-
-
-def _joined(ranges: Iterable[_ExtentRange]) -> Iterator[RangeRead]:
-    """Join small ranges that are close to each other into one read."""
-    group: list[_ExtentRange] = []
-    for part in ranges:
-        if group and not _fits(group, part):
-            yield _read(group)
-            group = []
-        group.append(part)
-    if group:
-        yield _read(group)
-
-
-def _fits(group: list[_ExtentRange], part: _ExtentRange) -> bool:
-    last = group[-1]
-    gap = part.offset - last.offset - last.length
-    return (
-        max(last.length, part.length) < _SMALL_BYTES
-        and 0 <= gap <= _GAP_BYTES
-        and part.offset + part.length - group[0].offset <= _JOINED_BYTES
-    )
-
-
-def _read(group: list[_ExtentRange]) -> RangeRead:
-    begin = group[0].offset
-    targets = tuple([ReadTarget(p.offset - begin, p.image_offset, p.length) for p in group])
-    return RangeRead(begin, group[-1].offset + group[-1].length - begin, targets)
-
-
-def _batches(reads: Iterable[RangeRead]) -> Iterator[tuple[RangeRead, ...]]:
-    """Group the reads within the limit of the staging buffers."""
-    batch: list[RangeRead] = []
-    staged = 0
-    for read in reads:
-        more = read.length if read.staged else 0
-        if batch and staged + more > _STAGED_BYTES:
-            yield tuple(batch)
-            batch, staged = [], 0
-        batch.append(read)
-        staged += more
-    if batch:
-        yield tuple(batch)
-
-
-_A = TypeVar("_A")
-_B = TypeVar("_B")
-_HEADER_GUESS = 256 << 10  # most headers are smaller; reading this much costs less than a second request
-_MOST_LISTED = 8
-
-
 class MapFunction(Protocol):
     """``map``, or the ``map`` of a thread pool: results in the order of the arguments."""
 
-    def __call__(self, function: Callable[[_A], _B], arguments: Iterable[_A], /) -> Iterable[_B]:
-        """Call ``function`` for each argument."""
+    def __call__(self, function: Callable[[_A], _B], arguments: Iterable[_A], /) -> Iterable[_B]: ...
 
 
 class SnapshotDamaged(ValueError):
@@ -213,7 +88,6 @@ class SnapshotDamaged(ValueError):
         self.objects = objects
 
     def __str__(self) -> str:
-        """The damaged tensors and their objects."""
         return (
             f"the stored snapshot of iteration {self.iteration} is damaged: {_listed(self.tensors)} "
             f"in {_listed(self.objects)}"
@@ -304,27 +178,37 @@ def read_image_bytes(
         raise failures[0]
 
 
+def read_head(read: Callable[[int, memoryview], None], size: int) -> bytes:
+    """The bytes before the data of an image or object of ``size`` bytes.
+
+    Args:
+        read: fills a buffer from an offset.
+    Raises:
+        HeaderError: its length field is impossible.
+    """
+    guess = bytearray(min(_HEADER_GUESS, size))
+    read(0, memoryview(guess))
+    data_offset = data_offset_of(bytes(guess[:LENGTH_BYTES]))
+    if data_offset > size:
+        raise HeaderError(f"the header would end at {data_offset}, the object ends at {size}")
+    rest = bytearray(max(0, data_offset - len(guess)))
+    if rest:
+        read(len(guess), memoryview(rest))
+    return bytes(guess[:data_offset]) + bytes(rest)
+
+
 def read_image_header(store: ObjectStore, snapshot: StoredSnapshot) -> bytes:
     """Read and verify the stored image's header.
 
     Raises:
         SnapshotDamaged: the header differs from the sealed one.
     """
-    head = bytearray(min(_HEADER_GUESS, snapshot.image_len))
-    read_image_bytes(store, snapshot, 0, memoryview(head))
     try:
-        data_offset = data_offset_of(bytes(head[:LENGTH_BYTES]))
+        header = read_head(lambda at, into: read_image_bytes(store, snapshot, at, into), snapshot.image_len)
     except HeaderError as error:
         raise _damaged_header(snapshot, 1) from error
-    if data_offset > snapshot.image_len:
-        raise _damaged_header(snapshot, 1)
-    known = len(head)
-    if data_offset > known:
-        head.extend(bytes(data_offset - known))
-        read_image_bytes(store, snapshot, known, memoryview(head)[known:])
-    header = bytes(head[:data_offset])
     if xxhash.xxh3_128_digest(header) != snapshot.header_digest:
-        raise _damaged_header(snapshot, data_offset)
+        raise _damaged_header(snapshot, len(header))
     return header
 
 
@@ -363,7 +247,7 @@ def restore_snapshot(
         verify(image, snapshot.header_digest, map_fn=map_fn)
         view = ImageView(image)
     except ImageError as error:
-        raise _damage(snapshot, image) from error
+        raise _damage(snapshot, image, map_fn) from error
     if not _is_of(view, snapshot):
         raise _damaged_header(snapshot, view.data_offset)
     if snapshot.image_digest and not matches(image, snapshot.image_digest):
@@ -372,21 +256,19 @@ def restore_snapshot(
 
 
 def _fill(store: ObjectStore, reads: ObjectReads, begin: int, into: memoryview) -> None:
-    staged: list[memoryview] = []
-    ranges: list[Range] = []
+    buffers: list[memoryview] = []
     for read in reads.reads:
         if read.staged:
-            buffer = memoryview(bytearray(read.length))
+            buffers.append(memoryview(bytearray(read.length)))
         else:
-            at = read.targets[0].image_offset - begin
-            buffer = into[at : at + read.length]
-        staged.append(buffer)
-        ranges.append(Range(read.offset, buffer))
-    store.read_ranges(reads.key, ranges)
-    for read, buffer in zip(reads.reads, staged, strict=True):
+            at = read.parts[0].image_offset - begin
+            buffers.append(into[at : at + read.length])
+    pairs = list(zip(reads.reads, buffers, strict=True))
+    store.read_ranges(reads.key, [Range(read.offset, buffer) for read, buffer in pairs])
+    for read, buffer in pairs:
         if read.staged:
-            for at, image_offset, length in read.targets:
-                place = image_offset - begin
+            for offset, length, image_offset in read.parts:
+                at, place = offset - read.offset, image_offset - begin
                 into[place : place + length] = buffer[at : at + length]
 
 
@@ -405,27 +287,16 @@ def _damaged_header(snapshot: StoredSnapshot, length: int) -> SnapshotDamaged:
     return SnapshotDamaged(snapshot.iteration, ("header",), _objects_of(snapshot, [(0, length)]))
 
 
-def _damage(snapshot: StoredSnapshot, image: memoryview) -> SnapshotDamaged:
+def _damage(snapshot: StoredSnapshot, image: memoryview, map_fn: MapFunction) -> SnapshotDamaged:
     """An error with all tensors that differ, not only the first."""
     try:
-        head = bytes(image[: data_offset_of(bytes(image[:LENGTH_BYTES]))])
-    except HeaderError:
+        changed = mismatches(image, snapshot.header_digest, map_fn=map_fn)
+    except ImageError:  # of the sealed image itself
+        changed = []
+    if not changed:
         return _damaged_header(snapshot, 1)
-    if xxhash.xxh3_128_digest(head) != snapshot.header_digest:
-        return _damaged_header(snapshot, len(head))
-    try:
-        parsed = parse_header(head)
-    except HeaderError:
-        return _damaged_header(snapshot, len(head))
-    bad = [
-        tensor
-        for tensor, digest in zip(parsed.tensors, parsed.digests, strict=True)
-        if xxhash.xxh3_128_digest(image[tensor.offset : tensor.offset + tensor.nbytes]) != digest
-    ]
-    if not bad:
-        return _damaged_header(snapshot, len(head))
-    where = _objects_of(snapshot, [(tensor.offset, tensor.nbytes) for tensor in bad])
-    return SnapshotDamaged(snapshot.iteration, tuple([tensor.name for tensor in bad]), where)
+    where = _objects_of(snapshot, [(each.start, each.stop - each.start) for each in changed])
+    return SnapshotDamaged(snapshot.iteration, tuple([each.name for each in changed]), where)
 
 
 def _objects_of(snapshot: StoredSnapshot, ranges: Iterable[tuple[int, int]]) -> tuple[str, ...]:
@@ -443,7 +314,122 @@ def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(map(repr, names[:_MOST_LISTED])) + more
 
 
-_CHUNK_BYTES = 16 << 20
+# -- planning the range requests of an image -------------------------------------------------------
+#
+# Large extents are read directly into place, split over several requests. Small extents that are close to each
+# other in an object are read by one request and copied into place: a request costs as much as about a
+# megabyte of data.
+
+
+class _Part(NamedTuple):
+    """A range of an object, and its place in the image."""
+
+    offset: int
+    length: int
+    image_offset: int
+
+
+class RangeRead(NamedTuple):
+    """One range of an object, and the parts of the image in it."""
+
+    offset: int
+    length: int
+    parts: tuple[_Part, ...]
+
+    @property
+    def staged(self) -> bool:
+        """Whether the read needs a staging buffer: its bytes have several targets."""
+        return len(self.parts) != 1
+
+
+class ObjectReads(NamedTuple):
+    """Reads of one object that one request group performs."""
+
+    key: str
+    reads: tuple[RangeRead, ...]
+
+
+def plan_reads(snapshot: StoredSnapshot, begin: int, end: int) -> list[ObjectReads]:
+    """Plan the reads of bytes [begin, end) of the image; no byte is read twice."""
+    parts: dict[str, list[_Part]] = {}
+    for extent in snapshot.extents:
+        first = max(extent.image_offset, begin)
+        last = min(extent.image_offset + extent.length, end)
+        if first < last:
+            offset = extent.object_offset + first - extent.image_offset
+            key = snapshot.objects[extent.object].key
+            parts.setdefault(key, []).append(_Part(offset, last - first, first))
+    return [
+        ObjectReads(key, reads)
+        for key, found in parts.items()
+        for reads in _batches(_joined(_split(_merged(sorted(found)))))
+    ]
+
+
+def _merged(parts: Iterable[_Part]) -> list[_Part]:
+    """Merge parts that are adjacent in the object and in the image."""
+    merged: list[_Part] = []
+    for part in parts:
+        if merged:
+            last = merged[-1]
+            follows = (last.offset + last.length, last.image_offset + last.length)
+            if follows == (part.offset, part.image_offset):
+                merged[-1] = last._replace(length=last.length + part.length)
+                continue
+        merged.append(part)
+    return merged
+
+
+def _split(parts: Iterable[_Part]) -> Iterator[_Part]:
+    for part in parts:
+        for at in range(0, part.length, SPLIT_BYTES):
+            length = min(SPLIT_BYTES, part.length - at)
+            yield _Part(part.offset + at, length, part.image_offset + at)
+
+
+def _joined(parts: Iterable[_Part]) -> Iterator[RangeRead]:
+    """Join small parts that are close to each other into one read."""
+    group: list[_Part] = []
+    for part in parts:
+        if group and not _fits(group, part):
+            yield _range_read(group)
+            group = []
+        group.append(part)
+    if group:
+        yield _range_read(group)
+
+
+def _fits(group: list[_Part], part: _Part) -> bool:
+    last = group[-1]
+    gap = part.offset - last.offset - last.length
+    return (
+        max(last.length, part.length) < _SMALL_BYTES
+        and 0 <= gap <= _GAP_BYTES
+        and part.offset + part.length - group[0].offset <= _JOINED_BYTES
+    )
+
+
+def _range_read(group: list[_Part]) -> RangeRead:
+    begin, last = group[0].offset, group[-1]
+    return RangeRead(begin, last.offset + last.length - begin, tuple(group))
+
+
+def _batches(reads: Iterable[RangeRead]) -> Iterator[tuple[RangeRead, ...]]:
+    """Group the reads within the limit of the staging buffers."""
+    batch: list[RangeRead] = []
+    staged = 0
+    for read in reads:
+        more = read.length if read.staged else 0
+        if batch and staged + more > _STAGED_BYTES:
+            yield tuple(batch)
+            batch, staged = [], 0
+        batch.append(read)
+        staged += more
+    if batch:
+        yield tuple(batch)
+
+
+# -- images in one pass, in bounded memory ---------------------------------------------------------
 
 
 def has_its_digest(store: ObjectStore, snapshot: StoredSnapshot) -> bool:
@@ -463,11 +449,11 @@ def has_its_digest(store: ObjectStore, snapshot: StoredSnapshot) -> bool:
 def vouched_tensors(
     store: ObjectStore, snapshot: StoredSnapshot, head: bytes, header: ObjectHeader
 ) -> dict[str, bytes]:
-    """Verify an image against the digest in its manifest, and return BLAKE3 digests of its tensors, with
-    which later reads of single tensors are verified. Empty if the manifest has no digest (version 1).
+    """Verify an image against the digest in its manifest; returns BLAKE3 digests of its tensors, for later
+    reads of single tensors. Empty if the manifest has no digest (version 1).
 
     Args:
-        head: the bytes of the image's header, which may still be forged; ``header`` is its contents.
+        head: the bytes of the image's header, which may be forged; ``header`` is its contents.
     Raises:
         SnapshotDamaged: it is not the image of the manifest; names the tensors whose xxh3 digests differ.
         ObjectMissing, Damaged: an object is missing, or too short.
@@ -515,12 +501,13 @@ def _chunks(store: ObjectStore, snapshot: StoredSnapshot) -> Iterator[memoryview
 
 
 class SignedStore:
-    """Implements `ObjectStore`. Objects are covered by the digests in a manifest, which readers compare.
+    """Implements `ObjectStore`; refuses manifests without a valid signature. The digests in a manifest, which
+    readers compare, cover the objects.
 
     Args:
-        signers: whose manifests are believed.
-        required: every manifest must be signed, and have a digest of every image. Otherwise one
-            that claims to be of a signer that is known must be his.
+        signers: the trusted signers.
+        required: every manifest must be signed, and have a digest of every image. Otherwise only a manifest
+            that names a trusted signer is checked.
     """
 
     def __init__(self, store: ObjectStore, signers: Signers, *, required: bool = True) -> None:
@@ -534,11 +521,7 @@ class SignedStore:
         return self._store.put(key, parts, if_absent=if_absent)
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """As `ObjectStore.read`.
-
-        Raises:
-            ManifestError: it is a manifest that is not believed.
-        """
+        """As `ObjectStore.read`; raises ManifestError for a manifest that is not believed."""
         data = self._store.read(key, limit=limit)
         if isinstance(parse(key), ManifestName) and len(data) <= MAX_MANIFEST_BYTES:
             self._check(RankManifest.from_bytes(data))

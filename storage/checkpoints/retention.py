@@ -15,6 +15,14 @@ Invariants, for every policy and after any interrupted plan:
   object is deleted.
 
 All times come from the store's listing; no other clock is compared with them.
+
+Incarnations (`plan_incarnations`): an incarnation is one life of an elastic job; in the store it is a run of its
+own, marked by an `IncarnationName`. The newest incarnation with a committed checkpoint is the history of the
+job. Once that checkpoint is verified and has settled, earlier incarnations are not needed any more, whatever
+iterations they reached. Checkpoints that retention keeps for other reasons (pins, ``keep_every``, age) stay, and
+``keep_last`` counts over all incarnations: while the newest one has fewer, the newest whole checkpoints of the
+one before stay as a fallback. A node that does not know yet that an incarnation is over may still write into
+it; therefore objects are deleted only after the grace time.
 """
 
 from __future__ import annotations
@@ -144,16 +152,14 @@ def choose_checkpoints(
     doomed: dict[CheckpointId, str] = {}
     for checkpoint in catalog.checkpoints:
         if checkpoint.pinned:
-            kept[checkpoint.id] = "pinned"
+            goes, reason = False, "pinned"
         elif checkpoint.state is CheckpointState.COMMITTED:
             goes, reason = _committed(checkpoint, anchor, wanted)
-            (doomed if goes else kept)[checkpoint.id] = reason
         elif checkpoint.state is CheckpointState.STALE:
             goes, reason = _stale(checkpoint, anchor, policy.grace_ns, now_ns)
-            (doomed if goes else kept)[checkpoint.id] = reason
         else:
             goes, reason = _incomplete(checkpoint, settled, policy.grace_ns, now_ns)
-            (doomed if goes else kept)[checkpoint.id] = reason
+        (doomed if goes else kept)[checkpoint.id] = reason
     return CheckpointChoice(kept, doomed)
 
 
@@ -175,29 +181,33 @@ def plan_retention(
         now_ns: the time of the store's clock.
     """
     runs, unknown = _by_run(catalog, references)
-    choices = [choose_checkpoints(r, policy, verified=verified, now_ns=now_ns) for r in runs]
-    choice = _merged(choices, unknown)
+    kept = dict.fromkeys(unknown, "its run is not known")
+    doomed: dict[CheckpointId, str] = {}
+    for each in runs:
+        choice = choose_checkpoints(each, policy, verified=verified, now_ns=now_ns)
+        kept |= choice.kept
+        doomed |= choice.doomed
     manifests = [
-        Deletion(info.key, info.size, choice.doomed[checkpoint.id])
+        Deletion(info.key, info.size, doomed[checkpoint.id])
         for checkpoint in reversed(catalog.checkpoints)
-        if checkpoint.id in choice.doomed
+        if checkpoint.id in doomed
         for _, info in sorted(checkpoint.manifests.items())
     ]
-    staying = [c for c in catalog.checkpoints if c.id in choice.kept]
+    staying = [c for c in catalog.checkpoints if c.id in kept]
     unread = [info.key for c in staying for info in c.manifests.values() if info.key not in references]
     if unread:
         note = (
             f"no object is deleted: {len(unread)} manifests could not be read "
             f"({', '.join(sorted(unread)[:3])})"
         )
-        return RetentionPlan(tuple(manifests), (), choice.kept, (note,))
+        return RetentionPlan(tuple(manifests), (), kept, (note,))
     used: set[str] = set()
     for checkpoint in staying:
         for info in checkpoint.manifests.values():
             used |= references[info.key].objects
     live = max(runs, key=_committed_ns)
     objects = _orphans(live, used, _begin(live, references), policy.grace_ns, now_ns)
-    return RetentionPlan(tuple(manifests), tuple(objects), choice.kept, ())
+    return RetentionPlan(tuple(manifests), tuple(objects), kept, ())
 
 
 def run_of(catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]) -> Catalog:
@@ -228,15 +238,6 @@ def _by_run(
     if len(found) <= 1:
         return [catalog], ()
     return [catalog.only(ids) for ids in found.values()], unknown
-
-
-def _merged(choices: Iterable[CheckpointChoice], unknown: Iterable[CheckpointId]) -> CheckpointChoice:
-    kept = dict.fromkeys(unknown, "its run is not known")
-    doomed: dict[CheckpointId, str] = {}
-    for choice in choices:
-        kept |= choice.kept
-        doomed |= choice.doomed
-    return CheckpointChoice(kept, doomed)
 
 
 def _committed_ns(run: Catalog) -> int:
@@ -288,10 +289,7 @@ def _stale(
 ) -> tuple[bool, str]:
     """The other history must have been in the store for some time, so that all writers have seen it."""
     if anchor is None or anchor.id.epoch <= checkpoint.id.epoch:
-        return (
-            False,
-            f"stale ({checkpoint.reason}), but no checkpoint of a later history is verified",
-        )
+        return False, f"stale ({checkpoint.reason}), but no checkpoint of a later history is verified"
     since = checkpoint.stale_since_ns
     if since is None or now_ns - max(since, checkpoint.modified_ns) < grace_ns:
         return False, f"stale ({checkpoint.reason}), within the grace time"

@@ -1,9 +1,13 @@
 """Verification of a checkpoint, a run, or a whole store. Changes nothing.
 
-With ``full`` every byte of every object of the committed checkpoints is read; without it, only the
-existence and size of objects are checked. Findings are data, see
-`ckptd.storage.checkpoints.verifier`. Errors of the store itself are raised (`StoreError`), because
-they say nothing about the stored data.
+With ``full`` every byte of every object of the committed checkpoints is read; without it, only the existence
+and size of objects are checked. An object is verified by itself, once: its key contains the hash of its
+header, and its header the digests of its tensors. An image is verified by its header's digest, then by
+comparing its digests with those of the tensors that its extents point to, and last, in a second pass, by the
+cryptographic digest in its manifest, because xxh3 digests can be forged.
+
+Findings are returned as data. Errors of the store itself (`StoreError`, except for an object that is missing
+or too short) are raised, because they say nothing about the stored data.
 """
 
 from __future__ import annotations
@@ -20,48 +24,39 @@ from enum import StrEnum
 import xxhash
 
 from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState, StoredCheckpoint
-from ckptd.storage.checkpoints.manifest import (
-    ManifestError,
-    RankManifest,
-    StoredObject,
-    StoredSnapshot,
-)
+from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredObject, StoredSnapshot
 from ckptd.storage.checkpoints.names import CheckpointId, IncarnationName, ObjectName, RunName, parse
 from ckptd.storage.checkpoints.reader import (
     MapFunction,
     SnapshotDamaged,
     has_its_digest,
     read_catalog,
+    read_head,
     read_identity,
     read_image_header,
     read_manifest,
 )
-from ckptd.storage.image_format import (
-    LENGTH_BYTES,
-    HeaderError,
-    ImageTensor,
-    ObjectHeader,
-    data_offset_of,
-    parse_header,
-    tag_of,
-)
+from ckptd.storage.image_format import HeaderError, ObjectHeader, parse_header, tag_of
 from ckptd.storage.stores.objects import Damaged, ObjectInfo, ObjectMissing, ObjectStore, Range, TooLarge
 
 __all__ = [
-    "Checker",
     "Finding",
-    "ObjectDamaged",
     "Progress",
     "Severity",
-    "StreamBuffers",
     "VerifyReport",
     "check_tensors",
-    "is_whole",
-    "read_object_header",
+    "stream_buffers",
     "verify_checkpoint",
     "verify_run",
     "verify_store",
 ]
+
+_BUFFER_BYTES = 16 << 20
+_NUM_BUFFERS = 4
+_CACHED_CONTENTS = 64
+
+StreamBuffers = tuple[memoryview, ...]  # for one thread at a time
+_Contents = Mapping[int, tuple[int, bytes]]  # of an object: length and digest of a tensor by offset
 
 
 class Severity(StrEnum):
@@ -82,7 +77,6 @@ class Finding:
     tensor: str = ""
 
     def __str__(self) -> str:
-        """The finding in one line."""
         tensor = f" (tensor {self.tensor!r})" if self.tensor else ""
         return f"{self.severity}: {self.key}: {self.what}{tensor}"
 
@@ -108,155 +102,91 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """Whether no data are lost."""
-        return is_whole(self.findings)
+        return _is_whole(self.findings)
 
 
-def is_whole(findings: Iterable[Finding]) -> bool:
-    """Whether none of the findings is an error."""
-    return all(finding.severity is not Severity.ERROR for finding in findings)
-
-
-_BUFFER_BYTES = 16 << 20
-_NUM_BUFFERS = 4
-_HEADER_GUESS = 256 << 10
-
-
-class ObjectDamaged(ValueError):
-    """The object does not match its key; ``tensor`` is the tensor that differs, "" for the header."""
-
-    def __init__(self, what: str, tensor: str = "") -> None:
-        super().__init__(what, tensor)
-        self.what = what
-        self.tensor = tensor
-
-    def __str__(self) -> str:
-        """The description of the damage."""
-        return self.what
-
-
-@dataclass(frozen=True, slots=True)
-class StreamBuffers:
-    """The buffers through which objects are streamed; for one thread at a time."""
-
-    buffers: tuple[memoryview, ...]
-
-    @classmethod
-    def allocate(cls, size: int = _BUFFER_BYTES, count: int = _NUM_BUFFERS) -> StreamBuffers:
-        """Allocate the buffers; the system commits their pages at first use."""
-        return cls(tuple([memoryview(mmap.mmap(-1, size)) for _ in range(count)]))
-
-
-def read_object_header(store: ObjectStore, key: str, size: int, tag: str) -> ObjectHeader:
-    """The header of an object of ``size`` bytes whose key ends with ``tag``.
-
-    Raises:
-        ObjectDamaged: the header has another hash, or gives another length than ``size``.
-    """
-    head = memoryview(bytearray(min(_HEADER_GUESS, size)))
-    _read(store, key, [Range(0, head)])
-    try:
-        data_offset = data_offset_of(bytes(head[:LENGTH_BYTES]))
-        if data_offset > size:
-            raise HeaderError(f"the header would end at {data_offset}, the object ends at {size}")
-        if data_offset > len(head):
-            rest = memoryview(bytearray(data_offset - len(head)))
-            _read(store, key, [Range(len(head), rest)])
-            head = memoryview(bytes(head) + bytes(rest))
-        header = bytes(head[:data_offset])
-        if tag_of(header) != tag:
-            raise ObjectDamaged("the header is not the one that the key names")
-        parsed = parse_header(header)
-    except HeaderError as error:
-        raise ObjectDamaged(str(error)) from error
-    if parsed.size != size:
-        raise ObjectDamaged(f"the object has {size} bytes, but its header says {parsed.size}")
-    return parsed
-
-
-def check_tensors(
+def verify_checkpoint(
     store: ObjectStore,
-    key: str,
-    header: ObjectHeader,
-    memory: StreamBuffers,
-    count: Callable[[int], None],
-) -> list[str]:
-    """Read all of an object's tensors and compare their digests.
+    catalog: Catalog,
+    checkpoint: StoredCheckpoint,
+    *,
+    full: bool = True,
+    map_fn: MapFunction = map,
+    progress: Callable[[Progress], None] | None = None,
+) -> VerifyReport:
+    """Verify a checkpoint; one that lacks a rank is not whole.
 
     Args:
-        count: called with the number of bytes after each read.
-    Returns:
-        The names of the tensors whose digests do not match.
+        full: read every byte, instead of checking existence and size.
+        map_fn: the ``map`` of a thread pool; ranks are verified in parallel.
+        progress: called with the progress, by one thread at a time.
     """
-    check = _Check(header.tensors, header.digests)
-    for filled in _stream(store, key, header.data_offset, header.size, memory):
-        check.feed(filled)
-        count(len(filled))
-    return check.end()
+    checker = _Checker(store, full=full, progress=progress)
+    run_id, findings = _identity(store, catalog)
+    found = checker.check(checkpoint, run_id, map_fn)
+    whole = [checkpoint.id] if _is_whole(found) else []
+    return _report(checker, findings | found, catalog, whole)
 
 
-class _Check:
-    """Digests consecutive tensors from chunks of any size."""
-
-    def __init__(self, tensors: Sequence[ImageTensor], digests: Sequence[bytes]) -> None:
-        self._tensors, self._digests = tensors, digests
-        self._number = 0
-        self._seen = 0  # bytes of the current tensor
-        self._hash = xxhash.xxh3_128()
-        self._bad: list[str] = []
-
-    def feed(self, data: memoryview) -> None:
-        """Add the next bytes."""
-        while len(data):
-            self._finish()
-            chunk = data[: self._tensors[self._number].nbytes - self._seen]
-            self._hash.update(chunk)
-            self._seen += len(chunk)
-            data = data[len(chunk) :]
-
-    def end(self) -> list[str]:
-        """Return the tensors that did not match; call it after the last `feed`."""
-        self._finish()
-        return self._bad
-
-    def _finish(self) -> None:
-        """Advance to the next tensor with missing bytes."""
-        while self._number < len(self._tensors) and self._seen == self._tensors[self._number].nbytes:
-            if self._hash.digest() != self._digests[self._number]:
-                self._bad.append(self._tensors[self._number].name)
-            self._number += 1
-            self._seen = 0
-            self._hash.reset()
+def verify_run(
+    store: ObjectStore,
+    job: str,
+    run: str,
+    *,
+    full: bool = True,
+    map_fn: MapFunction = map,
+    progress: Callable[[Progress], None] | None = None,
+) -> VerifyReport:
+    """Verify all committed checkpoints of a run, and report its other objects."""
+    checker = _Checker(store, full=full, progress=progress)
+    catalog = read_catalog(store, job, run)
+    run_id, findings = _identity(store, catalog)
+    whole: list[CheckpointId] = []
+    for checkpoint in catalog.checkpoints:
+        if checkpoint.state is CheckpointState.COMMITTED:
+            found = checker.check(checkpoint, run_id, map_fn)
+            if _is_whole(found):
+                whole.append(checkpoint.id)
+        else:
+            found = {_state(checkpoint)} | checker.mention(checkpoint, map_fn)
+        findings |= found
+    for listed in catalog.objects.values():
+        for _, info in listed:
+            if info.key not in checker.mentioned:
+                findings.add(Finding(Severity.INFO, info.key, "no manifest refers to it"))
+    return _report(checker, findings | _foreign(catalog.foreign), catalog, whole)
 
 
-def _stream(
-    store: ObjectStore, key: str, begin: int, end: int, memory: StreamBuffers
-) -> Iterator[memoryview]:
-    """Bytes [begin, end) in order; fills all buffers at once."""
-    while begin < end:
-        ranges: list[Range] = []
-        for buffer in memory.buffers:
-            into = buffer[: min(len(buffer), end - begin)]
-            if len(into):
-                ranges.append(Range(begin, into))
-                begin += len(into)
-        _read(store, key, ranges)
-        for filled in ranges:
-            yield filled.into
+def verify_store(
+    store: ObjectStore,
+    *,
+    full: bool = True,
+    map_fn: MapFunction = map,
+    progress: Callable[[Progress], None] | None = None,
+) -> VerifyReport:
+    """Verify all committed checkpoints of all runs, and report the other objects."""
+    runs: set[tuple[str, str]] = set()
+    foreign: list[str] = []
+    for info in store.list(""):
+        name = parse(info.key)
+        if name is None:
+            foreign.append(info.key)
+        elif not isinstance(name, IncarnationName):  # the incarnation that it marks is a run of its own
+            runs.add((name.job, name.run))
+    outside = [key for key in foreign if tuple(key.split("/")[:2]) not in runs]
+    reports = [
+        verify_run(store, job, run, full=full, map_fn=map_fn, progress=progress) for job, run in sorted(runs)
+    ]
+    findings = {finding for report in reports for finding in report.findings}
+    return VerifyReport(
+        _sorted(findings | _foreign(outside)),
+        tuple([checkpoint for report in reports for checkpoint in report.whole]),
+        sum(report.num_objects for report in reports),
+        sum(report.read_bytes for report in reports),
+    )
 
 
-def _read(store: ObjectStore, key: str, ranges: Sequence[Range]) -> None:
-    try:
-        store.read_ranges(key, ranges)
-    except Damaged as error:
-        raise ObjectDamaged(f"the object is shorter than listed ({error.detail})") from error
-
-
-_CACHED_CONTENTS = 64
-
-_Contents = Mapping[int, tuple[int, bytes]]  # of an object: length and digest of a tensor by offset
-
-
-class Checker:
+class _Checker:
     """Checks checkpoints of one store, and each of their objects once. Thread-safe.
 
     ``mentioned`` contains the keys of all objects that the manifests read so far refer to.
@@ -314,7 +244,6 @@ class Checker:
         return manifest, ()
 
     def _object(self, stored: StoredObject) -> tuple[Finding, ...]:
-        """The findings about an object; each object is checked once."""
         known = self._checked.get(stored)
         if known is not None:
             return known
@@ -335,14 +264,17 @@ class Checker:
             yield from self._content_findings(stored)
 
     def _content_findings(self, stored: StoredObject) -> Iterator[Finding]:
-        memory = self._take_memory()
+        try:
+            memory = self._memory.pop()
+        except IndexError:  # in effect, one per thread
+            memory = stream_buffers()
         try:
             header, _ = self._load(stored)
             count = self._count_reads(stored.key)
             count(header.data_offset)
             for tensor in check_tensors(self._store, stored.key, header, memory, count):
                 yield Finding(Severity.ERROR, stored.key, "its digest does not match", tensor)
-        except ObjectDamaged as error:
+        except _ObjectDamaged as error:
             yield Finding(Severity.ERROR, stored.key, str(error))
         except ObjectMissing:
             yield Finding(Severity.ERROR, stored.key, "it disappeared")
@@ -365,7 +297,7 @@ class Checker:
             if not has_its_digest(self._store, snapshot):
                 what = "its cryptographic digest does not match, but its xxh3 digests do"
                 yield Finding(Severity.ERROR, key, f"{where}: {what}: an object or the manifest was forged")
-        except (SnapshotDamaged, HeaderError, ObjectDamaged, ObjectMissing, Damaged) as error:
+        except (SnapshotDamaged, HeaderError, _ObjectDamaged, ObjectMissing, Damaged) as error:
             yield Finding(Severity.ERROR, key, f"{where}: {error}")
 
     def _misplaced(self, parsed: ObjectHeader, snapshot: StoredSnapshot) -> Iterator[str]:
@@ -387,9 +319,7 @@ class Checker:
         return self._load(stored)[1] if known is None else known
 
     def _load(self, stored: StoredObject) -> tuple[ObjectHeader, _Contents]:
-        name = parse(stored.key)
-        assert isinstance(name, ObjectName), "a manifest contains no other keys"
-        header = read_object_header(self._store, stored.key, stored.size, name.tag)
+        header = _read_object_header(self._store, stored)
         contents = {
             tensor.offset: (tensor.nbytes, digest)
             for tensor, digest in zip(header.tensors, header.digests, strict=True)
@@ -410,12 +340,6 @@ class Checker:
 
         return count
 
-    def _take_memory(self) -> StreamBuffers:
-        try:
-            return self._memory.pop()
-        except IndexError:  # in effect, one per thread
-            return StreamBuffers.allocate()
-
 
 def _unlike(parsed: ObjectHeader, manifest: RankManifest, snapshot: StoredSnapshot) -> str:
     """The first difference between an image and its description in the manifest; "" if there is none."""
@@ -435,96 +359,6 @@ def _unlike(parsed: ObjectHeader, manifest: RankManifest, snapshot: StoredSnapsh
     if parsed.size != snapshot.image_len:
         return f"the image has {parsed.size} bytes, but the manifest says {snapshot.image_len}"
     return ""
-
-
-def verify_checkpoint(
-    store: ObjectStore,
-    catalog: Catalog,
-    checkpoint: StoredCheckpoint,
-    *,
-    full: bool = True,
-    map_fn: MapFunction = map,
-    progress: Callable[[Progress], None] | None = None,
-) -> VerifyReport:
-    """Verify a checkpoint; one that lacks a rank is not whole.
-
-    Args:
-        full: read every byte, instead of checking existence and size.
-        map_fn: the ``map`` of a thread pool; ranks are verified in parallel.
-        progress: called with the progress, by one thread at a time.
-    """
-    checker = Checker(store, full=full, progress=progress)
-    run_id, findings = _identity(store, catalog)
-    found = checker.check(checkpoint, run_id, map_fn)
-    whole = [checkpoint.id] if is_whole(found) else []
-    return _report(checker, findings | found, catalog, whole)
-
-
-def verify_run(
-    store: ObjectStore,
-    job: str,
-    run: str,
-    *,
-    full: bool = True,
-    map_fn: MapFunction = map,
-    progress: Callable[[Progress], None] | None = None,
-) -> VerifyReport:
-    """Verify all committed checkpoints of a run, and report its other objects."""
-    return _run(store, job, run, full, map_fn, progress)
-
-
-def verify_store(
-    store: ObjectStore,
-    *,
-    full: bool = True,
-    map_fn: MapFunction = map,
-    progress: Callable[[Progress], None] | None = None,
-) -> VerifyReport:
-    """Verify all committed checkpoints of all runs, and report the other objects."""
-    runs: set[tuple[str, str]] = set()
-    foreign: list[str] = []
-    for info in store.list(""):
-        name = parse(info.key)
-        if name is None:
-            foreign.append(info.key)
-        elif not isinstance(name, IncarnationName):  # the incarnation that it marks is a run of its own
-            runs.add((name.job, name.run))
-    outside = [key for key in foreign if tuple(key.split("/")[:2]) not in runs]
-    reports = [_run(store, job, run, full, map_fn, progress) for job, run in sorted(runs)]
-    findings = {finding for report in reports for finding in report.findings}
-    return VerifyReport(
-        _sorted(findings | _foreign(outside)),
-        tuple([checkpoint for report in reports for checkpoint in report.whole]),
-        sum(report.num_objects for report in reports),
-        sum(report.read_bytes for report in reports),
-    )
-
-
-def _run(
-    store: ObjectStore,
-    job: str,
-    run: str,
-    full: bool,
-    map_fn: MapFunction,
-    progress: Callable[[Progress], None] | None,
-) -> VerifyReport:
-    checker = Checker(store, full=full, progress=progress)
-    catalog = read_catalog(store, job, run)
-    run_id, findings = _identity(store, catalog)
-    whole: list[CheckpointId] = []
-    for checkpoint in catalog.checkpoints:
-        if checkpoint.state is CheckpointState.COMMITTED:
-            found = checker.check(checkpoint, run_id, map_fn)
-            if is_whole(found):
-                whole.append(checkpoint.id)
-        else:
-            found = {_state(checkpoint)} | checker.mention(checkpoint, map_fn)
-        findings |= found
-    for listed in catalog.objects.values():
-        for _, info in listed:
-            if info.key not in checker.mentioned:
-                findings.add(Finding(Severity.INFO, info.key, "no manifest refers to it"))
-    return _report(checker, findings | _foreign(catalog.foreign), catalog, whole)
 
 
 def _identity(store: ObjectStore, catalog: Catalog) -> tuple[str | None, set[Finding]]:
@@ -550,8 +384,12 @@ def _foreign(keys: Iterable[str]) -> set[Finding]:
     return {Finding(Severity.INFO, key, "ckptd did not write it") for key in keys}
 
 
+def _is_whole(findings: Iterable[Finding]) -> bool:
+    return all(finding.severity is not Severity.ERROR for finding in findings)
+
+
 def _report(
-    checker: Checker, findings: set[Finding], catalog: Catalog, whole: Iterable[CheckpointId]
+    checker: _Checker, findings: set[Finding], catalog: Catalog, whole: Iterable[CheckpointId]
 ) -> VerifyReport:
     named = tuple([(catalog.job, catalog.run, checkpoint) for checkpoint in whole])
     return VerifyReport(_sorted(findings), named, checker.num_objects, checker.read_bytes)
@@ -560,3 +398,107 @@ def _report(
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     order = {severity: number for number, severity in enumerate(Severity)}
     return tuple(sorted(findings, key=lambda f: (order[f.severity], f.key, f.tensor, f.what)))
+
+
+# -- one object, in bounded memory ---------------------------------------------------------------
+
+
+class _ObjectDamaged(ValueError):
+    """The object does not match its key or its size."""
+
+
+def _read_object_header(store: ObjectStore, stored: StoredObject) -> ObjectHeader:
+    """The header of an object; `_ObjectDamaged` if its hash or its size is not that of ``stored``."""
+    name = parse(stored.key)
+    assert isinstance(name, ObjectName), "a manifest contains no other keys"
+    try:
+        head = read_head(lambda at, into: _read(store, stored.key, [Range(at, into)]), stored.size)
+        if tag_of(head) != name.tag:
+            raise _ObjectDamaged("the header is not the one that the key names")
+        header = parse_header(head)
+    except HeaderError as error:
+        raise _ObjectDamaged(str(error)) from error
+    if header.size != stored.size:
+        raise _ObjectDamaged(f"the object has {stored.size} bytes, but its header says {header.size}")
+    return header
+
+
+def stream_buffers(size: int = _BUFFER_BYTES, count: int = _NUM_BUFFERS) -> StreamBuffers:
+    """Buffers for `check_tensors`; the system commits their pages at first use."""
+    return tuple([memoryview(mmap.mmap(-1, size)) for _ in range(count)])
+
+
+def check_tensors(
+    store: ObjectStore,
+    key: str,
+    header: ObjectHeader,
+    memory: StreamBuffers,
+    count: Callable[[int], None],
+) -> list[str]:
+    """Read all of an object's tensors; returns the names of those whose digests do not match.
+
+    Args:
+        count: called with the number of bytes after each read.
+    """
+    check = _TensorCheck(header)
+    for filled in _stream(store, key, header.data_offset, header.size, memory):
+        check.feed(filled)
+        count(len(filled))
+    return check.end()
+
+
+class _TensorCheck:
+    """Digests consecutive tensors from chunks of any size."""
+
+    def __init__(self, header: ObjectHeader) -> None:
+        self._tensors, self._digests = header.tensors, header.digests
+        self._number = 0
+        self._seen = 0  # bytes of the current tensor
+        self._hash = xxhash.xxh3_128()
+        self._bad: list[str] = []
+
+    def feed(self, data: memoryview) -> None:
+        """Add the next bytes."""
+        while len(data):
+            self._finish()
+            chunk = data[: self._tensors[self._number].nbytes - self._seen]
+            self._hash.update(chunk)
+            self._seen += len(chunk)
+            data = data[len(chunk) :]
+
+    def end(self) -> list[str]:
+        """The tensors that did not match; call it after the last `feed`."""
+        self._finish()
+        return self._bad
+
+    def _finish(self) -> None:
+        """Advance to the next tensor with missing bytes."""
+        while self._number < len(self._tensors) and self._seen == self._tensors[self._number].nbytes:
+            if self._hash.digest() != self._digests[self._number]:
+                self._bad.append(self._tensors[self._number].name)
+            self._number += 1
+            self._seen = 0
+            self._hash.reset()
+
+
+def _stream(
+    store: ObjectStore, key: str, begin: int, end: int, memory: StreamBuffers
+) -> Iterator[memoryview]:
+    """Bytes [begin, end) in order; fills all buffers at once."""
+    while begin < end:
+        ranges: list[Range] = []
+        for buffer in memory:
+            into = buffer[: min(len(buffer), end - begin)]
+            if len(into):
+                ranges.append(Range(begin, into))
+                begin += len(into)
+        _read(store, key, ranges)
+        for filled in ranges:
+            yield filled.into
+
+
+def _read(store: ObjectStore, key: str, ranges: Sequence[Range]) -> None:
+    try:
+        store.read_ranges(key, ranges)
+    except Damaged as error:
+        raise _ObjectDamaged(f"the object is shorter than listed ({error.detail})") from error

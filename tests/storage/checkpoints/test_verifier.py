@@ -19,9 +19,9 @@ from ckptd.storage.checkpoints.verifier import (
     Finding,
     Progress,
     Severity,
-    StreamBuffers,
     VerifyReport,
     check_tensors,
+    stream_buffers,
     verify_checkpoint,
     verify_run,
     verify_store,
@@ -343,7 +343,7 @@ def test_tensors_are_digested_whatever_the_buffers(size: int, count: int) -> Non
     header = parse_header(sample.header)
     store = MemoryStore()
     store.put("a/object", [sample.image])
-    memory = StreamBuffers.allocate(size, count)
+    memory = stream_buffers(size, count)
     told: list[int] = []
     assert check_tensors(store, "a/object", header, memory, told.append) == []
     assert sum(told) == 270
@@ -358,7 +358,7 @@ def test_a_wrong_digest_of_an_empty_tensor_is_found() -> None:
     header = parse_header(make_sample(1, entries=[TensorEntry("e", "U8", (0,))]).header)
     assert header.digests == (xxhash.xxh3_128_digest(b""),)
     wrong = replace(header, digests=(bytes(16),))
-    memory = StreamBuffers.allocate(8, 1)
+    memory = stream_buffers(8, 1)
     assert check_tensors(MemoryStore(), "a/object", wrong, memory, lambda _: None) == ["e"]
 
 
