@@ -1,8 +1,8 @@
 """The image: the bytes of a snapshot in a slot and in a store, one valid safetensors file per snapshot.
 
-``docs/architecture.md`` section 3 is the specification. `ImageLayout` plans an image once; a header is then one
-copy of a template and three patches, without serialization. `seal` computes the digests of bytes that are
-in place already, `verify` compares them, and `ImageView` reads an image in place.
+``docs/architecture.md`` section 3 is the specification. `ImageLayout` plans an image once; a header is
+then one copy of a template and three patches, without serialization. `seal` computes the digests of bytes
+that are in place already, `verify` compares them, and `ImageView` reads an image in place.
 
 A buffer may be longer than its image (as a slot is); no function touches the bytes after the image.
 

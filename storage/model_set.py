@@ -215,7 +215,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def plan_shards(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
-    """Split the tensors, in order, into files of at most ``max_bytes`` (a larger tensor gets its own file)."""
+    """Split the tensors, in order, into files of at most ``max_bytes``; a larger tensor is a file."""
     shards: list[list[TensorEntry]] = [[]]
     room = max_bytes
     for entry in entries:

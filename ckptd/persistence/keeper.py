@@ -1,8 +1,9 @@
-"""The store keeper: the daemon's child process for object storage (`python -m ckptd.persistence.keeper <fd>`).
+"""The store keeper: the daemon's child process for object storage.
 
-It receives requests over an inherited socket pair and exits when the other end closes. The next keeper resumes
-all work, because everything that counts is in the store. The keeper makes no decisions about persistence; the
-daemon does (`ckptd.core.persistence.persister`).
+It is started as ``python -m ckptd.persistence.keeper <fd>``, receives requests over that inherited socket,
+and exits when the other end closes. The next keeper resumes all work, because everything that counts is in
+the store. The keeper makes no decisions about persistence; the daemon does
+(`ckptd.core.persistence.persister`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 _READERS = 4
 # Pauses between a manifest of this node and the looks for the manifests of the other ranks.
 _LOOKS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-# The times within which writers and collectors act, and after which they may rely on that (docs/format.md §7, §8).
+# The times within which writers and collectors act, and on which the others rely (docs/format.md §7, §8).
 _GRACE_S = 24 * 3600.0
 _SETTLE_S = 600.0
 _STALE_UPLOAD_S = 24 * 3600.0
@@ -228,7 +229,7 @@ class Keeper:
     # -- work after a manifest, on the thread of `_aside` ------------------------------------------
 
     def _settle(self, run: RunStore, name: w.RankName, end: int, epoch: int) -> None:
-        """A rank's manifest was written: look for the other ranks' manifests, once for all ranks of this node."""
+        """After a rank's manifest, look for those of the others, once for all ranks of this node."""
         key = name.job, name.run, end, epoch
         waiting = self._waiting.setdefault(key, _Waiting())
         waiting.names.append(name)
@@ -320,7 +321,7 @@ def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
 
 
 class _Opening:
-    """Creates the keeper with the first request for which its store can be opened; logs each new reason once."""
+    """Creates the keeper at the first request for which its store opens; logs each new reason once."""
 
     def __init__(self, configure: w.Configure, send: Callable[[Struct], None]) -> None:
         self._configure, self._send = configure, send

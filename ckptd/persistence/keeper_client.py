@@ -1,7 +1,7 @@
 """The daemon's side of the store keeper: starts the process, sends it requests, and restarts it when it dies.
 
-All methods are called on the daemon's loop thread, and all callbacks run there (`post`). Two threads carry the
-messages, so a keeper that does not read blocks nothing. When the keeper dies, its open requests fail with
+All methods are called on the daemon's loop thread, and all callbacks run there (`post`). Two threads carry
+the messages, so a keeper that does not read blocks nothing. When the keeper dies, its open requests fail with
 ``away``. A keeper that answers no ping for too long (stopped, or stuck) is killed, because a starting trainer
 may wait for its answer.
 """
@@ -113,7 +113,7 @@ class StoreChild:
         return self._ids
 
     def ask(self, message: Any, done: Done, refused: Refused) -> None:
-        """Send a request with an ``id``; later, either ``done(reply)`` or ``refused(code, reason)`` is called."""
+        """Send a request that has an ``id``; calls ``done(reply)`` or ``refused(code, reason)`` later."""
         if not self._alive():
             self._post(lambda: refused(AWAY, "the store keeper is not running"))
             return

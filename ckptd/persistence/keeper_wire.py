@@ -74,8 +74,8 @@ class SnapshotId(Struct, frozen=True, array_like=True):
 
 
 class Retain(Struct, frozen=True):
-    """The checkpoints that retention keeps: the newest ``last``, the first of every ``every`` iterations (0: off),
-    and those younger than ``for_s`` (0: off).
+    """The checkpoints that retention keeps: the newest ``last``, the first of every ``every`` iterations
+    (0: off), and those younger than ``for_s`` (0: off).
     """
 
     last: int
@@ -252,7 +252,7 @@ class KeeperFailed(Struct, frozen=True, tag=True):
 
 
 class CommittedCheckpoint(Struct, frozen=True):
-    """One rank's part of a committed checkpoint; ``name`` is the ``segment`` of `ReadRange` and `DoubtStored`."""
+    """One rank's part of a committed checkpoint; `ReadRange.segment` refers to its ``name``."""
 
     name: str
     rank: int
@@ -277,7 +277,9 @@ class Found(Struct, frozen=True, tag=True):
 
 
 class WholeWorld(Struct, frozen=True):
-    """A committed checkpoint of an incarnation; ``sizes``: bytes of each rank's own objects of its last iteration."""
+    """A committed checkpoint of an incarnation; ``sizes``: bytes of each rank's objects of iteration
+    ``end``.
+    """
 
     world: int
     end: int
@@ -285,8 +287,8 @@ class WholeWorld(Struct, frozen=True):
 
 
 class FoundWorlds(Struct, frozen=True, tag=True):
-    """The numbers of all incarnations, and their newest checkpoints, newest first, without the ``damaged`` ones
-    (world, end).
+    """The numbers of all incarnations, and their newest checkpoints, newest first, without the ``damaged``
+    ones (world, end).
     """
 
     id: int

@@ -4,9 +4,9 @@ The rules are those of docs/format.md §7. A rank does not upload again what its
 manifest, if that is sure to stay) or what this node has stored since. Each stored snapshot remembers the
 manifests that it relies on; they are checked once more before the manifest that refers to it is written.
 
-Several threads of the store keeper use a `RankStore`. They store one snapshot of a rank at a time, and the snapshots
-of one iteration of several ranks one after the other, so that the second rank finds what it shares with
-the first.
+Several threads of the store keeper use a `RankStore`. They store one snapshot of a rank at a time, and the
+snapshots of one iteration of several ranks one after the other, so that the second rank finds what it
+shares with the first.
 """
 
 from __future__ import annotations
@@ -126,19 +126,21 @@ class SlotFiles:
 
 
 TOOL = f"ckptd {ckptd.__version__}"
-# A collector may delete an unreferenced object after the grace time, 24 h; a writer commits within half of that
-# after the put (docs/format.md §7). An object may be this old when it is found, is committed at most this much
-# later, and as much is left for wrong clocks. A suffix that takes longer to upload is never committed.
+# A collector may delete an unreferenced object after the grace time, 24 h; a writer commits within half of
+# that after the put (docs/format.md §7). An object may be this old when it is found, is committed at most
+# this much later, and as much is left for wrong clocks. A suffix that takes longer to upload is never
+# committed.
 _FORGET_S = 4 * 3600.0
-# A listing is valid for half the settle time, 300 s (docs/format.md §7). An attempt that has begun may take the
-# time of three requests, so the listing, and all but the last attempt to put the manifest, have a minute each.
+# A listing is valid for half the settle time, 300 s (docs/format.md §7). An attempt that has begun may
+# take the time of three requests, so the listing, and all but the last attempt to put the manifest, have a
+# minute each.
 _LIST_WITHIN_S = 60.0
 
 _Name = tuple[int, int, int]  # iteration, epoch, sequence: unique among the snapshots of a rank
 
 
 class UnknownSnapshot(LookupError):
-    """This process did not store the snapshot, or a collector may delete what it relies on: store it again."""
+    """This process has not stored the snapshot, or what it relies on may be deleted: store it again."""
 
 
 class Overtaken(RuntimeError):
@@ -283,8 +285,8 @@ class RankStore:
         try:
             self._at.prompt.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
         except ObjectExists:
-            # An earlier process of this rank wrote it: the key contains the run, the epoch and the agreement. The
-            # objects that the existing manifest refers to stay; ours may be others.
+            # An earlier process of this rank wrote it: the key contains the run, the epoch and the
+            # agreement. The objects that the existing manifest refers to stay; ours may be others.
             manifest = read_manifest(self._at.store, manifest.key)
             kept = list(self._of_manifest(manifest).values())
         with self._lock:
@@ -325,8 +327,8 @@ class RankStore:
         return {k.name: KeptSnapshot(k.snapshot, k.header, frozenset({key})) for k in kept}
 
     def _index(self, iteration: int) -> tuple[StoredIndex, frozenset[str], float]:
-        """The tensors to which a new object may refer, the manifests that it then relies on, and since when the
-        oldest object without a manifest is stored.
+        """The tensors to which a new object may refer, the manifests that it then relies on, and since
+        when the oldest object without a manifest is stored.
         """
         index = StoredIndex()
         with self._lock:
@@ -344,8 +346,9 @@ class RankStore:
         """Put the new object, unless it exists: a key stands for one content.
 
         An existing object was put a short time ago by an earlier process. An older one may be collected as
-        garbage, so it is put again. If this node's clock is wrong by up to four hours, the object is put in vain,
-        or an older one is used: that is still committed within half the grace time (docs/format.md §7).
+        garbage, so it is put again. If this node's clock is wrong by up to four hours, the object is put
+        in vain, or an older one is used: that is still committed within half the grace time
+        (docs/format.md §7).
         """
         there = self._at.store.info(plan.key)
         if there is not None and there.size == plan.size:

@@ -1,17 +1,18 @@
 """One run in a store: how this node accesses it (`RunInStore`), lists it once for all of its ranks
 (`SharedLook`), and deletes what retention does not keep (`RunRetention`).
 
-Listing a large run takes a request per thousand keys, and all ranks of a node need a listing before they write
-their manifests. For a rank only the time matters *when the listing began*, not who requested it. A checkpoint
-that is staying in a listing can be replaced only by a checkpoint that becomes complete later. A collector acts
-on that no earlier than the settle time after it (docs/format.md §8), with a listing of its own that begins
-then. Every manifest that relies on our listing is written within half the settle time after that listing began
-(§7), so the collector sees the manifest and keeps what it refers to. The age of objects that were put after the
-listing began protects them in any case. Therefore ranks may share a listing as long as its age counts:
-`Seen.begun_s` is the start of the time limit for the manifest.
+Listing a large run takes a request per thousand keys, and all ranks of a node need a listing before they
+write their manifests. For a rank only the time matters *when the listing began*, not who requested it. A
+checkpoint that is staying in a listing can be replaced only by a checkpoint that becomes complete later. A
+collector acts on that no earlier than the settle time after it (docs/format.md §8), with a listing of its
+own that begins then. Every manifest that relies on our listing is written within half the settle time
+after that listing began (§7), so the collector sees the manifest and keeps what it refers to. The age of
+objects that were put after the listing began protects them in any case. Therefore ranks may share a
+listing as long as its age counts: `Seen.begun_s` is the start of the time limit for the manifest.
 
 A shared listing can lack only what did not exist yet, such as the manifest of a rank that is a checkpoint
-behind. This leads to a refusal, never to a permission; a rank that a shared listing refuses requests a new one.
+behind. This leads to a refusal, never to a permission; a rank that a shared listing refuses requests a new
+one.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from ckptd.storage.stores.resilience import Resilient
 
 __all__ = ["RunInStore", "RunRetention", "Seen", "SharedLook", "Surveyed", "newest_ns"]
 
-# Decisions are carried out within half the settle time, 300 s (docs/format.md §7, §8). An attempt that has begun
-# may take the time of three requests; so none begins later than the sum of the first two after the listing.
+# Decisions are carried out within half the settle time, 300 s (docs/format.md §7, §8). An attempt that has
+# begun may take the time of three requests; so none begins later than the sum of the first two after the
+# listing.
 _PROMPT_S = 60.0
 _DELETE_WITHIN_S = 60.0
 _READ_WITHIN_S = 10.0  # of `_DELETE_WITHIN_S`

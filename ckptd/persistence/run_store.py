@@ -2,9 +2,9 @@
 incarnations of an elastic run (`StoredWorlds`). docs/format.md.
 
 Each incarnation of an elastic run is a run of its own (`ckptd.storage.checkpoints.retention`), with its own
-`RunStore`; the store keys call it a world. Its trainers attach with a topology that identifies it, which is in
-every segment's descriptor, so a restarted daemon knows it too. The mark of an incarnation is stored before the
-manifest of rank 0, so that a start finds every committed checkpoint.
+`RunStore`; the store keys call it a world. Its trainers attach with a topology that identifies it, which
+is in every segment's descriptor, so a restarted daemon knows it too. The mark of an incarnation is stored
+before the manifest of rank 0, so that a start finds every committed checkpoint.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class RunStore:
     def _look_to_commit(self, end: int, fresh: bool) -> Seen:
         """List the run for the commit of a checkpoint, once for all ranks of this node.
 
-        Gives up after a minute, when the listing would be too old. FencedOff if the store shows a later history.
+        Gives up after a minute, when the listing would be too old. Raises FencedOff for a later history.
         """
         known = self._known_epochs()
         seen = self._shared.get(
@@ -283,9 +283,7 @@ class RunStore:
         return any((s.iteration, s.epoch) in snapshots for s in manifest.snapshots)
 
     def offer(self, end: int, ranks: Iterable[int]) -> list[w.CommittedCheckpoint]:
-        """These ranks' part of the committed checkpoint that ends at ``end``; NothingUsable if it is missing or
-        damaged.
-        """
+        """These ranks' part of the committed checkpoint with this end; NothingUsable if there is none."""
         why = "it is not committed, or was deleted"
         for checkpoint in self._look().own.committed:
             if checkpoint.id.end != end or checkpoint.id in self._passed_over:
@@ -377,9 +375,7 @@ def _slot_header(stored: StoredSnapshot) -> SlotHeader:
 
 
 class StoredWorlds:
-    """The incarnations of elastic runs: marked, found by a start, and collected once a later one replaces them.
-
-    Thread-safe.
+    """The incarnations of elastic runs: marks, finds and collects them. Thread-safe.
 
     Args:
         run_of: returns the run with these names.

@@ -1,12 +1,13 @@
 """Storage as one more holder of snapshots: recoveries request from the store what they request from peers
 (docs/persistence.md §6). All on the daemon's loop thread.
 
-A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the fetches and the drills need
-no code for storage: a committed checkpoint is a segment, and each of its snapshots a slot. The store keeper
-reads bytes directly into the file of the target segment.
+A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the fetches and
+the drills need no code for storage: a committed checkpoint is a segment, and each of its snapshots a slot.
+The store keeper reads bytes directly into the file of the target segment.
 
-A starting trainer waits for the list of durable checkpoints, and its start is refused without it. Therefore the
-request outlives the keeper: if the keeper dies, the next one is asked, as long as the trainer may be waiting.
+A starting trainer waits for the list of durable checkpoints, and its start is refused without it.
+Therefore the request outlives the keeper: if the keeper dies, the next one is asked, as long as the trainer
+may be waiting.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ __all__ = ["StoreLink"]
 
 _TOKEN = bytes(16)
 # How long a request is repeated with new keepers. A trainer waits 900 s for the answer
-# (`ckptd.client.daemon_link.session`), of which the last keeper may need the 600 s of `store_deadline_s`; within this time
-# about eight keepers have died.
+# (`ckptd.client.daemon_link.session`), of which the last keeper may need the 600 s of `store_deadline_s`;
+# within this time about eight keepers have died.
 _ASK_FOR_S = 120.0
 
 

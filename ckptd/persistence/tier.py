@@ -1,9 +1,9 @@
-"""Storage as the daemon's third tier: uploads of every local rank (`RankPersistence`), and the link through which
-recoveries read from the store (`StorageTier`). All on the daemon's loop thread.
+"""Storage as the daemon's third tier: uploads of every local rank (`RankPersistence`), and the link
+through which recoveries read from the store (`StorageTier`). All on the daemon's loop thread.
 
-A `RankPersistence` performs what `ckptd.core.persistence.persister` decides for one local rank. It holds a slot by a read
-lock while the slot is uploaded, so that the trainer passes the slot over. The store keeper takes a read lock of
-its own, in case this daemon dies first.
+A `RankPersistence` performs what `ckptd.core.persistence.persister` decides for one local rank. It holds a
+slot by a read lock while the slot is uploaded, so that the trainer passes the slot over. The store keeper
+takes a read lock of its own, in case this daemon dies first.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RankPersistence:
         self._had_segments = False
 
     def join(self, world_size: int, epoch: int, epoch_start: int) -> None:
-        """Take part in this history; releases the slots of another one at once, without waiting for the store."""
+        """Join a history; releases the slots of an earlier one at once, without waiting for the store."""
         self._world_size = world_size
         if (epoch, epoch_start) != (self._epoch, self._epoch_start):
             self._epoch, self._epoch_start = epoch, epoch_start
@@ -248,7 +248,8 @@ class RankPersistence:
             self.feed(SnapshotStored(key, reply.uploaded_bytes))
 
         def refused(code: str, reason: str) -> None:
-            # `keeper_died` handles the keeper's end. A held slot that is lost is damaged, or its file was removed.
+            # `keeper_died` handles the keeper's end. A held slot that is lost is damaged, or its file was
+            # removed.
             if code != AWAY:
                 self.feed(StoreFailed(key, reason))
 

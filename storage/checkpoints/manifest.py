@@ -1,8 +1,9 @@
 """The manifest of one rank's part of a checkpoint: written last, and checked completely when it is read.
 
-``docs/format.md`` section 4 is the specification. The constructors check that all numbers are in range, keys are
-object keys below the run's prefix, extents cover each image without gap or overlap and stay within their
-objects, every object is used, and the snapshots are an unbroken chain that anchors every operator.
+``docs/format.md`` section 4 is the specification. The constructors check that all numbers are in range,
+keys are object keys below the run's prefix, extents cover each image without gap or overlap and stay
+within their objects, every object is used, and the snapshots are an unbroken chain that anchors every
+operator.
 
 `RankManifest.from_bytes` accepts only the one spelling that `to_bytes` writes.
 """

@@ -316,8 +316,8 @@ def _listed(names: tuple[str, ...]) -> str:
 
 # -- planning the range requests of an image -------------------------------------------------------
 #
-# Large extents are read directly into place, split over several requests. Small extents that are close to each
-# other in an object are read by one request and copied into place: a request costs as much as about a
+# Large extents are read directly into place, split over several requests. Small extents that are close to
+# each other in an object are read by one request and copied into place: a request costs as much as about a
 # megabyte of data.
 
 

@@ -16,13 +16,13 @@ Invariants, for every policy and after any interrupted plan:
 
 All times come from the store's listing; no other clock is compared with them.
 
-Incarnations (`plan_incarnations`): an incarnation is one life of an elastic job; in the store it is a run of its
-own, marked by an `IncarnationName`. The newest incarnation with a committed checkpoint is the history of the
-job. Once that checkpoint is verified and has settled, earlier incarnations are not needed any more, whatever
-iterations they reached. Checkpoints that retention keeps for other reasons (pins, ``keep_every``, age) stay, and
-``keep_last`` counts over all incarnations: while the newest one has fewer, the newest whole checkpoints of the
-one before stay as a fallback. A node that does not know yet that an incarnation is over may still write into
-it; therefore objects are deleted only after the grace time.
+Incarnations (`plan_incarnations`): an incarnation is one life of an elastic job; in the store it is a run
+of its own, marked by an `IncarnationName`. The newest incarnation with a committed checkpoint is the
+history of the job. Once that checkpoint is verified and has settled, earlier incarnations are not needed
+any more, whatever iterations they reached. Checkpoints that retention keeps for other reasons (pins,
+``keep_every``, age) stay, and ``keep_last`` counts over all incarnations: while the newest one has fewer,
+the newest whole checkpoints of the one before stay as a fallback. A node that does not know yet that an
+incarnation is over may still write into it; therefore objects are deleted only after the grace time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""JSON files that end with their own digest, and the simplest of them, ``run.json``. ``docs/format.md`` section 3.
+"""JSON files that end with their own digest, and the simplest of them, ``run.json``.
 
 Each value has one spelling: fields in the given order, one per line, indented by one blank; a list of numbers
-or strings on one line, a list of lists or objects with one item per line; ASCII. The last field is ``digest``,
-the xxh3_128 of all bytes before its line; so readers need no canonical JSON.
+or strings on one line, a list of lists or objects with one item per line; ASCII. The last field is
+``digest``, the xxh3_128 of all bytes before its line; so readers need no canonical JSON.
+``docs/format.md`` section 3 is the specification.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ the object stores of fsspec), and ``if_absent`` only checks first, so two writer
 An asynchronous file system is called on its event loop, each request with a time limit: no part of a call
 continues after the call has ended. Errors keep the server's answer as their cause if fsspec does.
 
-For S3, requests of its own API (``call_s3``) add what fsspec does not offer: exclusive creates, parallel parts
-that are repeated alone, batched deletes, reads of a whole object in one answer, and listing of unfinished
-uploads. The retries of s3fs are off, because ours observe the deadline.
+For S3, requests of its own API (``call_s3``) add what fsspec does not offer: exclusive creates, parallel
+parts that are repeated alone, batched deletes, reads of a whole object in one answer, and listing of
+unfinished uploads. The retries of s3fs are off, because ours observe the deadline.
 """
 
 from __future__ import annotations

@@ -136,8 +136,10 @@ class StoreFacts:
     url: str
     """Without user and password."""
     conditional_create: bool
-    """Exactly one of several writers with ``if_absent`` wins; probed, not assumed. (With obstore this holds
-    for objects that travel whole: for a multipart upload the store only checks once more before it completes.)
+    """Exactly one of several writers with ``if_absent`` wins; probed, not assumed.
+
+    With obstore this holds for objects that travel whole: a multipart upload only checks once more before it
+    completes.
     """
     multipart: bool
     """Large objects travel in parts, several at a time; a part that fails is repeated alone."""

@@ -123,7 +123,7 @@ class Circuit:
         return closes
 
     def failed(self, now_s: float) -> bool:
-        """The store did not answer; returns whether this opened the circuit (a failed probe keeps it open)."""
+        """The store did not answer; returns whether this opened the circuit, which a probe does not."""
         self.failures += 1
         was_closed = self.state is CircuitState.CLOSED
         if was_closed and self.failures < self._threshold:
@@ -178,8 +178,8 @@ def _log(notice: StoreNotice) -> None:
 class Resilient:
     """Implements `ObjectStore` in front of another store.
 
-    Retriable errors are retried as `RetryPolicy` allows. The circuit counts attempts that ended with a retriable
-    error; any other error is an answer of the store.
+    Retriable errors are retried as `RetryPolicy` allows. The circuit counts attempts that ended with a
+    retriable error; any other error is an answer of the store.
 
     Args:
         cancelled: called before each attempt and after each pause; if it returns True, the call ends.
@@ -226,9 +226,9 @@ class Resilient:
         return self._call("", lambda: self._store.facts)
 
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
-        """As `ObjectStore.put`. An attempt whose answer got lost may have succeeded. If the next attempt finds
-        an object with our size and content (both ends of a large one), the put has succeeded: a key stands
-        for one content.
+        """As `ObjectStore.put`. An attempt whose answer got lost may have succeeded. If the next attempt
+        finds an object with our size and content (both ends of a large one), the put has succeeded: a key
+        stands for one content.
         """
         failed = False
 
@@ -257,7 +257,7 @@ class Resilient:
         return self._call(key, lambda: self._store.info(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As `ObjectStore.list`. The whole listing is one call and is held in memory, because it fails as a whole."""
+        """As `ObjectStore.list`, but lists everything at once: half a listing is useless."""
         return iter(self._call(prefix, lambda: [*self._store.list(prefix)]))
 
     def delete(self, keys: Sequence[str]) -> None:

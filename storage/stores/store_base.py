@@ -186,7 +186,7 @@ def public_url(url: str) -> str:
 
 
 class UploadGone(Unavailable):
-    """The multipart upload does not exist: ended, aborted, or completed by a request whose answer was lost."""
+    """The multipart upload does not exist: aborted, or completed although the answer got lost."""
 
 
 _BY_CODE: dict[str, type[StoreError]] = {

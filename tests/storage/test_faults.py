@@ -170,7 +170,7 @@ def _nothing_left(behind: ObjectStore, raw: Raw) -> None:
 
 
 def _patient(store: ObjectStore) -> Resilient:
-    return Resilient(store, RetryPolicy(attempts=4, base_s=0.01, cap_s=0.02), told=lambda notice: None)
+    return Resilient(store, RetryPolicy(attempts=4, base_s=0.01, cap_s=0.02), notify=lambda notice: None)
 
 
 CALLS: dict[str, Callable[[ObjectStore], object]] = {
