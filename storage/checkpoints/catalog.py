@@ -43,17 +43,13 @@ _MOST_LISTED = 8
 
 
 class CheckpointState(StrEnum):
-    """See the module."""
-
     COMMITTED = "committed"
     INCOMPLETE = "incomplete"
     STALE = "stale"
 
 
 class Epoch(NamedTuple):
-    """A history: the iteration at which it left the one before, and the time since which the store
-    shows it.
-    """
+    """A history: the iteration at which it left the one before, and since when the store shows it."""
 
     start: int
     since_ns: int | None
@@ -68,14 +64,13 @@ class ListedObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint, as far as the listing shows it.
+    """A checkpoint, as the listing shows it.
 
     Attributes:
-        manifests: the manifests by rank.
         missing: the ranks without a manifest.
         modified_ns: when the last of its manifests was written, by the store's clock.
-        stale_since_ns: the time since which the store shows the history that made it stale; None if it is not
-            stale, or if only the caller knows of that history.
+        stale_since_ns: since when the store shows the history that made it stale; None if it is not stale,
+            or if only the caller knows of that history.
     """
 
     id: CheckpointId
@@ -99,11 +94,10 @@ class Catalog:
     """The contents of a run; ``checkpoints`` are newest first.
 
     Attributes:
+        objects: by (rank, iteration).
+        epochs: the known histories by number; ``known_epochs`` are those that the caller passed.
         identity: ``run.json``, if it exists.
-        objects: the objects by (rank, iteration).
-        epochs: the known histories by number.
-        known_epochs: the histories that the caller passed.
-        foreign: keys below the run's prefix that ckptd did not write; they are left alone.
+        foreign: keys below the run's prefix that ckptd did not write.
     """
 
     job: str
@@ -134,16 +128,11 @@ class Catalog:
         return None
 
     def leaving(self, epoch: int, iteration: int) -> Epoch | None:
-        """The history that made a record of this epoch and iteration stale, or None.
-
-        If several did: the one that the store has shown for longest.
-        """
+        """The history (that shown for longest) that made a record of this epoch and iteration stale."""
         return _leaving(self.epochs, epoch, iteration)
 
     def only(self, ids: Collection[CheckpointId]) -> Catalog:
-        """The same catalog with only these checkpoints, and without the histories that only the others
-        show.
-        """
+        """The catalog with only these checkpoints, and the histories that they show."""
         manifests = {c.id: {c.world_size: dict(c.manifests)} for c in self.checkpoints if c.id in ids}
         epochs = _epochs(manifests, self.known_epochs)
         return replace(self, checkpoints=_checkpoints(manifests, epochs, self.pins), epochs=epochs)
@@ -179,18 +168,12 @@ class _Found:
 
 
 def build_catalog(
-    listing: Iterable[ObjectInfo],
-    job: str,
-    run: str,
-    *,
-    known_epochs: Mapping[int, int] | None = None,
+    listing: Iterable[ObjectInfo], job: str, run: str, *, known_epochs: Mapping[int, int] | None = None
 ) -> Catalog:
     """Build the catalog of a run from ``listing``; ignores the keys of other runs.
 
     Args:
         known_epochs: histories that the caller knows: epoch_start by epoch.
-    Raises:
-        ValueError: ``job`` or ``run`` is not a valid name.
     """
     prefix = run_prefix(job, run)
     found = _Found()
@@ -299,10 +282,7 @@ class Views:
     own: Catalog
 
     def base_of(self, rank: int) -> StoredCheckpoint | None:
-        """The checkpoint whose objects this rank need not upload again.
-
-        None if no checkpoint is sure to stay: then everything is uploaded.
-        """
+        """The checkpoint whose objects this rank need not upload again; None if none is sure to stay."""
         last = self.own.last_of(rank)
         return last if last is not None and last.id in self._staying() else None
 

@@ -271,24 +271,11 @@ class RankManifest:
         return head_of(self._body())
 
     def _body(self) -> dict[str, object]:
-        body: dict[str, object] = {
-            "format": _FORMATS[self.version],
-            "job": self.job,
-            "run": self.run,
-            "run_id": self.run_id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "start": self.start,
-            "end": self.end,
-            "window": self.window,
-            "every": self.every,
-            "written_at_ns": self.written_at_ns,
-            "slot_bytes": self.slot_bytes,
-            "num_slots": self.num_slots,
-            "descriptor": base64.b64encode(self.descriptor).decode("ascii"),
-            "tool": self.tool,
-            "snapshots": [_snapshot_fields(snapshot, self.version) for snapshot in self.snapshots],
-        }
+        """The fields before the signature, in the order of the format."""
+        body: dict[str, object] = {"format": _FORMATS[self.version]}
+        body |= {name: getattr(self, name) for name in _MANIFEST_FIELDS}
+        body["descriptor"] = base64.b64encode(self.descriptor).decode("ascii")
+        body["snapshots"] = [_snapshot_fields(snapshot, self.version) for snapshot in self.snapshots]
         if self.version > 1:
             body["signer"] = self.signer
         return body
@@ -297,25 +284,15 @@ class RankManifest:
     def from_bytes(cls, data: bytes) -> RankManifest:
         """Parse the output of `to_bytes`; raises ManifestError for anything else."""
         wire = decode_sealed(data, MAX_MANIFEST_BYTES, _manifest_decoder)
-        snapshots = tuple([_snapshot(fields) for fields in wire.snapshots])
-        manifest = cls(
-            wire.job,
-            wire.run,
-            wire.run_id,
-            wire.rank,
-            wire.world_size,
-            wire.window,
-            wire.every,
-            wire.written_at_ns,
-            wire.slot_bytes,
-            wire.num_slots,
-            from_base64("descriptor", wire.descriptor),
-            wire.tool,
-            snapshots,
-            2 if wire.format == _FORMAT else 1,
-            wire.signer,
-            from_base64("signature", wire.signature),
-        )
+        values = {name: getattr(wire, name) for name in _MANIFEST_FIELDS if name not in ("start", "end")}
+        values |= {
+            "descriptor": from_base64("descriptor", wire.descriptor),
+            "snapshots": tuple([_snapshot(fields) for fields in wire.snapshots]),
+            "version": 2 if wire.format == _FORMAT else 1,
+            "signer": wire.signer,
+            "signature": from_base64("signature", wire.signature),
+        }
+        manifest = cls(**values)
         if manifest.to_bytes() != data:
             raise ManifestError("the manifest is not in the form that this version writes")
         return manifest
@@ -342,7 +319,7 @@ def agreement(
     return xxhash.xxh3_128_hexdigest(json.dumps(values, separators=(",", ":")).encode("ascii"))
 
 
-# Ranges are checked by the constructors above.
+# The fields in the order of the format. The constructors above check the ranges.
 class _WireSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     iteration: int
     previous: int
@@ -384,28 +361,22 @@ class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _manifest_decoder = msgspec.json.Decoder(_WireManifest)
+_FIELDS = _WireManifest.__struct_fields__
+_MANIFEST_FIELDS = _FIELDS[_FIELDS.index("job") : _FIELDS.index("digest")]
 
 
 def _snapshot_fields(snapshot: StoredSnapshot, version: int) -> dict[str, object]:
     bitmap = snapshot.anchors.to_bytes((snapshot.num_operators + 7) // 8, "little")
-    fields: dict[str, object] = {
-        "iteration": snapshot.iteration,
-        "previous": snapshot.previous,
-        "sequence": snapshot.sequence,
-        "phase": snapshot.phase,
-        "epoch": snapshot.epoch,
-        "epoch_start": snapshot.epoch_start,
-        "filled_at_ns": snapshot.filled_at_ns,
+    fields: dict[str, object] = {name: getattr(snapshot, name) for name in _WireSnapshot.__struct_fields__}
+    fields |= {
         "header_digest": snapshot.header_digest.hex(),
-        "image_len": snapshot.image_len,
         "layout_id": f"{snapshot.layout_id:016x}",
-        "num_operators": snapshot.num_operators,
         "anchors": base64.b64encode(bitmap).decode("ascii"),
         "objects": [list(stored) for stored in snapshot.objects],
         "extents": [list(extent) for extent in snapshot.extents],
     }
-    if version > 1:
-        fields["image_digest"] = snapshot.image_digest
+    if version == 1:
+        del fields["image_digest"]
     return fields
 
 
@@ -413,23 +384,12 @@ def _snapshot(fields: _WireSnapshot) -> StoredSnapshot:
     bitmap = from_base64("anchors", fields.anchors)
     if len(bitmap) != (fields.num_operators + 7) // 8:
         raise ManifestError(f"{len(bitmap)} bytes of anchors do not fit {fields.num_operators} operators")
-    return StoredSnapshot(
-        fields.iteration,
-        fields.previous,
-        fields.sequence,
-        fields.phase,
-        fields.epoch,
-        fields.epoch_start,
-        fields.filled_at_ns,
-        bytes.fromhex(fields.header_digest),
-        fields.image_len,
-        int(fields.layout_id, 16),
-        fields.num_operators,
-        int.from_bytes(bitmap, "little"),
-        fields.objects,
-        fields.extents,
-        fields.image_digest,
-    )
+    values = msgspec.structs.asdict(fields) | {
+        "header_digest": bytes.fromhex(fields.header_digest),
+        "layout_id": int(fields.layout_id, 16),
+        "anchors": int.from_bytes(bitmap, "little"),
+    }
+    return StoredSnapshot(**values)
 
 
 def _check_chain(snapshots: Sequence[StoredSnapshot]) -> None:

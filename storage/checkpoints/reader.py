@@ -75,10 +75,8 @@ class MapFunction(Protocol):
 
 
 class SnapshotDamaged(ValueError):
-    """The stored bytes differ from the sealed image.
-
-    ``tensors`` are the tensors that differ ("header" for the image's header), ``objects`` the keys that
-    contain their bytes.
+    """The stored bytes of ``tensors`` ("header": the image's header), which are in ``objects``, are
+    damaged.
     """
 
     def __init__(self, iteration: int, tensors: tuple[str, ...], objects: tuple[str, ...]) -> None:
@@ -103,11 +101,7 @@ def read_catalog(
 
 
 def read_identity(store: ObjectStore, job: str, run: str) -> RunIdentity | None:
-    """The identity of the run in the store; None if the store contains none.
-
-    Raises:
-        ManifestError: ``run.json`` is damaged, or belongs to another run.
-    """
+    """The contents of ``run.json``, None if missing; ManifestError if it is damaged or of another run."""
     try:
         data = store.read(RunName(job, run).key, limit=MAX_RUN_BYTES)
     except ObjectMissing:
@@ -119,11 +113,7 @@ def read_identity(store: ObjectStore, job: str, run: str) -> RunIdentity | None:
 
 
 def read_manifest(store: ObjectStore, key: str) -> RankManifest:
-    """Read the manifest at ``key``.
-
-    Raises:
-        ManifestError: it is damaged, or does not belong to ``key`` (its agreement is computed again).
-    """
+    """Read a manifest; ManifestError if it is damaged or does not belong to ``key`` (agreement included)."""
     try:
         manifest = RankManifest.from_bytes(store.read(key, limit=MAX_MANIFEST_BYTES))
     except ManifestError as error:
@@ -136,11 +126,7 @@ def read_manifest(store: ObjectStore, key: str) -> RankManifest:
 def read_manifests(
     store: ObjectStore, checkpoint: StoredCheckpoint, *, map_fn: MapFunction = map
 ) -> dict[int, RankManifest]:
-    """Read the manifests of a checkpoint, by rank; they agree because each belongs to its key.
-
-    Raises:
-        ManifestError: one of them is damaged.
-    """
+    """Read the manifests of a checkpoint, by rank; they agree because each belongs to its key."""
     keys = [checkpoint.manifests[rank].key for rank in sorted(checkpoint.manifests)]
     found = map_fn(lambda key: read_manifest(store, key), keys)
     return {manifest.rank: manifest for manifest in found}
@@ -154,11 +140,7 @@ def read_image_bytes(
     *,
     map_fn: MapFunction = map,
 ) -> None:
-    """Fill ``into`` with the image's bytes from ``begin`` on, without verifying them.
-
-    Raises:
-        ValueError: the image has fewer bytes.
-    """
+    """Fill ``into`` with the image's bytes from ``begin`` on, without verifying them."""
     end = begin + len(into)
     if not 0 <= begin <= end <= snapshot.image_len:
         raise ValueError(f"bytes {begin} to {end} of an image of {snapshot.image_len}")
@@ -179,12 +161,9 @@ def read_image_bytes(
 
 
 def read_head(read: Callable[[int, memoryview], None], size: int) -> bytes:
-    """The bytes before the data of an image or object of ``size`` bytes.
+    """The bytes before the data of an image or object of ``size`` bytes; HeaderError if that is impossible.
 
-    Args:
-        read: fills a buffer from an offset.
-    Raises:
-        HeaderError: its length field is impossible.
+    ``read`` fills a buffer from an offset.
     """
     guess = bytearray(min(_HEADER_GUESS, size))
     read(0, memoryview(guess))
@@ -198,11 +177,7 @@ def read_head(read: Callable[[int, memoryview], None], size: int) -> bytes:
 
 
 def read_image_header(store: ObjectStore, snapshot: StoredSnapshot) -> bytes:
-    """Read and verify the stored image's header.
-
-    Raises:
-        SnapshotDamaged: the header differs from the sealed one.
-    """
+    """Read and verify the stored image's header; may raise SnapshotDamaged."""
     try:
         header = read_head(lambda at, into: read_image_bytes(store, snapshot, at, into), snapshot.image_len)
     except HeaderError as error:
@@ -215,11 +190,7 @@ def read_image_header(store: ObjectStore, snapshot: StoredSnapshot) -> bytes:
 def index_of(
     store: ObjectStore, snapshots: Iterable[StoredSnapshot], *, map_fn: MapFunction = map
 ) -> StoredIndex:
-    """An index of the tensors of these snapshots, which need not be uploaded again.
-
-    Raises:
-        SnapshotDamaged: the header of a snapshot differs from the sealed one.
-    """
+    """An index of the tensors of these snapshots, which need not be uploaded again."""
     index = StoredIndex()
     wanted = list(snapshots)
     headers = map_fn(lambda snapshot: read_image_header(store, snapshot), wanted)
@@ -433,11 +404,7 @@ def _batches(reads: Iterable[RangeRead]) -> Iterator[tuple[RangeRead, ...]]:
 
 
 def has_its_digest(store: ObjectStore, snapshot: StoredSnapshot) -> bool:
-    """Whether the image has the digest in its manifest; true if the manifest has none (version 1).
-
-    Raises:
-        ObjectMissing, Damaged: an object is missing, or too short.
-    """
+    """Whether the image has the digest in its manifest; true if the manifest has none (version 1)."""
     if not snapshot.image_digest:
         return True
     made = Digesting(snapshot.image_digest)

@@ -140,7 +140,7 @@ def choose_checkpoints(
     """Choose the checkpoints of one run to delete, from the listing alone.
 
     Args:
-        catalog: if several runs have used the names, the catalog of one of them (`Catalog.only`).
+        catalog: if several runs have used the names, that of one of them (`Catalog.only`).
         verified: the checkpoints that were verified as whole.
         now_ns: the time of the store's clock.
     """
@@ -211,9 +211,7 @@ def plan_retention(
 
 
 def run_of(catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]) -> Catalog:
-    """The catalog with only the checkpoints of the same run as this one; with all checkpoints if its
-    run is not known.
-    """
+    """The catalog with only the checkpoints of this one's run; with all of them if its run is not known."""
     runs, unknown = _by_run(catalog, references)
     if checkpoint in unknown:
         return catalog
@@ -248,12 +246,7 @@ def _committed_ns(run: Catalog) -> int:
 def wanted_by(
     policy: RetentionPolicy, committed: Iterable[StoredCheckpoint], now_ns: int, *, last: int
 ) -> dict[CheckpointId, str]:
-    """The committed checkpoints that the policy names.
-
-    Args:
-        committed: newest first.
-        last: number of newest checkpoints to keep.
-    """
+    """The checkpoints that the policy names, of ``committed`` (newest first); ``last`` of the newest."""
     wanted: dict[CheckpointId, str] = {}
     firsts: dict[int, CheckpointId] = {}
     for number, checkpoint in enumerate(committed):
@@ -311,9 +304,7 @@ def _incomplete(
 
 
 def _begin(catalog: Catalog, references: Mapping[str, References]) -> tuple[int, int]:
-    """Epoch and start of the newest committed checkpoint: no history up to this epoch needs older
-    objects.
-
+    """Epoch and start of the newest committed checkpoint: no history up to this epoch needs older objects.
     A later history without a checkpoint may have begun before it.
     """
     newest = catalog.newest
@@ -372,12 +363,8 @@ class StoredIncarnation:
 
 @dataclass(frozen=True, slots=True)
 class IncarnationRemoval:
-    """The deletions in one incarnation: first ``manifests``, then ``objects``, and its ``names`` at
-    the end if nothing else is left.
-
-    Args:
-        number: the number of the incarnation.
-        kept: the checkpoints that stay, with the reason.
+    """The deletions in incarnation ``number``: ``manifests``, then ``objects``, and its ``names`` at the
+    end if nothing else is left. ``kept`` are the checkpoints that stay, with the reason.
     """
 
     number: int
@@ -390,12 +377,7 @@ class IncarnationRemoval:
 def replacing_incarnation(
     incarnations: Mapping[int, StoredIncarnation], policy: RetentionPolicy, *, now_ns: int
 ) -> int | None:
-    """The latest incarnation that replaces all earlier ones: it has a verified and settled checkpoint.
-    None if there is none.
-
-    Args:
-        incarnations: the incarnations by number.
-    """
+    """The number of the latest incarnation with a verified and settled checkpoint; None if there is none."""
     return max((n for n, each in incarnations.items() if _replaces(each, policy, now_ns)), default=None)
 
 
@@ -406,13 +388,7 @@ def plan_incarnations(
     *,
     now_ns: int,
 ) -> list[IncarnationRemoval]:
-    """Plan the deletions in earlier incarnations; none while the newest has no verified and settled
-    checkpoint.
-
-    Args:
-        earlier: the earlier incarnations by number.
-        now_ns: the time of the store's clock.
-    """
+    """Plan the deletions in earlier incarnations (by number), once the newest one replaces them."""
     if not _replaces(newest, policy, now_ns):
         return []
     left = policy.keep_last - len(newest.catalog.committed)

@@ -82,11 +82,7 @@ class StoredIndex:
         return len(self._places)
 
     def add(self, header: bytes, snapshot: StoredSnapshot) -> None:
-        """Add the tensors of a stored snapshot; ``header`` is its image up to the data.
-
-        Raises:
-            HeaderError: ``header`` does not belong to that snapshot's image.
-        """
+        """Add the tensors of a stored snapshot; HeaderError if ``header`` is not that of its image."""
         if xxhash.xxh3_128_digest(header) != snapshot.header_digest:
             raise HeaderError(f"it is not the header of the image of {snapshot.iteration}")
         parsed = parse_header(header)
@@ -108,14 +104,12 @@ class UploadPlan:
     """The new object, and the extents of the image.
 
     Attributes:
-        key: the key of the new object.
-        size: the size of the new object.
+        key, size: of the new object.
         header: the first bytes of the new object; empty if the object is the image itself.
         ranges: (offset, length) of the image's ranges that follow, in order.
         reused: the older objects of the extents, with the numbers 1, 2, and so on.
         extents: the places of the image's bytes; object 0 is the new one.
         saved_bytes: number of bytes that need no upload.
-        reason: the reason for this shape.
     """
 
     key: str
@@ -148,11 +142,7 @@ def plan_upload(
     sequence: int,
     limits: PartLimits = PartLimits(),
 ) -> UploadPlan:
-    """Plan the upload of a sealed image; the buffer ``image`` may be longer than the image.
-
-    Raises:
-        HeaderError: the buffer does not contain a whole image.
-    """
+    """Plan the upload of a sealed image at the beginning of a buffer; HeaderError if it is not whole."""
     head = bytes(image[: data_offset_of(bytes(image[:LENGTH_BYTES]))])
     parsed = parse_header(head)
     if parsed.metadata.get("format") != FORMAT or parsed.size > len(image):
