@@ -429,7 +429,6 @@ class ImageView:
             raise ImageError("a number in the image header is negative")
 
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors in data order."""
         return tuple(self._by_name)
 
     def tensor(self, name: str) -> ImageTensor:

@@ -64,7 +64,6 @@ class Digesting:
         self._made = blake3() if algorithm == "blake3" else hashlib.sha256()
 
     def update(self, data: Buffer) -> None:
-        """Add the next bytes."""
         self._made.update(data)
 
     @property
@@ -74,7 +73,6 @@ class Digesting:
 
 
 def is_strong_digest(text: str) -> bool:
-    """Whether ``text`` is a well-formed digest."""
     return _PATTERN.fullmatch(text) is not None
 
 

@@ -290,7 +290,6 @@ class Keeper:
             self._report("error", "internal", f"looking after the store failed: {error!r}")
 
     def _report(self, level: str, kind: str, text: str) -> None:
-        """Send an event to the daemon's log."""
         self.send(w.KeeperEvent(level, kind, text))
 
     def _circuit_reported(self, notice: StoreNotice) -> None:

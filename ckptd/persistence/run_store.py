@@ -139,7 +139,6 @@ class RunStore:
 
     @property
     def num_ranks(self) -> int:
-        """The number of opened ranks."""
         with self._lock:
             return len(self._ranks)
 
@@ -177,7 +176,6 @@ class RunStore:
     # -- what is there ---------------------------------------------------------------------------
 
     def _look(self) -> Views:
-        """List the run."""
         return self._look_knowing(self._known_epochs(), self.at.store)
 
     def _look_to_commit(self, end: int, fresh: bool) -> Seen:

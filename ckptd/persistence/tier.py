@@ -155,7 +155,6 @@ class RankPersistence:
         return self.core.idle and not self._flush
 
     def close(self) -> None:
-        """Release all slots."""
         self._closed = True
         self._holds.release_all()
 
@@ -336,7 +335,6 @@ class StorageTier:
         rank.join(world_size, epoch, epoch_start)
 
     def changed(self, key: RankKey) -> None:
-        """The snapshots of a rank changed."""
         if key in self._ranks:
             self._ranks[key].changed()
 

@@ -117,7 +117,6 @@ class Catalog:
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """The newest committed checkpoint."""
         return next((c for c in self.checkpoints if c.state is CheckpointState.COMMITTED), None)
 
     def last_of(self, rank: int) -> StoredCheckpoint | None:

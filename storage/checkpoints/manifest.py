@@ -216,17 +216,14 @@ class RankManifest:
 
     @property
     def start(self) -> int:
-        """The iteration of the oldest snapshot."""
         return self.snapshots[0].iteration
 
     @property
     def end(self) -> int:
-        """The iteration of the newest snapshot."""
         return self.snapshots[-1].iteration
 
     @cached_property
     def checkpoint(self) -> CheckpointId:
-        """The checkpoint that this manifest belongs to."""
         last = self.snapshots[-1]
         agreed = agreement(
             job=self.job,

@@ -95,7 +95,6 @@ class SnapshotDamaged(ValueError):
 def read_catalog(
     store: ObjectStore, job: str, run: str, *, known_epochs: Mapping[int, int] | None = None
 ) -> Catalog:
-    """List the store and build the catalog of a run."""
     listing = store.list(run_prefix(job, run))
     return build_catalog(listing, job, run, known_epochs=known_epochs)
 

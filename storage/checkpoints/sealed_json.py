@@ -125,7 +125,6 @@ class RunIdentity:
         in_range("created_at_ns", self.created_at_ns, 0, _MAX_TIME_NS)
 
     def to_bytes(self) -> bytes:
-        """The stored form."""
         return seal_json({"format": _RUN_FORMAT, **asdict(self)})
 
     @classmethod

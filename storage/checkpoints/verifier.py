@@ -458,7 +458,6 @@ class _TensorCheck:
         self._bad: list[str] = []
 
     def feed(self, data: memoryview) -> None:
-        """Add the next bytes."""
         while len(data):
             self._finish()
             chunk = data[: self._tensors[self._number].nbytes - self._seen]

@@ -363,7 +363,6 @@ class FsspecS3Store(FsspecStore):
         return {"Bucket": self._bucket, "Key": self._top + key}
 
     def _request(self, key: str, method: str, **arguments: Any) -> Any:
-        """One request of the S3 API."""
         with self._mapped(key):
             return self._call("call_s3", method, **arguments)
 
@@ -506,7 +505,6 @@ def _age_s(page: Mapping[str, Any], since: datetime) -> float:
 
 
 def _arguments(options: StoreOptions) -> dict[str, Any]:
-    """The arguments of s3fs."""
     own = dict(options.fsspec)
     config = {
         "connect_timeout": options.connect_timeout_s,

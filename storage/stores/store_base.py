@@ -286,7 +286,6 @@ def flat(parts: Sequence[memoryview]) -> list[memoryview]:
 
 
 def total(views: Iterable[memoryview]) -> int:
-    """The size of all views in bytes."""
     return sum(view.nbytes for view in views)
 
 
