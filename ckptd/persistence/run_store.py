@@ -325,7 +325,7 @@ class RunStore:
             descriptor=manifest.descriptor,
             lengths=[s.image_len for s in manifest.snapshots],
             headers=[pack_slot_header(_slot_header(s)) for s in manifest.snapshots],
-            anchors=[s.anchors.to_bytes((s.num_operators + 7) // 8, "little") for s in manifest.snapshots],
+            anchors=[s.anchor_bitmap for s in manifest.snapshots],
             digests=[s.image_digest for s in manifest.snapshots],
         )
 

@@ -126,6 +126,11 @@ class StoredSnapshot:
         _check_objects(self.objects)
         _check_extents(self)
 
+    @property
+    def anchor_bitmap(self) -> bytes:
+        """``anchors`` as a little-endian bitmap over all operators."""
+        return self.anchors.to_bytes((self.num_operators + 7) // 8, "little")
+
 
 def _check_objects(objects: Sequence[StoredObject]) -> None:
     for stored in objects:
@@ -363,12 +368,11 @@ _MANIFEST_FIELDS = _FIELDS[_FIELDS.index("job") : _FIELDS.index("digest")]
 
 
 def _snapshot_fields(snapshot: StoredSnapshot, version: int) -> dict[str, object]:
-    bitmap = snapshot.anchors.to_bytes((snapshot.num_operators + 7) // 8, "little")
     fields: dict[str, object] = {name: getattr(snapshot, name) for name in _WireSnapshot.__struct_fields__}
     fields |= {
         "header_digest": snapshot.header_digest.hex(),
         "layout_id": f"{snapshot.layout_id:016x}",
-        "anchors": base64.b64encode(bitmap).decode("ascii"),
+        "anchors": base64.b64encode(snapshot.anchor_bitmap).decode("ascii"),
         "objects": [list(stored) for stored in snapshot.objects],
         "extents": [list(extent) for extent in snapshot.extents],
     }

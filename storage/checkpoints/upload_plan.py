@@ -39,21 +39,16 @@ from ckptd.storage.image_format import (
 
 __all__ = [
     "IMAGE_HEADER",
-    "PART_FORMAT",
     "PartLimits",
     "StoredIndex",
     "UploadPlan",
     "plan_upload",
 ]
 
-PART_FORMAT = "ckptd.part/1"
+_PART_FORMAT = "ckptd.part/1"
 IMAGE_HEADER = "ckptd.image_header"
 _MAX_REUSED = 32  # limit of older objects per image, so that few requests read it
-_OWN_METADATA = (
-    "scalars_len",
-    "num_operators",
-    "anchors",
-)  # in the image's header, which the part contains
+_OWN_METADATA = ("scalars_len", "num_operators", "anchors")  # in the image's header, which the part contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ class StoredIndex:
                 place = _Place(snapshot.objects[extent.object], extent.object_offset + inside)
                 self._places.setdefault((digest, tensor.nbytes), place)
 
-    def find(self, digest: bytes, nbytes: int) -> tuple[StoredObject, int] | None:
+    def find(self, digest: bytes, nbytes: int) -> _Place | None:
         """The object with such a tensor, and the offset in it; None if there is none."""
         return self._places.get((digest, nbytes))
 
@@ -173,8 +168,8 @@ def _found(parsed: ObjectHeader, index: StoredIndex, min_tensor_bytes: int) -> d
     for number, (tensor, digest) in enumerate(zip(parsed.tensors, parsed.digests, strict=True)):
         place = index.find(digest, tensor.nbytes)
         if place is not None and tensor.nbytes >= max(min_tensor_bytes, 1):
-            found[number] = _Place(*place)
-            per_object[place[0].key] += tensor.nbytes
+            found[number] = place
+            per_object[place.stored.key] += tensor.nbytes
     worth = {key for key, _ in per_object.most_common(_MAX_REUSED)}
     return {number: place for number, place in found.items() if place.stored.key in worth}
 
@@ -189,7 +184,7 @@ def _part(name: ObjectName, head: bytes, parsed: ObjectHeader, found: dict[int, 
     digests = [digest for number, digest in enumerate(parsed.digests) if number not in found]
     metadata = {key: value for key, value in parsed.metadata.items() if key not in _OWN_METADATA}
     metadata |= {
-        "format": PART_FORMAT,
+        "format": _PART_FORMAT,
         "iteration": str(name.iteration),
         "previous": parsed.metadata.get("previous", "").strip(),
         "image_len": str(parsed.size),

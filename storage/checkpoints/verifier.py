@@ -343,14 +343,13 @@ class _Checker:
 
 def _unlike(parsed: ObjectHeader, manifest: RankManifest, snapshot: StoredSnapshot) -> str:
     """The first difference between an image and its description in the manifest; "" if there is none."""
-    bitmap = snapshot.anchors.to_bytes((snapshot.num_operators + 7) // 8, "little")
     wanted = {
         "job": manifest.job,
         "run": manifest.run,
         "rank": str(manifest.rank),
         "iteration": str(snapshot.iteration),
         "num_operators": str(snapshot.num_operators),
-        "anchors": base64.b64encode(bitmap).decode("ascii"),
+        "anchors": base64.b64encode(snapshot.anchor_bitmap).decode("ascii"),
     }
     for what, value in wanted.items():
         recorded = parsed.metadata.get(what, "").strip()

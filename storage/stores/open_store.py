@@ -49,9 +49,7 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, backend: str 
         raise ValueError(f"obstore does not speak {scheme}://")
     if backend == "obstore" or (backend == "auto" and spoken and find_spec("obstore")):
         return _created(url, checked, "ckptd[s3]", lambda: _obstore(url, checked))
-    if scheme in _S3_SCHEMES:
-        return _created(url, checked, "ckptd[s3]", lambda: _s3fs(url, checked))
-    return _created(url, checked, "", lambda: _fsspec(url, checked))
+    return _created(url, checked, "ckptd[s3]" if scheme in _S3_SCHEMES else "", lambda: _fsspec(url, checked))
 
 
 def _local(url: str, options: StoreOptions) -> ObjectStore:
@@ -67,22 +65,17 @@ def _obstore(url: str, options: StoreOptions) -> ObjectStore:
     from ckptd.storage.stores.obstore_store import ObstoreStore
 
     def housekeeper() -> ObjectStore:
-        return _created(url, options, "ckptd[s3]", lambda: _s3fs(url, options))
+        return _created(url, options, "ckptd[s3]", lambda: _fsspec(url, options))
 
     s3 = urlsplit(url).scheme in _S3_SCHEMES and find_spec("s3fs") is not None
     return ObstoreStore(url, options, housekeeper if s3 else None)
 
 
-def _s3fs(url: str, options: StoreOptions) -> ObjectStore:
-    from ckptd.storage.stores.fsspec_store import FsspecS3Store
-
-    return FsspecS3Store(url, options)
-
-
 def _fsspec(url: str, options: StoreOptions) -> ObjectStore:
-    from ckptd.storage.stores.fsspec_store import FsspecStore
+    from ckptd.storage.stores.fsspec_store import FsspecS3Store, FsspecStore
 
-    return FsspecStore(url, options)
+    s3 = urlsplit(url).scheme in _S3_SCHEMES
+    return FsspecS3Store(url, options) if s3 else FsspecStore(url, options)
 
 
 def _created(url: str, options: StoreOptions, extra: str, create: Callable[[], ObjectStore]) -> ObjectStore:
