@@ -74,8 +74,7 @@ class _TrainerFacts(msgspec.Struct, frozen=True):
     """The fields of the trainer's part of a segment's descriptor that an export needs; all are optional."""
 
     operators: list[Any] = []
-    # Beside `operators`: the rank whose images hold each of them, or -1: this rank's own. Absent:
-    # all are its own.
+    # For each operator the rank whose images contain it; -1: this rank. Absent: all are this rank's.
     owners: list[int] = []
     policy: str = "aligned"
     transient_buffers: list[str] = []

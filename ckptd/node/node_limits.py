@@ -7,8 +7,8 @@ import os
 import resource
 from pathlib import Path
 
-from ckptd.config.config_values import parse_memory
 from ckptd.config.runtime_dir import UnusableFolder
+from ckptd.config.settings import parse_memory
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.transport.access.local_door import ENOUGH_DESCRIPTORS

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ckptd.config.config_values import parse_bytes, parse_peers
 from ckptd.config.runtime_dir import UnusableFolder
-from ckptd.config.settings import DaemonConfig
+from ckptd.config.settings import DaemonConfig, parse_bytes, parse_peers
 from ckptd.node_context import NodeContext
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys, KeysError, trusted

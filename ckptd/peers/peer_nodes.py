@@ -22,7 +22,7 @@ from functools import partial
 from typing import Protocol
 
 import ckptd
-from ckptd.config.config_values import parse_labels
+from ckptd.config.settings import parse_labels
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.transport.control import peer_messages as p

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-from ckptd.config.config_values import parse_bytes
-from ckptd.config.settings import DaemonConfig
+from ckptd.config.settings import DaemonConfig, parse_bytes
 from ckptd.core.persistence.cadence import Cadence
 from ckptd.core.persistence.persister import Persister, PersistState
 from ckptd.core.sessions import RankKey

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptd.core.park_requests import ParkRequests
 from ckptd.core.sessions import RankKey
-from ckptd.ctl import render
+from ckptd.ctl import daemon_commands
 from ckptd.transport.control.messages import Parks
 
 A, B = RankKey("job", "run", 0), RankKey("job", "run", 1)
@@ -24,7 +24,7 @@ def test_the_answer_comes_when_all_have_spoken() -> None:
     assert requests.number_for(B) == number
     requests.outcome(B, number, -1, "no memory")
     assert told(answers) == [[(0, 7), (1, -1)]]
-    text = render.parks(answers[0])
+    text = daemon_commands.parks_text(answers[0])
     assert text.splitlines() == [
         "job/run rank 0: parked at iteration 7",
         "job/run rank 1: not parked: no memory",
@@ -59,4 +59,4 @@ def test_nobody_to_ask_is_an_answer() -> None:
     answers: list[Parks] = []
     ParkRequests().ask([], 10.0, answers.append)
     assert told(answers) == [[]]
-    assert "no attached trainer" in render.parks(answers[0])
+    assert "no attached trainer" in daemon_commands.parks_text(answers[0])

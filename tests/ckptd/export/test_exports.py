@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
 from ckptd.core.slots.segment_format import slot_lock_byte
-from ckptd.export.convert import convert
-from ckptd.export.exports import export_hf
+from ckptd.export.exports import convert, export_hf
 from ckptd.export.memory_source import open_slot
 from ckptd.memory import locks
 from tests.ckptd.export.samples import (

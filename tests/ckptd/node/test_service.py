@@ -21,7 +21,7 @@ from ckptd.core.slots.segment_format import (
     pack_slot_header,
 )
 from ckptd.core.slots.segment_names import Kind
-from ckptd.ctl import render
+from ckptd.ctl import daemon_commands
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.sealer import SealVerdict, seal_slot
@@ -325,7 +325,7 @@ def test_parked_state_is_told_held_and_shown_apart_from_snapshots_and_logs(
     assert isinstance(shown, m.Snapshots)
     (rank,) = shown.ranks
     assert rank.suffix == (3, 3)
-    assert "parked: iteration 7 (" in render.snapshots(shown, operators=False)
+    assert "parked: iteration 7 (" in daemon_commands.snapshots_text(shown, operators=False)
     status = setting.ask(m.GetStatus())
     assert isinstance(status, m.Status)
     assert [segment.kind for segment in status.segments] == ["snapshots", "log", "parked"]
@@ -396,7 +396,7 @@ def test_what_is_logged_is_held_and_shown_and_no_snapshot(setting: Setting) -> N
     assert {slot.iteration for slot in rank.slots if slot.state == "sealed"} == {3}
     assert {slot.iteration for slot in rank.log if slot.state == "sealed"} == {7}
     assert rank.suffix == (3, 3)
-    assert "boundary log: iterations 7, " in render.snapshots(shown, operators=False)
+    assert "boundary log: iterations 7, " in daemon_commands.snapshots_text(shown, operators=False)
     status = setting.ask(m.GetStatus())
     assert isinstance(status, m.Status)
     assert [segment.kind for segment in status.segments] == ["snapshots", "log"]

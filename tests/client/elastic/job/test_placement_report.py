@@ -9,7 +9,7 @@ from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing, 
 from ckptd.core.elastic.elastic_types import Cluster
 from ckptd.core.elastic.placement.allocation import allocate
 from ckptd.core.elastic.placement.expert_placement import place
-from ckptd.ctl.elastic.elastic_input import situation
+from ckptd.ctl.elastic_answers import situation
 from ckptd.errors import ElasticError
 from ckptd.transport.control.messages import Elastic, ElasticWhen
 

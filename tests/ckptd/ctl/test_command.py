@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from ckptd.ctl.progress import ProgressBar, progress_line
+from ckptd.ctl.command import ProgressBar, progress_line
 
 MIB = 1 << 20
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
-from ckptd.ctl.progress import ProgressBar
-from ckptd.ctl.store.store_access import ListedStore, OpenedStore
+from ckptd.ctl.command import ProgressBar
+from ckptd.ctl.store_access import OpenedStore
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.checkpoints.names import ObjectName, RunName, parse
 from ckptd.storage.checkpoints.reader import read_catalog
@@ -19,8 +21,11 @@ from ckptd.storage.checkpoints.verifier import (
     verify_run,
     verify_store,
 )
+from ckptd.storage.stores.objects import ObjectInfo, ObjectStore, Range, StoreFacts, StoreRefused
 
 __all__ = ["Advised", "Checked", "check_checkpoint", "check_run", "check_store"]
+
+_RESTORE_COPY = "restore it from an older version or a backup of the store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +62,45 @@ class Checked:
     read_bytes: int
 
 
-_RESTORE_COPY = "restore it from an older version or a backup of the store"
+class ListedStore:
+    """A read-only view of a store with a listing that was made before: ``info`` and ``list`` send no
+    request. Implements `ObjectStore`.
+    """
 
-_Look = Callable[[ListedStore, bool, ProgressBar], VerifyReport]
+    def __init__(self, store: ObjectStore, listing: Iterable[ObjectInfo]) -> None:
+        self._store = store
+        self.listing = {info.key: info for info in listing}
+
+    @property
+    def facts(self) -> StoreFacts:
+        return self._store.facts
+
+    def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
+        """Refused."""
+        raise StoreRefused(key, "it is only looked at")
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        return self._store.read(key, limit=limit)
+
+    def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
+        self._store.read_ranges(key, ranges)
+
+    def info(self, key: str) -> ObjectInfo | None:
+        return self.listing.get(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return (info for key, info in self.listing.items() if key.startswith(prefix))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Refused."""
+        raise StoreRefused(keys[0] if keys else "", "it is only looked at")
+
+    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
+        """Refused."""
+        raise StoreRefused(prefix, "it is only looked at")
+
+    def close(self) -> None:
+        """Do nothing: the caller that opened the store closes it."""
 
 
 def check_checkpoint(
@@ -74,58 +115,60 @@ def check_checkpoint(
     """Verify one checkpoint; ``total_bytes`` is the size of its objects, 0 if not known."""
     job, run = catalog.job, catalog.run
 
-    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
+    def verify(listed: ListedStore, **how: Any) -> VerifyReport:
         seen = read_catalog(listed, job, run)
         found = next((c for c in seen.checkpoints if c.id == checkpoint.id), None)
         if found is None:
             return VerifyReport((), (), 0, 0)  # it was removed during the verification
-        return verify_checkpoint(
-            listed, seen, found, full=full, map_fn=opened.map, progress=_progress_of(bar)
-        )
+        return verify_checkpoint(listed, seen, found, **how)
 
-    return _check(opened, f"{job}/{run}/", look, full=full, quiet=quiet, total_bytes=total_bytes)
+    return _check(opened, f"{job}/{run}/", verify, full=full, quiet=quiet, total_bytes=total_bytes)
 
 
 def check_run(opened: OpenedStore, job: str, run: str, *, full: bool, quiet: bool) -> Checked:
     """Verify all checkpoints and other objects of a run."""
-
-    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
-        return verify_run(listed, job, run, full=full, map_fn=opened.map, progress=_progress_of(bar))
-
-    return _check(opened, f"{job}/{run}/", look, full=full, quiet=quiet)
+    return _check(opened, f"{job}/{run}/", partial(verify_run, job=job, run=run), full=full, quiet=quiet)
 
 
 def check_store(opened: OpenedStore, *, full: bool, quiet: bool) -> Checked:
     """Verify everything in the store."""
-
-    def look(listed: ListedStore, full: bool, bar: ProgressBar) -> VerifyReport:
-        return verify_store(listed, full=full, map_fn=opened.map, progress=_progress_of(bar))
-
-    return _check(opened, "", look, full=full, quiet=quiet)
+    return _check(opened, "", verify_store, full=full, quiet=quiet)
 
 
 def _check(
     opened: OpenedStore,
     prefix: str,
-    look: _Look,
+    verify: Callable[..., VerifyReport],
     *,
     full: bool,
     quiet: bool,
     total_bytes: int | None = None,
 ) -> Checked:
-    """Verify once. If an object seems to be lost, list again: a job may have removed it meanwhile."""
+    """Verify once. If an object seems to be lost, list again: a job may have removed it meanwhile.
+
+    Args:
+        verify: called with a listed store, and ``full``, ``map_fn`` and ``progress`` as `verify_store`.
+    """
     listed = ListedStore(opened.store, opened.store.list(prefix))
     if total_bytes is None:
         sizes = [i.size for i in listed.listing.values() if isinstance(parse(i.key), ObjectName)]
         total_bytes = sum(sizes)
     with ProgressBar("verifying", total_bytes, quiet=quiet or not full) as bar:
-        report = look(listed, full, bar)
+
+        def progress(done: Progress) -> None:
+            bar.update(done.read_bytes)
+
+        report = verify(listed, full=full, map_fn=opened.map, progress=progress)
         if not report.ok:
             now = ListedStore(opened.store, opened.store.list(prefix))
-            report = _without_removed(report, listed, now, look(now, False, bar))
+            again = verify(now, full=False, map_fn=opened.map, progress=progress)
+            report = _without_removed(report, listed, now, again)
     whole = [WholeCheckpoint(job, run, c.end, c.epoch, c.agreement) for job, run, c in report.whole]
-    findings = tuple([_advised(finding, report) for finding in report.findings])
-    return Checked(report.ok, full, findings, tuple(whole), report.num_objects, report.read_bytes)
+    findings = [
+        Advised(str(found.severity), found.key, found.tensor, found.what, _advice(found, report))
+        for found in report.findings
+    ]
+    return Checked(report.ok, full, tuple(findings), tuple(whole), report.num_objects, report.read_bytes)
 
 
 def _without_removed(
@@ -144,15 +187,6 @@ def _without_removed(
     findings = sorted(staying | lost, key=lambda f: (order[f.severity], f.key, f.tensor, f.what))
     whole = tuple([checkpoint for checkpoint in report.whole if checkpoint in again.whole])
     return replace(report, findings=tuple(findings), whole=whole)
-
-
-def _progress_of(bar: ProgressBar) -> Callable[[Progress], None]:
-    return lambda progress: bar.update(progress.read_bytes)
-
-
-def _advised(finding: Finding, report: VerifyReport) -> Advised:
-    advice = _advice(finding, report)
-    return Advised(str(finding.severity), finding.key, finding.tensor, finding.what, advice)
 
 
 def _advice(finding: Finding, report: VerifyReport) -> str:

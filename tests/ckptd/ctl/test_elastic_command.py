@@ -13,10 +13,18 @@ import numpy as np
 import pytest
 
 from ckptd.core.sessions import RankKey
-from ckptd.ctl.elastic import elastic_render
-from ckptd.ctl.elastic.elastic_answers import as_planned, lose, next_time, outlook, plan
-from ckptd.ctl.elastic.elastic_input import InputProblem, read_file, situation
-from ckptd.ctl.elastic.elastic_render import (
+from ckptd.ctl import elastic_command
+from ckptd.ctl.command import CommandError
+from ckptd.ctl.elastic_answers import (
+    as_planned,
+    lose,
+    next_time,
+    outlook,
+    plan,
+    read_file,
+    situation,
+)
+from ckptd.ctl.elastic_command import (
     Canvas,
     lost_text,
     next_text,
@@ -216,7 +224,7 @@ def test_the_map_counts_replicas_and_colours_only_where_it_may() -> None:
     lines = plain.splitlines()
     assert lines[1:5] == ["   01", "a  1.  0.75", "b  .1  1.12", "c  .1  1.12"]
     colored = outlook_text(found, now, Canvas(color=True)).splitlines()
-    hottest, cooler = (f"48;5;{color}m1" for color in (elastic_render._HEAT[-1], elastic_render._HEAT[6]))
+    hottest, cooler = (f"48;5;{color}m1" for color in (elastic_command._HEAT[-1], elastic_command._HEAT[6]))
     assert cooler in colored[2]
     assert hottest in colored[3]
 
@@ -278,12 +286,12 @@ def test_wide_layers_are_wrapped_and_many_nodes_cut() -> None:
 )
 def test_a_file_that_cannot_be_used_is_refused_in_words(file: Any, change: Any, said: str) -> None:
     text = file(change if isinstance(change, str) else {**SMALL, **change})
-    with pytest.raises(InputProblem, match=said):
+    with pytest.raises(CommandError, match=said):
         situation(read_file(text))
 
 
 def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(InputProblem, match="cannot be read"):
+    with pytest.raises(CommandError, match="cannot be read"):
         read_file("/nowhere/job.json")
 
 

@@ -5,12 +5,13 @@ No text from this module contains a secret of a URL or of options.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import secrets
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,20 +21,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ckptd.config.daemon_config import ConfigError, load_config
 from ckptd.config.settings import DaemonConfig
+from ckptd.ctl.command import CommandError
 from ckptd.storage.checkpoints.names import run_prefix
 from ckptd.storage.checkpoints.reader import MapFunction
 from ckptd.storage.checkpoints.signing import Signers, SigningError
 from ckptd.storage.signed_store import SignedStore
-from ckptd.storage.stores.objects import (
-    ContainerMissing,
-    NoSpace,
-    ObjectInfo,
-    ObjectStore,
-    Range,
-    StoreError,
-    StoreFacts,
-    StoreRefused,
-)
+from ckptd.storage.stores.objects import ContainerMissing, NoSpace, ObjectStore, StoreError, StoreRefused
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Circuit, RetryPolicy
 from ckptd.storage.stores.resilient import Resilient
@@ -41,20 +34,13 @@ from ckptd.storage.stores.store_base import public_url
 from ckptd.storage.stores.store_options import secrets_in
 
 __all__ = [
-    "EXIT_REFUSED",
-    "EXIT_UNUSABLE",
-    "ListedStore",
     "OpenedStore",
     "StorePlace",
-    "StoreProblem",
     "configured_place",
     "named_place",
     "opened",
     "store_clock_ns",
 ]
-
-EXIT_UNUSABLE = 2
-EXIT_REFUSED = 4
 
 _THREADS = 8
 _ATTEMPTS = 4
@@ -62,14 +48,6 @@ _ATTEMPTS = 4
 _NEVER_OPENS = 1 << 30
 _MAX_TEXT = 600
 _UNUSABLE_STORE = re.compile(r"(store|store_options) = .*\(from ([^()]*)\) cannot be used: ", re.DOTALL)
-
-
-class StoreProblem(RuntimeError):
-    """The reason why a command on a store ends, with its exit status."""
-
-    def __init__(self, text: str, code: int = EXIT_UNUSABLE) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,58 +83,57 @@ class OpenedStore:
     map: MapFunction
 
 
-def configured_place(
-    url: str | None, options: str | None, backend: str | None
-) -> tuple[StorePlace, DaemonConfig]:
-    """The configured store; each argument that is given takes precedence over its setting.
+def configured_place(args: argparse.Namespace) -> tuple[StorePlace, DaemonConfig]:
+    """The configured store; `--store`, `--store-options` and `--store-backend` take precedence, each
+    over its setting.
 
     Raises:
-        StoreProblem: no store is configured.
+        CommandError: no store is configured.
         ConfigError: a setting cannot be used.
     """
-    given = {"store": url and _url_of(url), "store_options": options, "store_backend": backend}
+    given = {
+        "store": args.store and _url_of(args.store),
+        "store_options": args.store_options,
+        "store_backend": args.store_backend,
+    }
     try:
         config = load_config({key: text for key, text in given.items() if text}).config
     except ConfigError as error:
         raise ConfigError(_without_value(str(error))) from error
     if not config.store:
-        raise StoreProblem("no store is configured: pass --store URL, or set CKPTD_STORE")
-    place = StorePlace(
-        config.store,
-        json.loads(config.store_options or "{}"),
-        config.store_backend,
-        config.keys_dir,
-        config.store_signed_only,
-    )
+        raise CommandError("no store is configured: pass --store URL, or set CKPTD_STORE")
+    options = json.loads(config.store_options or "{}")
+    place = StorePlace(config.store, options, config.store_backend, config.keys_dir, config.store_signed_only)
     return place, config
 
 
-def named_place(url: str, options: str | None, backend: str | None) -> StorePlace:
-    """The store at a URL or in a folder, independent of the configured store. The trusted signers are
+def named_place(args: argparse.Namespace) -> StorePlace:
+    """The store at URL (or a folder), independent of the configured store. The trusted signers are
     the configured ones; if the configuration cannot be used, a line on stderr says that signatures
     are not checked.
 
     Raises:
-        StoreProblem: the options are not a JSON object.
+        CommandError: the options are not a JSON object.
     """
     try:
-        found = json.loads(options or "{}")
+        options = json.loads(args.store_options or "{}")
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise StoreProblem('--store-options is not a JSON object, such as \'{"region": "eu-1"}\'')
+        options = None
+    if not isinstance(options, dict):
+        raise CommandError('--store-options is not a JSON object, such as \'{"region": "eu-1"}\'')
+    url, backend = _url_of(args.url), args.store_backend or "auto"
     try:
         config = load_config({}).config
     except ConfigError as error:
         text = _without_value(str(error))
         print(f"ckptctl: signatures are not checked: {text}", file=sys.stderr)
-        return StorePlace(_url_of(url), found, backend or "auto")
-    return StorePlace(_url_of(url), found, backend or "auto", config.keys_dir, config.store_signed_only)
+        return StorePlace(url, options, backend)
+    return StorePlace(url, options, backend, config.keys_dir, config.store_signed_only)
 
 
 @contextmanager
 def opened(place: StorePlace, timeout_s: float) -> Iterator[OpenedStore]:
-    """Open the store until the end of the block; its errors leave the block as `StoreProblem`.
+    """Open the store until the end of the block; its errors leave the block as `CommandError`.
 
     Args:
         timeout_s: how long one request is retried.
@@ -175,7 +152,8 @@ def opened(place: StorePlace, timeout_s: float) -> Iterator[OpenedStore]:
                 pool.shutdown(cancel_futures=True)
                 store.close()
         except StoreError as error:
-            raise StoreProblem(_sentence(place, error)) from error
+            what = error.detail if error.key == place.shown else str(error)
+            raise CommandError(f"{place.shown}: {place.hide(what)}{_hint(error)}") from error
 
 
 def store_clock_ns(store: ObjectStore, job: str, run: str) -> int:
@@ -186,70 +164,24 @@ def store_clock_ns(store: ObjectStore, job: str, run: str) -> int:
     return written.modified_ns
 
 
-class ListedStore:
-    """A read-only view of a store with a listing that was made before: ``info`` and ``list`` send no
-    request.
-    """
-
-    def __init__(self, store: ObjectStore, listing: Iterable[ObjectInfo]) -> None:
-        self._store = store
-        self.listing = {info.key: info for info in listing}
-
-    @property
-    def facts(self) -> StoreFacts:
-        """See `ObjectStore.facts`."""
-        return self._store.facts
-
-    def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
-        """Refused."""
-        raise StoreRefused(key, "it is only looked at")
-
-    def read(self, key: str, *, limit: int) -> bytes:
-        """See `ObjectStore.read`."""
-        return self._store.read(key, limit=limit)
-
-    def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
-        """See `ObjectStore.read_ranges`."""
-        self._store.read_ranges(key, ranges)
-
-    def info(self, key: str) -> ObjectInfo | None:
-        """As listed."""
-        return self.listing.get(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As listed."""
-        return (info for key, info in self.listing.items() if key.startswith(prefix))
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Refused."""
-        raise StoreRefused(keys[0] if keys else "", "it is only looked at")
-
-    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Refused."""
-        raise StoreRefused(prefix, "it is only looked at")
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened the store closes it."""
-
-
 def _open(place: StorePlace) -> ObjectStore:
     try:
         parts = urlsplit(place.url)
         if parts.scheme in ("file", "local") and not Path(unquote(parts.path)).is_dir():
             # Opening a store creates its folder. For a reader, a missing folder is a mistyped one.
-            raise StoreProblem(f"the folder {unquote(parts.path)} does not exist: check the URL")
+            raise CommandError(f"the folder {unquote(parts.path)} does not exist: check the URL")
         store = open_store(place.url, place.options, place.backend)
     except ValueError as error:
         text = place.hide(str(error))
-        raise StoreProblem(f"the store {place.shown} cannot be opened: {text}") from error
+        raise CommandError(f"the store {place.shown} cannot be opened: {text}") from error
     try:
-        return _believed(place, store)
+        return _with_signatures_checked(place, store)
     except SigningError as error:
         store.close()
-        raise StoreProblem(f"the keys of the trusted signers cannot be read: {error}") from error
+        raise CommandError(f"the keys of the trusted signers cannot be read: {error}") from error
 
 
-def _believed(place: StorePlace, store: ObjectStore) -> ObjectStore:
+def _with_signatures_checked(place: StorePlace, store: ObjectStore) -> ObjectStore:
     """With ``store_signed_only``, accept only manifests that trusted signers signed; else check only
     the signatures of known signers.
     """
@@ -258,11 +190,6 @@ def _believed(place: StorePlace, store: ObjectStore) -> ObjectStore:
         return SignedStore(store, Signers.load(folder))
     signers = Signers.found(folder) if place.keys_dir else None
     return store if signers is None else SignedStore(store, signers, required=False)
-
-
-def _sentence(place: StorePlace, error: StoreError) -> str:
-    what = error.detail if error.key == place.shown else str(error)
-    return f"{place.shown}: {place.hide(what)}{_hint(error)}"
 
 
 def _hint(error: StoreError) -> str:
