@@ -1,9 +1,14 @@
-"""Reads a checkpoint of ``torch.distributed.checkpoint`` for ``ckptctl import``.
+"""The child process of ``ckptctl import --format dcp``: reads a checkpoint of ``torch.distributed.checkpoint``.
 
-Started by it as ``python -m ckptd.client.interchange.dcp_import``: a job comes on stdin, what there
-is goes to stdout, then the bytes of each tensor that is asked for (``ckptd.export.dcp_wire``). Such
-a checkpoint holds pickles, in its metadata and for its values. None of them is run: the metadata is
-read by `ckptd.client.interchange.dcp_import`, values by torch with ``weights_only``.
+``ckptctl`` starts ``python -m ckptd.client.interchange.dcp_import``. A job comes on stdin; the contents
+go to stdout, then the bytes of each tensor that is requested (``ckptd.export.dcp_wire``).
+
+Such a checkpoint contains pickles: its ``.metadata``, and values that are no tensors. **None of them is
+run.** Torch loads the values with ``weights_only``. The metadata is read here: a pickle names
+callables, and a loader calls them, so every name must be in a closed set. An object of a class in that
+set becomes an inert record without behavior; dtypes and sizes are torch's own. Torch's ``Metadata`` is
+then built from the records, field by field, so that torch receives only strings, numbers, sizes and
+dtypes of the file.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Self, TypeVar
 
@@ -39,6 +44,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ckptd.client.interchange.dcp_export import own_pipes
 from ckptd.client.model.host_bytes import buffer_of
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
+from ckptd.core.export.wording import first_of
 from ckptd.export.dcp_wire import Ask, Contents, DcpTensor, ReadJob
 
 __all__ = ["MetadataRefused", "StoredState", "main", "read_dcp_metadata"]
@@ -51,18 +57,18 @@ _MAX_BYTES = 1 << 30
 
 
 class MetadataRefused(ValueError):
-    """The file names what no checkpoint of torch's own has, or is none."""
+    """The file is no metadata, or names something that torch's own metadata does not contain."""
 
 
 class _Sealed(type):
-    """A pickle can set attributes, of classes, too."""
+    """Refuses attributes of the class, which a pickle could set."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise MetadataRefused(f"it sets {name} of a class")
 
 
 class _Record(metaclass=_Sealed):
-    """What the file says of one object: its arguments, or its state."""
+    """One object of the file: its arguments, or its state."""
 
     __slots__ = ("state",)
 
@@ -76,7 +82,7 @@ class _Record(metaclass=_Sealed):
 
 
 class _Meta(_Record):
-    """The whole of it."""
+    """The whole metadata."""
 
 
 class _Tensor(_Record):
@@ -84,7 +90,7 @@ class _Tensor(_Record):
 
 
 class _Properties(_Record):
-    """A tensor's dtype; what else stands there is deprecated."""
+    """A tensor's dtype; its other fields are deprecated."""
 
 
 class _Chunk(_Record):
@@ -100,11 +106,11 @@ class _Index(_Record):
 
 
 class _Stored(_Record):
-    """Where a part lies."""
+    """The place of a part."""
 
 
 class _Ignored(_Record):
-    """What an import does not need: memory format, layout, when and where it was saved."""
+    """Not needed by an import: memory format, layout, time and place of the save."""
 
 
 _RECORDS: Mapping[tuple[str, str], type] = {
@@ -140,10 +146,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_dcp_metadata(folder: Path) -> Metadata:
-    """What a checkpoint holds.
+    """Read the metadata of a checkpoint without running anything of it.
 
     Raises:
-        MetadataRefused: the file is not what `torch.distributed.checkpoint` writes; nothing of it was run.
+        MetadataRefused: `torch.distributed.checkpoint` does not write such a file.
         OSError: it cannot be read.
     """
     path = folder / ".metadata"
@@ -227,7 +233,7 @@ _MOST_NAMED = 5
 
 
 class StoredState:
-    """What a checkpoint holds of a model and its optimizer."""
+    """The model and the optimizer's state in a checkpoint."""
 
     def __init__(self, job: ReadJob) -> None:
         self._reader = _Reader(job.folder)
@@ -237,28 +243,29 @@ class StoredState:
         self._keys: list[str] = []
 
     def contents(self) -> Contents:
-        """All of it.
+        """The tensors, options and notes.
 
         Raises:
-            ValueError: there is no model under this key.
+            ValueError: the checkpoint has no model under this key.
         """
-        tensors, passed_over = self._tensors()
+        tensors, skipped = self._tensors()
         if not any(t.kind == "model" for t in tensors):
             some = ", ".join(sorted(self._stored)[:_MOST_NAMED])
             raise ValueError(f"no tensor under the key {self._model!r}; keys are like {some}")
         notes = []
-        if passed_over:
-            more = f" and {len(passed_over) - _MOST_NAMED} more" if len(passed_over) > _MOST_NAMED else ""
-            notes.append(f"passed over: {', '.join(passed_over[:_MOST_NAMED])}{more}")
+        if skipped:
+            notes.append(f"passed over: {first_of(skipped, _MOST_NAMED)}")
         return Contents(tensors, self._options(), notes)
 
     def tensor(self, index: int) -> Tensor:
-        """One of the tensors that were told."""
-        return self._load(self._keys[index])
+        """The tensor with this index in the contents."""
+        key = self._keys[index]
+        return self._loaded([key])[key]
 
     def _tensors(self) -> tuple[list[DcpTensor], list[str]]:
+        """The tensors, and the keys of skipped values."""
         tensors: list[DcpTensor] = []
-        passed_over: list[str] = []
+        skipped: list[str] = []
         for key, stored in self._stored.items():
             kind, name = self._what(key)
             if kind and isinstance(stored, TensorStorageMetadata):
@@ -268,11 +275,11 @@ class StoredState:
                 self._keys.append(key)
                 tensors.append(DcpTensor(kind, name, SAFETENSORS_DTYPES[dtype], tuple(stored.size)))
             elif kind != "groups":
-                passed_over.append(key)
-        return tensors, passed_over
+                skipped.append(key)
+        return tensors, skipped
 
     def _what(self, key: str) -> tuple[str, str]:
-        """Which part a key belongs to, and its name there; empty if to none."""
+        """The part that a key belongs to, and its name there; both empty: it belongs to none."""
         if self._optimizer and key.startswith(self._optimizer):
             name = key.removeprefix(self._optimizer)
             if name.startswith(_STATE):
@@ -286,7 +293,7 @@ class StoredState:
         """Options by parameter, from either layout of an optimizer's state dict."""
         prefix = self._optimizer + _GROUPS
         keys = [k for k in self._stored if self._what(k)[0] == "groups"]
-        loaded = self._load_values(keys)
+        loaded = self._loaded(keys)
         listed: dict[str, dict[str, Any]] = {}
         for key in keys:
             head, _, option = key.removeprefix(prefix).partition(".")
@@ -301,35 +308,29 @@ class StoredState:
             found.setdefault(name, {})[option] = _plain(value)
         return found
 
-    def _load_values(self, keys: list[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key in keys:
-            stored = self._stored[key]
-            found[key] = _blank(stored) if isinstance(stored, TensorStorageMetadata) else None
-        self._fill(found)
-        return found
-
-    def _load(self, key: str) -> Tensor:
-        stored = self._stored[key]
-        assert isinstance(stored, TensorStorageMetadata)
-        found = {key: _blank(stored)}
-        self._fill(found)
-        return found[key]
-
-    def _fill(self, state: dict[str, Any]) -> None:
-        if state:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                # As it is: flattened in any way, values that are no tensors would go to a copy.
-                planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-                try:
-                    load(state, storage_reader=self._reader, planner=planner, no_dist=True)
-                except CheckpointException as error:
-                    raise error.failures[0][0] from None  # of the only rank there is
+    def _loaded(self, keys: Iterable[str]) -> dict[str, Any]:
+        stored = {key: self._stored[key] for key in keys}
+        state = {
+            key: torch.empty(each.size, dtype=each.properties.dtype)
+            if isinstance(each, TensorStorageMetadata)
+            else None
+            for key, each in stored.items()
+        }
+        if not state:
+            return {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # Not flattened: values that are no tensors would be loaded into a copy.
+            planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            try:
+                load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                raise error.failures[0][0] from None  # of the only rank
+        return state
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's planner, which runs nothing to load a value that is no tensor."""
+    """Torch's planner, but it runs nothing to load a value that is no tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
@@ -345,7 +346,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader, with metadata that was read once, and runs nothing."""
+    """Torch's reader, with the metadata of `read_dcp_metadata`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
@@ -355,16 +356,12 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-def _blank(stored: TensorStorageMetadata) -> Tensor:
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
-
-
 def _prefix(key: str) -> str:
     return key + "." if key else ""
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it: a learning rate may be a tensor."""
+    """The value as JSON can represent it: a learning rate may be a tensor."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -373,7 +370,7 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> int:
-    """Serve one checkpoint on the standard pipes."""
+    """Read the checkpoint of the job that comes on stdin."""
     given, output = own_pipes()
     stored = StoredState(msgspec.json.decode(given.readline(), type=ReadJob))
     output.write(msgspec.json.encode(stored.contents()) + b"\n")
