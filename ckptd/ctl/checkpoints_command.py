@@ -25,7 +25,7 @@ from ckptd.ctl.command import (
     records,
 )
 from ckptd.ctl.store_access import OpenedStore, configured_place, named_place, opened
-from ckptd.ctl.store_changes import Collected, Gone, Pinned, Removed, collect, pin, policy_of, remove, unpin
+from ckptd.ctl.store_changes import Collected, Gone, Pinned, collect, pin, policy_of, remove, unpin
 from ckptd.ctl.store_checks import Advised, Checked, check_checkpoint, check_run, check_store
 from ckptd.ctl.store_lookup import (
     CheckpointRow,
@@ -371,10 +371,7 @@ def _checked(found: Checked) -> CommandOutcome:
     lines = [line for finding in found.findings[:_MAX_FINDINGS] for line in _finding_lines(finding)]
     if len(found.findings) > _MAX_FINDINGS:
         lines.append(f"… and {len(found.findings) - _MAX_FINDINGS} more findings (--json has all)")
-    lines += [
-        f"whole: {each.job}/{each.run} iteration {each.iteration} (epoch {each.epoch})"
-        for each in found.whole
-    ]
+    lines += [f"whole: {each}" for each in found.whole]
     how = f"{format_bytes(found.read_bytes)} read" if found.full else "only sizes were compared"
     errors = sum(finding.severity == "error" for finding in found.findings)
     verdict = "nothing is damaged" if found.ok else f"DAMAGED: {count_of(errors, 'error')}"
@@ -401,30 +398,22 @@ def _unpin(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Com
 
 
 def _pinned(done: Pinned) -> CommandOutcome:
-    name = f"{done.job}/{done.run} iteration {done.iteration} (epoch {done.epoch})"
     state = "pinned" if done.pinned else "not pinned"
-    return CommandOutcome(done, f"{name} is {state}" + ("" if done.changed else ", as before"))
+    return CommandOutcome(done, f"{done} is {state}" + ("" if done.changed else ", as before"))
 
 
 def _rm(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> CommandOutcome:
     done = remove(store, args)
-    return CommandOutcome(done, _removed_text(done))
-
-
-def _removed_text(done: Removed) -> str:
-    """The deleted objects, and those that stay for now."""
     text = (
-        f"removed {done.job}/{done.run} iteration {done.iteration} (epoch {done.epoch}): "
-        f"{count_of(done.num_manifests, 'manifest')} and {count_of(done.num_objects, 'object')}, "
-        f"{format_bytes(done.freed_bytes)}"
+        f"removed {done}: {count_of(done.num_manifests, 'manifest')} and "
+        f"{count_of(done.num_objects, 'object')}, {format_bytes(done.freed_bytes)}"
     )
-    if not done.left:
-        return text
-    return (
-        f"{text}\n{count_of(done.left, 'object')} that no other checkpoint needs stay for now, "
-        f"because {done.reason}; "
-        "`ckptctl checkpoints gc` deletes them later"
-    )
+    if done.left:
+        text += (
+            f"\n{count_of(done.left, 'object')} that no other checkpoint needs stay for now, because "
+            f"{done.reason}; `ckptctl checkpoints gc` deletes them later"
+        )
+    return CommandOutcome(done, text)
 
 
 def _gc(store: OpenedStore, args: argparse.Namespace, config: DaemonConfig) -> CommandOutcome:

@@ -24,7 +24,7 @@ from ckptd.ctl.peers_command import ask_whereabouts
 from ckptd.ctl.store_access import configured_place, opened
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.export.dcp import export_dcp
-from ckptd.export.exports import DEFAULT_SHARD_BYTES, ExportReport, export_file, export_hf
+from ckptd.export.exports import DEFAULT_SHARD_BYTES, ExportReport, Moved, Watch, export_file, export_hf
 from ckptd.export.importing import (
     IMPORT_FORMATS,
     ImportReport,
@@ -33,7 +33,6 @@ from ckptd.export.importing import (
     open_import,
 )
 from ckptd.export.memory_source import nobody_knows, open_slot
-from ckptd.export.model_files import Moved, Watch
 from ckptd.export.source import TensorSource
 from ckptd.export.store_source import open_stored
 from ckptd.transport.control import messages as m

@@ -25,6 +25,7 @@ from ckptd.ctl.store_access import OpenedStore, store_clock_ns
 from ckptd.ctl.store_lookup import (
     Family,
     Manifests,
+    NamedCheckpoint,
     choose_checkpoint,
     choose_pin,
     families_of,
@@ -91,14 +92,9 @@ def _delete_soon(store: ObjectStore, steps: Iterable[Sequence[str]], listed_s: f
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
-    """Whether a checkpoint is pinned now; ``changed`` is true if the command changed that."""
+class Pinned(NamedCheckpoint):
+    """A checkpoint that is ``pinned`` now, or not; ``changed``: the command changed that."""
 
-    job: str
-    run: str
-    iteration: int
-    epoch: int
-    agreement: str
     pinned: bool
     changed: bool
 
@@ -115,7 +111,7 @@ def pin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
         if there is None or len(there.manifests) < len(chosen.manifests):
             opened.store.delete([name.key])
             raise CommandError(f"{chosen.id} was removed before it was pinned", EXIT_REFUSED)
-    return _pinned(name, pinned=True, changed=not chosen.pinned)
+    return Pinned(*name, pinned=True, changed=not chosen.pinned)
 
 
 def unpin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
@@ -124,48 +120,26 @@ def unpin(opened: OpenedStore, args: argparse.Namespace) -> Pinned:
     name = choose_pin(catalog, args.iteration, args.epoch, args.agreement)
     if name is not None:
         opened.store.delete([name.key])
-        return _pinned(name, pinned=False, changed=True)
+        return Pinned(*name, pinned=False, changed=True)
     chosen = choose_checkpoint(catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True)
-    return _pinned(_pin_of(catalog, chosen.id), pinned=False, changed=False)
+    return Pinned(*_pin_of(catalog, chosen.id), pinned=False, changed=False)
 
 
 def _pin_of(catalog: Catalog, chosen: CheckpointId) -> PinName:
     return PinName(catalog.job, catalog.run, chosen.end, chosen.epoch, chosen.agreement)
 
 
-def _pinned(name: PinName, *, pinned: bool, changed: bool) -> Pinned:
-    return Pinned(name.job, name.run, name.end, name.epoch, name.agreement, pinned, changed)
-
-
 # -- rm -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """The deleted manifests and objects of a checkpoint; ``left`` objects stay for now because of
-    ``reason``.
+class Removed(NamedCheckpoint):
+    """The numbers of deleted manifests and objects of a checkpoint; ``left`` objects that belong only to
+    it stay for now because of ``reason``.
     """
 
-    job: str
-    run: str
-    iteration: int
-    epoch: int
-    agreement: str
     num_manifests: int
     num_objects: int
-    freed_bytes: int
-    left: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Removal:
-    """The keys to delete: ``manifests`` first, then ``objects``. ``left`` counts the objects that belong
-    only to this checkpoint and stay because of ``reason``.
-    """
-
-    manifests: tuple[str, ...]
-    objects: tuple[str, ...]
     freed_bytes: int
     left: int
     reason: str
@@ -190,20 +164,9 @@ def remove(opened: OpenedStore, args: argparse.Namespace) -> Removed:
         raise CommandError(f"{chosen.id} is not removed: {reason}", EXIT_REFUSED)
     now_ns = store_clock_ns(opened.store, args.job, args.run)
     policy = RetentionPolicy(grace_ns=int(args.grace * 1e9))
-    plan = _plan_removal(catalog, chosen, manifests, policy=policy, now_ns=now_ns, force=args.force)
-    _delete_soon(opened.store, (plan.manifests, plan.objects), listed_s)
-    return Removed(
-        job=args.job,
-        run=args.run,
-        iteration=chosen.id.end,
-        epoch=chosen.id.epoch,
-        agreement=chosen.id.agreement,
-        num_manifests=len(plan.manifests),
-        num_objects=len(plan.objects),
-        freed_bytes=plan.freed_bytes,
-        left=plan.left,
-        reason=plan.reason,
-    )
+    steps, removed = _plan_removal(catalog, chosen, manifests, policy=policy, now_ns=now_ns, force=args.force)
+    _delete_soon(opened.store, steps, listed_s)
+    return removed
 
 
 def _objection(
@@ -237,8 +200,9 @@ def _plan_removal(
     policy: RetentionPolicy,
     now_ns: int,
     force: bool,
-) -> _Removal:
-    """Plan the removal of a checkpoint that `_objection` allows.
+) -> tuple[tuple[list[str], list[str]], Removed]:
+    """Plan the removal of a checkpoint that `_objection` allows: the manifests to delete, then the
+    objects, and the answer.
 
     Args:
         manifests: all manifests of the run.
@@ -259,7 +223,15 @@ def _plan_removal(
     going = [key for key in only if key in free]
     freed = sum(gone.values()) + sum(only[key] for key in going)
     left = len(only) - len(going)
-    return _Removal(tuple(sorted(gone)), tuple(going), freed, left, reason if left else "")
+    removed = Removed(
+        *_pin_of(catalog, checkpoint.id),
+        num_manifests=len(gone),
+        num_objects=len(going),
+        freed_bytes=freed,
+        left=left,
+        reason=reason if left else "",
+    )
+    return (sorted(gone), going), removed
 
 
 def _only_there(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptd.ctl.command import ProgressBar
 from ckptd.ctl.store_access import OpenedStore
+from ckptd.ctl.store_lookup import NamedCheckpoint
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.checkpoints.names import ObjectName, RunName, parse
 from ckptd.storage.checkpoints.reader import read_catalog
@@ -40,24 +41,15 @@ class Advised:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeCheckpoint:
-    """A checkpoint that was verified and is whole."""
-
-    job: str
-    run: str
-    iteration: int
-    epoch: int
-    agreement: str
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of a verification; ``full``: every byte was read."""
+    """The result of a verification; ``full``: every byte was read. ``whole`` are the verified checkpoints
+    without damage.
+    """
 
     ok: bool
     full: bool
     findings: tuple[Advised, ...]
-    whole: tuple[WholeCheckpoint, ...]
+    whole: tuple[NamedCheckpoint, ...]
     num_objects: int
     read_bytes: int
 
@@ -163,7 +155,7 @@ def _check(
             now = ListedStore(opened.store, opened.store.list(prefix))
             again = verify(now, full=False, map_fn=opened.map, progress=progress)
             report = _without_removed(report, listed, now, again)
-    whole = [WholeCheckpoint(job, run, c.end, c.epoch, c.agreement) for job, run, c in report.whole]
+    whole = [NamedCheckpoint(job, run, c.end, c.epoch, c.agreement) for job, run, c in report.whole]
     findings = [
         Advised(str(found.severity), found.key, found.tensor, found.what, _advice(found, report))
         for found in report.findings

@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointShown",
     "Family",
     "Manifests",
+    "NamedCheckpoint",
     "RankShown",
     "RunShown",
     "choose_checkpoint",
@@ -313,6 +314,21 @@ def _several(name: str, found: Iterable[CheckpointId | PinName]) -> CommandError
 
 
 # -- answers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCheckpoint:
+    """The name of a checkpoint in an answer."""
+
+    job: str
+    run: str
+    iteration: int
+    epoch: int
+    agreement: str
+
+    def __str__(self) -> str:
+        """The name in a text."""
+        return f"{self.job}/{self.run} iteration {self.iteration} (epoch {self.epoch})"
 
 
 @dataclass(frozen=True, slots=True)

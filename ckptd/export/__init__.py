@@ -2,5 +2,5 @@
 
 A `TensorSource` (`memory_source`, `store_source`) returns the tensors of one snapshot.
 `ckptd.core.export.export_plan` decides which tensors of the model they make, and under which names.
-`exports` and `dcp` write these, `importing` reads models of other tools; `model_files` has the files.
+`exports` and `dcp` write these; `importing` reads models of other tools.
 """

@@ -21,8 +21,16 @@ import msgspec
 from ckptd.core.export.export_errors import ExportError
 from ckptd.core.export.export_plan import ExportPlan, Whole, plan_export
 from ckptd.export.dcp_wire import Ask, Contents, DcpTensor, ReadJob, WriteJob, Wrote
-from ckptd.export.exports import ExportReport, converted_chunks, report_of
-from ckptd.export.model_files import Moved, Watch, check_target, new_folder, unwatched
+from ckptd.export.exports import (
+    ExportReport,
+    Moved,
+    Watch,
+    check_target,
+    converted_chunks,
+    new_folder,
+    report_of,
+    unwatched,
+)
 from ckptd.export.source import TensorSource
 from ckptd.storage.images.image_format import ImageTensor, TensorEntry
 from ckptd.storage.model_set import MODEL, OPTIMIZER

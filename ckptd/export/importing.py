@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import ckptd
 from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
 from ckptd.export.dcp import open_dcp
-from ckptd.export.exports import DEFAULT_SHARD_BYTES
-from ckptd.export.model_files import (
+from ckptd.export.exports import (
+    DEFAULT_SHARD_BYTES,
     Moved,
     Watch,
     check_target,
