@@ -21,7 +21,7 @@ from ckptd.logs import set_up_logging
 from ckptd.node.daemon import Daemon
 from ckptd.printable import for_terminal
 
-__all__ = ["EXIT_ALREADY_RUNNING", "EXIT_UNUSABLE", "EXIT_USAGE", "main"]
+__all__ = ["main"]
 
 EXIT_USAGE = 2
 EXIT_ALREADY_RUNNING = 3

@@ -225,11 +225,7 @@ class _ConfigFile:
 def _read_toml(
     file: str | None, environ: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], _ConfigFile | None]:
-    """The texts of the settings with their sources, and the file; None: there is no file.
-
-    Raises:
-        ConfigError: the file cannot be read, other users can change it, or it contains an unknown setting.
-    """
+    """The texts of the settings with their sources, and the file; None: there is no file."""
     path = Path(file or DEFAULT_FILE)
     if file is None and not path.exists():
         return {}, None

@@ -17,14 +17,7 @@ from typing import Any
 
 from ckptd.storage.stores.store_base import public_url
 
-__all__ = [
-    "DaemonConfig",
-    "given_settings",
-    "parse_bytes",
-    "parse_labels",
-    "parse_memory",
-    "parse_peers",
-]
+__all__ = ["DaemonConfig", "given_settings", "parse_bytes", "parse_labels", "parse_memory", "parse_peers"]
 
 _IPC_PATH_LIMIT = 107  # sun_path of a unix socket, less the terminating zero
 _UNITS = {"": 1, "B": 1}

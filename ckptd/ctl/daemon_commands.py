@@ -31,13 +31,7 @@ from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.transport.control import messages as m
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = [
-    "add_daemon_commands",
-    "add_wait",
-    "parks_text",
-    "snapshots_text",
-    "status_text",
-]
+__all__ = ["add_daemon_commands", "add_wait", "parks_text", "snapshots_text", "status_text"]
 
 _BEYOND = 1 << 61  # above any event number: returns only the newest one
 _FOLLOW_S = 0.5

@@ -30,7 +30,7 @@ from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes
 
-__all__ = ["Diagnosis", "Grade", "run_doctor"]
+__all__ = ["Grade", "run_doctor"]
 
 _FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30

@@ -170,11 +170,7 @@ def _reported_run(args: argparse.Namespace) -> m.ElasticTold:
 
 
 def _reports(args: argparse.Namespace) -> Sequence[m.ElasticTold]:
-    """The reports of the runs that the arguments match.
-
-    Raises:
-        RefusedError: there is none.
-    """
+    """The reports of the runs that the arguments match."""
     reports = ask(args, m.GetElastic(args.job or "", args.run or ""), m.SeenElastic).told
     if reports:
         return reports

@@ -33,14 +33,7 @@ from ckptd.storage.stores.resilient import Resilient
 from ckptd.storage.stores.store_base import public_url
 from ckptd.storage.stores.store_options import secrets_in
 
-__all__ = [
-    "OpenedStore",
-    "StorePlace",
-    "configured_place",
-    "named_place",
-    "opened",
-    "store_clock_ns",
-]
+__all__ = ["OpenedStore", "StorePlace", "configured_place", "named_place", "opened", "store_clock_ns"]
 
 _THREADS = 8
 _ATTEMPTS = 4

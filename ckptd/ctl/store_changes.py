@@ -49,7 +49,7 @@ from ckptd.storage.checkpoints.retention import Deletion, References, RetentionP
 from ckptd.storage.stores.objects import ObjectStore
 from ckptd.units import format_age
 
-__all__ = ["Collected", "Gone", "Pinned", "Removed", "collect", "pin", "policy_of", "remove", "unpin"]
+__all__ = ["Collected", "Gone", "Pinned", "collect", "pin", "policy_of", "remove", "unpin"]
 
 _NEVER_NS = 1 << 62
 _BATCH = 500
@@ -72,11 +72,7 @@ def policy_of(args: argparse.Namespace, config: DaemonConfig) -> RetentionPolicy
 
 
 def _delete_soon(store: ObjectStore, steps: Iterable[Sequence[str]], listed_s: float) -> None:
-    """Delete the keys, one step after the other.
-
-    Raises:
-        CommandError: the deletion takes too long after the listing on which the plan is based.
-    """
+    """Delete the keys, one step after the other."""
     for keys in steps:
         for begin in range(0, len(keys), _BATCH):
             if time.monotonic() - listed_s > _DELETE_WITHIN_S:

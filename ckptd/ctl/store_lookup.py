@@ -115,11 +115,7 @@ def _incarnations_of(opened: OpenedStore, job: str, run: str) -> list[int]:
 
 
 def _catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[Catalog]:
-    """The catalogs of one run, of all runs of a job, or of all.
-
-    Raises:
-        CommandError: the store contains nothing of the named job or run.
-    """
+    """The catalogs of one run, of all runs of a job, or of all."""
     if job is not None and run is not None:
         return [find_catalog(opened, job, run)]
     by_run: dict[tuple[str, str], list[ObjectInfo]] = {}

@@ -35,7 +35,7 @@ from ckptd.export.source import TensorSource
 from ckptd.storage.images.image_format import ImageTensor, TensorEntry
 from ckptd.storage.model_set import MODEL, OPTIMIZER
 
-__all__ = ["DcpSource", "export_dcp", "open_dcp"]
+__all__ = ["export_dcp", "open_dcp"]
 
 _WRITER = "ckptd.client.interchange.dcp_export"
 _READER = "ckptd.client.interchange.dcp_import"

@@ -286,11 +286,7 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
 
 @contextmanager
 def _new_file(target: Path, size: int, *, force: bool) -> Iterator[int]:
-    """A descriptor to write ``size`` bytes to; the target appears, synced, when the block ends normally.
-
-    Raises:
-        ExportError: the file cannot be written, or the target has appeared meanwhile.
-    """
+    """A descriptor to write ``size`` bytes to; the target appears, synced, when the block ends normally."""
     temporary = _sibling(target, "tmp")
     try:
         fd = _create(temporary)

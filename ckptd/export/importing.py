@@ -45,14 +45,7 @@ from ckptd.storage.model_set import (
 )
 from ckptd.storage.stores.objects import ObjectStore
 
-__all__ = [
-    "IMPORT_FORMATS",
-    "ImportReport",
-    "ImportSource",
-    "import_to_folder",
-    "import_to_store",
-    "open_import",
-]
+__all__ = ["IMPORT_FORMATS", "ImportReport", "import_to_folder", "import_to_store", "open_import"]
 
 IMPORT_FORMATS = ("safetensors", "dcp")
 

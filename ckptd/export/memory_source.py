@@ -26,15 +26,7 @@ from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.images.image import ImageView, verify
 from ckptd.storage.images.image_format import ImageError, ImageTensor
 
-__all__ = [
-    "SealedSlot",
-    "SlotSource",
-    "Whereabouts",
-    "nobody_knows",
-    "open_segments",
-    "open_slot",
-    "sealed_slots",
-]
+__all__ = ["SlotSource", "nobody_knows", "open_segments", "open_slot", "sealed_slots"]
 
 _MOST_NAMED = 3
 
@@ -137,11 +129,7 @@ def _choose(
 def _first_complete(
     slots: Sequence[SealedSlot], local: _LocalRanks, opened: ExitStack, whereabouts: Whereabouts
 ) -> SlotSource:
-    """The first of these snapshots that this node holds completely; ``opened`` releases it.
-
-    Raises:
-        ExportError: none is complete; the reason is that of the first one.
-    """
+    """The first of these snapshots that this node holds completely; ``opened`` releases it."""
     first: _SharesMissing | None = None
     for slot in slots:
         try:
@@ -229,12 +217,7 @@ def sealed_slots(segments: Iterable[Segment]) -> list[SealedSlot]:
 
 @contextmanager
 def _locked(slot: SealedSlot) -> Iterator[ImageView]:
-    """Lock the slot until the end of the block, and return its image, which is not verified yet.
-
-    Raises:
-        ExportError: the slot was overwritten since its header was read.
-        DamagedSnapshot: the slot contains no valid image.
-    """
+    """Lock the slot until the end of the block, and return its image, which is not verified yet."""
     lock = slot_lock_byte(slot.index)
     with locks.lock_file(slot.segment.path, lock, exclusive=False) as taken:
         if not taken or slot.segment.header(slot.index) != slot.header:
@@ -247,11 +230,7 @@ def _locked(slot: SealedSlot) -> Iterator[ImageView]:
 
 
 def _verify_slot(slot: SealedSlot) -> None:
-    """Check that a locked slot is, bit for bit, the sealed image.
-
-    Raises:
-        DamagedSnapshot: it differs.
-    """
+    """Check that a locked slot is, bit for bit, the sealed image."""
     try:
         verify(slot.segment.image(slot.index, slot.header), slot.header.header_digest)
     except ImageError as error:

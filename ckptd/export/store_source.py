@@ -35,7 +35,7 @@ from ckptd.storage.images.safetensors_header import HeaderError
 from ckptd.storage.images.stored_headers import ObjectHeader, parse_header
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, ObjectStore
 
-__all__ = ["StoredSource", "open_stored", "plan_spans"]
+__all__ = ["open_stored", "plan_spans"]
 
 _MOST_LISTED = 12
 _GAP_BYTES = 256 << 10  # one larger request is faster than two
@@ -210,11 +210,7 @@ class _StoredImage:
 
 
 def _read_rank_manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: int) -> RankManifest:
-    """Read the manifest of a rank.
-
-    Raises:
-        DamagedSnapshot: the manifest cannot be read.
-    """
+    """Read the manifest of a rank."""
     try:
         return read_manifest(store, checkpoint.manifests[rank].key)
     except (ManifestError, ObjectMissing, Damaged) as error:
@@ -228,8 +224,6 @@ def _open_image(
 
     Args:
         whole: read all of the image, and compare it with the cryptographic digest in the manifest.
-    Raises:
-        DamagedSnapshot: a header differs from the written one, or the image from the manifest's.
     """
     headers: dict[int, ObjectHeader] = {}
     vouched: Mapping[str, bytes] = {}
@@ -256,10 +250,6 @@ def _open_images(
     The export needs only their shares, which may be a hundredth of the images. A whole image is
     compared with its digest only if the manifest is signed: without a signature, whoever can change an
     object can change the digest, too.
-
-    Raises:
-        ExportError: the checkpoint has no such ranks, or their images are of another epoch.
-        DamagedSnapshot: a manifest or header differs from the written one.
     """
     unknown = [rank for rank in ranks if rank not in checkpoint.manifests]
     if unknown:

@@ -31,7 +31,7 @@ from ckptd.client.model.host_bytes import DTYPES, buffer_of
 from ckptd.client.model.snapshot_layout import SCALARS, STATIC
 from ckptd.export.dcp_wire import Ask, DcpTensor, WriteJob, Wrote
 
-__all__ = ["main", "own_pipes", "write_checkpoint"]
+__all__ = ["main", "own_pipes"]
 
 _PACKED = "ckptd.optim_scalars/"
 _OPTIONS_OMITTED = (

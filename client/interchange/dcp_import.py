@@ -260,7 +260,8 @@ class StoredState:
     def tensor(self, index: int) -> Tensor:
         """The tensor with this index in the contents."""
         key = self._keys[index]
-        return self._loaded([key])[key]
+        found: Tensor = self._loaded([key])[key]
+        return found
 
     def _tensors(self) -> tuple[list[DcpTensor], list[str]]:
         """The tensors, and the keys of skipped values."""
