@@ -170,7 +170,7 @@ def add_run(
 
 
 def add_store_options(parser: argparse.ArgumentParser, store: str = "") -> None:
-    """Add the options that name a store; ``store`` is the help of ``--store`` ("": there is no such option)."""
+    """Add the options that name a store; ``store`` is the help of ``--store`` ("": no such option)."""
     if store:
         parser.add_argument("--store", metavar="URL", help=store)
     parser.add_argument("--store-options", metavar="JSON", help='such as \'{"region": "eu-1"}\'')

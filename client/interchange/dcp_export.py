@@ -1,4 +1,4 @@
-"""The child process of ``ckptctl export --format dcp``: writes a checkpoint of ``torch.distributed.checkpoint``.
+"""The child process of ``ckptctl export --format dcp``: writes with ``torch.distributed.checkpoint``.
 
 ``ckptctl`` starts ``python -m ckptd.client.interchange.dcp_export``. The job and the bytes of tensors
 come on stdin, requests for them go to stdout (``ckptd.export.dcp_wire``). Torch's own planner and

@@ -1,4 +1,4 @@
-"""The child process of ``ckptctl import --format dcp``: reads a checkpoint of ``torch.distributed.checkpoint``.
+"""The child process of ``ckptctl import --format dcp``: reads a ``torch.distributed.checkpoint``.
 
 ``ckptctl`` starts ``python -m ckptd.client.interchange.dcp_import``. A job comes on stdin; the contents
 go to stdout, then the bytes of each tensor that is requested (``ckptd.export.dcp_wire``).
