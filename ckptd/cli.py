@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         loaded = load_config(flags, file=args.config)
     except ConfigError as error:
-        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
-        return EXIT_USAGE
+        return _fail(error, EXIT_USAGE)
     if args.print_config:
         print(render_toml(loaded), end="")
         return 0
@@ -57,12 +56,15 @@ def _run(config: DaemonConfig) -> int:
     try:
         Daemon(config).run()
     except AlreadyRunning as error:
-        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
-        return EXIT_ALREADY_RUNNING
+        return _fail(error, EXIT_ALREADY_RUNNING)
     except UnusableFolder as error:
-        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
-        return EXIT_UNUSABLE
+        return _fail(error, EXIT_UNUSABLE)
     return 0
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ from ckptd.storage.stores.objects import ObjectInfo, ObjectStore, Range, StoreFa
 
 __all__ = ["Advised", "Checked", "check_checkpoint", "check_run", "check_store"]
 
+_READ_ONLY = "this view is read-only"
 _RESTORE_COPY = "restore it from an older version or a backup of the store"
 
 
@@ -69,7 +70,7 @@ class ListedStore:
 
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
         """Refused."""
-        raise StoreRefused(key, "it is only looked at")
+        raise StoreRefused(key, _READ_ONLY)
 
     def read(self, key: str, *, limit: int) -> bytes:
         return self._store.read(key, limit=limit)
@@ -85,11 +86,11 @@ class ListedStore:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Refused."""
-        raise StoreRefused(keys[0] if keys else "", "it is only looked at")
+        raise StoreRefused(keys[0] if keys else "", _READ_ONLY)
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
         """Refused."""
-        raise StoreRefused(prefix, "it is only looked at")
+        raise StoreRefused(prefix, _READ_ONLY)
 
     def close(self) -> None:
         """Do nothing: the caller that opened the store closes it."""

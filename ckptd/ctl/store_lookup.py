@@ -166,8 +166,9 @@ def standing_of(incarnation: int, committed: Mapping[int, int]) -> str:
 
 def _nothing(opened: OpenedStore, what: str) -> CommandError:
     known = _listed(f"{job}/{run}" for job, run in runs_in(opened.store.list("")))
-    there = f"there is {known}" if known else "there is nothing of any job"
-    return CommandError(f"nothing is stored {what} in {opened.place.shown}; {there}")
+    return CommandError(
+        f"nothing is stored {what} in {opened.place.shown}; it contains {known or 'no run of any job'}"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -128,7 +128,7 @@ def open_dcp(folder: Path, model_key: str, optimizer_key: str) -> Iterator[DcpSo
         ExportError: it is no such checkpoint, or the child refuses it.
     """
     if not (folder / ".metadata").is_file():
-        raise ExportError(f"{folder} holds no .metadata: no checkpoint of torch.distributed")
+        raise ExportError(f"{folder} is no checkpoint of torch.distributed: it has no .metadata")
     with _running(_READER) as child:
         child.say(ReadJob(str(folder.absolute()), model_key, optimizer_key))
         yield DcpSource(child)
@@ -215,7 +215,7 @@ class _Child:
         code = self._process.wait(_END_S)
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        words = lines[-1] if lines else "it said nothing"  # of a traceback: the exception
+        words = lines[-1] if lines else "without a message"  # of a traceback: the exception
         return ExportError(f"{self._module} ended with status {code}: {words}")
 
 

@@ -281,7 +281,7 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
     if target.is_dir() != folder:
         raise ExportError(f"{target} is {'a file' if folder else 'a folder'} and is not replaced")
     if folder and not _is_model(target):
-        raise ExportError(f"{target} holds something else than a model: --force does not replace it")
+        raise ExportError(f"{target} contains no model: --force does not replace it")
 
 
 @contextmanager

@@ -112,14 +112,14 @@ def _choose(
     found = [slot for slot in slots if iteration in (None, slot.header.iteration)]
     if not found:
         known = {slot.header.iteration for slot in slots}
-        text = f"in memory are {ranges(known)}" if known else "there is none at all"
+        text = f"memory holds iterations {ranges(known)}" if known else "memory holds no sealed snapshot"
         which = "" if iteration is None else f" of iteration {iteration}"
         raise ExportError(f"no sealed snapshot{which} matches; {text}")
     keys = sorted({slot.segment.key for slot in found})
     if len(keys) > 1:
         names = "; ".join(map(str, keys))
-        what = "snapshots are" if iteration is None else f"iteration {iteration} is"
-        raise ExportError(f"{what} there for {names}: choose --job --run --rank")
+        what = "snapshots" if iteration is None else f"snapshots of iteration {iteration}"
+        raise ExportError(f"{names} have {what}: choose one with --job, --run and --rank")
     newest: dict[int, SealedSlot] = {}
     for slot in sorted(found, key=lambda slot: slot.header.sequence):
         newest[slot.header.iteration] = slot

@@ -254,7 +254,7 @@ class StoredState:
             raise ValueError(f"no tensor under the key {self._model!r}; keys are like {some}")
         notes = []
         if skipped:
-            notes.append(f"passed over: {first_of(skipped, _MOST_NAMED)}")
+            notes.append(f"skipped: {first_of(skipped, _MOST_NAMED)}")
         return Contents(tensors, self._options(), notes)
 
     def tensor(self, index: int) -> Tensor:

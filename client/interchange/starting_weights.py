@@ -84,7 +84,7 @@ def _opened(source: str | os.PathLike[str]) -> Iterator[ModelSet]:
         return
     path = Path(unquote(parts.path) if "://" in text else text).expanduser()
     if not path.exists():
-        raise SetError(f"{path} is not there")
+        raise SetError(f"{path} does not exist")
     single = path.name if path.is_file() else ""
     yield open_set(FolderFiles(path.parent if single else path), single=single)
 

@@ -76,7 +76,7 @@ def test_verify_of_a_url_needs_no_configuration(store: ObjectStore, folder: Path
     ("arguments", "told"),
     [
         (("checkpoints", "list", "nobody"), "nothing is stored of job nobody in file://"),
-        (("checkpoints", "show", JOB, "r9", "1"), f"there is {JOB}/{RUN}"),
+        (("checkpoints", "show", JOB, "r9", "1"), f"it contains {JOB}/{RUN}"),
         (("checkpoints", "show", *NAMES, "12"), "its checkpoints end at 31, 21, 11"),
         (("checkpoints", "show", *NAMES, "31", "--rank", "2"), "no manifest of rank 2"),
         (("checkpoints", "verify", *NAMES, "31", "--all"), "not both"),

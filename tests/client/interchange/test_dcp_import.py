@@ -53,7 +53,7 @@ def test_both_layouts_of_an_optimizer_give_the_same(tmp_path: Path, flat: bool) 
     folder = saved(tmp_path / "ckpt", {"model": model.state_dict(), "optim": state, "step": 3})
     stored = StoredState(ReadJob(folder, "model", "optim"))
     found = stored.contents()
-    assert found.notes == ["passed over: step"]
+    assert found.notes == ["skipped: step"]
     kinds = [tensor.kind for tensor in found.tensors]
     assert (kinds.count("model"), kinds.count("optim")) == (8, 18)
     assert found.groups["embed.weight"]["lr"] == 0.25
