@@ -85,7 +85,9 @@ def test_a_resume_replays_and_compares_though_it_needs_no_replay(
     reference = jobs.run(case, *options, daemon="none")
     jobs.run(case, *options, "--run", run, *KILLED, expect_killed=True)
     newest = max(sealed(daemon, run))
-    foretold = daemon_commands.snapshots_text(daemon.ask(GetSnapshots("e2e", run), Snapshots), operators=False)
+    foretold = daemon_commands.snapshots_text(
+        daemon.ask(GetSnapshots("e2e", run), Snapshots), operators=False
+    )
     back = saved_iterations("e2e", run, daemon=daemon.endpoint)[0]
     resumed = jobs.run(case, *options, "--run", run, "--seed", "77")
     report = jobs.report(resumed)
