@@ -150,12 +150,24 @@ class Commands:
         self._parents = parents
 
     def add(
-        self, name: str, function: Command | None, text: str, *parents: argparse.ArgumentParser
+        self,
+        name: str,
+        function: Command | None,
+        text: str,
+        *parents: argparse.ArgumentParser,
+        timeout_s: float = 10.0,
     ) -> argparse.ArgumentParser:
-        """Add a command that runs ``function``; None: one that has subcommands."""
+        """Add a command that runs ``function``; None: one that has subcommands.
+
+        Args:
+            timeout_s: default of ``--timeout``. Each command has an option object of its own: argparse
+                shares those of ``parents``, and a default set for one command would be that of all.
+        """
         parser = self._subparsers.add_parser(
             name, help=text, description=text, parents=[*self._parents, *parents]
         )
+        text = f"seconds to wait (default {timeout_s:g})"
+        parser.add_argument("--timeout", type=float, default=timeout_s, help=text)
         if function is not None:
             parser.set_defaults(function=function)
         return parser

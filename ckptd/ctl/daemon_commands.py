@@ -54,10 +54,9 @@ def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> N
     events.add_argument("--since", type=int, default=0, help="only events after this number")
     events.add_argument("--limit", type=int, default=1000, help="print at most this many (default 1000)")
     text = "park: attached trainers copy their state to memory now, and a restart resumes from that copy"
-    park = commands.add("park", _park, text)
+    park = commands.add("park", _park, text, timeout_s=60.0)
     park.add_argument("job", nargs="?", help="only this job")
     park.add_argument("run", nargs="?", help="only this run of it")
-    park.set_defaults(timeout=60.0)
     text = "check this machine's settings, and print a fix for each problem"
     commands.add("doctor", run_doctor, text)
     text = "allow nodes that are not members of a run to read its snapshots from this node"

@@ -49,7 +49,7 @@ def add_export_commands(commands: Commands, which: argparse.ArgumentParser) -> N
     text = "write the model of one iteration as safetensors, Hugging Face or torch.distributed.checkpoint"
     _add_export_arguments(commands.add("export", _export, text, which))
     text = "convert a model from another tool into a checkpoint that a run can start from"
-    _add_import_arguments(commands.add("import", _import, text))
+    _add_import_arguments(commands.add("import", _import, text, timeout_s=600.0))
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,6 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(timeout=600.0)
     add_run(parser, nargs="?", job_help="job that may start from it")
     parser.add_argument(
         "--from",
@@ -162,7 +161,7 @@ def _segment_dir(args: argparse.Namespace) -> str:
     """The daemon's segment folder; the configured one if the daemon does not answer."""
     try:
         return ask(args, m.GetStatus(), m.Status, timeout_s=1.0).segment_dir
-    except RequestTimeout:
+    except (DaemonUnavailable, RequestTimeout):
         return settings_of(args).config.segment_dir
 
 

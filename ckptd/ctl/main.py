@@ -98,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
         "--endpoint",
         help="address of the daemon (default: CKPTD_LISTEN, or the socket in the runtime folder)",
     )
-    common.add_argument("--timeout", type=float, default=10.0, help="seconds to wait (default 10)")
     which = argparse.ArgumentParser(add_help=False)
     which.add_argument("--job", help="only this job")
     which.add_argument("--run", help="only this run")

@@ -48,8 +48,8 @@ def add_peers_commands(commands: Commands, which: argparse.ArgumentParser) -> No
     lose = commands.add("whatif", _what_if, text, which)
     add_lose(lose)
     add_verify_iterations(lose)
-    drill = commands.add("drill", _drill, "rehearse the recovery of --rank from other nodes", which)
-    drill.set_defaults(timeout=600.0)
+    text = "rehearse the recovery of --rank from other nodes"
+    commands.add("drill", _drill, text, which, timeout_s=600.0)
 
 
 def _peers(args: argparse.Namespace) -> CommandOutcome:

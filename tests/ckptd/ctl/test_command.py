@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from ckptd.ctl.command import ProgressBar, progress_line
+from ckptd.ctl.main import main
 
 MIB = 1 << 20
 
@@ -46,3 +49,13 @@ def test_it_is_silent_where_nobody_looks() -> None:
         with ProgressBar("x", 100, quiet=quiet, stream=stream) as bar:
             bar.update(50)
         assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(("command", "expected"), [("status", 10), ("park", 60), ("drill", 600)])
+def test_the_default_timeout_of_one_command_is_not_that_of_all(
+    command: str, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """argparse shares the options of parent parsers, so `import`'s 600 s were the default of all commands."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"seconds to wait (default {expected})" in capsys.readouterr().out
