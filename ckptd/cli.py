@@ -17,9 +17,8 @@ import ckptd
 from ckptd.config.daemon_config import ConfigError, field_docs, load_config, render_toml
 from ckptd.config.runtime_dir import AlreadyRunning, UnusableFolder
 from ckptd.config.settings import DaemonConfig
-from ckptd.logs import set_up_logging
 from ckptd.node.daemon import Daemon
-from ckptd.printable import for_terminal
+from ckptd.printable import for_terminal, set_up_logging
 
 __all__ = ["EXIT_ALREADY_RUNNING", "EXIT_UNUSABLE", "EXIT_USAGE", "main"]
 

@@ -20,11 +20,9 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
-from ckptd.memory.adoption import Adopted, tell_adopted
-from ckptd.memory.sealer import SealOutcome, SealVerdict, scrub_slot, seal_slot
-from ckptd.memory.segment_file import Segment, settle
+from ckptd.memory.segment_file import Adopted, Segment, settle, tell_adopted
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.memory.slot_doubts import SlotDoubts
+from ckptd.memory.slot_digests import SealOutcome, SealVerdict, SlotDoubts, scrub_slot, seal_slot
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
 

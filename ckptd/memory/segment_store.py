@@ -3,13 +3,13 @@
 The files are the only truth; a `SegmentStore` is what one finds by looking at them. A file gets
 its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
 half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted; one that cannot
-be had now waits (`ckptd.memory.adoption`).
+be had now waits (`ckptd.memory.segment_file`).
 
 Every segment has a purpose (`Purpose`). All purposes share the folder, the quota and one life:
 `SegmentPlan`, `promise` (its bytes count from now on), `build`, then `enter`, or `cancel`; at last
-`remove`. `ckptd.memory.segment_maker` goes through these. Most methods are about what ranks of this
+`remove`. `ckptd.memory.segment_store` goes through these. Most methods are about what ranks of this
 node fill; replicas of other nodes' segments and copies that are read have catalogs of their own
-(`ckptd.peers.replicas.replica_store`, `ckptd.restore.remote_copy_files`), which know names and
+(`ckptd.peers.replica_store`, `ckptd.restore.fetches`), which know names and
 nothing of memory.
 
 Boundary logs and parked state of a rank live beside its snapshots and count and age alike. But
@@ -23,16 +23,25 @@ rank are counted over all kinds.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from ckptd.core.sessions import AttachWish, MemoryFacts, RankKey, SegmentFacts
+from ckptd.core.sessions import (
+    AttachWish,
+    MemoryFacts,
+    RankKey,
+    SegmentFacts,
+    reject_if_too_large,
+    room_for_replicas,
+)
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SegmentGeometry,
@@ -41,14 +50,16 @@ from ckptd.core.slots.segment_format import (
     write_prologue,
 )
 from ckptd.core.slots.segment_names import FILE_ENDS, segment_file_name
-from ckptd.memory.adoption import ASIDE, Adopted, Adoption
-from ckptd.memory.file_mapping import FileMapping
-from ckptd.memory.pages import allocate, populate, try_mlock
-from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.event_log import EventLog
+from ckptd.memory.pages import FileMapping, allocate, populate, try_mlock
+from ckptd.memory.segment_file import ASIDE, Adopted, Adoption, Segment, open_segment
+from ckptd.transport.control.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
+from ckptd.workers import Workers
 
-__all__ = ["CannotReserve", "Purpose", "SegmentPlan", "SegmentStore"]
+__all__ = ["CannotReserve", "Purpose", "SegmentMaker", "SegmentPlan", "SegmentStore"]
+
+logger = logging.getLogger(__name__)
 
 
 class CannotReserve(RuntimeError):
@@ -526,3 +537,116 @@ def _no_room(plan: SegmentPlan, folder: Path, error: OSError) -> CannotReserve:
         "enlarge it (`mount -o remount,size=<bytes> /dev/shm`, or `docker run --shm-size`), or "
         "set CKPTD_SEGMENT_DIR to a larger tmpfs",
     )
+
+
+class SegmentMaker:
+    """Admits, builds and enters segments of any purpose; gives their memory back.
+
+    Args:
+        slow: workers for what touches every page.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        events: EventLog,
+        slow: Workers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._events, self._slow, self._clock = store, events, slow, clock
+
+    def make(
+        self,
+        plan: SegmentPlan,
+        *,
+        made: Callable[[Segment], None],
+        refused: Callable[[Refused], None],
+        what: str = "",
+        final: bool = True,
+    ) -> Refused | None:
+        """Begin to make the segment of a plan; ``made`` or ``refused`` follows later. Or it is
+        refused now, and neither does.
+
+        Args:
+            what: describes it in the text of a refusal.
+            final: whether to tell of a refusal, because less is not asked for afterwards.
+        """
+        if (refusal := self.refusal(plan, what)) is not None:
+            if final:
+                self._tell(plan, refusal)
+            return refusal
+        self._store.promise(plan)
+        started = self._slow.submit(
+            partial(self._store.build, plan),
+            partial(self._built, plan, made),
+            partial(self._not_built, plan, refused),
+        )
+        if not started:
+            self._store.cancel(plan)
+            return Refused(RefusalCode.IN_USE, "too many segments are being made", "try again")
+        return None
+
+    def refusal(self, plan: SegmentPlan, what: str = "") -> Refused | None:
+        """Why there is no memory for it; None if there is."""
+        facts, memory = self._store.facts(), self._store.memory
+        needed = plan.geometry.total_bytes
+        if (rank := plan.charged_to) is not None:
+            own = sum(fact.total_bytes for fact in facts if fact.key == rank)
+            beside = f" beside {format_bytes(own)} that it has" if own else ""
+            no = reject_if_too_large(rank, own + needed, what + beside, facts, memory)
+            return None if no is None else Refused(no.code, no.message, no.hint)
+        free = room_for_replicas(facts, memory)
+        if needed <= free:
+            return None
+        text = (
+            f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
+            f"{format_bytes(memory.quota_bytes)} here {format_bytes(free)} is free"
+            f"{_promised(memory.promised)}"
+        )
+        return Refused(RefusalCode.QUOTA, text, "raise its CKPTD_MEMORY")
+
+    def give_back(self, segment: Segment) -> None:
+        """Unlink and forget a segment now, and let a worker give its pages back."""
+        self._store.remove(segment)
+        self.close(segment)
+
+    def close(self, segment: Segment) -> None:
+        """Let a worker give the pages of a removed segment back: that may take long."""
+        self._slow.submit(segment.close, _nothing, partial(self._not_closed, segment.path.name))
+
+    def _built(self, plan: SegmentPlan, made: Callable[[Segment], None], segment: Segment) -> None:
+        if plan.purpose is Purpose.RANK:
+            segment.detached_at_s = self._clock()  # until its trainer takes the owner lock
+        self._store.enter(plan, segment)
+        made(segment)
+
+    def _not_built(self, plan: SegmentPlan, refused: Callable[[Refused], None], error: BaseException) -> None:
+        self._store.cancel(plan)
+        if isinstance(error, CannotReserve):
+            refusal = Refused(error.code, error.message, error.hint)
+            self._tell(plan, refusal)
+        else:
+            logger.error("making %s failed", plan.path.name, exc_info=error)
+            self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.charged_to)
+            refusal = Refused(RefusalCode.INTERNAL, f"making the segment failed: {error!r}")
+        refused(refusal)
+
+    def _tell(self, plan: SegmentPlan, refusal: Refused) -> None:
+        if plan.purpose is Purpose.REPLICA:
+            self._events.add("warning", "replica_refused", refusal.message, plan.key)
+        elif plan.purpose is not Purpose.DRILL:  # a rehearsal's report says it
+            kind = f"refused.{refusal.code}"
+            self._events.add("warning", kind, refusal.message, plan.charged_to)
+
+    def _not_closed(self, name: str, error: BaseException) -> None:
+        logger.error("closing %s failed", name, exc_info=error)
+        self._events.add("error", "background_failed", f"closing {name}: {error!r}")
+
+
+def _promised(promised: Mapping[RankKey, int]) -> str:
+    total = sum(promised.values())
+    return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""
+
+
+def _nothing(_: object) -> None:
+    """The result is not needed."""

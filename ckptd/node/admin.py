@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 
 import ckptd
-from ckptd.core.sessions import SessionTable, TrainerSession
+from ckptd.core.sessions import RankKey, SessionTable, TrainerSession
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
@@ -14,10 +15,44 @@ from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.storage.stores.store_base import public_url
 from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport.control.messages import Elastic, ElasticTold, RefusalCode, SeenElastic
 from ckptd.units import format_bytes
 
-__all__ = ["Admin", "openers"]
+__all__ = ["Admin", "ElasticFacts", "openers"]
+
+
+RUNS_MAX = 16  # a placement of 64 layers on 1,024 nodes is some megabytes
+
+
+class ElasticFacts:
+    """The last placement of every run; of too many runs, those told of most recently."""
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[tuple[str, str], tuple[int, float, Elastic]] = OrderedDict()
+
+    def tell(self, key: RankKey, elastic: Elastic, now_s: float) -> None:
+        """A rank tells of its run: what was told before, by whichever rank, is replaced."""
+        run = key.job, key.run
+        self._told[run] = key.rank, now_s, elastic
+        self._told.move_to_end(run)
+        while len(self._told) > RUNS_MAX:
+            self._told.popitem(last=False)
+
+    def forget(self, job: str, run: str) -> None:
+        """The run is over."""
+        self._told.pop((job, run), None)
+
+    def seen(self, job: str, run: str, now_s: float) -> SeenElastic:
+        """What is known, by name; empty names mean all."""
+        return SeenElastic(
+            tuple(
+                ElasticTold(name, its_run, rank, max(0.0, now_s - told_s), elastic)
+                for (name, its_run), (rank, told_s, elastic) in sorted(
+                    self._told.items(), key=lambda item: item[0]
+                )
+                if job in ("", name) and run in ("", its_run)
+            )
+        )
 
 
 class Admin:

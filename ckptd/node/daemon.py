@@ -16,15 +16,18 @@ import logging
 import os
 import queue
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 
 import zmq
 
 from ckptd.config.daemon_config import notify_settings
 from ckptd.config.runtime_dir import (
+    AlreadyRunning,
     claim,
     forget_operator,
     group_number,
@@ -33,11 +36,12 @@ from ckptd.config.runtime_dir import (
     private_folder,
 )
 from ckptd.config.settings import DaemonConfig
+from ckptd.errors import DaemonUnavailable
 from ckptd.event_log import EventLog
+from ckptd.launch import connect
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.node.daemon_handover import take_over
 from ckptd.node.node_limits import (
     check_descriptors,
     check_filesystem,
@@ -46,18 +50,20 @@ from ckptd.node.node_limits import (
     raise_descriptor_limit,
 )
 from ckptd.node.peering import Peering
-from ckptd.node.process_watch import PidfdWatcher
-from ckptd.node.sdnotify import Notifier
 from ckptd.node.service import Service
 from ckptd.node.trainer_socket import TrainerSocket
+from ckptd.node.trainers import PidfdWatcher
 from ckptd.node_context import DigestThreads, NodeContext, NodeWorkers
 from ckptd.persistence.tier import StorageTier
+from ckptd.transport.control.messages import Done, StepAside
+from ckptd.transport.control.wire import RefusedError, RequestTimeout, WireError
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["Daemon"]
+__all__ = ["Daemon", "Notifier", "take_over"]
 
 logger = logging.getLogger(__name__)
+
 
 _TICK_S = 1.0
 _SOONEST_S = 0.01  # a retry that is due again at once must not spin
@@ -297,3 +303,66 @@ class Daemon(SlotListener):
         # Who stops it at a terminal does not run it any more; SIGTERM comes before an upgrade, too.
         self._interrupted = number == signal.SIGINT
         self.stop(signal.Signals(number).name)
+
+
+_ASK_S = 2.0
+_LOOK_S = 0.1
+_BEYOND_DRAIN_S = 5.0
+
+
+def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
+    """The lock of a folder; waits for the end of a daemon that makes way, or that ends anyway.
+
+    Raises:
+        AlreadyRunning: another daemon uses the folder, and goes on.
+    """
+    deadline = time.monotonic() + config.drain_timeout_s + _BEYOND_DRAIN_S
+    told = False
+    while True:
+        try:
+            return claim(folder, what, config.listen)
+        except AlreadyRunning as error:
+            if config.started_by_trainer or not _goes(error) or time.monotonic() > deadline:
+                raise
+            if not told:
+                told = True
+                logger.warning("waiting for the end of the daemon that uses the %s %s", what, folder)
+        time.sleep(_LOOK_S)
+
+
+def _goes(holder: AlreadyRunning) -> bool:
+    """Ask who holds the lock to end; false if it will not. One that does not answer is beginning,
+    or ending.
+    """
+    if not holder.endpoint:
+        return False  # it is of a version that does not tell, or has just begun
+    try:
+        with connect(holder.endpoint, _ASK_S) as client:
+            client.ask(StepAside(), Done)
+    except RequestTimeout:
+        return True
+    except (RefusedError, WireError, DaemonUnavailable) as error:
+        logger.info("the daemon on %s does not make way: %s", holder.endpoint, error)
+        return False
+    return True
+
+
+class Notifier:
+    """Sends state lines such as READY=1; without a socket every call does nothing."""
+
+    def __init__(self, address: str | None) -> None:
+        self._address: str | None = None
+        if address:
+            # A leading @ stands for the zero byte of Linux' abstract namespace.
+            self._address = "\0" + address[1:] if address.startswith("@") else address
+
+    def send(self, *lines: str) -> None:
+        """Send the lines in one datagram. A manager that does not listen is logged, no more."""
+        if self._address is None:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+                sock.setblocking(False)
+                sock.sendto("\n".join(lines).encode(), self._address)
+        except OSError as error:
+            logger.warning("service manager not notified of %s: %s", lines[0], error)

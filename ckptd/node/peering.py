@@ -18,28 +18,21 @@ from ckptd.core.replication.access import RunAccess
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
-from ckptd.memory.adoption import Adopted, tell_adopted
-from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.replay_failures import Quarantine
-from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_maker import SegmentMaker
-from ckptd.memory.slot_doubts import Doubt
+from ckptd.memory.segment_file import Adopted, Segment, tell_adopted
+from ckptd.memory.segment_store import SegmentMaker
+from ckptd.memory.slot_digests import Doubt, ImageDigests
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.peers.fabric import FabricWatch, make_fabric, static_peers
-from ckptd.peers.holder import Holder
-from ckptd.peers.inbox import PeerInbox
-from ckptd.peers.peer_link import PeerLink
+from ckptd.peers.fabric import FabricWatch, QuietGate, make_fabric, static_peers
+from ckptd.peers.peer_link import Holder, PeerLink
 from ckptd.peers.peer_nodes import Neighbours
-from ckptd.peers.quiet import QuietGate
-from ckptd.peers.record_updates import RecordUpdates
-from ckptd.peers.replicas.access_guard import RunGuard
-from ckptd.peers.replicas.host_parts import HostWorkers
-from ckptd.peers.replicas.replica_server import Host, local_holdings
-from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.peers.run_news import RunNews
+from ckptd.peers.peer_requests import PeerInbox, RunGuard
+from ckptd.peers.replica_leases import HostWorkers
+from ckptd.peers.replica_server import Host, local_holdings
+from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.run_news import RecordUpdates, RunNews, RunSurvey
 from ckptd.peers.run_records import RunRecords
 from ckptd.peers.runs import Run
-from ckptd.peers.survey import RunSurvey
 from ckptd.persistence.store_link import StoreLink
 from ckptd.restore.fetches import Fetches
 from ckptd.transport.control import peer_messages as p

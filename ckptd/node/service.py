@@ -19,15 +19,12 @@ from ckptd.core.sessions import (
     wrong_members,
 )
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.node.admin import Admin
-from ckptd.node.elastic_placements import ElasticFacts
+from ckptd.node.admin import Admin, ElasticFacts
 from ckptd.node.peering import Peering
-from ckptd.node.process_watch import PidWatcher
-from ckptd.node.reservations import Answer, Reservations
-from ckptd.node.trainers import Trainers
+from ckptd.node.reservations import Answer, ForReading, Reservations
+from ckptd.node.trainers import PidWatcher, Trainers
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
-from ckptd.restore.remote_copies import ForReading
 from ckptd.restore.store_restore import Bringing
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import RefusalCode

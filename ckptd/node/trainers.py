@@ -5,9 +5,20 @@ On the daemon's loop thread. The rules of admission are in `ckptd.core.sessions`
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
 import os
+import select
 from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
 
 import ckptd
 from ckptd.config.settings import given_settings
@@ -21,18 +32,86 @@ from ckptd.core.sessions import (
     TrainerSession,
     decide_attach,
 )
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.admin import openers
-from ckptd.node.park_events import ParkEvents
 from ckptd.node.peering import Peering
-from ckptd.node.process_watch import PidWatcher
-from ckptd.node.rank_owners import OwnerTokens
 from ckptd.node.reservations import segment_info
 from ckptd.node_context import NodeContext
+from ckptd.private_files import replace_private_file
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import RefusalCode
+from ckptd.unpacking import unpack
 
-__all__ = ["Trainers"]
+__all__ = ["OwnerTokens", "ParkEvents", "PidWatcher", "PidfdWatcher", "Trainers"]
+
+logger = logging.getLogger(__name__)
+
+
+class PidWatcher(Protocol):
+    """Tells the service when a process ends."""
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        """Call `ended` once when the process ends; false if it cannot be watched."""
+
+    def has_ended(self, pid: int) -> bool:
+        """Has a watched process ended, even if `ended` was not called yet?"""
+
+    def forget(self, pid: int) -> None:
+        """No longer call."""
+
+
+class PidfdWatcher:
+    """Learns of the end of any process of this user, child or not, through its pidfd."""
+
+    def __init__(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        self._by_fd: dict[int, tuple[int, list[Callable[[], None]]]] = {}
+        self._by_pid: dict[int, int] = {}
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        """Call `ended` once when the process ends; false if it cannot be watched."""
+        if pid not in self._by_pid:
+            try:
+                fd = os.pidfd_open(pid)
+            except OSError as error:  # gone already, another namespace, or an old kernel
+                logger.info("process %d cannot be watched: %s", pid, error)
+                return False
+            self._by_pid[pid] = fd
+            self._by_fd[fd] = (pid, [])
+            self._poller.register(fd, zmq.POLLIN)
+        self._by_fd[self._by_pid[pid]][1].append(ended)
+        return True
+
+    def has_ended(self, pid: int) -> bool:
+        """Has a watched process ended?"""
+        fd = self._by_pid.get(pid)
+        if fd is None:
+            return False
+        now = select.poll()  # not select(): the descriptor may be beyond its 1024
+        now.register(fd, select.POLLIN)
+        return bool(now.poll(0))
+
+    def forget(self, pid: int) -> None:
+        """No longer watch; nothing happens if it was not watched."""
+        fd = self._by_pid.pop(pid, None)
+        if fd is not None:
+            del self._by_fd[fd]
+            self._poller.unregister(fd)
+            os.close(fd)
+
+    def run(self, ready: Container[object], call: Callable[[Callable[[], None]], None]) -> None:
+        """Have everybody called back who waits for a process that has ended."""
+        for fd in [fd for fd in self._by_fd if fd in ready]:
+            pid, callbacks = self._by_fd[fd]
+            self.forget(pid)
+            for ended in callbacks:
+                call(ended)
+
 
 _MAX_STRANGERS = 4096  # connections that said Hello; the least recent one is forgotten first
 _SILENT_S = 120.0  # a trainer that cannot be watched and owns nothing is gone after so long
@@ -250,3 +329,137 @@ def pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+_Row = tuple[str, str, int, bytes]
+_decoder = msgspec.msgpack.Decoder(list[_Row])
+_LIMIT_BYTES = 64 << 20  # more than max_sessions can be
+
+
+class OwnerTokens:
+    """The digests of the tokens of attached ranks, in memory and in a file of this folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ".owners"
+        self._known = self._read()
+
+    def prove(self, key: RankKey, token: bytes) -> bool:
+        """Whether this is the token that the rank's owner showed."""
+        known = self._known.get(key)
+        return known is not None and token != b"" and hmac.compare_digest(known, _digest(token))
+
+    def enter(self, key: RankKey, token: bytes, live: Container[RankKey]) -> str:
+        """A rank is attached by who shows this token; returns why it was not written, if so.
+
+        Args:
+            live: ranks that have an owner; what is known of others is dropped.
+        """
+        digest = _digest(token)
+        if self._known.get(key) == digest:
+            return ""
+        self._known = {known: told for known, told in self._known.items() if known in live}
+        self._known[key] = digest
+        return self._write()
+
+    def remove(self, key: RankKey) -> None:
+        """A rank's owner is gone."""
+        if self._known.pop(key, None) is not None:
+            self._write()
+
+    def _read(self) -> dict[RankKey, bytes]:
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(fd, "rb") as file:
+                rows = unpack(_decoder, file.read(_LIMIT_BYTES), max_bytes=_LIMIT_BYTES)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            logger.warning("the owners of adopted segments are not known: %s", error)
+            return {}
+        return {RankKey(job, run, rank): digest for job, run, rank, digest in rows}
+
+    def _write(self) -> str:
+        rows = [(key.job, key.run, key.rank, digest) for key, digest in self._known.items()]
+        try:
+            # A power cut takes the segments, too.
+            replace_private_file(self._path, msgspec.msgpack.encode(rows), synced=False)
+        except OSError as error:
+            logger.warning("the owners of ranks were not written to %s: %s", self._path, error)
+            return str(error)
+        return ""
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+_THERE = (SlotState.FILLED, SlotState.SEALED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A parked state that nobody has told of."""
+
+    session: TrainerSession
+    segment: Segment
+    index: int
+    sequence: int
+
+
+class ParkEvents:
+    """Each parked state is told once in the life of a daemon."""
+
+    def __init__(self, store: SegmentStore, events: EventLog) -> None:
+        self._store, self._events = store, events
+        self._left: list[_Left] = []
+
+    def begun(self, session: TrainerSession, before: TrainerSession | None) -> None:
+        """A session begins; ``before``: of the same process, on another connection.
+
+        What lies there already is of an earlier process, which may have had the same number; unless
+        this one says that it goes on.
+        """
+        if before is not None:
+            session.parked_told = before.parked_told
+        elif not session.wish.held:
+            self.heard(session)
+
+    def heard(self, session: TrainerSession) -> None:
+        """The trainer tells itself what it has parked; it was sealed before."""
+        found = [header.sequence for _, _, header in self._parked_by(session)]
+        session.parked_told = max(found, default=session.parked_told)
+
+    def ended(self, session: TrainerSession) -> None:
+        """Its trainer is gone, or has left: what it parked since it was heard is told."""
+        self._left += [
+            _Left(session, segment, index, header.sequence)
+            for segment, index, header in self._parked_by(session)
+            if header.sequence > session.parked_told
+        ]
+        self.tick()
+
+    def tick(self) -> None:
+        """Tell of what is sealed by now."""
+        self._left = [left for left in self._left if self._waits(left)]
+
+    def _waits(self, left: _Left) -> bool:
+        if left.segment not in self._store.all_of_rank(left.session.key):
+            return False
+        header = left.segment.header(left.index)
+        if header is None or header.sequence != left.sequence or header.state not in _THERE:
+            return False
+        if header.state is SlotState.FILLED:
+            return True
+        text = (
+            f"parked at iteration {header.iteration}: process {left.session.pid} ended before it could tell"
+        )
+        self._events.add("info", "parked", text, left.session.key)
+        return False
+
+    def _parked_by(self, session: TrainerSession) -> Iterator[tuple[Segment, int, SlotHeader]]:
+        """What this process has parked, and has not overwritten since."""
+        for segment in self._store.all_of_rank(session.key):
+            if segment.descriptor.kind == "parked":
+                for index, header in segment.headers():
+                    if header.state in _THERE and header.writer_pid == session.writer_pid:
+                        yield segment, index, header

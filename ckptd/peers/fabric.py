@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from ckptd.config.config_values import parse_bytes, parse_peers
 from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.config.settings import DaemonConfig
+from ckptd.memory.segment_file import Segment
 from ckptd.node_context import NodeContext
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys, KeysError, trusted
@@ -19,7 +20,8 @@ from ckptd.transport.tcp.stream_fabric import StreamFabric, StreamOptions
 from ckptd.transport.tcp.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve
 
-__all__ = ["FabricWatch", "make_fabric", "port_limits", "static_peers"]
+__all__ = ["FabricWatch", "QuietGate", "make_fabric", "port_limits", "static_peers"]
+
 
 # An event for all since the last one: who forges streams does not fill the log.
 _FORGED_EVERY_S = 10.0
@@ -160,3 +162,24 @@ class FabricWatch:
                 "changes packets on the way, or something damages them past TCP's checksum."
             )
             self._events.add("error", "stream_forged", text)
+
+
+class QuietGate:
+    """Open unless a trainer of this node asks for quiet."""
+
+    def __init__(self) -> None:
+        self._segments: tuple[Segment, ...] = ()
+
+    def watch(self, segments: Iterable[Segment]) -> None:
+        """Heed the hints of these, and no others (loop thread)."""
+        self._segments = tuple(segments)
+
+    def __call__(self) -> bool:
+        return not any(_asks(segment) for segment in self._segments)
+
+
+def _asks(segment: Segment) -> bool:
+    try:
+        return segment.quiet
+    except ValueError:  # unmapped by the loop thread meanwhile: its trainer asks for nothing any more
+        return False

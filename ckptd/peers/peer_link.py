@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -17,7 +17,39 @@ from ckptd.transport.control.peer_messages import (
 )
 from ckptd.transport.verbs import Done, Fault, Peer, PeerAddress, RegionKey, Transfer
 
-__all__ = ["AnswerPeer", "PeerLink"]
+__all__ = ["AnswerPeer", "Holder", "PeerLink"]
+
+
+class Holder(Protocol):
+    """What fetches need of `ckptd.peers.peer_link.PeerLink` and `ckptd.persistence.store_link.StoreLink`."""
+
+    boot_id: str
+
+    def ask(
+        self,
+        message: Any,
+        expect: type[Any],
+        done: Callable[[Any], None],
+        failed: Callable[[str, str], None],
+        *,
+        timeout_s: float = ...,
+    ) -> None:
+        """Send a question; one of ``done(reply)`` and ``failed(code, reason)`` is called, later."""
+
+    def tell(self, message: Any) -> None:
+        """Send what needs no answer."""
+
+    def get(
+        self,
+        source: RegionKey,
+        target: memoryview,
+        *,
+        offset: int,
+        deadline_s: float,
+        done: Done,
+    ) -> Transfer:
+        """Fill ``target`` from the region, from ``offset`` on."""
+
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 # Answers a question of a peer, now or later, once.

@@ -25,11 +25,10 @@ from ckptd.core.replication.target import Interval
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_hints import RingHint
 from ckptd.errors import RemoteProtocolError
-from ckptd.memory.image_digests import Vouch
+from ckptd.memory.slot_digests import Vouch
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.rings import LogRing, ReplicatedRing, SnapshotRing
-from ckptd.peers.sender import RankReplication, ReplicatedRun
+from ckptd.peers.sender import LogRing, RankReplication, ReplicatedRing, ReplicatedRun, SnapshotRing
 from ckptd.transport.control.messages import Join, Member, ReplicationStatus, TargetStatus
 from ckptd.transport.control.peer_messages import Floor
 

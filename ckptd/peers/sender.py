@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptd.core.replication.log_replicas import as_sent, as_whole, oldest_held
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replication_events import (
     Abort,
@@ -44,19 +45,80 @@ from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import origin_of, unpack_slot_header
 from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
 from ckptd.holdings import header_record
-from ckptd.memory.image_digests import Vouch
-from ckptd.memory.slot_files import region_of
-from ckptd.memory.slot_holds import SlotHolds
+from ckptd.memory.inventory import log_records, records_of
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import Vouch
+from ckptd.memory.slot_holds import SlotHolds, region_of
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.rings import ReplicatedRing
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
-__all__ = ["RankReplication", "ReplicatedRun"]
+__all__ = ["LogRing", "RankReplication", "ReplicatedRing", "ReplicatedRun", "SnapshotRing"]
 
 logger = logging.getLogger(__name__)
+
+
+class ReplicatedRing(Protocol):
+    """One of these of one rank."""
+
+    def slots(self) -> Slots | None:
+        """What is sealed now; None as long as there never was anything."""
+
+    def told(self, record: SlotRecord) -> SlotRecord:
+        """A slot that a target says it holds, as the core is to see it."""
+
+    def oldest(self, generation: int) -> int:
+        """What a target is told with each slot of a generation (`BeginSlot.oldest`)."""
+
+
+class SnapshotRing:
+    """A rank's snapshots."""
+
+    def __init__(self, store: SegmentStore, key: RankKey) -> None:
+        self._store, self._key = store, key
+        self._num_operators = 0
+
+    def slots(self) -> Slots | None:
+        segments = self._store.of_rank(self._key)
+        if segments:
+            self._num_operators = segments[-1].descriptor.num_operators
+        if not self._num_operators:
+            return None
+        records = tuple(r for r in records_of(segments) if r.sealed)
+        num_slots = max((s.geometry.num_slots for s in segments[-1:]), default=0)
+        return Slots(records, self._num_operators, num_slots)
+
+    def told(self, record: SlotRecord) -> SlotRecord:
+        return record
+
+    def oldest(self, generation: int) -> int:
+        """A host of snapshots goes by what the run has promised."""
+        return -1
+
+
+class LogRing:
+    """A rank's boundary log, where it asks for replicas."""
+
+    def __init__(self, store: SegmentStore, key: RankKey) -> None:
+        self._store, self._key = store, key
+        self._seen = False
+
+    def slots(self) -> Slots | None:
+        self._seen = self._seen or bool(self._store.replicated_logs_of(self._key))
+        return Slots(as_sent(self._records()), 1) if self._seen else None
+
+    def told(self, record: SlotRecord) -> SlotRecord:
+        return as_whole(record)
+
+    def oldest(self, generation: int) -> int:
+        return oldest_held(self._records(), generation)
+
+    def _records(self) -> list[SlotRecord]:
+        segments = self._store.replicated_logs_of(self._key)
+        return [record for segment in segments for record in log_records(segment)]
+
 
 _SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so long, beyond the deadline
 

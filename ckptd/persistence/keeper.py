@@ -24,7 +24,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptd.logs import TextFormatter
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.incarnation_store import StoredWorlds
 from ckptd.persistence.pacer import UploadPacer
@@ -32,6 +31,7 @@ from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
 from ckptd.persistence.run_in_store import RunInStore
 from ckptd.persistence.run_store import FencedOff, RunStore
 from ckptd.persistence.slot_source import SlotFiles, SlotLost
+from ckptd.printable import TextFormatter
 from ckptd.storage.checkpoints.manifest import ManifestError
 from ckptd.storage.checkpoints.reader import SnapshotDamaged
 from ckptd.storage.checkpoints.retention import RetentionPolicy

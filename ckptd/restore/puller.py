@@ -16,18 +16,208 @@ from functools import partial
 
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.striping import Cancel, ImagePart, Pull, Stripes
-from ckptd.core.slots.segment_format import SlotHeader, unpack_slot_header
-from ckptd.memory.slot_files import region_of
-from ckptd.peers.holder import Holder
-from ckptd.restore.fetch_tools import FetchTools, Job
-from ckptd.restore.vouchers import Vouchers
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.segment_format import (
+    SegmentDescriptor,
+    SlotHeader,
+    decode_descriptor,
+    unpack_slot_header,
+)
+from ckptd.errors import SegmentError
+from ckptd.event_log import EventLog
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.slot_digests import Doubt
+from ckptd.memory.slot_holds import region_of
+from ckptd.node_context import DigestThreads
+from ckptd.peers.peer_link import Holder
+from ckptd.restore.fetched_image import Vouchers
 from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport.control.messages import FetchSource, GetHoldings, Holdings
 from ckptd.transport.verbs import Completion, Fault, RegionKey, Transfer
+from ckptd.workers import Workers
 
-__all__ = ["Pulling"]
+__all__ = [
+    "CopyDoubts",
+    "DescriptorSearch",
+    "FetchTools",
+    "FoundDescriptor",
+    "Job",
+    "LocalSource",
+    "Pulling",
+    "find_stored",
+]
 
 logger = logging.getLogger(__name__)
+
+
+# Finds a segment of this node by name, for pieces that lie here already.
+LocalSource = Callable[[str], Segment | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDescriptor:
+    """How to make a segment like the one that is fetched."""
+
+    descriptor: SegmentDescriptor
+    num_slots: int
+    slot_bytes: int
+
+
+class DescriptorSearch:
+    """Asks the holders of a snapshot, one after the other, for their segment's descriptor."""
+
+    def __init__(
+        self,
+        node: str,
+        key: RankKey,
+        sources: Sequence[FetchSource],
+        link: Callable[[str], Holder | None],
+        local: LocalSource,
+        found: Callable[[FoundDescriptor | str], None],
+    ) -> None:
+        self._node, self._key, self._link, self._local = node, key, link, local
+        self._found = found
+        self._left = list(sources)
+        self._reasons: list[str] = []
+        self._next()
+
+    def _next(self) -> None:
+        while self._left:
+            source = self._left.pop(0)
+            segment = self._local(source.segment) if source.node == self._node else None
+            link = self._link(source.node)
+            if segment is not None:
+                geometry = segment.geometry
+                self._found(FoundDescriptor(segment.descriptor, geometry.num_slots, geometry.slot_bytes))
+                return
+            if link is not None:
+                link.ask(
+                    p.GetDescriptor(self._key.job, self._key.run, source.segment),
+                    p.Descriptor,
+                    partial(self._told, source),
+                    partial(self._refused, source.node),
+                )
+                return
+            self._reasons.append(f"{source.node}: its address is not known")
+        self._found(f"no holder of {self._key} answers ({'; '.join(self._reasons)})")
+
+    def _told(self, source: FetchSource, reply: p.Descriptor) -> None:
+        try:
+            descriptor = decode_descriptor(reply.descriptor)
+        except SegmentError as error:
+            self._not_told(source.node, str(error))
+            return
+        self._found(FoundDescriptor(descriptor, reply.num_slots, reply.slot_bytes))
+
+    def _refused(self, node: str, _code: str, reason: str) -> None:
+        self._not_told(node, reason)
+
+    def _not_told(self, node: str, reason: str) -> None:
+        self._reasons.append(f"{node}: {reason}")
+        self._next()
+
+
+_MAX_UNTOLD = 1024
+_NO_ANSWER = (Fault.DEADLINE, Fault.CANCELLED)
+
+
+class CopyDoubts:
+    """Has copies verified in which a fetch found something wrong, on this node and on others. Unless
+    they are quarantined, the next plan asks for them again.
+
+    A node that does not answer is told again at each tick, also when the fetch is long over.
+
+    Args:
+        here: has a slot of this node verified.
+        link: the connection to a node, None if its address is not known.
+    """
+
+    def __init__(self, here: Doubt, link: Callable[[str], Holder | None], events: EventLog) -> None:
+        self.here = here
+        self._link, self._events = link, events
+        self._untold: dict[tuple[str, p.DoubtSlot], bool] = {}  # True: it is being asked
+
+    def elsewhere(self, node: str, message: p.DoubtSlot) -> None:
+        """Tell the node that holds this copy."""
+        if len(self._untold) >= _MAX_UNTOLD:
+            del self._untold[next(iter(self._untold))]
+            self._events.count("doubts_dropped")
+        if not self._untold.get((node, message)):
+            self._ask(node, message)
+
+    def tick(self) -> None:
+        """Tell those again that did not answer."""
+        for (node, message), asking in list(self._untold.items()):
+            if not asking:
+                self._ask(node, message)
+
+    def _ask(self, node: str, message: p.DoubtSlot) -> None:
+        link = self._link(node)
+        if link is None:
+            self._untold.pop((node, message), None)
+            logger.warning("%s has left: nobody verifies %s there", node, message.name)
+            return
+        self._untold[node, message] = True
+        link.ask(
+            message,
+            p.PeerDone,
+            lambda _: self._told(node, message),
+            lambda code, reason: self._not_told(node, message, code, reason),
+        )
+
+    def _told(self, node: str, message: p.DoubtSlot) -> None:
+        self._untold.pop((node, message), None)
+
+    def _not_told(self, node: str, message: p.DoubtSlot, code: str, reason: str) -> None:
+        if code not in _NO_ANSWER:
+            logger.warning("%s does not verify %s: %s", node, message.name, reason)
+            self._untold.pop((node, message), None)
+        elif (node, message) in self._untold:
+            self._untold[node, message] = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchTools:
+    """What all pieces of a job need.
+
+    Args:
+        segment: into whose slots they go.
+        node: our own.
+        link: the connection to a node, None if its address is not known; the only way to holders elsewhere.
+        local: segments of this very node.
+        doubts: told which copies did not match their digests.
+        verifiers: workers that digest.
+        stored: whether storage is asked for what no copy has that the plan knows.
+    """
+
+    segment: Segment
+    node: str
+    link: Callable[[str], Holder | None]
+    local: LocalSource
+    doubts: CopyDoubts
+    verifiers: Workers
+    digests: DigestThreads
+    events: EventLog
+    clock: Callable[[], float]
+    stored: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a piece asks and tells its job.
+
+    Args:
+        goes_on: false if the job is over, or has to end because its memory was given back.
+        over: whether the job has ended.
+        progressed: something may be possible that was not.
+        failed: the job cannot be completed, for this reason.
+    """
+
+    goes_on: Callable[[], bool]
+    over: Callable[[], bool]
+    progressed: Callable[[], None]
+    failed: Callable[[str], None]
+
 
 _PART_DEADLINE_S = 30.0
 # How long a holder may take for the digest of what it delivers: others may wait for theirs before.
@@ -269,3 +459,32 @@ class Pulling:
         """The last byte of a cancelled transfer has landed."""
         self._draining.discard(flight)
         self._on_drained()
+
+
+def find_stored(
+    link: Holder,
+    key: RankKey,
+    header: SlotHeader,
+    found: Callable[[list[FetchSource]], None],
+    failed: Callable[[str], None],
+) -> None:
+    """Ask storage which committed checkpoints have this very snapshot of this rank; one of the two
+    is called, later.
+    """
+    link.ask(
+        GetHoldings(key.job, key.run),
+        Holdings,
+        lambda told: found(_copies(told, key.rank, header)),
+        lambda code, reason: failed(f"{code}: {reason}"),
+    )
+
+
+def _copies(told: Holdings, rank: int, header: SlotHeader) -> list[FetchSource]:
+    return [
+        FetchSource(STORE_NODE, segment.name, slot.slot)
+        for segment in told.segments
+        if segment.rank == rank
+        for slot in segment.slots
+        if (stored := unpack_slot_header(slot.header)) is not None
+        and stored.header_digest == header.header_digest
+    ]

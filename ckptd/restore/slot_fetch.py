@@ -5,7 +5,7 @@ A `FetchedPiece` waits until it is begun; then its slot is locked, and it is COP
 node, if a copy is here, damaged or not, or PULLED in parts from all its holders
 (`ckptd.restore.puller`); then VERIFIED as a whole on a worker: by its xxh3 digests, which tell
 where it is wrong, and last by the cryptographic digest that its holders vouch for
-(`ckptd.restore.vouchers`). What does not match is brought again from other copies, until it is
+(`ckptd.restore.fetched_image`). What does not match is brought again from other copies, until it is
 SEALED. It tells its job what happened, by `Job`, and is asked to go on by `push`. The slot stays
 locked until nobody touches it any more: neither a worker nor a transfer that was cancelled. All on
 the daemon's loop thread.
@@ -17,7 +17,7 @@ copy that is in quarantine cannot be opened any more, and the rest of it may be 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -28,19 +28,26 @@ from ckptd.core.slots.segment_format import (
     SlotHeader,
     set_slot_state,
     slot_lock_byte,
+    unpack_slot_header,
     write_slot_header,
 )
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.restore.fetch_tools import FetchTools, Job
-from ckptd.restore.fetched_image import Examined, Wrong, copy_parts, examine
-from ckptd.restore.puller import Pulling
-from ckptd.restore.repairs import WHOLE_IMAGE, Repairs
-from ckptd.restore.stored_copies import find_stored
-from ckptd.restore.vouchers import Vouchers, Vouching
-from ckptd.transport.control.messages import FetchSource
+from ckptd.restore.fetched_image import (
+    WHOLE_IMAGE,
+    Examined,
+    Repairs,
+    Vouchers,
+    Vouching,
+    Wrong,
+    copy_parts,
+    examine,
+)
+from ckptd.restore.puller import FetchTools, Job, Pulling, find_stored
+from ckptd.transport.control.messages import FetchPiece, FetchSource, FetchState
+from ckptd.units import format_bytes
 
-__all__ = ["FetchedPiece"]
+__all__ = ["FetchJob", "FetchedPiece"]
 
 
 class FetchedPiece:
@@ -387,3 +394,126 @@ def _known(source: FetchSource, near: Sequence[FetchSource]) -> bool:
     version that made no digests.
     """
     return source in near or source.node == STORE_NODE
+
+
+_OPEN_PIECES = 2
+
+
+class FetchJob:
+    """Fills slot i of the segment that ``tools`` names with piece i.
+
+    Args:
+        finished: called once, with "" or the reason of the failure.
+    """
+
+    def __init__(
+        self,
+        tools: FetchTools,
+        pieces: Sequence[FetchPiece],
+        finished: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.segment = segment = tools.segment
+        self.reason = ""
+        self.over = False
+        self._tools, self._finished = tools, finished
+        self._began_s = tools.clock()
+        us = Job(self._goes_on, lambda: self.over, self._go_on, self._end)
+        self._unfit = ""
+        self._pieces: list[FetchedPiece] = []
+        for index, piece in enumerate(pieces):
+            header = unpack_slot_header(piece.header)
+            if header is None:
+                self._unfit = "a slot header in what is asked for is damaged"
+                break
+            if not 0 < header.image_len <= segment.geometry.slot_bytes:  # a peer's header says so
+                self._unfit = f"an image of {header.image_len} bytes fits into no slot here"
+                break
+            self._pieces.append(FetchedPiece(index, header, piece.sources, tools, us))
+
+    def start(self) -> None:
+        """Begin; afterwards everything happens in callbacks and `tick`."""
+        if self._unfit:
+            self._end(self._unfit)
+        self._go_on()
+
+    @property
+    def state(self) -> FetchState:
+        """For the trainer that waits."""
+        by_node = _sum_by_node(self._pieces)
+        word = "running" if not self.over else "failed" if self.reason else "done"
+        return FetchState(
+            state=word,
+            reason=self.reason,
+            pieces_done=sum(piece.sealed for piece in self._pieces),
+            bytes_done=sum(by_node.values()),
+            bytes_total=sum(piece.header.image_len for piece in self._pieces),
+            by_node=by_node,
+        )
+
+    def tick(self) -> None:
+        """Take over parts from holders that became slow."""
+        self._go_on()
+
+    def peer_lost(self, node: str) -> None:
+        """Its parts are asked of others at once."""
+        for piece in self._pieces:
+            piece.lose(node)
+        self._go_on()
+
+    def close(self, reason: str = "cancelled", *, wanted: bool = True) -> None:
+        """End early; what is not sealed is freed. If it is not ``wanted`` any more, that is no failure."""
+        self._end(reason, wanted=wanted)
+
+    def _go_on(self) -> None:
+        if not self._goes_on():
+            return
+        unsealed = [piece for piece in self._pieces if not piece.sealed]
+        if not unsealed:
+            self._end("")
+        for piece in unsealed[:_OPEN_PIECES]:
+            if not self.over:  # what was done for another piece may have ended the job
+                piece.push()
+
+    def _goes_on(self) -> bool:
+        """False if the job is over; also if the trainer dropped the segment meanwhile (its ranks
+        plan anew).
+        """
+        if self.over:
+            return False
+        if self.segment.fd >= 0 and self.segment.in_place():
+            return True
+        self._end("its memory was given back")
+        return False
+
+    def _end(self, reason: str, *, wanted: bool = True) -> None:
+        if self.over:
+            return
+        self.over, self.reason = True, reason
+        mapped = self._tools.local(self.segment.path.name) is self.segment
+        for piece in self._pieces:
+            piece.end(mapped=mapped)
+        took_s = self._tools.clock() - self._began_s
+        told = self.segment.descriptor
+        delivered = _sum_by_node([piece for piece in self._pieces if piece.sealed])
+        where = ", ".join(f"{format_bytes(n)} from {name}" for name, n in delivered.items() if n)
+        failed = bool(reason) and wanted
+        self._tools.events.add(
+            "error" if failed else "info",
+            "fetch_failed" if failed else "fetch_ended" if reason else "fetched",
+            f"{told.job}/{told.run} rank {told.rank}: "
+            + (reason or f"{len(self._pieces)} {_what(told.kind)} in {took_s:.2f} s: {where}"),
+        )
+        self._finished(reason)
+
+
+def _what(kind: str) -> str:
+    return kind if kind == "snapshots" else f"slots ({kind})"
+
+
+def _sum_by_node(pieces: Sequence[FetchedPiece]) -> dict[str, int]:
+    """Bytes that arrived, by who delivered them."""
+    found: dict[str, int] = {}
+    for piece in pieces:
+        for name, size in piece.bytes_by_node.items():
+            found[name] = found.get(name, 0) + size
+    return found

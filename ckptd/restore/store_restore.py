@@ -19,12 +19,11 @@ from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_maker import SegmentMaker
-from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.segment_store import SegmentMaker, SegmentStore
 from ckptd.persistence.keeper_wire import CommittedCheckpoint, FoundWorlds
 from ckptd.persistence.store_link import StoreLink
-from ckptd.restore.fetch_job import FetchJob
 from ckptd.restore.fetches import Fetches
+from ckptd.restore.slot_fetch import FetchJob
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.messages import FetchPiece, FetchSource, RefusalCode
 from ckptd.units import format_bytes

@@ -13,14 +13,13 @@ from unittest.mock import Mock
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.replicas import Promise
 from ckptd.event_log import EventLog
-from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_maker import SegmentMaker
-from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.segment_store import SegmentMaker, SegmentStore
+from ckptd.memory.slot_digests import ImageDigests
 from ckptd.node_context import NodeContext
-from ckptd.peers.replicas.host_parts import HostWorkers
-from ckptd.peers.replicas.replica_server import Host
-from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.peers.replica_leases import HostWorkers
+from ckptd.peers.replica_server import Host
+from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import ReplayFailure

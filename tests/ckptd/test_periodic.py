@@ -20,7 +20,7 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.daemon import Daemon
 from ckptd.node.peering import Peering
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.peers.replicas.replica_server import Host
+from ckptd.peers.replica_server import Host
 from ckptd.peers.runs import Run
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import Join, Member, NodeCard, RunRecord

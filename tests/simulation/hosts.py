@@ -1,5 +1,5 @@
-"""The daemon's shell around the replica host: `ckptd.peers.replicas.replica_leases`,
-`ckptd.peers.replicas.write_grants` and `ckptd.peers.replicas.replica_server`, in short.
+"""The daemon's shell around the replica host: `ckptd.peers.replica_leases`,
+`ckptd.peers.slot_grants` and `ckptd.peers.replica_server`, in short.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from ckptd.core.slots.segment_format import encode_descriptor, origin_of
 from ckptd.core.slots.segment_names import replica_file_name
 from ckptd.export.exports import ExportReport, export_file
 from ckptd.export.memory_source import open_slot
-from ckptd.memory.sealer import seal_slot
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import seal_slot
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.images.image import seal
 from ckptd.storage.images.image_format import TensorEntry

@@ -13,8 +13,8 @@ import pytest
 from ckptd.core.replication.access import RunAccess
 from ckptd.core.slots.ring import SlotState
 from ckptd.event_log import EventLog
-from ckptd.peers.record_updates import RecordUpdates
-from ckptd.peers.replicas.access_guard import RunGuard
+from ckptd.peers.peer_requests import RunGuard
+from ckptd.peers.run_news import RecordUpdates
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import (
     AdmitNodes,

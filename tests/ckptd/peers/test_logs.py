@@ -21,7 +21,7 @@ from ckptd.core.slots.segment_format import (
     unpack_slot_header,
 )
 from ckptd.core.slots.segment_names import Kind
-from ckptd.memory.sealer import SealVerdict, seal_slot
+from ckptd.memory.slot_digests import SealVerdict, seal_slot
 from ckptd.storage.images.image import verify
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings

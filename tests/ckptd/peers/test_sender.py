@@ -17,13 +17,12 @@ from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
-from ckptd.memory.image_digests import Vouched
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import Vouched
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.rings import SnapshotRing
-from ckptd.peers.sender import RankReplication
+from ckptd.peers.sender import RankReplication, SnapshotRing
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.verbs import Completion, Done, Fault
 from tests.ckptd.memory.fresh import put_header

@@ -25,7 +25,7 @@ from ckptd.ctl.elastic.elastic_render import (
 )
 from ckptd.ctl.main import main
 from ckptd.errors import ElasticError
-from ckptd.node.elastic_placements import RUNS_MAX, ElasticFacts
+from ckptd.node.admin import RUNS_MAX, ElasticFacts
 from ckptd.transport.control import messages as m
 from tests.ckptd.running import DaemonProcess
 

@@ -28,9 +28,9 @@ from ckptd.core.elastic.handover import Handover, plan_handover
 from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers, choose
 from ckptd.core.elastic.shard_owners import shard_length
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
-from ckptd.memory.sealer import seal_slot
 from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import seal_slot
 from tests.ckptd.export.samples import raw, segment_folder
 from tests.ckptd.running import MIB, descriptor, fill
 from tests.client.rank_threads import outcomes

@@ -15,10 +15,9 @@ import msgspec
 import pytest
 
 from ckptd.core.slots.segment_format import encode_descriptor, origin_of
-from ckptd.memory.adoption import Adopted
-from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_file import Adopted, Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.peers.replica_store import ReplicaStore
 from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
 from ckptd.transport.control.wire import RefusedError
 from tests.ckptd.running import (

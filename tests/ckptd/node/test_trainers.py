@@ -16,7 +16,7 @@ import pytest
 
 from ckptd.core.sessions import RankKey
 from ckptd.memory import locks
-from ckptd.node.rank_owners import OwnerTokens
+from ckptd.node.trainers import OwnerTokens
 from ckptd.transport.control import messages as m
 from ckptd.transport.control.wire import RefusedError
 from tests.ckptd.running import (

@@ -12,23 +12,212 @@ and for a while no further log is taken in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
-from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor
+from ckptd.core.replication.known_runs import KnownRuns
+from ckptd.core.replication.replicas import Promise
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, set_slot_state
 from ckptd.errors import SegmentError
 from ckptd.memory.inventory import held_slots
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_store import SegmentPlan
+from ckptd.memory.segment_store import SegmentMaker, SegmentPlan
+from ckptd.memory.slot_digests import Vouch
+from ckptd.node_context import DigestThreads, NodeContext
 from ckptd.peers.peer_link import AnswerPeer
-from ckptd.peers.replicas.host_parts import HostParts, LeaseOwner
-from ckptd.peers.replicas.replica_store import same_primary
+from ckptd.peers.replica_store import ReplicaStore, same_primary
 from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import RefusalCode, Refused
+from ckptd.transport.control.messages import RefusalCode, Refused, ReplayFailure
+from ckptd.transport.verbs import Fabric, Region
 from ckptd.units import format_bytes
+from ckptd.workers import Workers
 
-__all__ = ["Leasing"]
+__all__ = [
+    "SLOWEST_BYTES_PER_S",
+    "HostOwner",
+    "HostParts",
+    "HostWorkers",
+    "LeaseOwner",
+    "Leasing",
+    "Lending",
+    "Loan",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A slot and the region over it; ``fd`` holds the slot's lock."""
+
+    segment: Segment
+    index: int
+    fd: int
+    region: Region
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """What is to be done when nobody touches the slot any more."""
+
+    loan: Loan
+    then: Callable[[], None]
+    broken_off: bool = False  # a worker has it to do, or has done it
+
+
+class Lending:
+    """All loans of this node that are ending.
+
+    Args:
+        settlers: workers that break off what peers do, and do nothing else: making memory must not
+            wait behind them.
+        still_here: whether a segment has not been removed meanwhile.
+        failed: told what did not work, and why.
+    """
+
+    def __init__(
+        self,
+        settlers: Workers,
+        *,
+        still_here: Callable[[Segment], bool],
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        self._settlers, self._still_here, self._failed = settlers, still_here, failed
+        self._ending: set[Loan] = set()
+        self._waiting: list[_Waiting] = []
+
+    def quiet(self, loan: Loan, then: Callable[[], None]) -> None:
+        """Let nobody reach the slot any more; ``then`` is called when nobody touches it, now or later."""
+        if loan.region.revoke():
+            then()
+            return
+        waiting = _Waiting(loan, then)
+        self._waiting.append(waiting)
+        self._break_off(waiting)
+
+    def end(self, loan: Loan, state: SlotState | None) -> None:
+        """Give the slot up in this state (None: as it is), and unlock it, as soon as nobody touches it."""
+        self._ending.add(loan)
+        self.quiet(loan, lambda: self._over(loan, state))
+
+    def abandon(self, loan: Loan, state: SlotState | None) -> None:
+        """`end` without a later: who still touches the slot keeps it locked until this process ends."""
+        if loan.region.revoke():
+            self._over(loan, state)
+
+    def slots_of(self, segment: Segment) -> set[int]:
+        """Slots of a segment whose loans are ending."""
+        return {loan.index for loan in self._ending if loan.segment is segment}
+
+    def tick(self) -> None:
+        """Look again; begin what found all workers taken."""
+        for waiting in list(self._waiting):
+            self._look(waiting)
+            if not waiting.broken_off and waiting in self._waiting:
+                self._break_off(waiting)
+
+    def _break_off(self, waiting: _Waiting) -> None:
+        # An error leaves the slot locked and filling until nobody touches it: not written under a reader.
+        waiting.broken_off = self._settlers.submit(
+            waiting.loan.region.break_off,
+            lambda _: self._look(waiting),
+            lambda error: self._failed("breaking off a transfer", error),
+        )
+
+    def _look(self, waiting: _Waiting) -> None:
+        """Go on, once, if nobody touches the slot any more."""
+        if waiting in self._waiting and waiting.loan.region.revoke():
+            self._waiting.remove(waiting)
+            waiting.then()
+
+    def _over(self, loan: Loan, state: SlotState | None) -> None:
+        self._ending.discard(loan)
+        if state is not None and self._still_here(loan.segment):
+            set_slot_state(loan.segment.buffer, loan.segment.geometry, loan.index, state)
+        os.close(loan.fd)
+
+
+SLOWEST_BYTES_PER_S = 4 << 20  # a peer slower than this has gone, as far as its slot is concerned
+
+
+class HostOwner(Protocol):
+    """What a host asks and tells the node that it belongs to."""
+
+    def promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
+        """What is known to be agreed on of a run: in which epoch, what, and the span."""
+
+    def failures_of(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
+        """The replays of a run that did not reproduce."""
+
+    def doubt(self, segment: Segment, index: int, sequence: int, /) -> None:
+        """Have a slot verified soon, and quarantined if it is damaged."""
+
+
+class LeaseOwner(Protocol):
+    """What leases tell the host."""
+
+    def learn_epoch(self, message: p.OpenReplica) -> None:
+        """A peer opens a replica of this epoch.
+
+        Raises:
+            ValueError: no such epoch can follow the newest one.
+            OSError: it cannot be written.
+        """
+
+    def remove(self, segment: Segment, why: str) -> None:
+        """Free a replica's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWorkers:
+    """Who works for a host in threads."""
+
+    verifiers: Workers
+    """Verify what arrived. Not those that seal: no seal of a trainer here waits for a replica."""
+
+    maker: SegmentMaker
+    """Makes replicas, and gives their memory back."""
+
+    settlers: Workers
+    """Break off what peers do."""
+
+    digests: DigestThreads = field(default_factory=DigestThreads)
+
+
+@dataclass(frozen=True, slots=True)
+class HostParts:
+    """See the module."""
+
+    node: NodeContext
+    fabric: Fabric
+    replicas: ReplicaStore
+    workers: HostWorkers
+    known: KnownRuns
+    lending: Lending
+
+    vouch: Vouch
+    """Makes digests of images."""
+
+    # Not from 1: a lease or ticket of an earlier boot must mean nothing.
+    ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(61)))
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic seconds."""
+        return self.node.clock
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Report what did not work."""
+        logger.error("%s failed", what, exc_info=error)
+        self.node.events.add("error", "internal", f"{what}: {error!r}")
+
 
 _MAX_LEASES = 65_536
 _IDLE_S = 60.0  # longer than a sender that has something to send waits before it asks again

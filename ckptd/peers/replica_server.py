@@ -3,9 +3,9 @@
 
 A `Host` lives on the daemon's loop thread and never waits for a peer; making memory, verifying, and
 the ends of transfers go to workers. What a peer holds of us are *leases*
-(`ckptd.peers.replicas.replica_leases`: a replica segment, until we restart), *tickets*
-(`ckptd.peers.replicas.write_grants`: a slot being filled, locked against everybody else) and
-*reads* (`ckptd.peers.replicas.read_grants`: a slot that may not be reused). All three end with that
+(`ckptd.peers.replica_leases`: a replica segment, until we restart), *tickets*
+(`ckptd.peers.slot_grants`: a slot being filled, locked against everybody else) and
+*reads* (`ckptd.peers.slot_grants`: a slot that may not be reused). All three end with that
 boot of the peer, or when nothing happens for long; none of them is a promise that outlives us.
 """
 
@@ -18,19 +18,16 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
 from ckptd.core.slots.slots import epoch_can_follow
 from ckptd.memory import locks
-from ckptd.memory.image_digests import Vouch
 from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import Vouch
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import AnswerPeer
-from ckptd.peers.replicas.host_parts import HostOwner, HostParts, HostWorkers
-from ckptd.peers.replicas.read_grants import Reading
-from ckptd.peers.replicas.region_loans import Lending
-from ckptd.peers.replicas.replica_leases import Leasing
-from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.peers.replicas.write_grants import Filling
+from ckptd.peers.replica_leases import HostOwner, HostParts, HostWorkers, Leasing, Lending
+from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
+from ckptd.peers.slot_grants import Filling, Reading
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
 from ckptd.transport.verbs import Fabric

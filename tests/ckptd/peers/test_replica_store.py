@@ -15,7 +15,7 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.segment_names import replica_file_name
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.peers.replica_store import ReplicaStore
 from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.snapshots import states_in
 

@@ -16,8 +16,8 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte, unpack_slot_header
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.slot_files import region_of
-from ckptd.peers.replicas.region_loans import Lending, Loan
+from ckptd.memory.slot_holds import region_of
+from ckptd.peers.replica_leases import Lending, Loan
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from ckptd.memory.file_mapping import FileMapping
-from ckptd.memory.pages import copy_bytes
+from ckptd.memory.pages import FileMapping, copy_bytes
 from tests.ckptd.running import ROOT
 
 SIZE = 64 << 20
@@ -103,7 +102,7 @@ def test_a_mapping_lives_as_long_as_a_view_of_it(file: int) -> None:
 def test_any_other_fault_ends_the_process_as_before(way: str, tmp_path: Path) -> None:
     script = """
 import mmap, os, signal, sys
-from ckptd.memory.file_mapping import FileMapping
+from ckptd.memory.pages import FileMapping
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 os.ftruncate(fd, 1 << 20)
 ours, other = FileMapping(fd, 1 << 20), mmap.mmap(fd, 1 << 20)

@@ -15,8 +15,8 @@ from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.memory.slot_files import slot_file
-from ckptd.peers.replicas.region_loans import Lending, Loan
+from ckptd.memory.slot_holds import slot_file
+from ckptd.peers.replica_leases import Lending, Loan
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.regions import LocalRegion, Regions

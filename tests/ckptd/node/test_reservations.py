@@ -24,9 +24,9 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import SealVerdict, seal_slot
 from ckptd.node.peering import Peering
 from ckptd.node.service import Service
 from ckptd.node_context import NodeContext, NodeWorkers

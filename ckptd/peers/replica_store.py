@@ -35,9 +35,8 @@ from ckptd.core.slots.segment_format import (
 )
 from ckptd.core.slots.segment_names import REPLICA_ENDS, replica_file_name
 from ckptd.holdings import operators_id
-from ckptd.memory.adoption import Adopted, Adoption
 from ckptd.memory.inventory import slot_record
-from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_file import Adopted, Adoption, Segment
 from ckptd.memory.segment_store import Purpose, SegmentPlan, SegmentStore
 
 __all__ = ["ReplicaStore", "same_primary"]
