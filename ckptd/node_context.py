@@ -1,7 +1,8 @@
-"""What every part of one daemon shares: made once, when it starts."""
+"""What all parts of one daemon share; made once, at its start."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from ckptd.storage.images.image import DigestMap
 from ckptd.workers import Workers
 
 __all__ = ["DigestThreads", "NodeContext", "NodeWorkers", "Post"]
+
+logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -30,7 +33,7 @@ class NodeContext:
     events: EventLog
 
     post: Post
-    """Has something done soon on the daemon's loop thread; safe from any other."""
+    """Calls a function soon on the daemon's loop thread; safe from any thread."""
 
     boot_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """New at each start."""
@@ -42,6 +45,15 @@ class NodeContext:
     def node_id(self) -> str:
         """The name of this node."""
         return self.store.node_id
+
+    def guarded(self, what: str, work: Callable[[], None]) -> None:
+        """Do periodic work; an error is logged and reported as an event."""
+        try:
+            work()
+        # Trouble with one run or replica must not keep the others from being looked after.
+        except Exception as error:
+            logger.exception("the periodic work failed: %s", what)
+            self.events.add("error", "internal", f"periodic work, {what}: {error!r}")
 
 
 @dataclass(frozen=True, slots=True)

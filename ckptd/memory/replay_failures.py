@@ -97,7 +97,7 @@ class Quarantine:
         """The snapshots of a run that are not to be used."""
         return marks_of(self.failures(job, run))
 
-    def told(self, job: str, run: str) -> list[RunFailures]:
+    def reports(self, job: str, run: str) -> list[RunFailures]:
         """What `ckptctl` shows; empty names mean all."""
         return [
             RunFailures(*key, found)

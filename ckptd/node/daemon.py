@@ -1,12 +1,12 @@
-"""The daemon's shell: folders, socket, process watch, signals, and one loop around `Service`.
+"""The daemon's process: folders, socket, signals, and one loop around `Service`.
 
-One thread serves everything; workers only digest, touch and unlink. What arrives on the socket is
-data: whatever is not a message of ours is counted and, where it can be, answered. Only the folder
-locks decide who is the daemon, so a socket file left behind by a killed one is no obstacle.
+One thread serves everything; workers only digest, touch and unlink. Bytes on the socket that are no message
+are counted and, where possible, answered. Only the folder locks decide which process is the daemon, so the
+socket file of a killed daemon is no obstacle.
 
-Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM or SIGINT close the
-socket (clients see it at once), seal what is filled, exit. A SIGKILL at any point costs nothing:
-the segment files are the state.
+Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM or SIGINT close the socket
+(clients see it at once), seal what is filled, exit. A SIGKILL at any point loses nothing: the segment files
+are the state.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Daemon(SlotListener):
 
     Raises:
         AlreadyRunning: another daemon uses one of the folders.
-        UnusableFolder: a folder is not ours, or not in memory.
+        UnusableFolder: a folder belongs to another user, or is not in memory.
     """
 
     def __init__(self, config: DaemonConfig) -> None:
@@ -140,7 +140,7 @@ class Daemon(SlotListener):
         tier = StorageTier(
             node,
             ranks_of=lambda job, run: self._service.trainers.ranks_of(job, run),
-            span_of=peering.span_of,
+            span_of=peering.runs.span_of,
             replicas=peering.replicas,
         )
         peering.use_store(tier.link)
@@ -149,21 +149,21 @@ class Daemon(SlotListener):
     # -- from the housekeeper --------------------------------------------------------------------
 
     def snapshot_sealed(self, segment: Segment) -> None:
-        """It goes to peers and to storage."""
-        self._peering.sealed(segment)
+        """Send it to peers and to storage."""
+        self._peering.runs.sealed(segment)
         if self._tier is not None:
             self._tier.changed(segment.key)
 
     def log_sealed(self, segment: Segment) -> None:
-        """It goes to peers."""
-        self._peering.log_sealed(segment)
+        """Send it to peers."""
+        self._peering.runs.log_sealed(segment)
 
     def slot_damaged(self, segment: Segment) -> None:
-        """If it is a replica's, its sender must send it again."""
+        """The sender of a replica must send it again."""
         self._peering.damaged(segment)
 
     def replicas(self) -> Iterable[Segment]:
-        """Replicas are scrubbed, too."""
+        """Scrub replicas, too."""
         return self._peering.replicas.everything()
 
     # -- its life --------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Daemon(SlotListener):
         self._wake()
 
     def run(self) -> None:
-        """Serve until a signal, or until nobody has been here for `idle_exit_s`."""
+        """Serve until a signal, or until no trainer has been here for ``idle_exit_s``."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._housekeeper.start(time.monotonic())
@@ -190,10 +190,10 @@ class Daemon(SlotListener):
             self._close()
 
     def _remake_folder(self) -> None:
-        """The segment folder was removed under us.
+        """Make and claim the segment folder again: somebody removed it.
 
         Raises:
-            AlreadyRunning: another daemon has made it anew, and uses it.
+            AlreadyRunning: another daemon has made the folder, and uses it.
             UnusableFolder: it cannot be made.
         """
         folder = private_folder(self._config.segment_dir, "segment folder", self._group)
@@ -222,9 +222,9 @@ class Daemon(SlotListener):
             self._wait(max(0.0, until_s - time.monotonic()))
 
     def _due(self, now_s: float) -> float:
-        """What peers wait for until now; returns when to come back."""
+        """Retry what is due for peers; returns when to come back."""
         due: list[float] = []
-        self._guarded(lambda: due.append(self._peering.wake(now_s)))
+        self._guarded(lambda: due.append(self._peering.runs.wake(now_s)))
         return due[0] if due else float("inf")
 
     def _tick(self) -> None:
@@ -238,7 +238,7 @@ class Daemon(SlotListener):
             self._events.add("error", "internal", f"periodic work: {error!r}")
 
     def _wait(self, timeout_s: float) -> None:
-        """Serve what comes within the timeout."""
+        """Serve events that come within the timeout."""
         ready = dict(self._poller.poll(int(timeout_s * 1000) + 1))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -250,7 +250,7 @@ class Daemon(SlotListener):
             self._trainers.receive()
 
     def _post(self, work: Callable[[], None]) -> None:
-        """Have something done soon on this thread; safe from any other."""
+        """Call a function soon on this thread; safe from any thread."""
         self._posted.put(work)
         self._wake()
 
@@ -267,7 +267,7 @@ class Daemon(SlotListener):
             self._events.add("error", "internal", f"a callback failed: {error!r}")
 
     def _close(self) -> None:
-        """Stop listening, seal what is filled, give everything back; bounded."""
+        """Stop listening, seal what is filled, release everything; bounded in time."""
         self._notifier.send("STOPPING=1")
         self._events.add("info", "stopping", self._stop_reason or "an error")
         self._poller.unregister(self._trainers.socket)
@@ -293,7 +293,7 @@ class Daemon(SlotListener):
         logger.info("stopped: %s", self._stop_reason)
 
     def _busy(self) -> bool:
-        """Whether something is under way that an orderly stop waits for."""
+        """Whether an orderly stop has to wait for seals or uploads."""
         return self._housekeeper.queued > 0 or not (self._tier is None or self._tier.idle)
 
     def _wake(self) -> None:
@@ -311,7 +311,8 @@ _BEYOND_DRAIN_S = 5.0
 
 
 def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
-    """The lock of a folder; waits for the end of a daemon that makes way, or that ends anyway.
+    """Lock a folder. A daemon that a trainer started is asked to end, and leaves its memory; one that ends
+    anyway is waited for.
 
     Raises:
         AlreadyRunning: another daemon uses the folder, and goes on.
@@ -331,8 +332,8 @@ def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
 
 
 def _goes(holder: AlreadyRunning) -> bool:
-    """Ask who holds the lock to end; false if it will not. One that does not answer is beginning,
-    or ending.
+    """Ask the holder of the lock to end; false if it refuses. One that does not answer is starting or
+    ending.
     """
     if not holder.endpoint:
         return False  # it is of a version that does not tell, or has just begun
@@ -348,7 +349,7 @@ def _goes(holder: AlreadyRunning) -> bool:
 
 
 class Notifier:
-    """Sends state lines such as READY=1; without a socket every call does nothing."""
+    """Sends state lines such as READY=1 to systemd's notification socket; without a socket it does nothing."""
 
     def __init__(self, address: str | None) -> None:
         self._address: str | None = None
@@ -357,7 +358,7 @@ class Notifier:
             self._address = "\0" + address[1:] if address.startswith("@") else address
 
     def send(self, *lines: str) -> None:
-        """Send the lines in one datagram. A manager that does not listen is logged, no more."""
+        """Send lines in one datagram; a manager that does not listen is only logged."""
         if self._address is None:
             return
         try:

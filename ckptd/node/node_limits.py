@@ -1,4 +1,4 @@
-"""What a daemon may take of its machine: threads, descriptors, memory."""
+"""What a daemon may use of its machine: threads, descriptors, memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def default_digest_threads(cpus: int) -> int:
-    """Half of a small machine's processors, four; on a large one, which has several GPUs to keep up
-    with, an eighth, up to 16.
+    """Half of a small machine's processors, up to four; on a large machine an eighth, up to 16: it has
+    several GPUs to keep up with.
     """
     return max(1, min(4, cpus // 2), min(16, cpus // 8))
 
 
 def raise_descriptor_limit() -> None:
-    """Use all the descriptors that the system lets this process have."""
+    """Raise the limit of open files to its maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -56,7 +56,7 @@ def check_descriptors(events: EventLog) -> None:
 
 
 def physical_memory() -> int:
-    """Bytes this process may use: what is built in, or less if a memory cgroup says so."""
+    """Bytes that this process may use: all physical memory, or less if a memory cgroup says so."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -69,7 +69,7 @@ def physical_memory() -> int:
 
 
 def quota_bytes(memory: str, folder: Path) -> int:
-    """The quota that a `memory` setting means for segments in this folder."""
+    """The quota for segments that a `memory` setting means for this folder."""
     value = parse_memory(memory)
     if isinstance(value, int):
         return value
@@ -78,10 +78,10 @@ def quota_bytes(memory: str, folder: Path) -> int:
 
 
 def check_filesystem(folder: Path, allow_disk: bool) -> None:
-    """Refuse a segment folder that is on a disk, unless the operator allows it.
+    """Refuse a segment folder on a disk, unless the operator allows it.
 
     Raises:
-        UnusableFolder: it is.
+        UnusableFolder: the folder is on a disk.
     """
     kind = filesystem_kind(folder)
     if is_in_memory(kind) or allow_disk:

@@ -1,4 +1,4 @@
-"""The socket on which trainers and `ckptctl` reach the daemon: framing, answers, and what is no message."""
+"""The socket on which trainers and `ckptctl` reach the daemon: framing, answers, and garbage."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _Serve = Callable[[bytes, Message, Callable[[Reply], None], int], None]
 
 
 class TrainerSocket:
-    """Listens where the configuration says; on the daemon's loop thread.
+    """Listens at the configured endpoint; on the daemon's loop thread.
 
     Args:
-        group: whose members may connect beside ourselves; None: nobody.
-        serve: called with each message: who sent it, how it is answered, and the process that sent it.
+        group: its members may connect besides this user; None: nobody else.
+        serve: called with each message: sender, message, how to answer it, and the sender's process.
     """
 
     def __init__(self, node: NodeContext, group: int | None, serve: _Serve) -> None:
@@ -53,14 +53,14 @@ class TrainerSocket:
 
     @property
     def refused(self) -> dict[str, int]:
-        """Connections and messages that were turned away, by reason."""
+        """Connections and messages that were refused, by reason."""
         return self._refusals.shown()
 
     def open(self) -> zmq.Socket[bytes]:
         """Listen.
 
         Raises:
-            UnusableFolder: nobody can listen there, or others can change the way to it.
+            UnusableFolder: the endpoint cannot be bound, or other users can change the path to it.
         """
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -99,16 +99,16 @@ class TrainerSocket:
             self.socket = None
 
     def end(self) -> None:
-        """Give everything back, after `close`."""
+        """Release everything, after `close`."""
         self._context.term()
         _remove_socket(self._listen)
 
     def _turned_away(self, text: str) -> None:
-        """A line about local connections, from any thread."""
+        """Report a refused local connection, from any thread."""
         self._node.post(lambda: self._node.events.add("warning", "turned_away", f"local: {text}"))
 
     def receive(self) -> None:
-        """Serve what has come, up to a batch of it."""
+        """Serve the messages that have arrived, up to a batch."""
         assert self.socket is not None
         assert self._door is not None
         for _ in range(_BATCH):
@@ -152,7 +152,7 @@ class TrainerSocket:
             logger.info("an answer could not be delivered: %s", error)
 
     def _garbage(self, identity: bytes, error: WireError) -> None:
-        """Count it, log it now and then, and answer if there is somebody to answer."""
+        """Count it, log it now and then, and answer if it has an envelope."""
         self._node.events.count(f"garbage.{error.code}")
         now_s = time.monotonic()
         if now_s - self._garbage_logged_s > _GARBAGE_LOG_S:

@@ -1,4 +1,4 @@
-"""The trainers of this node: who says hello, who is admitted as which rank, and who is gone.
+"""The trainers of this node: connections, admission as ranks, owner tokens, and ends of processes.
 
 On the daemon's loop thread. The rules of admission are in `ckptd.core.sessions`.
 """
@@ -53,20 +53,20 @@ logger = logging.getLogger(__name__)
 
 
 class PidWatcher(Protocol):
-    """Tells the service when a process ends."""
+    """Reports the ends of processes."""
 
     def watch(self, pid: int, ended: Callable[[], None]) -> bool:
-        """Call `ended` once when the process ends; false if it cannot be watched."""
+        """Call ``ended`` once when the process ends; false if it cannot be watched."""
 
     def has_ended(self, pid: int) -> bool:
-        """Has a watched process ended, even if `ended` was not called yet?"""
+        """Whether a watched process has ended, even if ``ended`` was not called yet."""
 
     def forget(self, pid: int) -> None:
-        """No longer call."""
+        """Stop watching; nothing happens if the process was not watched."""
 
 
 class PidfdWatcher:
-    """Learns of the end of any process of this user, child or not, through its pidfd."""
+    """Watches processes of this user, children or not, through their pidfds."""
 
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller
@@ -74,7 +74,6 @@ class PidfdWatcher:
         self._by_pid: dict[int, int] = {}
 
     def watch(self, pid: int, ended: Callable[[], None]) -> bool:
-        """Call `ended` once when the process ends; false if it cannot be watched."""
         if pid not in self._by_pid:
             try:
                 fd = os.pidfd_open(pid)
@@ -88,7 +87,6 @@ class PidfdWatcher:
         return True
 
     def has_ended(self, pid: int) -> bool:
-        """Has a watched process ended?"""
         fd = self._by_pid.get(pid)
         if fd is None:
             return False
@@ -97,7 +95,6 @@ class PidfdWatcher:
         return bool(now.poll(0))
 
     def forget(self, pid: int) -> None:
-        """No longer watch; nothing happens if it was not watched."""
         fd = self._by_pid.pop(pid, None)
         if fd is not None:
             del self._by_fd[fd]
@@ -105,7 +102,7 @@ class PidfdWatcher:
             os.close(fd)
 
     def run(self, ready: Container[object], call: Callable[[Callable[[], None]], None]) -> None:
-        """Have everybody called back who waits for a process that has ended."""
+        """Call the callbacks of processes that have ended."""
         for fd in [fd for fd in self._by_fd if fd in ready]:
             pid, callbacks = self._by_fd[fd]
             self.forget(pid)
@@ -121,8 +118,8 @@ class Trainers:
     """Sessions of attached trainers.
 
     Attributes:
-        parks: requests to park, and what came of them.
-        park_events: what is told of parked state.
+        parks: requests to park, and their outcomes.
+        park_events: events about parked state.
     """
 
     def __init__(
@@ -137,7 +134,7 @@ class Trainers:
         self._owners = OwnerTokens(node.store.folder)
 
     def tick(self, now_s: float) -> None:
-        """Find those that ended and cannot be watched."""
+        """End the sessions of trainers that are gone and could not be watched."""
         for session in self.sessions:
             if session.watched_by != "pidfd" and self._is_gone(session, now_s):
                 self.gone(session, "its owner lock is free")
@@ -149,7 +146,7 @@ class Trainers:
         return [s.key.rank for s in self.sessions if (s.key.job, s.key.run) == (job, run)]
 
     def hello(self, identity: bytes, message: m.Hello, process: int) -> m.Reply:
-        """A process says who it is; see `Service.handle`."""
+        """Remember who a connection is; the answer describes this daemon."""
         self._hellos[identity] = message, process
         self._hellos.move_to_end(identity)
         while len(self._hellos) > _MAX_STRANGERS:
@@ -166,7 +163,7 @@ class Trainers:
         )
 
     def attach(self, identity: bytes, message: m.Attach) -> m.Reply:
-        """Admit a trainer as its rank, or tell it why not."""
+        """Admit a trainer as its rank, or refuse it with a reason."""
         hello, process = self._hellos.get(identity, (None, -1))
         if hello is None:
             return m.Refused(RefusalCode.NO_SESSION, "Attach without Hello", "say Hello first")
@@ -267,7 +264,7 @@ class Trainers:
         )
 
     def gone(self, session: TrainerSession, why: str) -> None:
-        """A trainer ended without a word: free what it was filling, seal what it had filled."""
+        """A trainer ended without detaching: free what it was filling, seal what it had filled."""
         self.retire(session)
         self._events.add(
             "warning",
@@ -282,7 +279,7 @@ class Trainers:
         self.park_events.ended(session)
 
     def _current_owner(self, wish: AttachWish) -> TrainerSession | None:
-        """The live session of a rank; one whose process has just ended is retired first."""
+        """The live session of a rank; a session whose process has just ended is retired first."""
         owner = self.sessions.of_rank(wish.key)
         if owner is None or self._owners.prove(wish.key, wish.token):
             return owner
@@ -295,7 +292,7 @@ class Trainers:
         return owner
 
     def retire(self, session: TrainerSession) -> None:
-        """Its session is over."""
+        """End a session."""
         self.sessions.remove(session)
         self._owners.remove(session.key)
         self.parks.gone(session.key)
@@ -307,24 +304,23 @@ class Trainers:
             self.gone(session, "its process ended")
 
     def _is_gone(self, session: TrainerSession, now_s: float) -> bool:
-        """For trainers that cannot be watched: the owner lock was there and is there no more."""
+        """For trainers that cannot be watched: the owner lock was held, and is free now."""
         if any(segment.owned() for segment in self._store.all_of_rank(session.key)):
             session.owner_seen = True
             return False
         return session.owner_seen or now_s - session.last_seen_s > _SILENT_S
 
     def _openers(self, key: RankKey) -> list[int]:
-        """Processes that have an owned segment of this rank open, for a refusal's message."""
+        """Other processes that have an owned segment of this rank open, for a refusal's message."""
         return openers([segment for segment in self._store.all_of_rank(key) if segment.owned()])
 
 
 def _same_pid_namespace(hello: m.Hello) -> bool:
-    """A pid from another container means another process here."""
     return hello.pid_namespace in ("", pid_namespace())
 
 
 def pid_namespace() -> str:
-    """The kernel's name of this process' pid namespace; empty where it cannot be read."""
+    """The kernel's name of this process's pid namespace; "" if it cannot be read."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -337,22 +333,32 @@ _LIMIT_BYTES = 64 << 20  # more than max_sessions can be
 
 
 class OwnerTokens:
-    """The digests of the tokens of attached ranks, in memory and in a file of this folder."""
+    """Proves which process owns which rank, by a token that only this process and its daemon know.
+
+    A trainer makes a random token at its start, and shows it at each attach. A process that shows the token
+    of a live rank is that rank's process on a new connection; any other is another process, whatever
+    process id it claims and whatever locks it claims to hold.
+
+    The tokens' SHA-256 digests are kept in ``.owners`` in the segment folder (mode 0600), so that a
+    restarted daemon knows the owners of the segments that it adopts: msgpack of an array of ``[job, run,
+    rank, sha256]``, replaced as a whole.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".owners"
         self._known = self._read()
 
     def prove(self, key: RankKey, token: bytes) -> bool:
-        """Whether this is the token that the rank's owner showed."""
+        """Whether this is the token of the rank's owner."""
         known = self._known.get(key)
         return known is not None and token != b"" and hmac.compare_digest(known, _digest(token))
 
     def enter(self, key: RankKey, token: bytes, live: Container[RankKey]) -> str:
-        """A rank is attached by who shows this token; returns why it was not written, if so.
+        """A process that shows this token is attached as a rank; returns an error if it could not be
+        written.
 
         Args:
-            live: ranks that have an owner; what is known of others is dropped.
+            live: ranks that have an owner; digests of other ranks are dropped.
         """
         digest = _digest(token)
         if self._known.get(key) == digest:
@@ -362,7 +368,7 @@ class OwnerTokens:
         return self._write()
 
     def remove(self, key: RankKey) -> None:
-        """A rank's owner is gone."""
+        """A rank has no owner any more."""
         if self._known.pop(key, None) is not None:
             self._write()
 
@@ -398,7 +404,7 @@ _THERE = (SlotState.FILLED, SlotState.SEALED)
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """A parked state that nobody has told of."""
+    """A parked state without an event."""
 
     session: TrainerSession
     segment: Segment
@@ -407,17 +413,22 @@ class _Left:
 
 
 class ParkEvents:
-    """Each parked state is told once in the life of a daemon."""
+    """Adds the event `parked` for a trainer that ended before it could send its notice.
+
+    A trainer seals what it parks by itself, in a hurry: its process may be gone before its notice is read.
+    So when a session ends, each state that its process parked without a notice gets an event, once; a state
+    that is only filled gets it when it is sealed.
+    """
 
     def __init__(self, store: SegmentStore, events: EventLog) -> None:
         self._store, self._events = store, events
         self._left: list[_Left] = []
 
     def begun(self, session: TrainerSession, before: TrainerSession | None) -> None:
-        """A session begins; ``before``: of the same process, on another connection.
+        """A session begins; ``before``: the session of the same process on another connection.
 
-        What lies there already is of an earlier process, which may have had the same number; unless
-        this one says that it goes on.
+        Parked states that exist already are of an earlier process, which may have had the same process id,
+        unless this process says that it goes on.
         """
         if before is not None:
             session.parked_told = before.parked_told
@@ -425,12 +436,12 @@ class ParkEvents:
             self.heard(session)
 
     def heard(self, session: TrainerSession) -> None:
-        """The trainer tells itself what it has parked; it was sealed before."""
+        """The trainer sent its notice, after sealing what it parked."""
         found = [header.sequence for _, _, header in self._parked_by(session)]
         session.parked_told = max(found, default=session.parked_told)
 
     def ended(self, session: TrainerSession) -> None:
-        """Its trainer is gone, or has left: what it parked since it was heard is told."""
+        """The trainer is gone or has left: report what it parked since its last notice."""
         self._left += [
             _Left(session, segment, index, header.sequence)
             for segment, index, header in self._parked_by(session)
@@ -439,7 +450,7 @@ class ParkEvents:
         self.tick()
 
     def tick(self) -> None:
-        """Tell of what is sealed by now."""
+        """Report states that are sealed by now."""
         self._left = [left for left in self._left if self._waits(left)]
 
     def _waits(self, left: _Left) -> bool:
@@ -457,7 +468,7 @@ class ParkEvents:
         return False
 
     def _parked_by(self, session: TrainerSession) -> Iterator[tuple[Segment, int, SlotHeader]]:
-        """What this process has parked, and has not overwritten since."""
+        """States that this process has parked and not overwritten since."""
         for segment in self._store.all_of_rank(session.key):
             if segment.descriptor.kind == "parked":
                 for index, header in segment.headers():

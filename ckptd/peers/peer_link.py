@@ -1,4 +1,4 @@
-"""Typed questions to one peer, over a fabric's control messages; answers come on the daemon's loop thread."""
+"""Typed requests to a peer, and transfers; answers come on the daemon's loop thread."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from ckptd.transport.control.peer_messages import (
     PeerMessage,
     PeerRefused,
     PeerReply,
+    ReadOpened,
+    SlotGranted,
     decode_peer,
     encode_peer,
 )
-from ckptd.transport.verbs import Done, Fault, Peer, PeerAddress, RegionKey, Transfer
+from ckptd.transport.verbs import Done, Fault, FileRange, Peer, PeerAddress, RegionKey, Transfer
 
-__all__ = ["AnswerPeer", "Holder", "PeerLink"]
+__all__ = ["AnswerPeer", "Holder", "PeerLink", "region_of"]
 
 
 class Holder(Protocol):
-    """What fetches need of `ckptd.peers.peer_link.PeerLink` and `ckptd.persistence.store_link.StoreLink`."""
+    """A source of snapshots: `PeerLink`, or `ckptd.persistence.store_link.StoreLink`."""
 
     boot_id: str
 
@@ -34,10 +36,10 @@ class Holder(Protocol):
         *,
         timeout_s: float = ...,
     ) -> None:
-        """Send a question; one of ``done(reply)`` and ``failed(code, reason)`` is called, later."""
+        """Send a request; exactly one of ``done(reply)`` and ``failed(code, reason)`` is called, later."""
 
     def tell(self, message: Any) -> None:
-        """Send what needs no answer."""
+        """Send a message that needs no answer."""
 
     def get(
         self,
@@ -51,18 +53,25 @@ class Holder(Protocol):
         """Fill ``target`` from the region, from ``offset`` on."""
 
 
+def region_of(reply: SlotGranted | ReadOpened) -> RegionKey:
+    """The region that a peer granted."""
+    at = reply.file
+    file = None if at is None else FileRange(at.path, at.device, at.inode, at.offset)
+    return RegionKey(reply.region, reply.token, reply.length, file)
+
+
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
-# Answers a question of a peer, now or later, once.
+# Answers a request of a peer once, now or later.
 AnswerPeer = Callable[[PeerReply], None]
 
 ASK_TIMEOUT_S = 10.0
 
 
 class PeerLink:
-    """One peer, as the loop thread sees it.
+    """The connection to one peer; every callback comes on the loop thread.
 
     Args:
-        post: how completions get back to the loop thread.
+        post: calls a function on the loop thread.
         boot_id: of this daemon; what the peer does for us ends with it.
     """
 
@@ -93,7 +102,7 @@ class PeerLink:
         self._peer.request(encode_peer(message), timeout_s=timeout_s, answered=answered)
 
     def tell(self, message: PeerMessage) -> None:
-        """Send what needs no answer; lost if the peer is away."""
+        """Send a message that needs no answer; it is lost if the peer is away."""
         self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=_ignore)
 
     def put(self, source: memoryview, target: RegionKey, *, deadline_s: float, done: Done) -> Transfer:

@@ -1,13 +1,7 @@
-"""The replicas that peers have open here: made when they are asked for, named by leases
-(docs/replication.md §4, §5).
+"""Memory of this node that peers use: loans of slots, and leases on replicas (docs/replication.md §4, §5).
 
-A lease is good until its peer is gone, and means nothing to a later boot of either side. One that
-has not been used for a while does not keep a replica that nothing else needs: its peer opens it
-again. One whose peer is silent does not keep a replica from expiring: nobody may ever tell that
-this peer is gone.
-
-Snapshots come first: a replica of them that finds no memory gets that of replicas of boundary logs,
-and for a while no further log is taken in.
+A *loan* makes one slot reachable by peers through a region. A *lease* keeps a replica open for the
+peer that fills it. `HostParts` is what all parts of a host share.
 """
 
 from __future__ import annotations
@@ -19,10 +13,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from ckptd.core.replication.known_runs import KnownRuns
-from ckptd.core.replication.replicas import Promise
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, set_slot_state
 from ckptd.errors import SegmentError
@@ -34,23 +26,21 @@ from ckptd.node_context import DigestThreads, NodeContext
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replica_store import ReplicaStore, same_primary
 from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import RefusalCode, Refused, ReplayFailure
+from ckptd.transport.control.messages import RefusalCode, Refused
 from ckptd.transport.verbs import Fabric, Region
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = [
-    "SLOWEST_BYTES_PER_S",
-    "HostOwner",
-    "HostParts",
-    "HostWorkers",
-    "LeaseOwner",
-    "Leasing",
-    "Lending",
-    "Loan",
-]
+__all__ = ["SLOWEST_BYTES_PER_S", "HostParts", "HostWorkers", "Loan", "RegionLoans", "ReplicaLeases"]
 
 logger = logging.getLogger(__name__)
+
+SLOWEST_BYTES_PER_S = 4 << 20  # a slower peer counts as gone, and its slot is taken back
+_MAX_LEASES = 65_536
+_IDLE_S = 60.0  # longer than the pause of a sender that has something to send
+_SILENT_S = 60.0
+_SNAPSHOTS_FIRST_S = 120.0  # longer than the pause of a sender of snapshots that was refused
+_PEER_CODES: dict[str, str] = {RefusalCode.IN_USE: "busy", RefusalCode.INTERNAL: "internal"}
 
 
 @dataclass(slots=True, eq=False)
@@ -65,21 +55,26 @@ class Loan:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """What is to be done when nobody touches the slot any more."""
+    """A call that is made once no peer touches the slot any more."""
 
     loan: Loan
     then: Callable[[], None]
-    broken_off: bool = False  # a worker has it to do, or has done it
+    broken_off: bool = False  # a worker is breaking transfers off, or has done so
 
 
-class Lending:
-    """All loans of this node that are ending.
+class RegionLoans:
+    """Takes loans back without waiting for any peer.
+
+    A loan is LENT → ENDING (peers cannot reach the slot any more, but one of them may still be
+    writing or reading a chunk) → over. Only then the slot is unlocked and gets its state. A worker
+    breaks off what this process can break off, which takes a second at most; the rest (another
+    process in the middle of a copy, libzmq) is looked at again at each tick. So a peer that has
+    stopped blocks neither the loop nor a worker.
 
     Args:
-        settlers: workers that break off what peers do, and do nothing else: making memory must not
-            wait behind them.
+        settlers: workers that only break transfers off: making memory must not wait behind them.
         still_here: whether a segment has not been removed meanwhile.
-        failed: told what did not work, and why.
+        failed: called with what did not work, and the error.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class Lending:
         self._waiting: list[_Waiting] = []
 
     def quiet(self, loan: Loan, then: Callable[[], None]) -> None:
-        """Let nobody reach the slot any more; ``then`` is called when nobody touches it, now or later."""
+        """Make the slot unreachable; call ``then`` once no peer touches it, now or later."""
         if loan.region.revoke():
             then()
             return
@@ -103,12 +98,12 @@ class Lending:
         self._break_off(waiting)
 
     def end(self, loan: Loan, state: SlotState | None) -> None:
-        """Give the slot up in this state (None: as it is), and unlock it, as soon as nobody touches it."""
+        """Give the slot this state (None: as it is) and unlock it, once no peer touches it."""
         self._ending.add(loan)
         self.quiet(loan, lambda: self._over(loan, state))
 
     def abandon(self, loan: Loan, state: SlotState | None) -> None:
-        """`end` without a later: who still touches the slot keeps it locked until this process ends."""
+        """Like `end`, now or never: a slot that a peer still touches stays locked until this process ends."""
         if loan.region.revoke():
             self._over(loan, state)
 
@@ -117,14 +112,14 @@ class Lending:
         return {loan.index for loan in self._ending if loan.segment is segment}
 
     def tick(self) -> None:
-        """Look again; begin what found all workers taken."""
+        """Look again; start what found all workers busy."""
         for waiting in list(self._waiting):
             self._look(waiting)
             if not waiting.broken_off and waiting in self._waiting:
                 self._break_off(waiting)
 
     def _break_off(self, waiting: _Waiting) -> None:
-        # An error leaves the slot locked and filling until nobody touches it: not written under a reader.
+        # An error leaves the slot locked and filling until no peer touches it: nothing is written under a reader.
         waiting.broken_off = self._settlers.submit(
             waiting.loan.region.break_off,
             lambda _: self._look(waiting),
@@ -132,7 +127,6 @@ class Lending:
         )
 
     def _look(self, waiting: _Waiting) -> None:
-        """Go on, once, if nobody touches the slot any more."""
         if waiting in self._waiting and waiting.loan.region.revoke():
             self._waiting.remove(waiting)
             waiting.then()
@@ -144,88 +138,43 @@ class Lending:
         os.close(loan.fd)
 
 
-SLOWEST_BYTES_PER_S = 4 << 20  # a peer slower than this has gone, as far as its slot is concerned
-
-
-class HostOwner(Protocol):
-    """What a host asks and tells the node that it belongs to."""
-
-    def promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
-        """What is known to be agreed on of a run: in which epoch, what, and the span."""
-
-    def failures_of(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
-        """The replays of a run that did not reproduce."""
-
-    def doubt(self, segment: Segment, index: int, sequence: int, /) -> None:
-        """Have a slot verified soon, and quarantined if it is damaged."""
-
-
-class LeaseOwner(Protocol):
-    """What leases tell the host."""
-
-    def learn_epoch(self, message: p.OpenReplica) -> None:
-        """A peer opens a replica of this epoch.
-
-        Raises:
-            ValueError: no such epoch can follow the newest one.
-            OSError: it cannot be written.
-        """
-
-    def remove(self, segment: Segment, why: str) -> None:
-        """Free a replica's memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class HostWorkers:
-    """Who works for a host in threads."""
+    """The threads that work for a host."""
 
     verifiers: Workers
-    """Verify what arrived. Not those that seal: no seal of a trainer here waits for a replica."""
+    """Verify what arrived. Not those that seal: no seal of a local trainer waits for a replica."""
 
     maker: SegmentMaker
     """Makes replicas, and gives their memory back."""
 
     settlers: Workers
-    """Break off what peers do."""
+    """Break transfers off."""
+
+    vouch: Vouch
+    """Makes digests of images."""
 
     digests: DigestThreads = field(default_factory=DigestThreads)
 
 
 @dataclass(frozen=True, slots=True)
 class HostParts:
-    """See the module."""
+    """What the parts of a host share."""
 
     node: NodeContext
     fabric: Fabric
     replicas: ReplicaStore
     workers: HostWorkers
     known: KnownRuns
-    lending: Lending
+    loans: RegionLoans
 
-    vouch: Vouch
-    """Makes digests of images."""
-
-    # Not from 1: a lease or ticket of an earlier boot must mean nothing.
+    # Random, so that a lease or ticket of an earlier boot means nothing.
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(61)))
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Monotonic seconds."""
-        return self.node.clock
-
     def failed(self, what: str, error: BaseException) -> None:
-        """Report what did not work."""
+        """Log and report an error."""
         logger.error("%s failed", what, exc_info=error)
         self.node.events.add("error", "internal", f"{what}: {error!r}")
-
-
-_MAX_LEASES = 65_536
-_IDLE_S = 60.0  # longer than a sender that has something to send waits before it asks again
-_SILENT_S = 60.0
-_SNAPSHOTS_FIRST_S = 120.0  # longer than a sender of snapshots that was refused waits before it asks again
-
-
-_PEER_CODES: dict[str, str] = {RefusalCode.IN_USE: "busy", RefusalCode.INTERNAL: "internal"}
 
 
 @dataclass(slots=True)
@@ -237,12 +186,33 @@ class _Lease:
     heard_s: float  # when its peer last used it or said hello
 
 
-class Leasing:
-    """Opens replicas."""
+class ReplicaLeases:
+    """Opens replicas for peers, and makes them where there are none.
 
-    def __init__(self, host: HostParts, owner: LeaseOwner) -> None:
+    A lease is good until its peer is gone, and means nothing to a later boot of either side. A
+    lease that has not been used for a while does not keep a replica that nothing else needs: its
+    peer opens it again. A lease whose peer is silent does not keep a replica from expiring: nobody
+    may ever report that this peer is gone.
+
+    Snapshots come first: a replica of snapshots that finds no memory gets the memory of replicas of
+    boundary logs, and for a while no further log is accepted.
+
+    Args:
+        learn_epoch: called before a peer is told what is held; raises ValueError for an epoch that
+            cannot follow the newest one, OSError if the epoch cannot be written.
+        remove: frees a replica's memory.
+    """
+
+    def __init__(
+        self,
+        host: HostParts,
+        *,
+        learn_epoch: Callable[[p.OpenReplica], None],
+        remove: Callable[[Segment, str], None],
+    ) -> None:
         self._host, self._node, self._replicas = host, host.node, host.replicas
-        self._owner, self._short_until_s = owner, float("-inf")
+        self._learn_epoch, self._remove = learn_epoch, remove
+        self._short_until_s = float("-inf")
         self._leases: dict[int, _Lease] = {}
         self._building: dict[str, list[tuple[str, p.OpenReplica, AnswerPeer]]] = {}
 
@@ -258,13 +228,13 @@ class Leasing:
         except (SegmentError, ValueError) as error:
             answer(p.PeerRefused("bad_message", str(error)))
             return
-        told = (descriptor.job, descriptor.run, descriptor.rank)
-        if told != (message.job, message.run, message.rank):
-            answer(p.PeerRefused("bad_message", f"the descriptor is of {told}"))
+        named = (descriptor.job, descriptor.run, descriptor.rank)
+        if named != (message.job, message.run, message.rank):
+            answer(p.PeerRefused("bad_message", f"the descriptor is of {named}"))
             return
         try:
-            # Before it is told what is held: not what the epoch abandoned.
-            self._owner.learn_epoch(message)
+            # First, so that slots which the epoch abandoned are not reported as held.
+            self._learn_epoch(message)
         except ValueError as error:
             answer(p.PeerRefused("bad_message", str(error)))
             return
@@ -282,9 +252,7 @@ class Leasing:
             self._build(plan)
 
     def use(self, number: int, peer: str) -> tuple[Segment, str] | None:
-        """The replica of a lease, and the boot of the peer that took it; None if this peer has no
-        such lease.
-        """
+        """The replica of a lease, and the boot of the peer that has it; None if this peer has no such lease."""
         lease = self._leases.get(number)
         if lease is None or lease.peer != peer:
             return None
@@ -292,47 +260,38 @@ class Leasing:
         return lease.segment, lease.boot_id
 
     def heard(self, peer: str, boot_id: str) -> None:
-        """This boot of a peer is there."""
+        """This boot of a peer said hello: its leases are alive although it may have nothing to send."""
         now_s = self._node.clock()
         for lease in self._leases.values():
             if (lease.peer, lease.boot_id) == (peer, boot_id):
                 lease.heard_s = now_s
 
     def is_open(self, segment: Segment, now_s: float) -> bool:
-        """Whether a peer that was heard of lately has a lease on it."""
-        return any(
-            lease.segment is segment and now_s - lease.heard_s < _SILENT_S for lease in self._leases.values()
-        )
+        """Whether a peer that is not silent has a lease on it."""
+        leases = self._leases.values()
+        return any(lease.segment is segment and now_s - lease.heard_s < _SILENT_S for lease in leases)
 
     def in_use(self, segment: Segment, now_s: float) -> bool:
         """Whether a peer has a lease on it and has used it lately."""
-        return any(
-            lease.segment is segment and now_s - lease.used_s < _IDLE_S for lease in self._leases.values()
-        )
+        leases = self._leases.values()
+        return any(lease.segment is segment and now_s - lease.used_s < _IDLE_S for lease in leases)
 
     def peer_gone(self, peer: str, boot_id: str) -> None:
-        """End the leases of a peer, but those of this boot of it ("": all)."""
+        """End the leases of a peer, except those of this boot of it ("": all)."""
         self._end(lambda v: v.peer == peer and (not boot_id or v.boot_id != boot_id))
 
     def run_ended(self, peer: str, job: str, run: str) -> None:
         """A peer does not replicate this run any more."""
-
-        def ended(lease: _Lease) -> bool:
-            told = lease.segment.descriptor
-            return lease.peer == peer and (told.job, told.run) == (job, run)
-
-        self._end(ended)
+        self._end(lambda v: v.peer == peer and (v.segment.key.job, v.segment.key.run) == (job, run))
 
     def damaged(self, segment: Segment) -> None:
-        """A slot of it is gone: whoever fills any ring of this primary must ask again what is held."""
+        """A slot of it was quarantined: the peers that fill rings of this primary must open them again."""
         self._end(lambda v: same_primary(v.segment.descriptor, segment.descriptor))
 
     def removed(self, segment: Segment) -> None:
-        """The replica is gone."""
         self._end(lambda v: v.segment is segment)
 
     def close(self) -> None:
-        """End all leases."""
         self._leases.clear()
 
     def _end(self, over: Callable[[_Lease], bool]) -> None:
@@ -340,16 +299,16 @@ class Leasing:
 
     def _lease(self, peer: str, boot_id: str, segment: Segment, rings: list[Segment]) -> p.PeerReply:
         held = tuple(slot for ring in rings for slot in held_slots(ring))
+        now_s = self._node.clock()
         for number, known in self._leases.items():
             if (known.peer, known.boot_id) == (peer, boot_id) and known.segment is segment:
-                known.used_s = known.heard_s = self._node.clock()
+                known.used_s = known.heard_s = now_s
                 return p.ReplicaOpened(number, held, self._node.boot_id)  # it asks again what is held
-        # A ring that became too narrow is given up: it goes when no promise needs it.
+        # The lease on a ring that became too narrow ends; the ring goes when no promise needs it.
         self._end(lambda v: (v.peer, v.boot_id) == (peer, boot_id) and any(v.segment is r for r in rings))
         if len(self._leases) >= _MAX_LEASES:
             return p.PeerRefused("busy", "too many replicas are open")
         number = next(self._host.ids)
-        now_s = self._node.clock()
         self._leases[number] = _Lease(peer, boot_id, segment, now_s, now_s)
         return p.ReplicaOpened(number, held, self._node.boot_id)
 
@@ -374,16 +333,14 @@ class Leasing:
             self._refused(plan, refusal)
 
     def _kept_for_snapshots(self) -> Refused | None:
-        """Why a log is not taken in although there is memory for it."""
+        """Why a log is refused although there is memory for it."""
         if self._node.clock() >= self._short_until_s:
             return None
         text = "memory is wanted for replicas of snapshots, which come first"
         return Refused(RefusalCode.QUOTA, text, "raise its CKPTD_MEMORY")
 
     def _made_room(self, plan: SegmentPlan) -> bool:
-        """Whether replicas of logs went so that this one of snapshots can be made, as soon as their
-        memory is given back.
-        """
+        """Remove replicas of logs if that makes room for this one of snapshots; false if it would not."""
         missing = plan.geometry.total_bytes - self._replicas.free_bytes
         logs = sorted(self._replicas.logs(), key=lambda s: s.file_bytes, reverse=True)
         if sum(log.file_bytes for log in logs) < missing:
@@ -391,14 +348,14 @@ class Leasing:
         for log in logs:
             if missing > 0:
                 missing -= log.file_bytes
-                self._owner.remove(log, f"the replica of the snapshots of {plan.key} needs its memory")
+                self._remove(log, f"the replica of the snapshots of {plan.key} needs its memory")
         return True
 
     def _made(self, plan: SegmentPlan, segment: Segment) -> None:
         size = format_bytes(segment.file_bytes)
         self._node.events.add("info", "replica_opened", f"{segment.path.name} ({size})", plan.key)
         for peer, message, answer in self._building.pop(plan.path.name, []):
-            self.open(peer, message, answer)  # anew: meanwhile it may want a wider one
+            self.open(peer, message, answer)  # again: it may want a wider one by now
 
     def _refused(self, plan: SegmentPlan, refusal: Refused) -> None:
         code = _PEER_CODES.get(refusal.code, "quota")
@@ -410,8 +367,8 @@ class Leasing:
 
 
 def _slots_for(message: p.OpenReplica, descriptor: SegmentDescriptor) -> int:
-    """Over a gap, the old suffix and the new one must both find room, or neither could ever go. A
-    log follows its primary.
+    """Room for two suffixes: over a gap, the old one stays until the new one is complete. A log
+    has as many slots as its primary.
     """
     if descriptor.is_log:
         return message.num_slots

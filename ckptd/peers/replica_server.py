@@ -1,19 +1,19 @@
-"""Serving peers: replicas that they put here, and snapshots that they get from here
-(docs/replication.md §4, §5, §7).
+"""Serving peers: replicas that they fill here, and snapshots that they read here (docs/replication.md §4, §5, §7).
 
-A `Host` lives on the daemon's loop thread and never waits for a peer; making memory, verifying, and
-the ends of transfers go to workers. What a peer holds of us are *leases*
-(`ckptd.peers.replica_leases`: a replica segment, until we restart), *tickets*
-(`ckptd.peers.slot_grants`: a slot being filled, locked against everybody else) and
-*reads* (`ckptd.peers.slot_grants`: a slot that may not be reused). All three end with that
-boot of the peer, or when nothing happens for long; none of them is a promise that outlives us.
+A `Host` lives on the daemon's loop thread and never waits for a peer; workers make memory, verify,
+and end transfers. What a peer holds here are *leases* (a replica segment, until we restart),
+*tickets* (a slot being filled, locked against everybody else) and *reads* (a slot that may not be
+reused). All three end with that boot of the peer, or when nothing happens for long; none of them
+outlives this process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.log_replicas import outdated_slots, why_log_removable
-from ckptd.core.replication.replicas import removable, stale_slots
+from ckptd.core.replication.replicas import Promise, removable, stale_slots
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
 from ckptd.core.slots.slots import epoch_can_follow
@@ -21,13 +21,13 @@ from ckptd.memory import locks
 from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.memory.slot_digests import Vouch
+from ckptd.memory.slot_digests import Doubt
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import AnswerPeer
-from ckptd.peers.replica_leases import HostOwner, HostParts, HostWorkers, Leasing, Lending
+from ckptd.peers.replica_leases import HostParts, HostWorkers, RegionLoans, ReplicaLeases
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
-from ckptd.peers.slot_grants import Filling, Reading
+from ckptd.peers.slot_grants import ReadGrants, WriteGrants
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings, ReplayFailure, RunRecord
 from ckptd.transport.verbs import Fabric
@@ -40,9 +40,10 @@ class Host:
     """What this node keeps and gives for its peers.
 
     Args:
-        owner: asked what runs agreed on, and told of doubts.
-        vouch: makes digests of images.
-        records: what is known of runs; epochs of which peers tell are added to it.
+        records: the records of runs; epochs that peers announce are added to them.
+        promise_of: epoch, promise and span that a run has agreed on.
+        holdings: everything sealed that this node holds of a run.
+        doubt: has a slot verified soon, and quarantined if it is damaged.
     """
 
     def __init__(
@@ -52,22 +53,24 @@ class Host:
         replicas: ReplicaStore,
         workers: HostWorkers,
         *,
-        owner: HostOwner,
-        vouch: Vouch,
         records: RunRecords,
+        promise_of: Callable[[str, str], tuple[int, Promise, int]],
+        holdings: Callable[[str, str], Holdings],
+        doubt: Doubt,
     ) -> None:
         self._node, self._store, self._replicas = node, node.store, replicas
-        self._owner, self._records = owner, records
+        self._records, self._holdings, self._doubt = records, holdings, doubt
+        self._maker = workers.maker
         self._used_s: dict[str, float] = {}
-        self._known = KnownRuns(owner.promise_of)
-        self._lending = Lending(workers.settlers, still_here=self._is_here, failed=self._failed)
-        self._parts = HostParts(node, fabric, replicas, workers, self._known, self._lending, vouch)
-        self._reads = Reading(self._parts)
-        self._leases = Leasing(self._parts, self)
-        self._tickets = Filling(self._parts, self._leases, self._reads)
+        self._known = KnownRuns(promise_of)
+        self._loans = RegionLoans(workers.settlers, still_here=self._is_here, failed=self._failed)
+        self._parts = HostParts(node, fabric, replicas, workers, self._known, self._loans)
+        self._reads = ReadGrants(self._parts)
+        self._leases = ReplicaLeases(self._parts, learn_epoch=self._learn_epoch, remove=self.remove)
+        self._tickets = WriteGrants(self._parts, self._leases, self._reads)
 
     def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
-        """Answer a message about snapshots, now or later; false if it is about something else."""
+        """Answer a message about snapshots, now or later; false if it is of another kind."""
         if isinstance(message, p.OpenReplica | GetHoldings) and (waiting := self._waiting(message)):
             answer(p.PeerRefused("busy", f"{waiting} cannot be opened here now"))
         elif isinstance(message, p.OpenReplica):
@@ -95,33 +98,25 @@ class Host:
         elif isinstance(message, p.GetDescriptor):
             answer(self._descriptor(message))
         elif isinstance(message, GetHoldings):
-            answer(self.holdings(message.job, message.run))
+            answer(self._holdings(message.job, message.run))
         else:
             return False
         return True
 
     def _waiting(self, message: p.OpenReplica | GetHoldings) -> str:
-        """A file of that run of which nobody can tell what is in it: an answer without it would say
-        that it is not there.
-        """
-        of = message.job, message.run
-        return next(iter(self._store.waits_for(*of) + self._replicas.waits_for(*of)), "")
-
-    def holdings(self, job: str, run: str) -> Holdings:
-        """Every sealed snapshot of a run that lies here."""
-        record, failures = self._records.of(job, run), self._owner.failures_of(job, run)
-        return local_holdings(self._store, self._replicas, job, run, record, failures)
+        """A file of that run that cannot be opened now: an answer without it would say that it is not here."""
+        run = message.job, message.run
+        return next(iter(self._store.waits_for(*run) + self._replicas.waits_for(*run)), "")
 
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
-        """A recovery began this epoch: what it abandoned is freed here."""
+        """Free the slots that this epoch of a run abandoned."""
         self._records.note_epoch(job, run, epoch, start)
         if not self._known.note_epoch(job, run, epoch, start):
             return
         known = self._known.epochs(job, run)
         for group in self._replicas.groups():
-            told = group[0].descriptor
-            if (told.job, told.run) == (job, run):
-                records = self._replicas.auxiliary_records(group[0])
+            if (group[0].key.job, group[0].key.run) == (job, run):
+                records = self._replicas.group_records(group[0])
                 for ordinal, index in stale_slots(records, known):
                     self._free(group[ordinal], index)
         for segment in self._replicas.logs():
@@ -130,26 +125,22 @@ class Host:
                     self._free(segment, index)
 
     def peer_gone(self, peer: str, *, but_boot: str = "") -> None:
-        """A peer died: what it was filling is free again. If it is back, what this boot of it has
-        begun goes on.
-        """
+        """A peer died: end everything that it holds here, except what this new boot of it has begun."""
         self._tickets.peer_gone(peer, but_boot)
         self._reads.peer_gone(peer, but_boot)
         self._leases.peer_gone(peer, but_boot)
 
     def heard(self, peer: str, boot_id: str) -> None:
-        """A peer said hello: what it has open here is not forgotten, though it may have nothing to
-        send for long.
-        """
+        """A peer said hello: its leases are alive, although it may have nothing to send for long."""
         self._leases.heard(peer, boot_id)
 
     def damaged(self, segment: Segment) -> None:
-        """A slot of a replica was quarantined: whoever fills it must learn that it is gone."""
+        """A slot of a replica was quarantined: its sender must learn that it is gone."""
         self._leases.damaged(segment)
 
     def tick(self, now_s: float) -> None:
-        """End what nobody comes back for; drop replicas that nothing needs any more."""
-        self._lending.tick()
+        """End leases, tickets and reads that idle; remove replicas that nothing needs any more."""
+        self._loans.tick()
         self._tickets.tick(now_s)
         self._reads.tick(now_s)
         for segment in self._replicas.everything():
@@ -170,7 +161,7 @@ class Host:
         self._used_s.pop(segment.path.name, None)
         size = format_bytes(segment.file_bytes)
         self._node.events.add("info", "replica_removed", f"{segment.path.name} ({size}): {why}")
-        self._parts.workers.maker.close(segment)
+        self._maker.close(segment)
 
     def close(self) -> None:
         """Give up every lease, ticket and read; does not wait for peers."""
@@ -179,16 +170,12 @@ class Host:
 
     # -- replicas --------------------------------------------------------------------------------
 
-    def learn_epoch(self, message: p.OpenReplica) -> None:
-        """A peer opens a replica of this epoch; see `LeaseOwner`."""
-        newest = self._newest_epoch(message.job, message.run)
+    def _learn_epoch(self, message: p.OpenReplica) -> None:
+        record = self._records.of(message.job, message.run)
+        newest = -1 if record is None else record.newest_epoch
         if not epoch_can_follow(message.epoch, newest):
             raise ValueError(f"epoch {message.epoch} after {newest}")
         self.note_epoch(message.job, message.run, message.epoch, message.epoch_start)
-
-    def _newest_epoch(self, job: str, run: str) -> int:
-        record = self._records.of(job, run)
-        return -1 if record is None else record.newest_epoch
 
     def _is_here(self, segment: Segment) -> bool:
         return self._replicas.get(segment.path.name) is segment
@@ -202,9 +189,9 @@ class Host:
     def _unneeded(self, now_s: float) -> list[tuple[Segment, str]]:
         found: list[tuple[Segment, str]] = []
         for group in self._replicas.groups():
-            told = group[0].descriptor
-            promise, span = self._known.promise(told.job, told.run)
-            epochs = self._known.epochs(told.job, told.run)
+            job, run = group[0].key.job, group[0].key.run
+            promise, span = self._known.promise(job, run)
+            epochs = self._known.epochs(job, run)
             slots = self._replicas.slots_of(group)
             is_open = any(self._in_use(segment, now_s) for segment in group)
             for name, why in removable(slots, promise, epochs=epochs, span=span, is_open=is_open):
@@ -228,7 +215,7 @@ class Host:
         return self._leases.in_use(segment, now_s) or bool(self._tickets.slots_of(segment))
 
     def _expired(self, now_s: float) -> list[tuple[Segment, str]]:
-        """Replicas of runs that nobody has had to do with for long."""
+        """Replicas that nobody has used for long."""
         for segment in self._replicas.everything():
             wanted = self._leases.is_open(segment, now_s) or self._tickets.slots_of(segment)
             if wanted or segment.path.name not in self._used_s:
@@ -250,15 +237,12 @@ class Host:
         return self._reads.open(peer, message, segment)
 
     def _doubted(self, message: p.DoubtSlot) -> None:
-        """Have a slot verified, if it still holds that snapshot."""
         segment = self._find(message.job, message.run, message.name)
         if segment is None or message.slot >= segment.geometry.num_slots:
             return
         header = segment.header(message.slot)
-        wanted = (SlotState.SEALED, message.sequence)
-        if header is None or (header.state, header.sequence) != wanted:
-            return
-        self._owner.doubt(segment, message.slot, message.sequence)
+        if header is not None and (header.state, header.sequence) == (SlotState.SEALED, message.sequence):
+            self._doubt(segment, message.slot, message.sequence)
 
     def _descriptor(self, message: p.GetDescriptor) -> p.PeerReply:
         segment = self._find(message.job, message.run, message.name)
@@ -267,7 +251,7 @@ class Host:
         return p.Descriptor(segment.raw_descriptor(), segment.geometry.num_slots, segment.geometry.slot_bytes)
 
     def _find(self, job: str, run: str, name: str) -> Segment | None:
-        # Logs and parked state, too: a peer reads them as it reads snapshots.
+        # Logs and parked state, too: peers read them as they read snapshots.
         for segment in (*self._store.all_of_run(job, run), *self._replicas.all_of_run(job, run)):
             if segment.path.name == name:
                 return segment
@@ -285,11 +269,8 @@ def local_holdings(
     record: RunRecord | None,
     failures: tuple[ReplayFailure, ...] = (),
 ) -> Holdings:
-    """Every sealed snapshot, logged iteration and parked state of a run that lies on this node, and
-    what it knows of the run.
-
-    Args:
-        failures: the replays that did not reproduce.
+    """Every sealed snapshot, logged iteration and parked state of a run on this node, its record, and
+    the replays that did not reproduce.
     """
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]

@@ -1,27 +1,24 @@
-"""The replica segments of this node: other nodes' snapshots and boundary logs, beside the segments
-of its own ranks.
+"""The replica segments of this node: other nodes' snapshots and boundary logs.
 
-As in `SegmentStore`, whoever looks for snapshots must not come upon a log: iterating, `of_run` and
-`groups` leave them out.
+As in `SegmentStore`, a search for snapshots must not find a log: iteration, `of_run` and `groups`
+leave logs out. The `SegmentStore` manages the memory; this module knows the names of replicas, and
+which of them belong together. A replica gets memory only if what is promised to ranks of this node
+leaves room.
 
-Their memory is that of the `SegmentStore`, as all segments' is; here are their names, and which of
-them belong together. What a rank of this node is promised goes first: a replica gets memory only if
-that leaves room. All methods belong to the daemon's loop thread.
-
-One primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span
-has grown) a wider one is made beside the first, which goes as soon as no promise needs it. The
-descriptor of the n-th says that it was created n nanoseconds later, so its origin and its name are
-its own.
+A primary has one replica here, or several *rings*: when a longer suffix must fit (the run's span has
+grown), a wider ring is made, and the first goes as soon as no promise needs it. The descriptor of
+the n-th ring says that it was created n nanoseconds later, so that each has an origin and a name of
+its own. All methods belong to the daemon's loop thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
-from ckptd.core.sessions import room_for_replicas
+from ckptd.core.sessions import RankKey, room_for_replicas
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
@@ -44,16 +41,6 @@ __all__ = ["ReplicaStore", "same_primary"]
 _MAX_RINGS = 1000  # nanoseconds: no two primaries of a rank are made within so short a time
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GroupKey:
-    """Replicas whose snapshots may form one suffix: of one rank, with one operator table."""
-
-    job: str
-    run: str
-    rank: int
-    operators: str
-
-
 class ReplicaStore:
     """The replicas in a store."""
 
@@ -69,7 +56,7 @@ class ReplicaStore:
         return sum(1 for _ in self)
 
     def everything(self) -> list[Segment]:
-        """Every replica, of boundary logs, too."""
+        """Every replica, also of boundary logs."""
         return self._store.all_for(Purpose.REPLICA)
 
     def logs(self) -> list[Segment]:
@@ -78,7 +65,7 @@ class ReplicaStore:
 
     @property
     def used_bytes(self) -> int:
-        """What they take, those still being made included."""
+        """The memory of all replicas, including those that are still being made."""
         return self._store.bytes_for(Purpose.REPLICA)
 
     def get(self, name: str) -> Segment | None:
@@ -91,23 +78,22 @@ class ReplicaStore:
 
     def all_of_run(self, job: str, run: str) -> list[Segment]:
         """Every replica of a run."""
-        every = self.everything()
-        return [s for s in every if (s.descriptor.job, s.descriptor.run) == (job, run)]
+        return [s for s in self.everything() if (s.key.job, s.key.run) == (job, run)]
 
     def adopt(self) -> Adopted:
         """Take over the replicas of an earlier daemon."""
         return self._take_over(self._adoption.begin().and_then(self._adoption.come_back()))
 
     def adopt_waiting(self) -> Adopted:
-        """Try again what could not be had before."""
+        """Try again to open files that could not be opened before."""
         return self._take_over(self._adoption.again())
 
     def waits_for(self, job: str, run: str) -> list[str]:
-        """The files of a run that are here, and could not be taken over yet."""
+        """Files of a run that are here and could not be opened yet."""
         return self._adoption.waits_for(f"{job}~{run}~")
 
     def forget_waiting(self, job: str, run: str) -> int:
-        """Delete what waits of a run; returns how many files."""
+        """Delete the waiting files of a run; returns how many."""
         return self._adoption.forget(f"{job}~{run}~")
 
     def _take_over(self, found: Adopted) -> Adopted:
@@ -119,11 +105,11 @@ class ReplicaStore:
     def plan(
         self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int, origin: str
     ) -> SegmentPlan:
-        """Lay out the next ring of a primary; nothing is promised yet.
+        """Lay out the next ring of a primary; no memory is promised yet.
 
         Raises:
-            ValueError: numbers or names that no segment can have, or another origin than the descriptor's.
-            SegmentError: a descriptor that could not be read any more after a restart.
+            ValueError: numbers or names that no segment can have, or an origin that is not the descriptor's.
+            SegmentError: a descriptor that could not be read after a restart.
         """
         if origin_of(descriptor) != origin:
             raise ValueError(f"origin {origin} is not that of the descriptor")
@@ -150,50 +136,49 @@ class ReplicaStore:
 
     @property
     def free_bytes(self) -> int:
-        """What a replica may still take: neither in use nor promised to a rank of this node."""
+        """The memory that is neither in use nor promised to a rank of this node."""
         return room_for_replicas(self._store.facts(), self._store.memory)
 
     def forget(self, segment: Segment) -> None:
-        """It is removed."""
+        """The replica is removed."""
         self._operators.pop(segment.path.name, None)
 
     # -- records ---------------------------------------------------------------------------------
 
-    def operators(self, segment: Segment) -> str:
-        """Which operator table the segment's anchors are of."""
+    def _operators_of(self, segment: Segment) -> str:
         name = segment.path.name
         if name not in self._operators:
             self._operators[name] = operators_id(segment.descriptor)
         return self._operators[name]
 
-    def beside(self, segment: Segment) -> list[Segment]:
-        """Replicas whose snapshots may form a suffix with this one's, itself included, oldest first."""
-        told, operators = segment.descriptor, self.operators(segment)
+    def group_of(self, segment: Segment) -> list[Segment]:
+        """Replicas whose snapshots may form a suffix with this one's: of one rank, with one operator
+        table. Oldest first, this one included.
+        """
+        operators = self._operators_of(segment)
         found = [
             s
-            for s in self.of_run(told.job, told.run)
-            if s.descriptor.rank == told.rank and self.operators(s) == operators
+            for s in self.of_run(segment.key.job, segment.key.run)
+            if s.key.rank == segment.key.rank and self._operators_of(s) == operators
         ]
         return sorted(found, key=lambda s: (s.descriptor.created_at_ns, s.path.name))
 
     def ordinal(self, segment: Segment) -> int:
-        """Its number among those beside it: generations count per primary, and primaries differ."""
-        return self.beside(segment).index(segment)
+        """Its number in its group: generations count per primary, and primaries differ."""
+        return self.group_of(segment).index(segment)
 
-    def auxiliary_records(self, segment: Segment) -> list[SlotRecord]:
-        """The slots of this replica and of those beside it, with ordinals for generations."""
-        beside = self.beside(segment)
-        return [r for number, s in enumerate(beside) for r in _numbered(s, number)]
+    def group_records(self, segment: Segment) -> list[SlotRecord]:
+        """The slots of its group, with ordinals for generations."""
+        return [r for number, s in enumerate(self.group_of(segment)) for r in _numbered(s, number)]
 
     def groups(self) -> Iterator[list[Segment]]:
-        """Replicas by rank and operator table, each group oldest first."""
-        seen: set[GroupKey] = set()
+        """All groups of replicas of snapshots."""
+        seen: set[tuple[RankKey, str]] = set()
         for segment in self:
-            told = segment.descriptor
-            key = GroupKey(told.job, told.run, told.rank, self.operators(segment))
+            key = segment.key, self._operators_of(segment)
             if key not in seen:
                 seen.add(key)
-                yield self.beside(segment)
+                yield self.group_of(segment)
 
     def slots_of(self, group: Sequence[Segment]) -> dict[str, tuple[int, Sequence[SlotRecord]]]:
         """By name: the number of operators, and the slots, with ordinals for generations."""
@@ -203,16 +188,16 @@ class ReplicaStore:
 
 
 def same_primary(a: SegmentDescriptor, b: SegmentDescriptor) -> bool:
-    """Are these the descriptors of rings of one primary, or its own?"""
+    """Whether these are descriptors of rings of one primary, or of the primary itself."""
     if abs(a.created_at_ns - b.created_at_ns) >= _MAX_RINGS:
         return False
     return msgspec.structs.replace(a, created_at_ns=b.created_at_ns) == b
 
 
 def _free_unsealed(segment: Segment) -> list[int]:
-    """Only the daemon that died filled these slots, and nobody will go on where it stopped.
+    """Free the slots that an earlier daemon's peers were filling: nobody goes on with them.
 
-    A slot with a damaged header is free as well, or it would never be granted again; returns these.
+    A slot with a damaged header is freed as well, or it would never be granted again; returns those.
     """
     damaged: list[int] = []
     for index in range(segment.geometry.num_slots):

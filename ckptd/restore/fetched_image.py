@@ -1,5 +1,5 @@
-"""Whether an image that was brought here is what its digests say, and what of a copy on this node
-can be had; on workers.
+"""An image that was fetched: what of it is wrong, what its holders vouch for, and whose copy was bad
+(docs/replication.md §7).
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ __all__ = [
 ]
 
 
-# Ranges told of one verification. Each is a request of its own, to storage too, and a copy that is
-# wrong in more places than that is hardly one of this snapshot.
+# Ranges that one verification reports. Each is fetched by a request of its own, and a copy that is
+# wrong in more places is hardly one of this snapshot.
 _MAX_RANGES = 1024
 _WITH_IMAGE = (SlotState.SEALED, SlotState.QUARANTINED)
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Bytes ``[start, stop)`` of an image that do not match; the names of what lies there (a
-    tensor, or "header").
-    """
+    """Bytes ``[start, stop)`` of an image that do not match, and their tensors (or "header")."""
 
     start: int
     stop: int
@@ -53,8 +51,8 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What is wrong by the xxh3 digests of an image; if nothing is, which cryptographic digests it
-    has of those that were told.
+    """What is wrong by an image's xxh3 digests; if nothing is, which of the given cryptographic
+    digests it has.
     """
 
     wrong: Sequence[Wrong]
@@ -82,8 +80,8 @@ def examine(
 def copy_parts(
     source: Segment, slot: int, wanted: SlotHeader, target: memoryview, parts: Sequence[ImagePart]
 ) -> bool:
-    """Copy these parts of a slot of this node, damaged as they may be; False if the slot holds
-    something else (by now).
+    """Copy parts of a slot of this node, even if they are damaged; false if the slot holds another
+    snapshot (by now).
     """
     with locks.lock_file(source.path, slot_lock_byte(slot), exclusive=False) as taken:
         header = source.header(slot)
@@ -102,17 +100,18 @@ def copy_parts(
 
 
 def wrong_ranges(image: memoryview, header_digest: bytes, map_fn: DigestMap | None) -> list[Wrong]:
-    """All of the image that does not match its digests, in order and disjoint; 1024 ranges at most,
-    which then include what is between neighbours.
+    """The ranges of an image that do not match its digests, in order and disjoint.
+
+    At most 1024: then ranges are joined, with the bytes between them.
 
     Raises:
-        ImageError: what was sealed is not an image that fits here.
+        ImageError: the bytes are not an image that fits here.
     """
     return _bounded(mismatches(image, header_digest, map_fn=map_fn), _MAX_RANGES)
 
 
 def _bounded(found: Sequence[Mismatch], limit: int) -> list[Wrong]:
-    """The same in so many ranges at most: the widest gaps stay."""
+    """Join ranges until there are ``limit`` at most; the widest gaps stay."""
     if len(found) <= limit:
         return [_joined([one]) for one in found]
     gaps = [after.start - before.stop for before, after in itertools.pairwise(found)]
@@ -126,73 +125,77 @@ def _joined(found: Sequence[Mismatch]) -> Wrong:
 
 
 class Vouching(Enum):
-    """What to make of an image whose xxh3 digests match."""
+    """The verdict on an image whose xxh3 digests match."""
 
     GOOD = "good"
-    WRONG = "wrong"  # it is not what is vouched for
-    DISPUTED = "disputed"  # as many nodes vouch for it as vouch for something else
+    WRONG = "wrong"  # its holders vouch for another digest
+    DISPUTED = "disputed"  # as many nodes vouch for it as for another digest
 
 
 class Vouchers:
-    """Of one snapshot.
+    """The cryptographic digests that holders of one snapshot vouch for. Pure.
+
+    A digest comes from a holder over the control session, from the manifest of a stored checkpoint,
+    or from what this node kept with a copy of its own. xxh3 digests travel with the bytes and can
+    be made to fit them; these cannot.
 
     Args:
-        us: this node's name. What it kept itself decides.
+        us: this node's name. A digest that it kept itself decides.
     """
 
     def __init__(self, us: str) -> None:
         self._us = us
-        self._told: dict[FetchSource, str] = {}
+        self._digest_of: dict[FetchSource, str] = {}
 
     def tell(self, source: FetchSource, digest: str) -> None:
-        """What this source vouches for; "": for nothing."""
-        self._told[source] = digest
+        """A source vouches for this digest; "": for none."""
+        self._digest_of[source] = digest
 
     def lacks(self, sources: Iterable[FetchSource]) -> list[FetchSource]:
-        """Those of which it was not told yet."""
-        return [source for source in sources if source not in self._told]
+        """Those that have not answered yet."""
+        return [source for source in sources if source not in self._digest_of]
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """All that are vouched for, each once."""
-        return tuple(dict.fromkeys(digest for digest in self._told.values() if digest))
+        """All digests, each once."""
+        return tuple(dict.fromkeys(digest for digest in self._digest_of.values() if digest))
 
     def verdict(self, matching: Collection[str]) -> Vouching:
-        """On an image that has the digests ``matching``, of `digests`. Nodes are counted, not copies."""
-        own = {digest for source, digest in self._told.items() if digest and source.node == self._us}
+        """The verdict on an image with the digests ``matching``; nodes are counted, not copies."""
+        own = {digest for source, digest in self._digest_of.items() if digest and source.node == self._us}
         if own:
             return Vouching.GOOD if own & {*matching} else Vouching.WRONG
-        agree = {source.node for source, digest in self._told.items() if digest in matching}
-        vouching = {source.node for source, digest in self._told.items() if digest}
+        agree = {source.node for source, digest in self._digest_of.items() if digest in matching}
+        vouching = {source.node for source, digest in self._digest_of.items() if digest}
         differ = vouching - agree
         if len(agree) != len(differ):
             return Vouching.GOOD if len(agree) > len(differ) else Vouching.WRONG
         return Vouching.DISPUTED if agree else Vouching.GOOD
 
     def against(self, matching: Collection[str]) -> list[FetchSource]:
-        """Who vouches for something else than an image that has the digests ``matching``."""
-        return [s for s, digest in self._told.items() if digest and digest not in matching]
+        """The sources that vouch for another digest."""
+        return [s for s, digest in self._digest_of.items() if digest and digest not in matching]
 
     def vouching(self, matching: Collection[str]) -> list[FetchSource]:
-        """Who vouches for it."""
-        return [source for source, digest in self._told.items() if digest in matching]
+        """The sources that vouch for one of these digests."""
+        return [source for source, digest in self._digest_of.items() if digest in matching]
 
 
-WHOLE_IMAGE = "the image"  # is wrong, and it is not known where
-_TOLD = 4
+WHOLE_IMAGE = "the image"  # stands for all of it, where the wrong bytes are not known
+_LISTED = 4
 _Nodes = tuple[str, ...]
 
 
 @dataclass(slots=True)
 class _Repair:
-    """One tensor: where it lies, and whose copies of it were wrong."""
+    """One tensor: its bytes, and the nodes whose copies of it were wrong."""
 
     span: Span
     wrong_in: list[str] = field(default_factory=list)
 
 
 class Repairs:
-    """Of one snapshot.
+    """What was wrong with one snapshot, in whose copies, and who delivered it in the end; as texts of events.
 
     Args:
         us: this node's name.
@@ -204,7 +207,7 @@ class Repairs:
         self._accused: dict[FetchSource, None] = {}
 
     def found(self, wrong: Iterable[Wrong], blamed: Mapping[Span, Sequence[FetchSource]]) -> str:
-        """One verification's outcome, and who had brought each range; returns what to tell of it."""
+        """Note a verification's outcome and the sources of each wrong range; returns the text of an event."""
         by_copies: dict[_Nodes, list[str]] = {}
         for each in wrong:
             span = each.start, each.stop
@@ -216,40 +219,40 @@ class Repairs:
                 repair.wrong_in += [node for node in nodes if node not in repair.wrong_in]
         for sources in blamed.values():
             self._accused |= dict.fromkeys(sources)
-        told = "; ".join(_wrong(names, nodes, told=_TOLD) for nodes, names in by_copies.items())
-        return f"iteration {self._iteration}: {told}; fetched from other copies"
+        wrongs = "; ".join(_wrong(names, nodes, listed=_LISTED) for nodes, names in by_copies.items())
+        return f"iteration {self._iteration}: {wrongs}; fetched from other copies"
 
     def mended(self, bringers: Callable[[Span], Sequence[FetchSource]]) -> str:
-        """What to tell when all is right; "" if nothing was wrong."""
+        """The text of the event when the snapshot is sealed; "" if nothing was wrong."""
         groups: dict[tuple[_Nodes, _Nodes], list[str]] = {}
         for name, repair in self._repairs.items():
             key = tuple(repair.wrong_in), self._nodes(bringers(repair.span))
             groups.setdefault(key, []).append(name)
-        told = [
+        texts = [
             f"{_wrong(names, wrong_in)}; taken from {_from(taken, wrong_in)}"
             for (wrong_in, taken), names in groups.items()
         ]
-        return f"iteration {self._iteration}: " + "; ".join(told) if told else ""
+        return f"iteration {self._iteration}: " + "; ".join(texts) if texts else ""
 
     def hopeless(self, parts: Sequence[ImagePart]) -> str:
-        """What cannot be had, if these parts cannot; "" if it was never wrong, only lost."""
+        """What is right in no copy, if no source has these parts; "" if they were lost, but never wrong."""
         names = [
             name
             for name, repair in self._repairs.items()
             if any(p.start < repair.span[1] and repair.span[0] < p.stop for p in parts)
         ]
-        return f"; in no copy that was reached is {_listed(names, _TOLD)} right" if names else ""
+        return f"; in no copy that was reached is {_listed(names, _LISTED)} right" if names else ""
 
     def named(self, sources: Iterable[FetchSource]) -> str:
         """Their nodes, each once."""
         return ", ".join(self._nodes(sources))
 
     def accuse(self, sources: Iterable[FetchSource]) -> None:
-        """Their copies may be wrong, though they brought nothing."""
+        """Their copies may be wrong, although they delivered nothing."""
         self._accused |= dict.fromkeys(sources)
 
     def accused(self) -> list[FetchSource]:
-        """The copies in which something was wrong, or may have been; each is named once."""
+        """The copies that are wrong, or may be; each is returned once."""
         found = list(self._accused)
         self._accused.clear()
         return found
@@ -259,17 +262,17 @@ class Repairs:
         return tuple(dict.fromkeys(called.get(source.node, source.node) for source in sources))
 
 
-def _wrong(names: Sequence[str], nodes: _Nodes, *, told: int = 0) -> str:
+def _wrong(names: Sequence[str], nodes: _Nodes, *, listed: int = 0) -> str:
     if list(names) in (["header"], [WHOLE_IMAGE]):
         what = "the header" if names[0] == "header" else WHOLE_IMAGE
         does = "does"
     else:
         what = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
         does = "does" if len(names) == 1 else "do"
-        what += f" ({_listed(names, told)})" if told else ""
+        what += f" ({_listed(names, listed)})" if listed else ""
     whose = " and ".join(f"{node}'s" for node in nodes)
-    told_of = " what is vouched for" if what == WHOLE_IMAGE else ""
-    return f"{what} of {whose} {'copy' if len(nodes) == 1 else 'copies'} {does} not match{told_of}"
+    vouched = " what is vouched for" if what == WHOLE_IMAGE else ""
+    return f"{what} of {whose} {'copy' if len(nodes) == 1 else 'copies'} {does} not match{vouched}"
 
 
 def _from(taken: _Nodes, wrong_in: _Nodes) -> str:

@@ -1,17 +1,16 @@
-"""One snapshot on its way here: into which slot, and whether it is what it should be
-(docs/replication.md §7).
+"""Snapshots on their way to this node (docs/replication.md §7).
 
-A `FetchedPiece` waits until it is begun; then its slot is locked, and it is COPIED from this very
+A `FetchedPiece` is one snapshot. Once it is begun, its slot is locked, and it is COPIED from this
 node, if a copy is here, damaged or not, or PULLED in parts from all its holders
-(`ckptd.restore.puller`); then VERIFIED as a whole on a worker: by its xxh3 digests, which tell
-where it is wrong, and last by the cryptographic digest that its holders vouch for
-(`ckptd.restore.fetched_image`). What does not match is brought again from other copies, until it is
-SEALED. It tells its job what happened, by `Job`, and is asked to go on by `push`. The slot stays
-locked until nobody touches it any more: neither a worker nor a transfer that was cancelled. All on
-the daemon's loop thread.
+(`ckptd.restore.puller`); then a worker VERIFIES it as a whole: by its xxh3 digests, which say where
+it is wrong, and last by the cryptographic digest that its holders vouch for
+(`ckptd.restore.fetched_image`). What does not match is fetched again from other copies, until the
+piece is SEALED. The slot stays locked until neither a worker nor a cancelled transfer touches it.
 
-Whoever brought something wrong is told to verify its copy when the piece is over, and not before: a
-copy that is in quarantine cannot be opened any more, and the rest of it may be needed.
+A holder that delivered something wrong verifies its copy when the piece is over, and not before: a
+quarantined copy cannot be opened any more, and the rest of it may be needed.
+
+A `FetchJob` fetches the pieces of one segment. All on the daemon's loop thread.
 """
 
 from __future__ import annotations
@@ -86,14 +85,14 @@ class FetchedPiece:
 
     @property
     def bytes_by_node(self) -> dict[str, int]:
-        """What has arrived, by who delivered it."""
+        """The bytes that have arrived, by the node that delivered them."""
         found: dict[str, int] = {}
         for source, size in self._stripes.bytes_by_holder.items():
             found[source.node] = found.get(source.node, 0) + size
         return found
 
     def push(self) -> None:
-        """Do what can be done now."""
+        """Do what is possible now."""
         if not self._begun:
             self._begun = True
             if not self._take_slot():
@@ -103,12 +102,12 @@ class FetchedPiece:
             self._advance()
 
     def lose(self, node: str) -> None:
-        """Its parts are asked of others at once."""
+        """Ask other nodes for the parts of this one."""
         if self._begun:
             self._pulling.lose(node)
 
     def end(self, *, mapped: bool) -> None:
-        """The job is over; what is not sealed is freed, if the segment is still ``mapped``."""
+        """The job is over; free a slot that is not sealed, if the segment is still ``mapped``."""
         self._tell_accused()
         self._pulling.end()
         if self._fd >= 0 and not self.sealed and mapped:
@@ -137,7 +136,7 @@ class FetchedPiece:
     # -- the slot --------------------------------------------------------------------------------
 
     def _take_slot(self) -> bool:
-        """Lock the slot and mark it; false if that cannot be, and the job has ended."""
+        """Lock the slot and mark it as filling; false if the job has failed instead."""
         segment = self._tools.segment
         try:
             fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
@@ -176,7 +175,7 @@ class FetchedPiece:
             self._job.progressed()
 
     def _rest(self) -> None:
-        """Unlock the slot, unless somebody still touches it: who does comes here again."""
+        """Unlock the slot, unless a worker or a transfer still touches it: its end comes here again."""
         if self._busy or self._pulling.landing:
             return
         self._pulling.close()
@@ -195,7 +194,7 @@ class FetchedPiece:
     # -- from this node --------------------------------------------------------------------------
 
     def _copy_near(self) -> bool:
-        """What a copy on this very node can bring needs no network; false if there is none (any more)."""
+        """Copy what a copy on this node has; false if there is none (any more)."""
         tools = self._tools
         for source in self._near:
             parts = self._stripes.wanted_of(source)
@@ -230,13 +229,13 @@ class FetchedPiece:
 
     def _no_copy(self, source: FetchSource, segment: Segment, reason: str) -> None:
         self._pulling.give_up(source, reason)
-        # Unless it is quarantined, the next plan would want it again.
+        # Unless it is quarantined, the next plan names it again.
         self._tools.doubts.here(segment, source.slot, self.header.sequence)
         self._job.progressed()
 
     def _vouch_near(self) -> None:
-        """What was kept beside a copy here was told by its sender when it came, or made by us; it
-        may be right though the copy is not.
+        """Use the digests kept with copies here: they came from the sender, or this node made them,
+        and may be right although the copy is not.
         """
         for source in self._near:
             segment = self._tools.local(source.segment)
@@ -248,9 +247,7 @@ class FetchedPiece:
     # -- from storage ----------------------------------------------------------------------------
 
     def _ask_storage(self) -> bool:
-        """Where memory is enough no plan looks for what is durable; but it may have the very
-        snapshot. False: not to be asked.
-        """
+        """Look for the snapshot in storage, which no plan does where memory suffices; false if it may not be asked."""
         link = self._tools.link(STORE_NODE) if self._may_ask_storage else None
         if link is None:
             return False
@@ -283,10 +280,9 @@ class FetchedPiece:
         return self._stripes.bringers((0, self.header.image_len))
 
     def _unvouched(self) -> bool:
-        """Whether to wait for what a holder vouches for: one that has brought some of it, or any if
-        those that told disagree.
+        """Whether to wait for a digest: of a holder that has delivered a part, or of any if digests disagree.
 
-        One that is lost does not tell any more.
+        A holder that is lost does not answer any more.
         """
         left = self._stripes.holders_left()
         lacking = self._vouchers.lacks([*self._bringers(), *(left if self._disputes else ())])
@@ -313,7 +309,7 @@ class FetchedPiece:
 
     def _verified(self, found: Examined) -> None:
         if not self._worker_done():
-            if found.wrong:  # whoever waited has gone; what it brought to light has not
+            if found.wrong:  # nobody waits any more, but the copies are still damaged
                 self._found(found.wrong, "fetch_damaged")
                 self._tell_accused()
             return
@@ -322,7 +318,7 @@ class FetchedPiece:
             return
         verdict = self._vouchers.verdict(found.matching)
         if not self._vouchers.digests and not all(_known(s, self._near) for s in self._bringers()):
-            verdict = Vouching.WRONG  # what comes over a network counts only if somebody vouches for it
+            verdict = Vouching.WRONG  # bytes from a network count only if somebody vouches for them
         if verdict is Vouching.WRONG:
             everything = Wrong(0, self.header.image_len, (WHOLE_IMAGE,))
             self._wrong([everything], "fetch_forged")
@@ -340,7 +336,7 @@ class FetchedPiece:
             self._job.failed(f"{text} what is wrong")
 
     def _found(self, wrong: Sequence[Wrong], kind: str) -> bool:
-        """Blame whoever brought it; false if nobody did."""
+        """Blame the sources that delivered it; false if none did."""
         blamed = self._stripes.blame((each.start, each.stop) for each in wrong)
         if len(blamed) < len(wrong):
             return False
@@ -348,7 +344,7 @@ class FetchedPiece:
         return True
 
     def _disputed(self, matching: Collection[str]) -> None:
-        """No side has more nodes, of those that told. Others may tell yet, and storage may be one more."""
+        """No digest has a majority of nodes. Others may answer yet, and storage may be one more."""
         self._disputes = True
         if self._unvouched() or self._ask_storage():
             return
@@ -361,7 +357,7 @@ class FetchedPiece:
         self._job.failed(f"iteration {self.header.iteration}: {why}; {hint}")
 
     def _doubt_others(self, matching: Collection[str]) -> None:
-        """Who vouches for something else has a copy that is not what the others have."""
+        """Report the nodes that vouch for another digest: their copies differ from the others."""
         if others := self._vouchers.against(matching):
             self._repairs.accuse(others)
             text = (
@@ -371,7 +367,7 @@ class FetchedPiece:
             self._tools.events.add("error", "fetch_forged", text)
 
     def _tell_accused(self) -> None:
-        """Have them verify what they hold: unless it is quarantined, the next plan would ask for it again."""
+        """Have the accused copies verified: unless they are quarantined, the next plan names them again."""
         for source in self._repairs.accused():
             if source not in self._near:
                 self._pulling.doubt(source)
@@ -385,13 +381,13 @@ class FetchedPiece:
 
 def _same(held: SlotHeader, wanted: SlotHeader) -> bool:
     """Whether a slot holds the snapshot that is wanted."""
-    told = (held.iteration, held.epoch, held.sequence, held.header_digest)
-    return told == (wanted.iteration, wanted.epoch, wanted.sequence, wanted.header_digest)
+    found = (held.iteration, held.epoch, held.sequence, held.header_digest)
+    return found == (wanted.iteration, wanted.epoch, wanted.sequence, wanted.header_digest)
 
 
 def _known(source: FetchSource, near: Sequence[FetchSource]) -> bool:
-    """Whether what it brings counts though nobody vouches for it: it lies here, or was stored by a
-    version that made no digests.
+    """Whether its bytes count although nobody vouches for them: it is on this node, or was stored by
+    a version that made no digests.
     """
     return source in near or source.node == STORE_NODE
 
@@ -400,7 +396,11 @@ _OPEN_PIECES = 2
 
 
 class FetchJob:
-    """Fills slot i of the segment that ``tools`` names with piece i.
+    """Fills slot i of the segment ``tools.segment`` with piece i.
+
+    Pieces are filled in the order in which replay needs them; the next one begins while the last
+    parts of the one before are under way, so links stay busy. A piece that no holder can deliver
+    ends the job with a reason; what was sealed before stays.
 
     Args:
         finished: called once, with "" or the reason of the failure.
@@ -431,14 +431,14 @@ class FetchJob:
             self._pieces.append(FetchedPiece(index, header, piece.sources, tools, us))
 
     def start(self) -> None:
-        """Begin; afterwards everything happens in callbacks and `tick`."""
+        """Begin; all further work is done in callbacks and `tick`."""
         if self._unfit:
             self._end(self._unfit)
         self._go_on()
 
     @property
     def state(self) -> FetchState:
-        """For the trainer that waits."""
+        """The progress, for the trainer that waits."""
         by_node = _sum_by_node(self._pieces)
         word = "running" if not self.over else "failed" if self.reason else "done"
         return FetchState(
@@ -451,17 +451,17 @@ class FetchJob:
         )
 
     def tick(self) -> None:
-        """Take over parts from holders that became slow."""
+        """Ask other holders for the parts of those that became slow."""
         self._go_on()
 
     def peer_lost(self, node: str) -> None:
-        """Its parts are asked of others at once."""
+        """Ask other nodes for the parts of this one."""
         for piece in self._pieces:
             piece.lose(node)
         self._go_on()
 
     def close(self, reason: str = "cancelled", *, wanted: bool = True) -> None:
-        """End early; what is not sealed is freed. If it is not ``wanted`` any more, that is no failure."""
+        """End early and free what is not sealed; it is no failure if it is not ``wanted`` any more."""
         self._end(reason, wanted=wanted)
 
     def _go_on(self) -> None:
@@ -471,13 +471,11 @@ class FetchJob:
         if not unsealed:
             self._end("")
         for piece in unsealed[:_OPEN_PIECES]:
-            if not self.over:  # what was done for another piece may have ended the job
+            if not self.over:  # the piece before may have ended the job
                 piece.push()
 
     def _goes_on(self) -> bool:
-        """False if the job is over; also if the trainer dropped the segment meanwhile (its ranks
-        plan anew).
-        """
+        """False if the job is over, or if the trainer has dropped the segment (its ranks plan anew)."""
         if self.over:
             return False
         if self.segment.fd >= 0 and self.segment.in_place():
@@ -493,15 +491,15 @@ class FetchJob:
         for piece in self._pieces:
             piece.end(mapped=mapped)
         took_s = self._tools.clock() - self._began_s
-        told = self.segment.descriptor
+        key, kind = self.segment.key, self.segment.descriptor.kind
         delivered = _sum_by_node([piece for piece in self._pieces if piece.sealed])
         where = ", ".join(f"{format_bytes(n)} from {name}" for name, n in delivered.items() if n)
         failed = bool(reason) and wanted
         self._tools.events.add(
             "error" if failed else "info",
             "fetch_failed" if failed else "fetch_ended" if reason else "fetched",
-            f"{told.job}/{told.run} rank {told.rank}: "
-            + (reason or f"{len(self._pieces)} {_what(told.kind)} in {took_s:.2f} s: {where}"),
+            f"{key.job}/{key.run} rank {key.rank}: "
+            + (reason or f"{len(self._pieces)} {_what(kind)} in {took_s:.2f} s: {where}"),
         )
         self._finished(reason)
 
@@ -511,7 +509,7 @@ def _what(kind: str) -> str:
 
 
 def _sum_by_node(pieces: Sequence[FetchedPiece]) -> dict[str, int]:
-    """Bytes that arrived, by who delivered them."""
+    """Bytes that arrived, by the node that delivered them."""
     found: dict[str, int] = {}
     for piece in pieces:
         for name, size in piece.bytes_by_node.items():

@@ -18,11 +18,10 @@ from ckptd.memory.segment_store import SegmentMaker, SegmentStore
 from ckptd.memory.slot_digests import ImageDigests
 from ckptd.node_context import NodeContext
 from ckptd.peers.replica_leases import HostWorkers
-from ckptd.peers.replica_server import Host
+from ckptd.peers.replica_server import Host, local_holdings
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
 from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import ReplayFailure
 from ckptd.transport.fabric.regions import LocalRegion
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Access, FileRange, Scope
@@ -76,27 +75,20 @@ class Setting:
         self.workers = Workers("test", 2, 100, lambda: None)
         config = DaemonConfig(peer_deadline_s=5.0, retain_detached_s=self.retain_s)
         maker = SegmentMaker(self.store, self.events, self.workers, lambda: self.now_s)
+        records = RunRecords(self.store.folder, self.events)
+        digests = ImageDigests(self.workers, self.events, threads=1, map_fn=None, doubt=self.doubt)
         self.host = Host(
             NodeContext(config, self.store, self.events, Mock(), "here", clock=lambda: self.now_s),
             self.fabric,
             self.replicas,
-            HostWorkers(self.workers, maker, self.workers),
-            owner=self,
-            vouch=ImageDigests(
-                self.workers,
-                self.events,
-                threads=1,
-                map_fn=None,
-                doubt=self.doubt,
-            ).want,
-            records=RunRecords(self.store.folder, self.events),
+            HostWorkers(self.workers, maker, self.workers, digests.want),
+            records=records,
+            promise_of=lambda job, run: (self.epoch, self.promise, self.span),
+            holdings=lambda job, run: local_holdings(
+                self.store, self.replicas, job, run, records.of(job, run)
+            ),
+            doubt=self.doubt,
         )
-
-    def promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
-        return self.epoch, self.promise, self.span
-
-    def failures_of(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
-        return ()
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
         self.doubted.append((segment, index, sequence))
@@ -125,7 +117,7 @@ class Setting:
         def collected() -> bool:
             self.workers.collect()
             if not condition():
-                self.host._lending.tick()  # what outlasts its worker is looked at again
+                self.host._loans.tick()  # what outlasts its worker is looked at again
             return condition()
 
         eventually(collected, what)

@@ -43,17 +43,6 @@ RANK = RankKey("job", "run", 0)
 TOKEN = b"of this process"
 
 
-class Watched(Peering):
-    """Remembers whose snapshots it was told to have changed, and how many generations there were then."""
-
-    store: SegmentStore
-    told: list[tuple[RankKey, int]]
-
-    def changed(self, key: RankKey) -> None:
-        self.told.append((key, len(self.store.of_rank(key))))
-        super().changed(key)
-
-
 class NoWatcher:
     """Processes cannot be watched here."""
 
@@ -84,7 +73,7 @@ class Heard(SlotListener):
 @dataclass
 class Setting:
     service: Service
-    peering: Watched
+    peering: Peering
     store: SegmentStore
     workers: Workers
     heard: Heard
@@ -137,21 +126,30 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     heard = Heard()
     housekeeper = Housekeeper(config, store, events, workers, workers, None, heard)
     node = NodeContext(config, store, events, lambda work: work())
-    peering = Watched(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
-    peering.store, peering.told = store, []
+    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
     service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
     yield Setting(service, peering, store, workers, heard)
     peering.close()
     workers.close(5.0)
 
 
-def test_a_generation_that_is_given_back_is_told_at_once(setting: Setting) -> None:
+def test_a_generation_that_is_given_back_is_told_at_once(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a target is sent it until the next tick, and the floor believes in it."""
+    told: list[tuple[RankKey, int]] = []  # whose snapshots changed, and how many generations there were then
+    changed = setting.peering.runs.changed
+
+    def watched(key: RankKey) -> None:
+        told.append((key, len(setting.store.of_rank(key))))
+        changed(key)
+
+    monkeypatch.setattr(setting.peering.runs, "changed", watched)
     setting.attach()
     setting.reserve()
     dropped = setting.reserve()
     assert isinstance(setting.ask(m.Drop(dropped.generation)), m.Done)
-    assert setting.peering.told == [(RANK, 1)]
+    assert told == [(RANK, 1)]
 
 
 def test_a_join_of_an_older_epoch_is_refused_and_changes_nothing(setting: Setting) -> None:

@@ -14,7 +14,7 @@ from ckptd.core.replication.access import RunAccess
 from ckptd.core.slots.ring import SlotState
 from ckptd.event_log import EventLog
 from ckptd.peers.peer_requests import RunGuard
-from ckptd.peers.run_news import RecordUpdates
+from ckptd.peers.run_survey import RecordUpdates
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import (
     AdmitNodes,

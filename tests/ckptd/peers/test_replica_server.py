@@ -16,8 +16,8 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte, unpack_slot_header
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.slot_holds import region_of
-from ckptd.peers.replica_leases import Lending, Loan
+from ckptd.peers.peer_link import region_of
+from ckptd.peers.replica_leases import Loan, RegionLoans
 from ckptd.storage.images.strong_digest import strong_digest
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.control.messages import GetHoldings, Holdings
@@ -101,7 +101,7 @@ def test_a_wait_that_finds_no_worker_is_begun_again_later(setting: Setting) -> N
         segment.image(1, snapshot_of(5).header), access=Access.WRITE, scope=Scope("p")
     )
     failures: list[BaseException] = []
-    lending = Lending(
+    lending = RegionLoans(
         Workers("none", 0, 0, lambda: None),
         still_here=lambda s: True,
         failed=lambda what, error: failures.append(error),

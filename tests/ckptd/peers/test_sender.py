@@ -147,7 +147,7 @@ class Standing:
     def promised(self) -> tuple[int, int, int, int]:
         return -1, -1, 3, 0
 
-    def progressed(self) -> None:
+    def progressed(self, rank: int) -> None:
         """Nobody is told."""
 
 

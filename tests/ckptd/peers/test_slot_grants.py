@@ -15,8 +15,8 @@ from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.memory.slot_holds import slot_file
-from ckptd.peers.replica_leases import Lending, Loan
+from ckptd.peers.replica_leases import Loan, RegionLoans
+from ckptd.peers.slot_grants import slot_file
 from ckptd.transport.control import peer_messages as p
 from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.regions import LocalRegion, Regions
@@ -94,7 +94,9 @@ def test_peers_that_stopped_in_the_middle_of_a_copy_hold_up_nobody_elses_slot(
     segment, regions = store.create(descriptor(), 4, MIB), Regions()
     settlers = Workers("settle", 2, 100, lambda: None)
     failures: list[BaseException] = []
-    lending = Lending(settlers, still_here=lambda s: True, failed=lambda what, error: failures.append(error))
+    lending = RegionLoans(
+        settlers, still_here=lambda s: True, failed=lambda what, error: failures.append(error)
+    )
 
     def lend(index: int, peer: str) -> Loan:
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)

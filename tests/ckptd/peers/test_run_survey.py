@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckptd.peers.run_news import RunSurvey
+from ckptd.peers.run_survey import RunSurvey
 from ckptd.transport.control.messages import (
     GetHoldings,
     Holdings,
