@@ -1,8 +1,8 @@
-"""What happens to slots and segments besides serving: seal, settle, scrub, expire, remove.
+"""Periodic work on slots and segments: seal, settle, scrub, expire, remove.
 
-A `Housekeeper` lives on the daemon's loop thread; the work itself runs on `workers`. It is driven
-by `tick`, about once a second, and looks at the files each time: a message that was lost, or
-that a daemon before this one got, costs at most a tick.
+A `Housekeeper` lives on the daemon's loop thread; workers do the work. `tick` is called about once a second
+and looks at the files each time, so a message that was lost, or that an earlier daemon got, costs at most a
+tick.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Housekeeper", "SlotListener"]
 
 logger = logging.getLogger(__name__)
 
-_SWEEP_AFTER_S = 2.0  # a filled slot that nobody announced is looked after so late
-_SETTLED_S = 30.0  # slots in active use are overwritten within this time, and are not scrubbed
+_SWEEP_AFTER_S = 2.0  # a filled slot is sealed after this time even if no message announced it
+_SETTLED_S = 30.0  # slots in active use are overwritten sooner, and are not scrubbed
 
 
 class SlotListener:
-    """Hears what becomes of slots; this one does nothing."""
+    """Called about slots; this one does nothing."""
 
     def snapshot_sealed(self, segment: Segment) -> None:
         """A snapshot was sealed."""
@@ -47,7 +47,7 @@ class SlotListener:
         """A slot was quarantined."""
 
     def replicas(self) -> Iterable[Segment]:
-        """What else is scrubbed: the replicas of other nodes' segments."""
+        """Further segments to scrub: replicas of other nodes' segments."""
         return ()
 
 
@@ -55,7 +55,7 @@ class Housekeeper:
     """Keeps the slots of a store in order.
 
     Args:
-        sealers: workers that digest; `digest_pool`, if given, spreads one image over threads.
+        sealers: workers that digest; ``digest_pool`` spreads one image over threads.
         slow: workers for unlinking and locking, which may take long.
     """
 
@@ -84,11 +84,11 @@ class Housekeeper:
 
     @property
     def queued(self) -> int:
-        """How many slots wait to be sealed or are being sealed."""
+        """The number of slots that wait to be sealed or are being sealed."""
         return len(self._sealing)
 
     def start(self, now_s: float) -> None:
-        """Adopt what an earlier daemon left, and say so."""
+        """Adopt what an earlier daemon left."""
         self._adopted(self._store.adopt(now_s))
         self._next_round_s = now_s + self._config.scrub_interval_s
 
@@ -107,7 +107,7 @@ class Housekeeper:
             self._slow.submit(partial(self._store.lock_in_memory, segment), _nothing, self._slow_failed)
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
-        """Look after files and owners that went, slots that wait, runs that expired, the scrub."""
+        """Look after missing files and owners, waiting slots, expired runs, and the scrub."""
         self.look_at_folder(now_s)
         self._adopted(self._store.adopt_waiting(now_s))
         for segment in list(self._unsettled):
@@ -124,16 +124,17 @@ class Housekeeper:
         self._scrub(now_s)
 
     def look_at_folder(self, now_s: float) -> None:
-        """Make it again if it was removed, and write what was in it again. (That somebody removes a
-        single file is his wish.)
+        """Make the folder again if it was removed, and write its segments again.
+
+        (A single file that somebody removes is not written again: that may be intended.)
         """
         for segment in self._store.look_at_folder():
             if segment.cut or not self._rescued(segment, now_s):
                 self._vanished(segment)
 
     def settle(self, segment: Segment) -> None:
-        """Free what a dead trainer was filling and seal what it had filled; what cannot be done now
-        is done at a next tick.
+        """Free what a dead trainer was filling and seal what it had filled; failures are retried at a later
+        tick.
         """
         self._unsettled.discard(segment)
         if self._store.get(segment.key, segment.generation) is not segment:
@@ -159,7 +160,7 @@ class Housekeeper:
             self.seal(segment, index)
 
     def seal(self, segment: Segment, index: int) -> None:
-        """Digest a filled slot on a worker; if the workers are full the next sweep comes back."""
+        """Digest a filled slot on a worker; if the workers are full, a later sweep tries again."""
         job = (segment, index)
         if job in self._sealing:
             return
@@ -178,7 +179,7 @@ class Housekeeper:
                     self.seal(segment, index)
 
     def remove(self, segment: Segment, why: str) -> None:
-        """Unlink a segment now and let a worker give its pages back."""
+        """Unlink a segment now; a worker gives its pages back."""
         self._store.remove(segment)
         self._events.add(
             "info",
@@ -223,7 +224,7 @@ class Housekeeper:
             self.settle(segment)
 
     def _vanished(self, segment: Segment) -> None:
-        """Only this segment is lost, whatever was done to it."""
+        """Report a segment whose file was removed, replaced or cut; only this segment is lost."""
         if not segment.cut:
             self._store.discard(segment)
             text = f"{segment.path.name} was removed or replaced behind our back"
@@ -264,8 +265,9 @@ class Housekeeper:
     def _sweep(
         self, segment: Segment, now_s: float, before: dict[tuple[Segment, int], tuple[int, float]]
     ) -> None:
-        """Seal what has been filled for a while. When it was filled its header tells, but by a
-        clock that may have been set since.
+        """Seal slots that have been filled for a while.
+
+        The header has the time of filling, but by a clock that may have been set since.
         """
         for index in range(segment.geometry.num_slots):
             header = segment.header(index)
@@ -279,7 +281,7 @@ class Housekeeper:
                     self.seal(segment, index)
 
     def _report_damage(self, segment: Segment, index: int) -> None:
-        """A header that is bad twice in a row is damaged; once, it may be half written."""
+        """Report a header that is damaged twice in a row; once, it may be half written."""
         if index in segment.damaged or segment.header(index) is not None:
             return
         segment.damaged.add(index)
@@ -306,7 +308,7 @@ class Housekeeper:
                 self.remove(segment, f"no trainer for {format_age(limit_s)}")
 
     def _scrub(self, now_s: float) -> None:
-        """One slot at a time, spread over the interval, and only while nothing waits to be sealed."""
+        """Scrub one slot at a time, spread over the interval, while no slot waits to be sealed."""
         interval_s = self._config.scrub_interval_s
         if interval_s == 0 or self._scrubbing or self._sealing or now_s < self._next_scrub_s:
             return
@@ -326,8 +328,10 @@ class Housekeeper:
         )
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
-        """Verify this slot out of turn and by its cryptographic digest, too: somebody who read it
-        says that it does not match. What cannot be verified now is verified at a later tick.
+        """Verify this slot out of turn, also by its cryptographic digest: a reader says that it does not
+        match.
+
+        A slot that cannot be verified now is verified at a later tick.
         """
         self._doubts.add(segment, index, sequence)
 
@@ -338,7 +342,7 @@ class Housekeeper:
             (segment, index, header.sequence)
             for segment in (*self._store.everything(), *self._listener.replicas())
             for index, header in segment.headers()
-            # What was sealed in the future was so before the clock was set back.
+            # A slot that was sealed in the future was sealed before the clock was set back.
             if header.state is SlotState.SEALED and not before <= header.sealed_at_ns <= now_ns
         ]
 

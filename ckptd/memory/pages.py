@@ -1,7 +1,7 @@
-"""Pages of shared memory: allocate, touch and lock them; tell what filesystem they come from.
+"""Pages of shared memory: mapped, allocated, touched and locked; and which filesystem they come from.
 
-The calls go through `ctypes`, which lets other Python threads run meanwhile (`mmap.madvise` does
-not), and are cut into chunks.
+Calls go through `ctypes`, which lets other Python threads run meanwhile (`mmap.madvise` does not), in
+chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def allocate(fd: int, size: int) -> int:
-    """Give the file its size and its pages; ENOSPC comes now rather than SIGBUS later."""
+    """Give the file its size and its pages, so that ENOSPC comes now rather than SIGBUS later."""
     block = os.fstatvfs(fd).f_bsize  # 2 MiB on hugetlbfs, whose mappings need whole pages
     size = -(-size // block) * block
     for offset in range(0, size, _CHUNK_BYTES):
@@ -49,7 +49,7 @@ def allocate(fd: int, size: int) -> int:
 
 
 def populate(buffer: memoryview, *, hugepages: bool) -> None:
-    """Touch every page for writing: first touch by a copy would run at a tenth of its speed."""
+    """Touch every page for writing: a copy that touches pages first runs at a tenth of its speed."""
     start = _address(buffer)
     if hugepages and _libc.madvise(start, len(buffer), _MADV_HUGEPAGE) != 0:
         logger.debug("no huge pages: %s", os.strerror(ctypes.get_errno()))
@@ -64,14 +64,14 @@ def populate(buffer: memoryview, *, hugepages: bool) -> None:
 
 
 def try_mlock(buffer: memoryview) -> str | None:
-    """None if the buffer is now locked in memory, else why not."""
+    """Lock the buffer in memory; returns None, or why it cannot be locked."""
     if _libc.mlock(_address(buffer), len(buffer)) == 0:
         return None
     return os.strerror(ctypes.get_errno())
 
 
 def filesystem_kind(folder: Path) -> str:
-    """ "tmpfs", "hugetlbfs", "ramfs", or the magic number of any other filesystem."""
+    """ "tmpfs", "hugetlbfs", "ramfs", or the magic number of another filesystem."""
     buffer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes, f_type comes first
     if _libc.statfs(os.fsencode(folder), buffer) != 0:
         number = ctypes.get_errno()
@@ -81,12 +81,12 @@ def filesystem_kind(folder: Path) -> str:
 
 
 def is_in_memory(kind: str) -> bool:
-    """Is this `filesystem_kind` one whose files live in memory?"""
+    """Whether files of this `filesystem_kind` are in memory."""
     return kind in _MEMORY_FILESYSTEMS.values()
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between mapped buffers of the same length, without holding the interpreter's lock."""
+    """Copy between mapped buffers of one length, without the interpreter's lock."""
     if len(target) != len(source):
         raise ValueError(f"{len(source)} bytes do not fit {len(target)}")
     if len(target):
@@ -144,7 +144,7 @@ _libc_with_gil.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 class _Region:
-    """Addresses that a mapping takes."""
+    """The addresses of a mapping."""
 
     __slots__ = ("cut", "length", "start")
 
@@ -154,7 +154,23 @@ class _Region:
 
 
 class FileMapping:
-    """``size`` bytes of an open file, mapped as ``view`` until the last view of it goes.
+    """``size`` bytes of an open file, mapped as ``view``; a file that is cut short does not end this
+    process.
+
+    Trainers may write to their segments, so they may truncate them, and the kernel answers an access to a
+    page that is gone with SIGBUS, which kills. This class catches it: the handler replaces the whole
+    mapping with fresh zeroed memory and marks it as ``cut``; the access continues and reads zeros, which
+    match no checksum. (libwayland protects compositors from their clients in the same way.)
+
+    Reads through the kernel (``pread``) are no alternative: other processes share headers, hints and images
+    byte by byte. The handler costs nothing until it runs.
+
+    The handler is Python, called through `ctypes`. It is sound because the signal is synchronous: the
+    faulting thread is at an instruction that accesses mapped memory, so it holds none of the locks of
+    ``malloc`` or the interpreter except, perhaps, the GIL, which the callback takes or has. A fault
+    elsewhere, and one that hardware reports, gets the default action: the process ends.
+
+    The mapping lasts until the last view of it is gone.
 
     Raises:
         OSError: it cannot be mapped.
@@ -170,9 +186,7 @@ class FileMapping:
 
     @property
     def cut(self) -> bool:
-        """Whether an access has found a page gone: since then the view is of zeroed memory, and no
-        longer of the file.
-        """
+        """True once an access has found a page gone: from then on the view is zeroed memory, not the file."""
         return self._region.cut
 
 
@@ -195,7 +209,7 @@ def _install() -> None:
 
 
 def _faulted(_number: int, info: Any, _context: int) -> None:
-    """The handler: on the thread that touched the page, which then does so again."""
+    """The handler, on the thread that touched the page; that thread then repeats the access."""
     try:
         if info.contents.code == _BUS_ADRERR and _replaced(info.contents.address or 0):
             return
@@ -220,7 +234,7 @@ def _forget(region: _Region) -> None:
 
 
 def _mapped_at(mapped: mmap.mmap) -> int:
-    """Where it begins; also of a mapping that must not be written to."""
+    """The address of a mapping, also of a read-only one."""
     buffer = (ctypes.c_void_p * 16)()  # struct Py_buffer, which begins with the address
     get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
     if get(ctypes.py_object(mapped), buffer, 0) != 0:

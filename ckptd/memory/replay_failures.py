@@ -1,13 +1,12 @@
-"""What this node knows of replays that did not reproduce, and the slots that are quarantined for it
+"""Replays of this node's runs that did not reproduce, and the slots quarantined for it
 (docs/replication.md §2.1).
 
-One file per run beside its segments, so that it lives as long as they do: the trainer that found
-out is about to end, and the daemon may be restarted before the next one comes. It is written whole
-and renamed; one that cannot be read counts as none, which costs no more than another replay.
+One file per run is kept with its segments, so that it lives as long as they do: the trainer that
+found the failure is about to end, and the daemon may restart before the next one comes. The file is
+written as a whole and renamed; one that cannot be read counts as none, which costs one more replay.
 
-A slot of a quarantined snapshot changes its state, whoever's it is: of a rank of this node, or a
-replica. Nothing in it changes, until the ring needs its room; so somebody can look at it, or take
-the quarantine back.
+A slot of a quarantined snapshot only changes its state, in segments of ranks and in replicas. Its
+content stays until the ring needs its room, so that somebody can examine it, or lift the quarantine.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ _decoder = msgspec.msgpack.Decoder(_File)
 
 
 class Quarantine:
-    """Failures by run, and the slots that follow from them. On the daemon's loop thread.
+    """Failed replays by run, and the quarantine of slots that follows. On the daemon's loop thread.
 
     Args:
-        segments: everything of a run that lies here, replicas included.
-        damaged: told of each segment in which a slot was quarantined.
+        segments: every segment of a run here, replicas included.
+        damaged: called with each segment in which a slot was quarantined.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Quarantine:
         self._known: dict[RunKey, tuple[ReplayFailure, ...]] = {}
 
     def adopt(self) -> None:
-        """Read what an earlier daemon wrote."""
+        """Read the files of an earlier daemon."""
         for path in sorted(self._folder.glob(f"*{_END}")):
             job, _, run = path.name.removesuffix(_END).partition("~")
             try:
@@ -90,15 +89,15 @@ class Quarantine:
                 self._events.add("warning", "replays_unreadable", text)
 
     def failures(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
-        """What is known of a run."""
+        """The failed replays of a run."""
         return self._known.get((job, run), ())
 
     def marks(self, job: str, run: str) -> frozenset[Mark]:
-        """The snapshots of a run that are not to be used."""
+        """The snapshots of a run that must not be used."""
         return marks_of(self.failures(job, run))
 
     def reports(self, job: str, run: str) -> list[RunFailures]:
-        """What `ckptctl` shows; empty names mean all."""
+        """For `ckptctl`; empty names mean all."""
         return [
             RunFailures(*key, found)
             for key, found in sorted(self._known.items())
@@ -118,8 +117,8 @@ class Quarantine:
             self._apply(job, run)
 
     def tick(self) -> None:
-        """Look after slots that came here since (fetched, or sent by a peer); forget runs of which
-        nothing is here.
+        """Quarantine slots that arrived since (fetched, or sent by a peer); forget runs without segments
+        here.
         """
         for job, run in list(self._known):
             if not any(True for _ in self._segments(job, run)):
@@ -128,8 +127,8 @@ class Quarantine:
                 self._apply(job, run)
 
     def lift(self, job: str, run: str) -> list[tuple[Segment, int, int]]:
-        """Take everything back; returns the slots (and their sequence numbers) that count again and
-        should be verified.
+        """Lift the quarantine of a run; returns the slots, with sequence numbers, that should be verified
+        now.
         """
         marks = self.marks(job, run)
         found: list[tuple[Segment, int, int]] = []
@@ -142,7 +141,7 @@ class Quarantine:
         return found
 
     def forget(self, job: str, run: str) -> None:
-        """Nothing is known of the run any more."""
+        """Drop what is known of a run."""
         if self._known.pop((job, run), None) is not None:
             self._path(job, run).unlink(missing_ok=True)
 
@@ -157,15 +156,14 @@ class Quarantine:
             if slots := _change(segment, marks, SlotState.SEALED, SlotState.QUARANTINED):
                 self._damaged(segment)
                 headers = [h for index in slots if (h := segment.header(index)) is not None]
-                told = ", ".join(str(h.iteration) for h in headers)
+                iterations = ", ".join(str(h.iteration) for h in headers)
                 text = (
-                    f"{segment.path.name}: the snapshots of iterations {told} are quarantined, "
+                    f"{segment.path.name}: the snapshots of iterations {iterations} are quarantined, "
                     "since no replay reproduces them"
                 )
                 self._events.add("error", "slots_quarantined", text, segment.key)
 
     def _keep(self, key: RunKey, failures: tuple[ReplayFailure, ...]) -> None:
-        """Remember, and write it down."""
         if not failures:
             self.forget(*key)
             return
@@ -183,8 +181,8 @@ class Quarantine:
 
 
 def _change(segment: Segment, marks: frozenset[Mark], old: SlotState, new: SlotState) -> list[int]:
-    """Give the slots of marked snapshots another state; returns which. One that somebody is about
-    to fill is left alone.
+    """Give the slots of marked snapshots another state; returns their numbers. Slots that are about to be
+    filled are left alone.
     """
     changed: list[int] = []
     for index, seen in segment.headers():

@@ -1,9 +1,8 @@
-"""Cryptographic digests of sealed images: made on workers, once per snapshot, and kept beside it
-(`Segment.keep_digest`).
+"""Digests of slots, made and compared on worker threads: sealing, scrubbing, doubts, and cryptographic
+digests.
 
-A digest is made when it is first needed: sealing makes xxh3 digests alone, five times as fast. What
-does not match those any more is not vouched for. They are compared after the digest was made, so
-that what is changed meanwhile is seen. An `ImageDigests` lives on the daemon's loop thread.
+A worker takes the slot's read lock on a description of its own, reads the header again under the lock, and
+changes nothing if the slot holds something else by now.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-
 _LOCK_TRIES = 50  # the writer may send Filled a moment before it releases its lock
 _LOCK_PAUSE_S = 0.02
 
@@ -57,14 +55,14 @@ class SealVerdict(StrEnum):
 
     SEALED = "sealed"
     INTACT = "intact"
-    DAMAGED = "damaged"  # freed, or quarantined if it had been sealed
+    DAMAGED = "damaged"  # freed, or quarantined if it was sealed
     BUSY = "busy"  # its lock is held; try again later
-    CHANGED = "changed"  # it is no longer what was to be worked on
+    CHANGED = "changed"  # it holds something else by now
 
 
 @dataclass(frozen=True, slots=True)
 class SealOutcome:
-    """What became of a slot, and why."""
+    """The verdict on a slot, and its reason."""
 
     verdict: SealVerdict
     iteration: int = -1
@@ -74,7 +72,7 @@ class SealOutcome:
 
 
 def seal_slot(segment: Segment, index: int, map_fn: DigestMap | None = None) -> SealOutcome:
-    """Digest a filled slot and mark it sealed; a slot that holds no image is freed."""
+    """Digest a filled slot and mark it as sealed; free a slot that holds no image."""
     fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if not _lock_soon(fd, slot_lock_byte(index)):
@@ -96,11 +94,11 @@ def scrub_slot(
     strong: bool = False,
     threads: int = 1,
 ) -> SealOutcome:
-    """Verify a sealed slot against its digests; a damaged one is quarantined.
+    """Verify a sealed slot against its digests; quarantine it if it is damaged.
 
     Args:
-        strong: against the cryptographic digest, too, that was kept of it, if there is one.
-        threads: for that one.
+        strong: also against the cryptographic digest that was kept of it, if there is one.
+        threads: for the cryptographic digest.
     """
     with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
         header = segment.header(index)
@@ -144,7 +142,7 @@ def _seal(segment: Segment, index: int, header: SlotHeader, map_fn: DigestMap | 
 
 
 def _lock_soon(fd: int, byte: int) -> bool:
-    """Take the read lock, waiting a bounded time for the writer to let go."""
+    """Take the read lock; wait a bounded time for the writer to release its own."""
     for _ in range(_LOCK_TRIES):
         if locks.try_lock(fd, byte, exclusive=False):
             return True
@@ -162,25 +160,28 @@ def _why(error: ImageError) -> str:
 _PAUSE_S = 10.0  # between two examinations of a slot
 _BYTES_PER_S = 64 << 20  # and longer for large ones; verifying is not slower than this
 
-# Has a slot of this node verified soon, if it still holds the snapshot of this sequence.
+# Has a slot of this node verified soon, if it still holds the snapshot with this sequence number.
 Doubt = Callable[[Segment, int, int], None]
 _Slot = tuple[Segment, int]
 
 
 @dataclass(slots=True)
 class _Doubt:
-    """Of what was sealed under ``sequence``; ``told`` once a failure was reported."""
-
     sequence: int
-    told: bool = False
+    reported: bool = False  # that it could not be examined
 
 
 class SlotDoubts:
-    """Slots of segments and replicas of this node; all on the daemon's loop thread.
+    """Verifies slots out of turn that somebody doubts.
+
+    A doubt ends when its slot is found intact, is quarantined, or holds something else. A slot that cannot
+    be examined now (its lock is held, the workers are full, no descriptor is left) is examined at a later
+    tick. One slot is examined at a time, so that seals need not wait for many, and a slot rests between two
+    examinations: a peer may doubt it as often as it likes. On the daemon's loop thread.
 
     Args:
-        workers: threads that digest; `map_fn`, if given, spreads one image over threads.
-        examined: told what became of a slot.
+        workers: threads that digest; ``map_fn`` spreads one image over threads.
+        examined: called with the outcome for a slot.
     """
 
     def __init__(
@@ -191,19 +192,19 @@ class SlotDoubts:
         examined: Callable[[Segment, int, SealOutcome], None],
     ) -> None:
         self._workers, self._events, self._map = workers, events, map_fn
-        self._tell_examined = examined
+        self._on_examined = examined
         self._now_s = 0.0  # of the last tick
         self._open: dict[_Slot, _Doubt] = {}
         self._rest_until_s: dict[_Slot, float] = {}
         self._examining = False
 
     def add(self, segment: Segment, index: int, sequence: int) -> None:
-        """Verify this slot as soon as possible, if it still holds what has this sequence."""
+        """Verify this slot as soon as possible, if it still holds the snapshot with this sequence number."""
         self._open[segment, index] = _Doubt(sequence)
         self._next()
 
     def tick(self, now_s: float) -> None:
-        """Examine what could not be examined before."""
+        """Examine slots that could not be examined before."""
         self._now_s = now_s
         rests = self._rest_until_s.items()
         self._rest_until_s = {slot: until_s for slot, until_s in rests if now_s < until_s}
@@ -231,11 +232,11 @@ class SlotDoubts:
         self._examining = False
         if outcome.verdict in (SealVerdict.INTACT, SealVerdict.DAMAGED):
             self._rest(segment, index)
-            # What was doubted again meanwhile is examined again, after the pause.
+            # A new doubt is examined after the pause.
             if self._open.get((segment, index)) is doubt:
                 del self._open[segment, index]
-            self._tell_examined(segment, index, outcome)
-        else:  # its lock is held, or it changed in that moment: the next tick looks at it again
+            self._on_examined(segment, index, outcome)
+        else:  # its lock is held, or it has just changed: the next tick looks at it again
             self._rest_until_s[segment, index] = self._now_s
         self._next()
 
@@ -246,8 +247,8 @@ class SlotDoubts:
             return
         self._rest(segment, index)
         self._events.count("examine_again")
-        if not doubt.told:
-            doubt.told = True
+        if not doubt.reported:
+            doubt.reported = True
             text = f"{segment.path.name} slot {index} cannot be examined now, and is later: {error!r}"
             logger.error("%s", text, exc_info=error)
             self._events.add("error", "scrub_failed", text, segment.key)
@@ -263,22 +264,22 @@ def _is_there(segment: Segment) -> bool:
 
 
 def _holds(segment: Segment, index: int, sequence: int) -> bool:
-    """Whether a slot may still hold what is doubted; a header that cannot be read may be half written."""
+    """Whether a slot may still hold the doubted snapshot; an unreadable header may be half written."""
     if not _is_there(segment):
         return False
     header = segment.header(index)
     return header is None or (header.state, header.sequence) == (SlotState.SEALED, sequence)
 
 
-# Called with the digest and "", or with "" and why there is none.
+# Called with the digest and "", or with "" and the reason why there is none.
 Vouched = Callable[[str, str], None]
-# Has the digest of the image in this slot made, if it is not known, and calls back once.
+# Gets the digest of the image in a slot, makes it if necessary, and calls back once.
 Vouch = Callable[[Segment, int, SlotHeader, Vouched], None]
 _Job = tuple[Segment, int, int]
 
 
 class NotVouched(RuntimeError):
-    """The slot holds something else, or does not match its xxh3 digests; says which."""
+    """The slot holds another snapshot, or does not match its xxh3 digests; says which."""
 
 
 class _Damaged(NotVouched):
@@ -286,13 +287,18 @@ class _Damaged(NotVouched):
 
 
 class ImageDigests:
-    """Digests of slots on this node.
+    """Cryptographic digests of sealed images, made once per snapshot and kept with it
+    (`Segment.keep_digest`).
+
+    Sealing makes xxh3 digests only, which is five times as fast; a cryptographic digest is made when it is
+    first needed. An image that does not match its xxh3 digests any more gets none. They are compared after
+    the digest was made, so that a change meanwhile is noticed. On the daemon's loop thread.
 
     Args:
-        workers: threads of their own, so that no seal waits for a digest.
-        threads: for one digest; `map_fn`, if given, spreads one comparison over threads.
-        doubt: told which slots did not match their xxh3 digests. Whoever asked gives such a copy up
-            at once and reads no more of it, so nobody else tells.
+        workers: separate threads, so that no seal waits for a digest.
+        threads: for one digest; ``map_fn`` spreads one comparison over threads.
+        doubt: called with slots that did not match their xxh3 digests. The requester gives such a copy up
+            at once and reads no more of it, so nobody else reports it.
     """
 
     def __init__(
@@ -309,8 +315,8 @@ class ImageDigests:
         self._waiting: dict[_Job, list[Vouched]] = {}
 
     def want(self, segment: Segment, index: int, header: SlotHeader, done: Vouched) -> None:
-        """Have the digest of a sealed slot; ``done`` is called once, now if it is known. Several
-        that want the same wait for one job.
+        """Get the digest of a sealed slot; ``done`` is called once, now if the digest is known. Requests
+        for the same slot share one job.
         """
         if known := segment.kept_digest(index, header):
             done(known, "")
@@ -340,7 +346,7 @@ class ImageDigests:
     def _not_made(self, job: _Job, error: BaseException) -> None:
         if isinstance(error, NotVouched):
             reason = str(error)
-        elif job[0].fd < 0:  # it was given back while it waited
+        elif job[0].fd < 0:  # the segment was given back meanwhile
             reason = f"{job[0].path.name} is gone"
         else:
             logger.error("a digest of %s failed", job[0].path.name, exc_info=error)
@@ -354,11 +360,11 @@ class ImageDigests:
 def digest_slot(
     segment: Segment, index: int, header: SlotHeader, threads: int, map_fn: DigestMap | None
 ) -> tuple[str, int]:
-    """The digest of a sealed slot, which is kept from then on, and the nanoseconds that it took (0:
-    it was kept already).
+    """Make and keep the digest of a sealed slot; returns it and the nanoseconds that it took (0: it was
+    kept already).
 
     Raises:
-        NotVouched: see there.
+        NotVouched: there is no digest of this snapshot.
     """
     with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
         found = segment.header(index) if taken else None
