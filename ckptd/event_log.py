@@ -1,4 +1,4 @@
-"""What happened on this node: a bounded, numbered log that `ckptctl events` reads."""
+"""What happened on this node: a bounded, numbered log for `ckptctl events`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_KINDS = 256  # trainers may name kinds of their own; the table of counters 
 
 
 class EventLog:
-    """The newest events, each also written to the log; used from the daemon's loop thread."""
+    """The newest events, each also written to the log. On the daemon's loop thread."""
 
     def __init__(self, limit: int) -> None:
         self._events: deque[EventInfo] = deque(maxlen=limit)
@@ -28,8 +28,8 @@ class EventLog:
         self.counters: Counter[str] = Counter()
 
     def add(self, level: str, kind: str, message: str, key: RankKey | None = None) -> None:
-        """Record one event; level is info, warning or error. What trainers and peers say is made
-        safe to print here.
+        """Record one event; level is info, warning or error. Text from trainers and peers is made safe to
+        print.
         """
         kind, message = one_line(kind), one_line(message)
         self._last_seq += 1

@@ -1,8 +1,8 @@
-"""A daemon for who has none: find the one of this user, or start one that outlives us.
+"""Finds the daemon of this user, or starts one that outlives this process.
 
-The started daemon is an ordinary `ckptd run` in a session of its own, so that no signal to the
-trainer's process group reaches it; it exits when nobody has needed it for an hour, and leaves the
-segments, which the next one adopts.
+The started daemon is an ordinary `ckptd run` in a session of its own, so that no signal to the trainer's
+process group reaches it. It exits when nobody has needed it for an hour, and leaves the segments, which the
+next one adopts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def ensure_daemon(
 ) -> str:
     """Endpoint of a daemon that answers; one is started if there is none.
 
-    Several processes may call this at once: one starts the daemon, all get the same endpoint. Where
-    an operator runs the daemon (`ckptd run`), none is started while that one is away: it would have
-    another store, other peers and another quota.
+    Several processes may call this at once: one starts the daemon, all get the same endpoint. If an
+    operator runs the daemon (`ckptd run`), none is started while that one is away: it would have another
+    store, other peers and another quota.
 
     Args:
         runtime_dir: folder of the daemon; default as for `ckptd run`.
         overrides: further settings for a daemon that is started, by key.
+
     Raises:
-        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log, or says
-            that an operator's is away.
+        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log, or says that an
+            operator's is away.
     """
     flags = {key: str(value) for key, value in overrides.items()}
     flags.setdefault("idle_exit_s", str(_IDLE_EXIT_S))
@@ -78,7 +79,7 @@ def connect(endpoint: str, timeout_s: float) -> ControlClient:
     """A connection to a daemon that runs as one of the users whom this process trusts.
 
     Raises:
-        WireError: the endpoint cannot be used; ``untrusted``: somebody else may stand behind it.
+        WireError: the endpoint cannot be used; ``untrusted``: another user may have made it.
         DaemonUnavailable: CKPTD_DAEMON_USER names nobody.
     """
     try:
@@ -89,11 +90,11 @@ def connect(endpoint: str, timeout_s: float) -> ControlClient:
 
 
 def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
-    """Does a daemon of our protocol answer there?
+    """Whether a daemon of our protocol answers.
 
     Raises:
-        DaemonUnavailable: something answers that is of another protocol version, or somebody else
-            may stand behind it.
+        DaemonUnavailable: what answers has another protocol version, or another user may have made the
+            endpoint.
     """
     try:
         with connect(endpoint, timeout_s) as client:
@@ -112,10 +113,11 @@ def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
 
 
 def unexpected(told: Mapping[str, str]) -> str:
-    """How a daemon differs from what this process's environment says of one; "" if it does not.
+    """How a daemon differs from this process's environment; "" if it does not.
 
     Args:
         told: its settings, as `given_settings` makes them.
+
     Raises:
         DaemonUnavailable: the environment has a setting that no daemon can have.
     """
@@ -133,7 +135,7 @@ def unexpected(told: Mapping[str, str]) -> str:
 
 
 def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
-    """Whether a daemon answers; where an operator runs it, it is waited for.
+    """Whether a daemon answers; an operator's daemon is waited for.
 
     Raises:
         DaemonUnavailable: the operator's does not come back in time.
@@ -157,7 +159,7 @@ def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
 
 @contextmanager
 def _only_one(folder: Path, deadline: float) -> Iterator[None]:
-    """Hold the folder's start lock; the others wait for it, bounded."""
+    """Hold the folder's start lock; other processes wait for it, bounded."""
     fd = os.open(folder / ".start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while True:
@@ -209,7 +211,7 @@ def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: floa
 
 
 def _environment() -> dict[str, str]:
-    """Our environment; a package that is run from its sources stays importable anywhere."""
+    """Our environment; a package that runs from its sources stays importable anywhere."""
     root = str(Path(ckptd.__file__).resolve().parent.parent)
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         return dict(os.environ)

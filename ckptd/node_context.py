@@ -55,6 +55,11 @@ class NodeContext:
             logger.exception("the periodic work failed: %s", what)
             self.events.add("error", "internal", f"periodic work, {what}: {error!r}")
 
+    def failed(self, what: str, error: BaseException) -> None:
+        """Log an error, and report it as an event."""
+        logger.error("%s failed", what, exc_info=error)
+        self.events.add("error", "internal", f"{what}: {error!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class DigestThreads:

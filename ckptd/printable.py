@@ -1,7 +1,7 @@
-"""What may be printed: text without credentials, and without characters that steer a terminal or
-forge a line of a log.
+"""Text that is safe to print, and log records made of it: no credentials, and no characters that steer a
+terminal or forge a line of a log.
 
-Events, log lines, errors and what `ckptctl` prints pass here, wherever they come from: a trainer's
+Events, log lines, errors and the output of `ckptctl` pass here, wherever they come from: a trainer's
 notice, a peer's refusal, the error of a store's client.
 """
 
@@ -46,31 +46,31 @@ _STEERS_TERMINAL = re.compile(rf"(?!\n)(?!\x1b\[(?:0|97;48;5;[0-9]{{1,3}})m)[{_C
 
 
 def hide_secrets(text: str) -> str:
-    """The text with credentials in URLs, in pairs and in fields replaced."""
+    """Replace credentials in URLs, in pairs and in fields."""
     text = _USER.sub(f"{HIDDEN}@", text)
     text = _PAIR.sub(rf"\g<1>{HIDDEN}", text)
     return _FIELD.sub(rf'\g<1>"{HIDDEN}"', text)
 
 
 def one_line(text: str) -> str:
-    """The text as it can stand in an event or a line of a log: no secrets, controls escaped."""
+    """Text for an event or a line of a log: no secrets, controls escaped."""
     return _STEERS.sub(_escaped, hide_secrets(text))
 
 
 def for_terminal(text: str) -> str:
-    """The same for text of several lines."""
+    """Like `one_line`, for text of several lines."""
     return _STEERS_TERMINAL.sub(_escaped, hide_secrets(text))
 
 
 def for_json(encoded: str) -> str:
-    """A JSON document as it can be printed; it means the same. Encoders escape the controls below
-    U+0020 only, and a terminal heeds others.
+    """A JSON document that is safe to print, with the same meaning. Encoders escape controls below U+0020
+    only; terminals obey others.
     """
     return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)
 
 
 def hide_options(options: str) -> str:
-    """A JSON object of options, with the values of secret ones replaced; at any depth."""
+    """Replace the values of secret options in a JSON object, at any depth."""
     try:
         return json.dumps(_hidden(json.loads(options)), ensure_ascii=False)
     except ValueError:
@@ -90,7 +90,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """A record is one line, whatever its message holds; a traceback follows on lines of its own."""
+    """Formats a record as one line, whatever its message holds; a traceback follows on its own lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = one_line(record.message)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -76,7 +76,7 @@ class Housekeeper:
         self._sealing: set[tuple[Segment, int]] = set()
         self._waiting: dict[tuple[Segment, int], tuple[int, float]] = {}  # sequence, seen since
         self._unsettled: set[Segment] = set()
-        self._doubts = SlotDoubts(sealers, events, self._map, self._examined)
+        self.doubts = SlotDoubts(sealers, events, self._map, self._examined)
         self._scrubs: deque[tuple[Segment, int, int]] = deque()
         self._scrubbing = False
         self._next_round_s = 0.0
@@ -84,11 +84,9 @@ class Housekeeper:
 
     @property
     def queued(self) -> int:
-        """The number of slots that wait to be sealed or are being sealed."""
         return len(self._sealing)
 
     def start(self, now_s: float) -> None:
-        """Adopt what an earlier daemon left."""
         self._adopted(self._store.adopt(now_s))
         self._next_round_s = now_s + self._config.scrub_interval_s
 
@@ -104,7 +102,7 @@ class Housekeeper:
                 segment.key,
             )
             self.settle(segment)
-            self._slow.submit(partial(self._store.lock_in_memory, segment), _nothing, self._slow_failed)
+            self._in_background(partial(self._store.lock_in_memory, segment))
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         """Look after missing files and owners, waiting slots, expired runs, and the scrub."""
@@ -120,7 +118,7 @@ class Housekeeper:
             self._watch_owner(segment, now_s)
             self._sweep(segment, now_s, waiting)
         self._expire(now_s, live_runs)
-        self._doubts.tick(now_s)
+        self.doubts.tick(now_s)
         self._scrub(now_s)
 
     def look_at_folder(self, now_s: float) -> None:
@@ -187,7 +185,7 @@ class Housekeeper:
             f"{segment.key} generation {segment.generation} ({format_bytes(segment.file_bytes)}): {why}",
             segment.key,
         )
-        self._slow.submit(segment.close, _nothing, self._slow_failed)
+        self._in_background(segment.close)
 
     def _sealed(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
         self._sealing.discard((segment, index))
@@ -242,7 +240,7 @@ class Housekeeper:
             "are lost, and it is removed",
             segment.key,
         )
-        self._slow.submit(segment.close, _nothing, self._slow_failed)
+        self._in_background(segment.close)
 
     def _rescued(self, segment: Segment, now_s: float) -> bool:
         name, attached = segment.path.name, segment.owned()
@@ -327,14 +325,6 @@ class Housekeeper:
             partial(self._scrub_failed, segment),
         )
 
-    def doubt(self, segment: Segment, index: int, sequence: int) -> None:
-        """Verify this slot out of turn, also by its cryptographic digest: a reader says that it does not
-        match.
-
-        A slot that cannot be verified now is verified at a later tick.
-        """
-        self._doubts.add(segment, index, sequence)
-
     def _worth_scrubbing(self, settled_s: float) -> list[tuple[Segment, int, int]]:
         now_ns = time.time_ns()
         before = now_ns - int(settled_s * 1e9)
@@ -369,10 +359,9 @@ class Housekeeper:
         logger.error("scrubbing %s failed", segment.path.name, exc_info=error)
         self._events.add("error", "scrub_failed", f"{segment.key}: {error!r}", segment.key)
 
-    def _slow_failed(self, error: BaseException) -> None:
+    def _in_background(self, task: Callable[[], None]) -> None:
+        self._slow.submit(task, lambda _: None, self._background_failed)
+
+    def _background_failed(self, error: BaseException) -> None:
         logger.error("a background task failed", exc_info=error)
         self._events.add("error", "background_failed", repr(error))
-
-
-def _nothing(_: object) -> None:
-    """The result is not needed."""

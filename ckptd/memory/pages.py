@@ -81,7 +81,6 @@ def filesystem_kind(folder: Path) -> str:
 
 
 def is_in_memory(kind: str) -> bool:
-    """Whether files of this `filesystem_kind` are in memory."""
     return kind in _MEMORY_FILESYSTEMS.values()
 
 
@@ -144,8 +143,6 @@ _libc_with_gil.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 class _Region:
-    """The addresses of a mapping."""
-
     __slots__ = ("cut", "length", "start")
 
     def __init__(self, start: int, length: int) -> None:

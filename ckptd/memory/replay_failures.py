@@ -74,7 +74,6 @@ class Quarantine:
         self._known: dict[RunKey, tuple[ReplayFailure, ...]] = {}
 
     def adopt(self) -> None:
-        """Read the files of an earlier daemon."""
         for path in sorted(self._folder.glob(f"*{_END}")):
             job, _, run = path.name.removesuffix(_END).partition("~")
             try:
@@ -89,7 +88,6 @@ class Quarantine:
                 self._events.add("warning", "replays_unreadable", text)
 
     def failures(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
-        """The failed replays of a run."""
         return self._known.get((job, run), ())
 
     def marks(self, job: str, run: str) -> frozenset[Mark]:
@@ -141,12 +139,10 @@ class Quarantine:
         return found
 
     def forget(self, job: str, run: str) -> None:
-        """Drop what is known of a run."""
         if self._known.pop((job, run), None) is not None:
             self._path(job, run).unlink(missing_ok=True)
 
     def _apply(self, job: str, run: str) -> None:
-        """Quarantine the slots of marked snapshots."""
         marks = self.marks(job, run)
         if not marks:
             return

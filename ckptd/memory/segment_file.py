@@ -93,17 +93,14 @@ class Segment:
 
     @property
     def key(self) -> RankKey:
-        """The rank whose content it has."""
         return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
 
     @property
     def generation(self) -> int:
-        """Its number among its rank's segments; newer is higher."""
         return self.descriptor.generation
 
     @property
     def is_log(self) -> bool:
-        """Whether it is a boundary log."""
         return self.descriptor.is_log
 
     @property
@@ -113,7 +110,6 @@ class Segment:
 
     @property
     def buffer(self) -> memoryview:
-        """The whole file, mapped."""
         return self.mapping.view
 
     @property
@@ -137,7 +133,6 @@ class Segment:
         return read_slot_header(self.buffer, self.geometry, index)
 
     def headers(self) -> Iterator[tuple[int, SlotHeader]]:
-        """The undamaged slot headers."""
         for index in range(self.geometry.num_slots):
             if (header := self.header(index)) is not None:
                 yield index, header
@@ -169,7 +164,6 @@ class Segment:
 
     @property
     def quiet(self) -> bool:
-        """Whether its trainer asks for a quiet network."""
         return bool(self.buffer[QUIET_OFFSET])
 
     def end_quiet(self) -> None:
@@ -178,11 +172,9 @@ class Segment:
             self.buffer[QUIET_OFFSET] = 0
 
     def raw_header(self, index: int) -> bytes:
-        """A slot header as bytes, for peers."""
         return read_raw_slot_header(self.buffer, self.geometry, index)
 
     def raw_descriptor(self) -> bytes:
-        """The descriptor as bytes, for peers."""
         return encode_descriptor(self.descriptor)
 
     def image(self, index: int, header: SlotHeader) -> memoryview:
@@ -344,7 +336,6 @@ class Adopted:
     damaged: list[tuple[Segment, int]] = field(default_factory=list)  # slots of replicas, freed
 
     def and_then(self, later: Adopted) -> Adopted:
-        """Both outcomes together."""
         return Adopted(
             self.segments + later.segments,
             self.bad + later.bad,
@@ -377,7 +368,6 @@ class Adoption:
         self._waiting: set[Path] = set()
 
     def begin(self) -> Adopted:
-        """Open every file that was not put aside."""
         return self._look(self._named(""))
 
     def come_back(self) -> Adopted:
@@ -385,15 +375,12 @@ class Adoption:
         return self._look(self._named(ASIDE))
 
     def again(self) -> Adopted:
-        """Open the files that wait."""
         return self._look(sorted(self._waiting)) if self._waiting else Adopted()
 
     def waits_for(self, prefix: str) -> list[str]:
-        """The names of waiting files with this prefix."""
         return sorted(path.name for path in self._waiting if path.name.startswith(prefix))
 
     def forget(self, prefix: str) -> int:
-        """Delete the waiting files with this prefix; returns how many."""
         gone = {path for path in self._waiting if path.name.startswith(prefix)}
         for path in gone:
             path.unlink(missing_ok=True)

@@ -94,7 +94,6 @@ class SegmentPlan:
 
     @property
     def key(self) -> RankKey:
-        """The rank whose content it will have."""
         return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
 
     @property
@@ -106,14 +105,11 @@ class SegmentPlan:
 
     @property
     def temporary(self) -> Path:
-        """Its file until it is complete."""
         return _temporary(self.path)
 
 
 @dataclass(slots=True)
 class _Held:
-    """A promised segment, and the segment once it is made."""
-
     plan: SegmentPlan
     segment: Segment | None = None
 
@@ -165,7 +161,6 @@ class SegmentStore:
     # -- of any purpose --------------------------------------------------------------------------
 
     def all_for(self, purpose: Purpose) -> list[Segment]:
-        """The segments of a purpose, by name."""
         held = self._held[purpose]
         return [s for name in sorted(held) if (s := held[name].segment) is not None]
 
@@ -184,7 +179,6 @@ class SegmentStore:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all segments, including those that are being made."""
         return self.bytes_for(*Purpose)
 
     def facts(self) -> list[SegmentFacts]:
@@ -222,7 +216,6 @@ class SegmentStore:
         self._held[plan.purpose][plan.path.name] = _Held(plan)
 
     def cancel(self, plan: SegmentPlan) -> None:
-        """Drop a promise."""
         self._held[plan.purpose].pop(plan.path.name, None)
 
     def build(self, plan: SegmentPlan) -> Segment:
@@ -240,14 +233,12 @@ class SegmentStore:
             temporary.unlink(missing_ok=True)
 
     def enter(self, plan: SegmentPlan, segment: Segment) -> None:
-        """Catalogue a segment that was built."""
         self._held[plan.purpose][plan.path.name] = _Held(plan, segment)
         if plan.purpose is Purpose.RANK:
             of_run = self._runs.setdefault((segment.key.job, segment.key.run), {})
             of_run.setdefault(segment.key, {})[segment.generation] = segment
 
     def enter_found(self, segment: Segment, purpose: Purpose) -> None:
-        """Catalogue a file that existed already."""
         plan = SegmentPlan(segment.descriptor, segment.geometry, segment.path, purpose)
         self.enter(plan, segment)
 
@@ -285,7 +276,6 @@ class SegmentStore:
         return sum(1 for _ in self)
 
     def get(self, key: RankKey, generation: int) -> Segment | None:
-        """One segment of a rank, of any kind."""
         return self._of_rank(key).get(generation)
 
     def of_rank(self, key: RankKey) -> list[Segment]:
@@ -299,7 +289,6 @@ class SegmentStore:
         return found if len(found) < 2 else sorted(found, key=Segment.last_filled)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
-        """The segments with a run's snapshots."""
         return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
 
     def everything(self) -> list[Segment]:
@@ -312,12 +301,10 @@ class SegmentStore:
         return [found[generation] for generation in sorted(found)]
 
     def all_of_run(self, job: str, run: str) -> list[Segment]:
-        """Every segment of a run."""
         ranks = self._runs.get((job, run), {})
         return [segment for key in sorted(ranks) for segment in self.all_of_rank(key)]
 
     def logs_of_run(self, job: str, run: str) -> list[Segment]:
-        """The boundary logs of a run."""
         return [s for s in self.all_of_run(job, run) if s.is_log]
 
     def replicated_logs_of(self, key: RankKey) -> list[Segment]:
@@ -325,7 +312,6 @@ class SegmentStore:
         return [s for s in self.all_of_rank(key) if s.is_log and s.descriptor.replicated]
 
     def parks_of_run(self, job: str, run: str) -> list[Segment]:
-        """The parked states of a run."""
         return [s for s in self.all_of_run(job, run) if s.descriptor.kind == "parked"]
 
     def look_at_folder(self) -> list[Segment]:
@@ -367,14 +353,12 @@ class SegmentStore:
         return found
 
     def adopt(self, now_s: float) -> Adopted:
-        """Take over the files of an earlier daemon."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         first = self._take_over(self._adoption.begin(), now_s)
         return first.and_then(self._take_over(self._adoption.come_back(), now_s))
 
     def adopt_waiting(self, now_s: float) -> Adopted:
-        """Try again to open files that could not be opened before."""
         return self._take_over(self._adoption.again(), now_s)
 
     def waits_for(self, job: str, run: str) -> list[str]:
@@ -618,7 +602,7 @@ class SegmentMaker:
 
     def close(self, segment: Segment) -> None:
         """Give the pages of a removed segment back on a worker: that may take long."""
-        self._slow.submit(segment.close, _nothing, partial(self._not_closed, segment.path.name))
+        self._slow.submit(segment.close, lambda _: None, partial(self._not_closed, segment.path.name))
 
     def _built(self, plan: SegmentPlan, made: Callable[[Segment], None], segment: Segment) -> None:
         if plan.purpose is Purpose.RANK:
@@ -652,7 +636,3 @@ class SegmentMaker:
 def _promised(promised: Mapping[RankKey, int]) -> str:
     total = sum(promised.values())
     return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""
-
-
-def _nothing(_: object) -> None:
-    """The result is not needed."""

@@ -62,8 +62,6 @@ class SealVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SealOutcome:
-    """The verdict on a slot, and its reason."""
-
     verdict: SealVerdict
     iteration: int = -1
     reason: str = ""
@@ -279,7 +277,7 @@ _Job = tuple[Segment, int, int]
 
 
 class NotVouched(RuntimeError):
-    """The slot holds another snapshot, or does not match its xxh3 digests; says which."""
+    """No digest: the slot holds another snapshot, or does not match its xxh3 digests."""
 
 
 class _Damaged(NotVouched):

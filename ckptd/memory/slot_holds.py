@@ -58,11 +58,9 @@ class SlotHolds:
         return False
 
     def get(self, key: SnapshotKey) -> HeldSnapshot | None:
-        """Where the snapshot is; None if it is not held."""
         return self._held.get(key)
 
     def release(self, key: SnapshotKey) -> None:
-        """Release the slot, if it is held."""
         held = self._held.pop(key, None)
         if held is not None:
             os.close(held.fd)

@@ -180,7 +180,7 @@ class Admin:
             return refused
         slots = self._peering.quarantine.lift(message.job, message.run)
         for segment, index, sequence in slots:
-            self._housekeeper.doubt(segment, index, sequence)
+            self._housekeeper.doubts.add(segment, index, sequence)
         text = f"{name}: {len(slots)} snapshots of this node are no longer quarantined"
         self._events.add("warning", "unquarantined", text)
         return m.Done(text)

@@ -117,7 +117,7 @@ class Daemon(SlotListener):
         node = NodeContext(config, store, self._events, self._post)
         digests = DigestThreads(None if pool is None else pool.map, digesters)
         workers = NodeWorkers(self._sealers, self._slow, digests)
-        self._peering = Peering(node, workers, doubt=self._housekeeper.doubt)
+        self._peering = Peering(node, workers, doubt=self._housekeeper.doubts.add)
         self._tier = self._make_tier(node) if config.store else None
         self._service = Service(
             node,
@@ -163,7 +163,6 @@ class Daemon(SlotListener):
         self._peering.damaged(segment)
 
     def replicas(self) -> Iterable[Segment]:
-        """Scrub replicas, too."""
         return self._peering.replicas.everything()
 
     # -- its life --------------------------------------------------------------------------------
@@ -318,15 +317,15 @@ def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
         AlreadyRunning: another daemon uses the folder, and goes on.
     """
     deadline = time.monotonic() + config.drain_timeout_s + _BEYOND_DRAIN_S
-    told = False
+    warned = False
     while True:
         try:
             return claim(folder, what, config.listen)
         except AlreadyRunning as error:
             if config.started_by_trainer or not _goes(error) or time.monotonic() > deadline:
                 raise
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 logger.warning("waiting for the end of the daemon that uses the %s %s", what, folder)
         time.sleep(_LOOK_S)
 
@@ -349,7 +348,7 @@ def _goes(holder: AlreadyRunning) -> bool:
 
 
 class Notifier:
-    """Sends state lines such as READY=1 to systemd's notification socket; without a socket it does nothing."""
+    """Sends lines such as READY=1 to systemd's notification socket; without a socket it does nothing."""
 
     def __init__(self, address: str | None) -> None:
         self._address: str | None = None

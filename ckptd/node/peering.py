@@ -206,7 +206,7 @@ class Peering:
     def damaged(self, segment: Segment) -> None:
         """A slot here was quarantined: the sender of a replica must send it again."""
         if self.host is not None:
-            self.host.damaged(segment)
+            self.host.leases.damaged(segment)
 
     def _quarantined(self, segment: Segment) -> None:
         self.damaged(segment)
@@ -374,7 +374,7 @@ class Peering:
             self._updates.refused(message)
         elif isinstance(message, p.PeerHello):
             if self.host is not None:
-                self.host.heard(peer, message.boot_id)
+                self.host.leases.heard(peer, message.boot_id)
             reply(self.neighbours.welcome(message, self.replicas.free_bytes))
         elif isinstance(message, p.Floor):
             self.runs.floor_message(peer, message)
@@ -387,15 +387,15 @@ class Peering:
 
 
 def _hosted(segment: Segment) -> HostedReplica:
-    told = segment.descriptor
+    descriptor = segment.descriptor
     sealed = [h.iteration for _, h in segment.headers() if h.state is SlotState.SEALED]
     return HostedReplica(
         segment.path.name,
-        told.job,
-        told.run,
-        told.rank,
+        descriptor.job,
+        descriptor.run,
+        descriptor.rank,
         segment.file_bytes,
         len(sealed),
         max(sealed, default=-1),
-        told.kind,
+        descriptor.kind,
     )

@@ -7,7 +7,6 @@ admission are in `ckptd.core.sessions`; the truth about memory is in the segment
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +27,6 @@ from ckptd.transport.control.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["Service"]
-
-logger = logging.getLogger(__name__)
 
 _MAX_UNANSWERED = 64  # requests of one connection; a client has one at a time, and some that it gave up
 

@@ -101,7 +101,9 @@ class TrainerSocket:
     def end(self) -> None:
         """Release everything, after `close`."""
         self._context.term()
-        _remove_socket(self._listen)
+        path = self._listen.removeprefix("ipc://")
+        if path.startswith("/"):
+            Path(path).unlink(missing_ok=True)
 
     def _turned_away(self, text: str) -> None:
         """Report a refused local connection, from any thread."""
@@ -163,9 +165,3 @@ class TrainerSocket:
             code = RefusalCode.PROTOCOL if other_version else RefusalCode.BAD_MESSAGE
             hint = "run the same ckptd version on both sides" if other_version else ""
             self._answer(identity, error.envelope.id, Refused(code, str(error), hint))
-
-
-def _remove_socket(endpoint: str) -> None:
-    path = endpoint.removeprefix("ipc://")
-    if path.startswith("/"):
-        Path(path).unlink(missing_ok=True)

@@ -142,7 +142,6 @@ class Trainers:
         self.park_events.tick()
 
     def ranks_of(self, job: str, run: str) -> list[int]:
-        """The ranks of a run that are attached here."""
         return [s.key.rank for s in self.sessions if (s.key.job, s.key.run) == (job, run)]
 
     def hello(self, identity: bytes, message: m.Hello, process: int) -> m.Reply:
@@ -292,7 +291,6 @@ class Trainers:
         return owner
 
     def retire(self, session: TrainerSession) -> None:
-        """End a session."""
         self.sessions.remove(session)
         self._owners.remove(session.key)
         self.parks.gone(session.key)
@@ -363,12 +361,11 @@ class OwnerTokens:
         digest = _digest(token)
         if self._known.get(key) == digest:
             return ""
-        self._known = {known: told for known, told in self._known.items() if known in live}
+        self._known = {known: kept for known, kept in self._known.items() if known in live}
         self._known[key] = digest
         return self._write()
 
     def remove(self, key: RankKey) -> None:
-        """A rank has no owner any more."""
         if self._known.pop(key, None) is not None:
             self._write()
 
@@ -404,8 +401,6 @@ _THERE = (SlotState.FILLED, SlotState.SEALED)
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """A parked state without an event."""
-
     session: TrainerSession
     segment: Segment
     index: int
@@ -450,7 +445,6 @@ class ParkEvents:
         self.tick()
 
     def tick(self) -> None:
-        """Report states that are sealed by now."""
         self._left = [left for left in self._left if self._waits(left)]
 
     def _waits(self, left: _Left) -> bool:

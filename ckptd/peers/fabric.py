@@ -1,4 +1,4 @@
-"""The fabric that a daemon's configuration asks for."""
+"""The fabric that a daemon's configuration asks for, and its counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLAINTEXT = (
 
 
 def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
-    """How to reach the nodes that the configuration names; none without a peer listener.
+    """Addresses of the configured nodes; none without a peer listener.
 
     Raises:
         UnusableFolder: the key of one is not trusted.
@@ -49,11 +49,11 @@ def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
 
 
 def port_limits(descriptors: int) -> tuple[AdmissionLimits, AdmissionLimits]:
-    """What the connections of others may take of this many descriptors: on the control port, and on
-    the data port.
+    """Limits of connections from others, given the limit of descriptors: on the control port, and on the
+    data port.
 
-    Half at most, with all strangers: the rest is for segments, trainers and the connections that
-    this node makes. Without a limit (``RLIM_INFINITY``, which is -1), each gets the most.
+    Together at most half of the descriptors, with all strangers: the rest is for segments, trainers and
+    outgoing connections. Without a limit (``RLIM_INFINITY``, which is -1), each gets its maximum.
     """
     if descriptors == resource.RLIM_INFINITY:
         descriptors = 1 << 20
@@ -82,11 +82,14 @@ def make_fabric(
     gate: Callable[[], bool] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Fabric | None:
-    """Listen for peers; None if the configuration has no ``peer_listen``. While ``gate`` is false,
-    puts are held back. ``tell`` gets the lines about connections that were refused.
+    """Listen for peers; None if the configuration has no ``peer_listen``.
+
+    Args:
+        gate: puts are delayed while it returns false.
+        tell: called with lines about refused connections.
 
     Raises:
-        UnusableFolder: no keys, or an address that cannot be listened on or is not safe to.
+        UnusableFolder: there are no keys, or the address cannot be listened on or is not safe.
     """
     if not config.peer_listen:
         return None
@@ -129,7 +132,7 @@ def make_fabric(
 
 
 class FabricWatch:
-    """What an operator is told of a fabric: its counters, forged streams, and that nothing is encrypted."""
+    """Reports a fabric to the operator: its counters, forged streams, and missing encryption."""
 
     def __init__(self, fabric: Fabric, node: NodeContext) -> None:
         self._fabric, self._events = fabric, node.events
@@ -149,7 +152,7 @@ class FabricWatch:
         return {f"fabric.{name}": n for name, n in (shown | self._fabric.refused).items()}
 
     def tick(self, now_s: float) -> None:
-        """Tell of forged streams, now and then."""
+        """Report forged streams, at most once every 10 s."""
         new = self._fabric.counters.forged - self._forged
         if new and now_s >= self._due_s:
             self._forged += new
@@ -165,13 +168,18 @@ class FabricWatch:
 
 
 class QuietGate:
-    """Open unless a trainer of this node asks for quiet."""
+    """Closed while a trainer of this node asks for a quiet network.
+
+    The fabric's thread calls it before every chunk that is put; the request is a hint in shared memory, so
+    that a trainer can set it in a microsecond. The fabric delays puts for half a second at most: a trainer
+    that forgets to withdraw its request costs no more.
+    """
 
     def __init__(self) -> None:
         self._segments: tuple[Segment, ...] = ()
 
     def watch(self, segments: Iterable[Segment]) -> None:
-        """Heed the hints of these, and no others (loop thread)."""
+        """Follow the hints of these segments only (loop thread)."""
         self._segments = tuple(segments)
 
     def __call__(self) -> bool:

@@ -102,8 +102,8 @@ class PeerLink:
         self._peer.request(encode_peer(message), timeout_s=timeout_s, answered=answered)
 
     def tell(self, message: PeerMessage) -> None:
-        """Send a message that needs no answer; it is lost if the peer is away."""
-        self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=_ignore)
+        """Send a message without an answer; it is lost if the peer is away."""
+        self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=lambda _: None)
 
     def put(self, source: memoryview, target: RegionKey, *, deadline_s: float, done: Done) -> Transfer:
         """`Peer.put`; ``done`` is called on the loop thread."""
@@ -156,7 +156,3 @@ def _deliver(
         failed(reply.code, f"{reply.message} ({reply.hint})" if reply.hint else reply.message)
     else:
         failed("bad_message", f"answered with {type(reply).__name__}")
-
-
-def _ignore(_: bytes | Fault) -> None:
-    """The message needs no answer."""

@@ -1,8 +1,9 @@
-"""Requests of peers that wait for the daemon's loop thread: bounded, for each peer and all together."""
+"""Requests of peers: how many may wait for the loop thread, and who may ask about which run
+(docs/replication.md section 8).
+"""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +18,6 @@ from ckptd.units import format_bytes
 
 __all__ = ["PeerInbox", "RunGuard"]
 
-logger = logging.getLogger(__name__)
-
 
 _MAX_UNSERVED = 1024  # requests of one peer: more than a node of hundreds of ranks has at a time
 _MAX_UNSERVED_BYTES = 64 << 20  # of one peer: two of the largest
@@ -28,7 +27,7 @@ _Answer = Callable[[bytes], None]
 
 
 class PeerInbox:
-    """Hands requests from a fabric's threads to the loop thread.
+    """Passes requests from a fabric's threads to the loop thread; bounded, for each peer and all together.
 
     Args:
         serve: called on the loop thread with each request.
@@ -41,7 +40,7 @@ class PeerInbox:
         self._lock = threading.Lock()
 
     def arrived(self, peer: str, body: bytes, answer: _Answer) -> None:
-        """On a fabric's thread: have it served, or refuse it."""
+        """Queue a request, or refuse it (on a fabric's thread)."""
         with self._lock:
             full = self._too_many_wait(peer, len(body))
             if not full:
@@ -54,9 +53,7 @@ class PeerInbox:
         self._node.post(lambda: self._serve_next(peer, body, answer))
 
     def _too_many_wait(self, peer: str, size_bytes: int) -> str:
-        """Why a request of this size does not get a place; "" if it does. One of each peer does,
-        whatever its size.
-        """
+        """Why a request of this size gets no place; "" if it does. One request of each peer always does."""
         if not self._unserved[peer]:
             return ""
         if self._unserved[peer] >= _MAX_UNSERVED:
@@ -84,10 +81,13 @@ _Guarded = GetHoldings | p.OpenReplica | p.OpenRead | p.GetDescriptor | p.DoubtS
 
 
 class RunGuard:
-    """Refuses requests about runs whose sender has no business with them, and tells of it.
+    """Refuses requests about runs from nodes that may not act on them, and reports it.
+
+    Every request that names a run is checked here before it is served. Leases, tickets and regions were
+    granted to one peer by such a request.
 
     Args:
-        record_of: what is recorded of a run.
+        record_of: the record of a run, or None.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RunGuard:
         self._since: Counter[tuple[str, str, str, str]] = Counter()
 
     def refusal(self, peer: str, message: p.PeerMessage) -> p.PeerRefused | None:
-        """Why this is not served; None if it may be. What is granted to a member is noted."""
+        """Why a request is refused; None if it may be served. Members that it admits are noted."""
         if isinstance(message, p.TellRun):
             return self._refusal_of(peer, message.record.job, message.record.run, message)
         if not isinstance(message, _Guarded):
@@ -134,7 +134,7 @@ class RunGuard:
         return p.PeerRefused("forbidden", why, hint)
 
     def _replica_refusal(self, peer: str, message: p.OpenReplica) -> p.PeerRefused | None:
-        """Why a replica of this rank does not come from this peer."""
+        """Why this peer may not replicate this rank."""
         record = self._record_of(message.job, message.run)
         if record is None or message.epoch != record.epoch:
             return None  # another epoch than that of which members were told here: ranks may have moved
@@ -146,7 +146,7 @@ class RunGuard:
         return p.PeerRefused("forbidden", why)
 
     def _tell(self, level: str, kind: str, peer: str, job: str, run: str, what: str) -> None:
-        """An event, once a minute for each peer and run, with how many more there were."""
+        """Add an event at most once a minute for each peer and run, with the number of suppressed ones."""
         key, now_s = (kind, peer, job, run), self._clock()
         self._events.count(kind)
         if now_s - self._told_s.get(key, float("-inf")) < _EVENT_EVERY_S:

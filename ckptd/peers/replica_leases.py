@@ -7,7 +7,6 @@ peer that fills it. `HostParts` is what all parts of a host share.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -33,8 +32,6 @@ from ckptd.workers import Workers
 
 __all__ = ["SLOWEST_BYTES_PER_S", "HostParts", "HostWorkers", "Loan", "RegionLoans", "ReplicaLeases"]
 
-logger = logging.getLogger(__name__)
-
 SLOWEST_BYTES_PER_S = 4 << 20  # a slower peer counts as gone, and its slot is taken back
 _MAX_LEASES = 65_536
 _IDLE_S = 60.0  # longer than the pause of a sender that has something to send
@@ -55,8 +52,6 @@ class Loan:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A call that is made once no peer touches the slot any more."""
-
     loan: Loan
     then: Callable[[], None]
     broken_off: bool = False  # a worker is breaking transfers off, or has done so
@@ -108,7 +103,6 @@ class RegionLoans:
             self._over(loan, state)
 
     def slots_of(self, segment: Segment) -> set[int]:
-        """Slots of a segment whose loans are ending."""
         return {loan.index for loan in self._ending if loan.segment is segment}
 
     def tick(self) -> None:
@@ -119,7 +113,7 @@ class RegionLoans:
                 self._break_off(waiting)
 
     def _break_off(self, waiting: _Waiting) -> None:
-        # An error leaves the slot locked and filling until no peer touches it: nothing is written under a reader.
+        # After an error the slot stays locked and filling until no peer touches it.
         waiting.broken_off = self._settlers.submit(
             waiting.loan.region.break_off,
             lambda _: self._look(waiting),
@@ -171,11 +165,6 @@ class HostParts:
     # Random, so that a lease or ticket of an earlier boot means nothing.
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(61)))
 
-    def failed(self, what: str, error: BaseException) -> None:
-        """Log and report an error."""
-        logger.error("%s failed", what, exc_info=error)
-        self.node.events.add("error", "internal", f"{what}: {error!r}")
-
 
 @dataclass(slots=True)
 class _Lease:
@@ -198,7 +187,7 @@ class ReplicaLeases:
     boundary logs, and for a while no further log is accepted.
 
     Args:
-        learn_epoch: called before a peer is told what is held; raises ValueError for an epoch that
+        learn_epoch: called before a peer learns what is held; raises ValueError for an epoch that
             cannot follow the newest one, OSError if the epoch cannot be written.
         remove: frees a replica's memory.
     """
@@ -252,7 +241,7 @@ class ReplicaLeases:
             self._build(plan)
 
     def use(self, number: int, peer: str) -> tuple[Segment, str] | None:
-        """The replica of a lease, and the boot of the peer that has it; None if this peer has no such lease."""
+        """The replica of a lease, and its peer's boot; None if this peer has no such lease."""
         lease = self._leases.get(number)
         if lease is None or lease.peer != peer:
             return None
@@ -267,12 +256,10 @@ class ReplicaLeases:
                 lease.heard_s = now_s
 
     def is_open(self, segment: Segment, now_s: float) -> bool:
-        """Whether a peer that is not silent has a lease on it."""
         leases = self._leases.values()
         return any(lease.segment is segment and now_s - lease.heard_s < _SILENT_S for lease in leases)
 
     def in_use(self, segment: Segment, now_s: float) -> bool:
-        """Whether a peer has a lease on it and has used it lately."""
         leases = self._leases.values()
         return any(lease.segment is segment and now_s - lease.used_s < _IDLE_S for lease in leases)
 

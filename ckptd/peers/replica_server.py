@@ -1,4 +1,4 @@
-"""Serving peers: replicas that they fill here, and snapshots that they read here (docs/replication.md §4, §5, §7).
+"""Serving peers: replicas that they fill, and snapshots that they read (docs/replication.md §4, §5, §7).
 
 A `Host` lives on the daemon's loop thread and never waits for a peer; workers make memory, verify,
 and end transfers. What a peer holds here are *leases* (a replica segment, until we restart),
@@ -39,6 +39,9 @@ __all__ = ["Host", "local_holdings"]
 class Host:
     """What this node keeps and gives for its peers.
 
+    Attributes:
+        leases: the replicas that peers have open.
+
     Args:
         records: the records of runs; epochs that peers announce are added to them.
         promise_of: epoch, promise and span that a run has agreed on.
@@ -63,18 +66,18 @@ class Host:
         self._maker = workers.maker
         self._used_s: dict[str, float] = {}
         self._known = KnownRuns(promise_of)
-        self._loans = RegionLoans(workers.settlers, still_here=self._is_here, failed=self._failed)
+        self._loans = RegionLoans(workers.settlers, still_here=self._is_here, failed=node.failed)
         self._parts = HostParts(node, fabric, replicas, workers, self._known, self._loans)
         self._reads = ReadGrants(self._parts)
-        self._leases = ReplicaLeases(self._parts, learn_epoch=self._learn_epoch, remove=self.remove)
-        self._tickets = WriteGrants(self._parts, self._leases, self._reads)
+        self.leases = ReplicaLeases(self._parts, learn_epoch=self._learn_epoch, remove=self.remove)
+        self._tickets = WriteGrants(self._parts, self.leases, self._reads)
 
     def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
         """Answer a message about snapshots, now or later; false if it is of another kind."""
         if isinstance(message, p.OpenReplica | GetHoldings) and (waiting := self._waiting(message)):
             answer(p.PeerRefused("busy", f"{waiting} cannot be opened here now"))
         elif isinstance(message, p.OpenReplica):
-            self._leases.open(peer, message, answer)
+            self.leases.open(peer, message, answer)
         elif isinstance(message, p.BeginSlot):
             answer(self._tickets.begin(peer, message))
         elif isinstance(message, p.SealSlot):
@@ -93,7 +96,7 @@ class Host:
             self._doubted(message)
             answer(p.PeerDone())
         elif isinstance(message, p.EndRun):
-            self._leases.run_ended(peer, message.job, message.run)
+            self.leases.run_ended(peer, message.job, message.run)
             answer(p.PeerDone())
         elif isinstance(message, p.GetDescriptor):
             answer(self._descriptor(message))
@@ -104,7 +107,7 @@ class Host:
         return True
 
     def _waiting(self, message: p.OpenReplica | GetHoldings) -> str:
-        """A file of that run that cannot be opened now: an answer without it would say that it is not here."""
+        """A file of that run that cannot be opened now: without it, an answer would be wrong."""
         run = message.job, message.run
         return next(iter(self._store.waits_for(*run) + self._replicas.waits_for(*run)), "")
 
@@ -128,15 +131,7 @@ class Host:
         """A peer died: end everything that it holds here, except what this new boot of it has begun."""
         self._tickets.peer_gone(peer, but_boot)
         self._reads.peer_gone(peer, but_boot)
-        self._leases.peer_gone(peer, but_boot)
-
-    def heard(self, peer: str, boot_id: str) -> None:
-        """A peer said hello: its leases are alive, although it may have nothing to send for long."""
-        self._leases.heard(peer, boot_id)
-
-    def damaged(self, segment: Segment) -> None:
-        """A slot of a replica was quarantined: its sender must learn that it is gone."""
-        self._leases.damaged(segment)
+        self.leases.peer_gone(peer, but_boot)
 
     def tick(self, now_s: float) -> None:
         """End leases, tickets and reads that idle; remove replicas that nothing needs any more."""
@@ -156,7 +151,7 @@ class Host:
         """Free a replica's memory."""
         self._store.remove(segment)
         self._replicas.forget(segment)
-        for part in (self._tickets, self._reads, self._leases):
+        for part in (self._tickets, self._reads, self.leases):
             part.removed(segment)
         self._used_s.pop(segment.path.name, None)
         size = format_bytes(segment.file_bytes)
@@ -165,7 +160,7 @@ class Host:
 
     def close(self) -> None:
         """Give up every lease, ticket and read; does not wait for peers."""
-        for part in (self._tickets, self._reads, self._leases):
+        for part in (self._tickets, self._reads, self.leases):
             part.close()
 
     # -- replicas --------------------------------------------------------------------------------
@@ -212,12 +207,11 @@ class Host:
         return found
 
     def _in_use(self, segment: Segment, now_s: float) -> bool:
-        return self._leases.in_use(segment, now_s) or bool(self._tickets.slots_of(segment))
+        return self.leases.in_use(segment, now_s) or bool(self._tickets.slots_of(segment))
 
     def _expired(self, now_s: float) -> list[tuple[Segment, str]]:
-        """Replicas that nobody has used for long."""
         for segment in self._replicas.everything():
-            wanted = self._leases.is_open(segment, now_s) or self._tickets.slots_of(segment)
+            wanted = self.leases.is_open(segment, now_s) or self._tickets.slots_of(segment)
             if wanted or segment.path.name not in self._used_s:
                 self._used_s[segment.path.name] = now_s
         limit_s = self._node.config.retain_detached_s
@@ -256,9 +250,6 @@ class Host:
             if segment.path.name == name:
                 return segment
         return None
-
-    def _failed(self, what: str, error: BaseException) -> None:
-        self._parts.failed(what, error)
 
 
 def local_holdings(

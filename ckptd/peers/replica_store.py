@@ -60,7 +60,6 @@ class ReplicaStore:
         return self._store.all_for(Purpose.REPLICA)
 
     def logs(self) -> list[Segment]:
-        """The replicas of boundary logs."""
         return [s for s in self.everything() if s.is_log]
 
     @property
@@ -69,23 +68,18 @@ class ReplicaStore:
         return self._store.bytes_for(Purpose.REPLICA)
 
     def get(self, name: str) -> Segment | None:
-        """The replica in this file."""
         return self._store.named(name, Purpose.REPLICA)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
-        """The replicas of a run's snapshots."""
         return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
 
     def all_of_run(self, job: str, run: str) -> list[Segment]:
-        """Every replica of a run."""
         return [s for s in self.everything() if (s.key.job, s.key.run) == (job, run)]
 
     def adopt(self) -> Adopted:
-        """Take over the replicas of an earlier daemon."""
         return self._take_over(self._adoption.begin().and_then(self._adoption.come_back()))
 
     def adopt_waiting(self) -> Adopted:
-        """Try again to open files that could not be opened before."""
         return self._take_over(self._adoption.again())
 
     def waits_for(self, job: str, run: str) -> list[str]:
@@ -140,7 +134,6 @@ class ReplicaStore:
         return room_for_replicas(self._store.facts(), self._store.memory)
 
     def forget(self, segment: Segment) -> None:
-        """The replica is removed."""
         self._operators.pop(segment.path.name, None)
 
     # -- records ---------------------------------------------------------------------------------
@@ -168,7 +161,6 @@ class ReplicaStore:
         return self.group_of(segment).index(segment)
 
     def group_records(self, segment: Segment) -> list[SlotRecord]:
-        """The slots of its group, with ordinals for generations."""
         return [r for number, s in enumerate(self.group_of(segment)) for r in _numbered(s, number)]
 
     def groups(self) -> Iterator[list[Segment]]:

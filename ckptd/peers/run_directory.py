@@ -99,14 +99,12 @@ class RunDirectory:
     # -- of local ranks --------------------------------------------------------------------------
 
     def sealed(self, segment: Segment) -> None:
-        """A snapshot of a local rank was sealed."""
         run = self.by_name.get((segment.key.job, segment.key.run))
         if run is not None:
             run.sealed(segment.key.rank)
             self._record_progress(run)
 
     def log_sealed(self, segment: Segment) -> None:
-        """A slot of a local rank's boundary log was sealed."""
         run = self.by_name.get((segment.key.job, segment.key.run))
         if run is not None and segment.descriptor.replicated:
             run.logged(segment.key.rank)
@@ -160,7 +158,7 @@ class RunDirectory:
         if not epoch_can_follow(record.newest_epoch, newest):
             return p.PeerRefused("bad_message", f"epoch {record.newest_epoch} after {newest}")
         if known is None or record.epoch >= known.epoch:
-            self._records.told(record)
+            self._records.learned(record)
             self._note_epoch(record.job, record.run, record.epoch, record.epoch_start)
         return p.PeerDone()
 

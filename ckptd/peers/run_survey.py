@@ -168,7 +168,7 @@ class RecordUpdates:
         others = [] if record is None else [c for c in record.cards if c.node != self._node]
         for card, link, patience_s in self._reach(_turn(others, times)) if others else ():
             answered = partial(self._answered, name, card.node)
-            link.ask(GetHoldings(*name), Holdings, answered, _no_answer, timeout_s=patience_s)
+            link.ask(GetHoldings(*name), Holdings, answered, _ask_others, timeout_s=patience_s)
 
     def _answered(self, name: tuple[str, str], node: str, holdings: Holdings) -> None:
         record = holdings.record
@@ -178,10 +178,9 @@ class RecordUpdates:
 
 
 def _turn(cards: Sequence[NodeCard], times: int) -> list[NodeCard]:
-    """Other members each time, until all had their turn."""
     first = times * _AT_A_TIME % len(cards)
     return [*cards[first:], *cards[:first]][:_AT_A_TIME]
 
 
-def _no_answer(code: str, reason: str) -> None:
-    """Other members are asked next."""
+def _ask_others(code: str, reason: str) -> None:
+    """Do nothing: other members are asked next."""

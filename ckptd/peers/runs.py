@@ -46,7 +46,8 @@ class Run:
     """Membership, placement, floor and replication of one run on this node.
 
     Attributes:
-        ranks: the replication of each local rank's snapshots; ``logs``: of its boundary log, to the same targets.
+        ranks: the replication of each local rank's snapshots.
+        logs: the replication of its boundary log, to the same targets.
         dead: members that do not answer.
         promise: what all ranks have agreed to keep; ``span``: the snapshots in the longest suffix.
 
@@ -131,12 +132,11 @@ class Run:
         return [*self.ranks.values(), *self.logs.values()]
 
     def sealed(self, rank: int) -> None:
-        """A snapshot of this rank was sealed here, or a generation of it went."""
         if rank in self.ranks:
             self.ranks[rank].changed()
 
     def logged(self, rank: int) -> None:
-        """The log of an iteration of this rank was sealed here, or a generation of it went."""
+        """A slot of this rank's log was sealed, or a generation of it went."""
         if rank in self.logs:
             self.logs[rank].changed()
 
@@ -220,11 +220,9 @@ class Run:
     # -- for replications ------------------------------------------------------------------------
 
     def joined(self) -> tuple[int, int, int]:
-        """Epoch, its start, and the span."""
         return max(self.epoch, 0), self.epoch_start, self.span
 
     def promised(self) -> tuple[int, int, int, int]:
-        """Floor, horizon, span, and their epoch."""
         return self.promise.floor, self.promise.horizon, self.span, self.epoch
 
     def progressed(self, rank: int) -> None:
@@ -423,7 +421,6 @@ class Run:
         return True
 
     def _protect(self) -> None:
-        """Write the hints that say which slots the trainers should keep."""
         for rank in self.ranks:
             self._protect_rank(rank)
 

@@ -13,7 +13,6 @@ The same core and messages replicate snapshots and boundary logs; a *ring* makes
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,8 +57,6 @@ from ckptd.transport.control.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
 __all__ = ["LogRing", "RankReplication", "ReplicatedRing", "ReplicatedRun", "SnapshotRing"]
-
-logger = logging.getLogger(__name__)
 
 
 class ReplicatedRing(Protocol):
@@ -140,8 +137,6 @@ class _Grant:
 
 @dataclass(slots=True)
 class _Sending:
-    """A put and the digest of its image; both must end."""
-
     size_bytes: int
     ended: Completion | None = None
     vouched: bool = False
@@ -206,7 +201,6 @@ class RankReplication:
         self.feed(Targets(tuple(nodes), missing))
 
     def agreed(self, promise: Promise) -> None:
-        """The run has agreed on this promise."""
         self.feed(Agreed(promise.floor, promise.horizon))
 
     def rejoined(self) -> None:

@@ -98,7 +98,6 @@ class ReadGrants:
         self._reads: dict[int, _Read] = {}
 
     def slots_of(self, segment: Segment) -> set[int]:
-        """Slots of a segment that peers are reading."""
         return {r.loan.index for r in self._reads.values() if r.loan.segment is segment}
 
     def open(self, peer: str, message: p.OpenRead, segment: Segment) -> p.PeerReply:
@@ -150,7 +149,6 @@ class ReadGrants:
         self._host.workers.vouch(read.loan.segment, read.loan.index, header, vouched)
 
     def close_read(self, peer: str, region: int) -> None:
-        """The peer has read it."""
         self._end_where(lambda number, read: number == region and read.peer == peer)
 
     def peer_gone(self, peer: str, boot_id: str) -> None:
@@ -161,7 +159,6 @@ class ReadGrants:
         self._end_where(lambda _, read: read.loan.segment is segment)
 
     def tick(self, now_s: float) -> None:
-        """End reads that idle."""
         self._end_where(lambda _, read: now_s > read.until_s)
 
     def close(self) -> None:
@@ -198,7 +195,6 @@ class WriteGrants:
         self._tickets: dict[int, _Ticket] = {}
 
     def slots_of(self, segment: Segment) -> set[int]:
-        """Slots of a replica that peers are filling."""
         return {t.loan.index for t in self._tickets.values() if t.loan.segment is segment}
 
     def _busy(self, segment: Segment) -> set[int]:
@@ -275,7 +271,6 @@ class WriteGrants:
         self._host.loans.quiet(ticket.loan, partial(self._verify, message.ticket, answer))
 
     def abort(self, peer: str, message: p.AbortSlot) -> None:
-        """The peer gives the slot up."""
         ticket = self._tickets.get(message.ticket)
         if ticket is not None and ticket.peer == peer and not ticket.verifying:
             self._end(message.ticket, SlotState.FREE)
@@ -292,7 +287,6 @@ class WriteGrants:
                 self._end(number, SlotState.FREE)
 
     def tick(self, now_s: float) -> None:
-        """End tickets that idle."""
         if ended := self._end_where(lambda t: now_s > t.until_s):
             self._host.node.events.count("replica.ticket_expired", ended)
 
@@ -384,7 +378,7 @@ class WriteGrants:
     def _not_verified(self, number: int, answer: AnswerPeer, error: BaseException) -> None:
         if number in self._tickets:
             self._end(number, SlotState.FREE)
-        self._host.failed("verifying a replica", error)
+        self._host.node.failed("verifying a replica", error)
         answer(p.PeerRefused("internal", repr(error)[:4000]))
 
 

@@ -152,12 +152,10 @@ class Vouchers:
         self._digest_of[source] = digest
 
     def lacks(self, sources: Iterable[FetchSource]) -> list[FetchSource]:
-        """Those that have not answered yet."""
         return [source for source in sources if source not in self._digest_of]
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """All digests, each once."""
         return tuple(dict.fromkeys(digest for digest in self._digest_of.values() if digest))
 
     def verdict(self, matching: Collection[str]) -> Vouching:
@@ -177,7 +175,6 @@ class Vouchers:
         return [s for s, digest in self._digest_of.items() if digest and digest not in matching]
 
     def vouching(self, matching: Collection[str]) -> list[FetchSource]:
-        """The sources that vouch for one of these digests."""
         return [source for source, digest in self._digest_of.items() if digest in matching]
 
 
@@ -244,7 +241,6 @@ class Repairs:
         return f"; in no copy that was reached is {_listed(names, _LISTED)} right" if names else ""
 
     def named(self, sources: Iterable[FetchSource]) -> str:
-        """Their nodes, each once."""
         return ", ".join(self._nodes(sources))
 
     def accuse(self, sources: Iterable[FetchSource]) -> None:

@@ -135,7 +135,42 @@ class Fetches:
         found: Callable[[FoundDescriptor | str], None],
     ) -> None:
         """Ask the sources in turn for their segment's layout; ``found`` gets it, or why there is none."""
-        _DescriptorSearch(self._store.node_id, key, sources, self._link, self._segment, found).next()
+        self._ask_descriptor(key, list(sources), [], found)
+
+    def _ask_descriptor(
+        self,
+        key: RankKey,
+        left: list[FetchSource],
+        reasons: list[str],
+        found: Callable[[FoundDescriptor | str], None],
+    ) -> None:
+        def failed(node: str, _code: str, reason: str) -> None:
+            reasons.append(f"{node}: {reason}")
+            self._ask_descriptor(key, left, reasons, found)
+
+        def answered(node: str, reply: p.Descriptor) -> None:
+            try:
+                descriptor = decode_descriptor(reply.descriptor)
+            except SegmentError as error:
+                failed(node, "", str(error))
+                return
+            found(FoundDescriptor(descriptor, reply.num_slots, reply.slot_bytes))
+
+        while left:
+            source = left.pop(0)
+            segment = self._segment(source.segment) if source.node == self._store.node_id else None
+            link = self._link(source.node)
+            if segment is not None:
+                geometry = segment.geometry
+                found(FoundDescriptor(segment.descriptor, geometry.num_slots, geometry.slot_bytes))
+                return
+            if link is not None:
+                message = p.GetDescriptor(key.job, key.run, source.segment)
+                done, refused = partial(answered, source.node), partial(failed, source.node)
+                link.ask(message, p.Descriptor, done, refused)
+                return
+            reasons.append(f"{source.node}: its address is not known")
+        found(f"no holder of {key} answers ({'; '.join(reasons)})")
 
     def fetch(self, segment: Segment, pieces: Sequence[FetchPiece]) -> FetchJob:
         """Fill a new segment with these pieces.
@@ -191,7 +226,6 @@ class Fetches:
         return self._store.named(name, Purpose.RANK, Purpose.REPLICA, Purpose.COPY)
 
     def of(self, key: RankKey, generation: int) -> FetchJob | None:
-        """The job that fills a generation of a rank."""
         return self._jobs.get((key, generation))
 
     def drill(self, key: RankKey, answer: Callable[[DrillReport], None]) -> Callable[[RunSeen], None]:
@@ -210,7 +244,6 @@ class Fetches:
         return job
 
     def peer_lost(self, node: str) -> None:
-        """Ask other nodes for what this node was to deliver."""
         for job in (*self._jobs.values(), *self._drills):
             job.peer_lost(node)
 
@@ -251,56 +284,6 @@ class Fetches:
     def close(self) -> None:
         for job in (*self._jobs.values(), *self._drills):
             job.close("the daemon stops")
-
-
-class _DescriptorSearch:
-    """Asks the holders of a snapshot for their segment's layout, one after the other."""
-
-    def __init__(
-        self,
-        node: str,
-        key: RankKey,
-        sources: Sequence[FetchSource],
-        link: Callable[[str], Holder | None],
-        local: Callable[[str], Segment | None],
-        found: Callable[[FoundDescriptor | str], None],
-    ) -> None:
-        self._node, self._key, self._link, self._local = node, key, link, local
-        self._found = found
-        self._left = list(sources)
-        self._reasons: list[str] = []
-
-    def next(self) -> None:
-        while self._left:
-            source = self._left.pop(0)
-            segment = self._local(source.segment) if source.node == self._node else None
-            link = self._link(source.node)
-            if segment is not None:
-                geometry = segment.geometry
-                self._found(FoundDescriptor(segment.descriptor, geometry.num_slots, geometry.slot_bytes))
-                return
-            if link is not None:
-                link.ask(
-                    p.GetDescriptor(self._key.job, self._key.run, source.segment),
-                    p.Descriptor,
-                    partial(self._answered, source.node),
-                    partial(self._failed, source.node),
-                )
-                return
-            self._reasons.append(f"{source.node}: its address is not known")
-        self._found(f"no holder of {self._key} answers ({'; '.join(self._reasons)})")
-
-    def _answered(self, node: str, reply: p.Descriptor) -> None:
-        try:
-            descriptor = decode_descriptor(reply.descriptor)
-        except SegmentError as error:
-            self._failed(node, "", str(error))
-            return
-        self._found(FoundDescriptor(descriptor, reply.num_slots, reply.slot_bytes))
-
-    def _failed(self, node: str, _code: str, reason: str) -> None:
-        self._reasons.append(f"{node}: {reason}")
-        self.next()
 
 
 def _with_copies_here(

@@ -16,7 +16,6 @@ from functools import partial
 
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.striping import Cancel, ImagePart, Pull, Stripes
-from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SlotHeader, unpack_slot_header
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
@@ -25,11 +24,11 @@ from ckptd.node_context import DigestThreads
 from ckptd.peers.peer_link import Holder, region_of
 from ckptd.restore.fetched_image import Vouchers
 from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import FetchSource, GetHoldings, Holdings
+from ckptd.transport.control.messages import FetchSource
 from ckptd.transport.verbs import Completion, Fault, RegionKey, Transfer
 from ckptd.workers import Workers
 
-__all__ = ["CopyDoubts", "FetchTools", "Job", "Pulling", "find_stored"]
+__all__ = ["CopyDoubts", "FetchTools", "Pulling"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,6 @@ class CopyDoubts:
             self._ask(node, message)
 
     def tick(self) -> None:
-        """Ask again the nodes that did not answer."""
         for (node, message), asking in list(self._open.items()):
             if not asking:
                 self._ask(node, message)
@@ -120,27 +118,8 @@ class FetchTools:
     stored: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The job of a piece.
-
-    Args:
-        goes_on: false if the job is over, or ends now because its memory was given back.
-        over: whether the job has ended.
-        progressed: something may be possible that was not before.
-        failed: the job cannot be completed, for this reason.
-    """
-
-    goes_on: Callable[[], bool]
-    over: Callable[[], bool]
-    progressed: Callable[[], None]
-    failed: Callable[[str], None]
-
-
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One transfer of a part, from this region."""
-
     part: ImagePart
     region: RegionKey
     transfer: Transfer | None = None
@@ -150,6 +129,7 @@ class Pulling:
     """Fills ``image()`` with the parts that ``stripes`` hands out.
 
     Args:
+        progressed: called when something may be possible that was not before.
         vouchers: gets the digests that holders vouch for.
         drained: called when the last byte of a cancelled transfer has landed.
     """
@@ -159,14 +139,14 @@ class Pulling:
         header: SlotHeader,
         stripes: Stripes[FetchSource],
         tools: FetchTools,
-        job: Job,
+        progressed: Callable[[], None],
         *,
         image: Callable[[], memoryview],
         vouchers: Vouchers,
         drained: Callable[[], None],
     ) -> None:
-        self._header, self._stripes, self._tools, self._job = header, stripes, tools, job
-        self._vouchers = vouchers
+        self._header, self._stripes, self._tools = header, stripes, tools
+        self._progressed, self._vouchers = progressed, vouchers
         self._image, self._on_drained = image, drained
         self._regions: dict[FetchSource, RegionKey] = {}
         self._flights: dict[tuple[FetchSource, int], _Flight] = {}
@@ -177,7 +157,6 @@ class Pulling:
 
     @property
     def landing(self) -> bool:
-        """Whether bytes of cancelled transfers may still arrive."""
         return bool(self._draining)
 
     def open(self) -> None:
@@ -195,7 +174,6 @@ class Pulling:
                 self._pull(effect)
 
     def lose(self, node: str) -> None:
-        """Ask other sources for what this node was to deliver."""
         for source in self._stripes.holders_left():
             if source.node == node:
                 self._cancel(source, self._stripes.lose(source))
@@ -259,7 +237,7 @@ class Pulling:
         if wanted:
             if not true:
                 self.give_up(source, "it holds something else")
-            self._job.progressed()
+            self._progressed()
 
     def _ask_digest(self, source: FetchSource, link: Holder, reply: p.ReadOpened) -> None:
         """Get the digest that the source vouches for; a holder that has none makes it during the transfer."""
@@ -272,7 +250,7 @@ class Pulling:
         def made(digest: str) -> None:
             if not self._ended:
                 self._vouchers.tell(source, digest)
-                self._job.progressed()
+                self._progressed()
 
         def refused(code: str, reason: str) -> None:
             current = self._regions.get(source)
@@ -291,7 +269,7 @@ class Pulling:
     def _refused(self, source: FetchSource, reason: str) -> None:
         if not self._ended:
             self.give_up(source, reason)
-            self._job.progressed()
+            self._progressed()
 
     def _open_again(self, source: FetchSource, failed: RegionKey) -> None:
         """Ask for a new region: a holder that took this node for lost has ended its reads."""
@@ -337,7 +315,7 @@ class Pulling:
             logger.info("bytes %d to %d from %s: %s", part.start, part.stop, source.node, completion.detail)
             self._tools.events.count(f"fetch.{completion.fault}")
             self._failed(source, flight, completion)
-        self._job.progressed()
+        self._progressed()
 
     def _failed(self, source: FetchSource, flight: _Flight, completion: Completion) -> None:
         if completion.fault in _FOR_GOOD:
@@ -361,32 +339,3 @@ class Pulling:
             if flight is not None and flight.transfer is not None:
                 self._draining.add(flight)
                 flight.transfer.cancel()
-
-
-def find_stored(
-    link: Holder,
-    key: RankKey,
-    header: SlotHeader,
-    found: Callable[[list[FetchSource]], None],
-    failed: Callable[[str], None],
-) -> None:
-    """Ask storage which committed checkpoints have this very snapshot of a rank; one of the two
-    functions is called later.
-    """
-    link.ask(
-        GetHoldings(key.job, key.run),
-        Holdings,
-        lambda answer: found(_copies(answer, key.rank, header)),
-        lambda code, reason: failed(f"{code}: {reason}"),
-    )
-
-
-def _copies(stored: Holdings, rank: int, header: SlotHeader) -> list[FetchSource]:
-    return [
-        FetchSource(STORE_NODE, segment.name, slot.slot)
-        for segment in stored.segments
-        if segment.rank == rank
-        for slot in segment.slots
-        if (held := unpack_slot_header(slot.header)) is not None
-        and held.header_digest == header.header_digest
-    ]

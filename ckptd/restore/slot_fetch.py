@@ -42,11 +42,17 @@ from ckptd.restore.fetched_image import (
     copy_parts,
     examine,
 )
-from ckptd.restore.puller import FetchTools, Job, Pulling, find_stored
-from ckptd.transport.control.messages import FetchPiece, FetchSource, FetchState
+from ckptd.restore.puller import FetchTools, Pulling
+from ckptd.transport.control.messages import (
+    FetchPiece,
+    FetchSource,
+    FetchState,
+    GetHoldings,
+    Holdings,
+)
 from ckptd.units import format_bytes
 
-__all__ = ["FetchJob", "FetchedPiece"]
+__all__ = ["FetchJob"]
 
 
 class FetchedPiece:
@@ -58,7 +64,7 @@ class FetchedPiece:
         header: SlotHeader,
         sources: Sequence[FetchSource],
         tools: FetchTools,
-        job: Job,
+        job: FetchJob,
     ) -> None:
         self.header, self.sealed = header, False
         self._index, self._tools, self._job = index, tools, job
@@ -70,7 +76,7 @@ class FetchedPiece:
             header,
             self._stripes,
             tools,
-            job,
+            job.tick,
             image=lambda: self._image,
             vouchers=self._vouchers,
             drained=self._drained,
@@ -131,7 +137,7 @@ class FetchedPiece:
         elif not self._asks_storage and not self._ask_storage():
             names = ", ".join(dict.fromkeys(source.node for source in self._sources))
             text = f"iteration {self.header.iteration}: no holder is left of {names}"
-            self._job.failed(text + self._repairs.hopeless(self._stripes.hopeless()))
+            self._job.close(text + self._repairs.hopeless(self._stripes.hopeless()))
 
     # -- the slot --------------------------------------------------------------------------------
 
@@ -141,11 +147,11 @@ class FetchedPiece:
         try:
             fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            self._job.failed(f"{segment.path.name} cannot be opened: {error.strerror}")
+            self._job.close(f"{segment.path.name} cannot be opened: {error.strerror}")
             return False
         if not locks.try_lock(fd, slot_lock_byte(self._index), exclusive=True):
             os.close(fd)
-            self._job.failed(f"slot {self._index} of {segment.path.name} is locked")
+            self._job.close(f"slot {self._index} of {segment.path.name} is locked")
             return False
         self._fd = fd  # from here on the slot is ours to free
         filling = replace(self.header, state=SlotState.FILLING, writer_pid=os.getpid())
@@ -166,13 +172,13 @@ class FetchedPiece:
             self._tools.events.add("info", "fetch_repaired", mended)
         self._tell_accused()
         self._rest()
-        self._job.progressed()
+        self._job.tick()
 
     def _drained(self) -> None:
-        if self._job.over():
+        if self._job.over:
             self._rest()
         else:
-            self._job.progressed()
+            self._job.tick()
 
     def _rest(self) -> None:
         """Unlock the slot, unless a worker or a transfer still touches it: its end comes here again."""
@@ -221,7 +227,7 @@ class FetchedPiece:
             return
         for part in parts:
             self._stripes.claim(source, part)
-        self._job.progressed()
+        self._job.tick()
 
     def _not_copied(self, source: FetchSource, segment: Segment, error: BaseException) -> None:
         if self._worker_done():
@@ -231,7 +237,7 @@ class FetchedPiece:
         self._pulling.give_up(source, reason)
         # Unless it is quarantined, the next plan names it again.
         self._tools.doubts.here(segment, source.slot, self.header.sequence)
-        self._job.progressed()
+        self._job.tick()
 
     def _vouch_near(self) -> None:
         """Use the digests kept with copies here: they came from the sender, or this node made them,
@@ -247,23 +253,26 @@ class FetchedPiece:
     # -- from storage ----------------------------------------------------------------------------
 
     def _ask_storage(self) -> bool:
-        """Look for the snapshot in storage, which no plan does where memory suffices; false if it may not be asked."""
+        """Look for the snapshot in storage; false if storage may not be asked.
+
+        Plans do not look there if memory suffices; but storage may have the very snapshot.
+        """
         link = self._tools.link(STORE_NODE) if self._may_ask_storage else None
         if link is None:
             return False
         self._may_ask_storage, self._asks_storage = False, True
-        find_stored(
-            link,
-            self._tools.segment.key,
-            self.header,
-            self._stored,
-            lambda reason: self._stored([], f": {reason}"),
+        key = self._tools.segment.key
+        link.ask(
+            GetHoldings(key.job, key.run),
+            Holdings,
+            lambda held: self._stored(_stored_copies(held, key.rank, self.header)),
+            lambda code, reason: self._stored([], f": {code}: {reason}"),
         )
         return True
 
     def _stored(self, sources: Sequence[FetchSource], why: str = "") -> None:
         self._asks_storage = False
-        if self._job.over():
+        if self._job.over:
             return
         if not sources:
             text = f"iteration {self.header.iteration}: not to be had from storage{why}"
@@ -272,7 +281,7 @@ class FetchedPiece:
             self._sources.append(source)
             self._stripes.add_holder(source)
             self._pulling.ask(source)
-        self._job.progressed()
+        self._job.tick()
 
     # -- is it what it should be -----------------------------------------------------------------
 
@@ -330,10 +339,10 @@ class FetchedPiece:
 
     def _wrong(self, wrong: Sequence[Wrong], kind: str) -> None:
         if self._found(wrong, kind):
-            self._job.progressed()
+            self._job.tick()
         else:
             text = f"iteration {self.header.iteration} does not match its digests, and nobody brought"
-            self._job.failed(f"{text} what is wrong")
+            self._job.close(f"{text} what is wrong")
 
     def _found(self, wrong: Sequence[Wrong], kind: str) -> bool:
         """Blame the sources that delivered it; false if none did."""
@@ -354,7 +363,7 @@ class FetchedPiece:
         hint = (
             "find out which of them was changed, and take away the key of the other (`ckptctl keys untrust`)"
         )
-        self._job.failed(f"iteration {self.header.iteration}: {why}; {hint}")
+        self._job.close(f"iteration {self.header.iteration}: {why}; {hint}")
 
     def _doubt_others(self, matching: Collection[str]) -> None:
         """Report the nodes that vouch for another digest: their copies differ from the others."""
@@ -376,7 +385,19 @@ class FetchedPiece:
 
     def _not_verified(self, error: BaseException) -> None:
         if self._worker_done():
-            self._job.failed(f"verifying failed: {error!r}")
+            self._job.close(f"verifying failed: {error!r}")
+
+
+def _stored_copies(stored: Holdings, rank: int, header: SlotHeader) -> list[FetchSource]:
+    """Committed checkpoints that have this very snapshot of a rank."""
+    return [
+        FetchSource(STORE_NODE, segment.name, slot.slot)
+        for segment in stored.segments
+        if segment.rank == rank
+        for slot in segment.slots
+        if (held := unpack_slot_header(slot.header)) is not None
+        and held.header_digest == header.header_digest
+    ]
 
 
 def _same(held: SlotHeader, wanted: SlotHeader) -> bool:
@@ -417,7 +438,6 @@ class FetchJob:
         self.over = False
         self._tools, self._finished = tools, finished
         self._began_s = tools.clock()
-        us = Job(self._goes_on, lambda: self.over, self._go_on, self._end)
         self._unfit = ""
         self._pieces: list[FetchedPiece] = []
         for index, piece in enumerate(pieces):
@@ -428,13 +448,13 @@ class FetchJob:
             if not 0 < header.image_len <= segment.geometry.slot_bytes:  # a peer's header says so
                 self._unfit = f"an image of {header.image_len} bytes fits into no slot here"
                 break
-            self._pieces.append(FetchedPiece(index, header, piece.sources, tools, us))
+            self._pieces.append(FetchedPiece(index, header, piece.sources, tools, self))
 
     def start(self) -> None:
         """Begin; all further work is done in callbacks and `tick`."""
         if self._unfit:
-            self._end(self._unfit)
-        self._go_on()
+            self.close(self._unfit)
+        self.tick()
 
     @property
     def state(self) -> FetchState:
@@ -451,39 +471,35 @@ class FetchJob:
         )
 
     def tick(self) -> None:
-        """Ask other holders for the parts of those that became slow."""
-        self._go_on()
-
-    def peer_lost(self, node: str) -> None:
-        """Ask other nodes for the parts of this one."""
-        for piece in self._pieces:
-            piece.lose(node)
-        self._go_on()
-
-    def close(self, reason: str = "cancelled", *, wanted: bool = True) -> None:
-        """End early and free what is not sealed; it is no failure if it is not ``wanted`` any more."""
-        self._end(reason, wanted=wanted)
-
-    def _go_on(self) -> None:
-        if not self._goes_on():
+        """Do what is possible now; ask other holders for the parts of those that became slow."""
+        if not self.goes_on():
             return
         unsealed = [piece for piece in self._pieces if not piece.sealed]
         if not unsealed:
-            self._end("")
+            self.close("")
         for piece in unsealed[:_OPEN_PIECES]:
             if not self.over:  # the piece before may have ended the job
                 piece.push()
 
-    def _goes_on(self) -> bool:
+    def goes_on(self) -> bool:
         """False if the job is over, or if the trainer has dropped the segment (its ranks plan anew)."""
         if self.over:
             return False
         if self.segment.fd >= 0 and self.segment.in_place():
             return True
-        self._end("its memory was given back")
+        self.close("its memory was given back")
         return False
 
-    def _end(self, reason: str, *, wanted: bool = True) -> None:
+    def peer_lost(self, node: str) -> None:
+        """Ask other nodes for the parts of this one."""
+        for piece in self._pieces:
+            piece.lose(node)
+        self.tick()
+
+    def close(self, reason: str = "cancelled", *, wanted: bool = True) -> None:
+        """End with this reason ("": complete) and free what is not sealed; no failure if it is not
+        ``wanted`` any more.
+        """
         if self.over:
             return
         self.over, self.reason = True, reason

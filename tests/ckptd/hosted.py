@@ -22,6 +22,7 @@ from ckptd.peers.replica_server import Host, local_holdings
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
 from ckptd.transport.control import peer_messages as p
+from ckptd.transport.control.messages import Holdings
 from ckptd.transport.fabric.regions import LocalRegion
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Access, FileRange, Scope
@@ -75,20 +76,21 @@ class Setting:
         self.workers = Workers("test", 2, 100, lambda: None)
         config = DaemonConfig(peer_deadline_s=5.0, retain_detached_s=self.retain_s)
         maker = SegmentMaker(self.store, self.events, self.workers, lambda: self.now_s)
-        records = RunRecords(self.store.folder, self.events)
+        self.records = RunRecords(self.store.folder, self.events)
         digests = ImageDigests(self.workers, self.events, threads=1, map_fn=None, doubt=self.doubt)
         self.host = Host(
             NodeContext(config, self.store, self.events, Mock(), "here", clock=lambda: self.now_s),
             self.fabric,
             self.replicas,
             HostWorkers(self.workers, maker, self.workers, digests.want),
-            records=records,
+            records=self.records,
             promise_of=lambda job, run: (self.epoch, self.promise, self.span),
-            holdings=lambda job, run: local_holdings(
-                self.store, self.replicas, job, run, records.of(job, run)
-            ),
+            holdings=self.holdings,
             doubt=self.doubt,
         )
+
+    def holdings(self, job: str, run: str) -> Holdings:
+        return local_holdings(self.store, self.replicas, job, run, self.records.of(job, run))
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
         self.doubted.append((segment, index, sequence))

@@ -50,7 +50,7 @@ class Doubting:
     def doubt(self, index: int) -> None:
         header = self.segment.header(index)
         assert header is not None
-        self.housekeeper.doubt(self.segment, index, header.sequence)
+        self.housekeeper.doubts.add(self.segment, index, header.sequence)
 
     def settle(self) -> None:
         """Let the workers end what they have."""
@@ -177,9 +177,9 @@ def test_a_doubt_about_what_a_slot_no_longer_holds_is_not_followed(doubting: Dou
     header = doubting.segment.header(0)
     assert header is not None
     doubting.damage(0)
-    doubting.housekeeper.doubt(doubting.segment, 0, header.sequence + 1)
+    doubting.housekeeper.doubts.add(doubting.segment, 0, header.sequence + 1)
     doubting.housekeeper.remove(doubting.segment, "a test is over")
-    doubting.housekeeper.doubt(doubting.segment, 0, header.sequence)
+    doubting.housekeeper.doubts.add(doubting.segment, 0, header.sequence)
     doubting.tick()
     assert doubting.examined == 0
 

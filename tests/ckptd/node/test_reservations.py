@@ -110,7 +110,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     workers = Workers("test", 1, 100, lambda: None)
     housekeeper = Housekeeper(config, store, events, workers, workers, None)
     node = NodeContext(config, store, events, lambda work: work())
-    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
+    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubts.add)
     service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
     found = Setting(service, peering, store, workers, events)
     found.attach()

@@ -126,7 +126,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     heard = Heard()
     housekeeper = Housekeeper(config, store, events, workers, workers, None, heard)
     node = NodeContext(config, store, events, lambda work: work())
-    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
+    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubts.add)
     service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
     yield Setting(service, peering, store, workers, heard)
     peering.close()

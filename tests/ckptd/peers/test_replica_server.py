@@ -299,7 +299,7 @@ def test_damage_in_either_ring_is_told_to_the_sender(setting: Setting) -> None:
     setting.fill(narrow.lease, snapshot_of(1))
     damaged = setting.only
     wide = setting.open(num_slots=2, span=4)
-    setting.host.damaged(damaged)
+    setting.host.leases.damaged(damaged)
     refused = setting.ask(begin_slot(wide.lease, snapshot_of(2)))
     assert isinstance(refused, p.PeerRefused)
     assert refused.code == "unknown"
