@@ -173,7 +173,7 @@ def _record(node: str, segment: HeldSegment, slot: HeldSlot) -> SlotRecord:
 
 def _unbelievable(node: str, segment: HeldSegment, slot: HeldSlot, why: str) -> RemoteProtocolError:
     return RemoteProtocolError(
-        f"what it tells of a snapshot cannot be: {why}",
+        f"its report of a snapshot is impossible: {why}",
         operation="plan recovery",
         ids={"node": node, "segment": segment.name, "slot": slot.slot},
         hint="Check that all nodes run the same version of ckptd",

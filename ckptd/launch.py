@@ -112,11 +112,11 @@ def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
         ) from error
 
 
-def unexpected(told: Mapping[str, str]) -> str:
+def unexpected(given: Mapping[str, str]) -> str:
     """How a daemon differs from this process's environment; "" if it does not.
 
     Args:
-        told: its settings, as `given_settings` makes them.
+        given: its settings, as `given_settings` makes them.
 
     Raises:
         DaemonUnavailable: the environment has a setting that no daemon can have.
@@ -129,7 +129,7 @@ def unexpected(told: Mapping[str, str]) -> str:
     return "; ".join(
         f"CKPTD_{key.upper()} is {here[key] or 'empty'!r} for this trainer and {text or 'empty'!r} "
         "for the daemon"
-        for key, text in sorted(told.items())
+        for key, text in sorted(given.items())
         if key in here and loaded.sources[key].startswith("environment") and here[key] != text
     )
 
@@ -184,7 +184,7 @@ def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: floa
     if log.exists() and log.stat().st_size > _LOG_LIMIT_BYTES:
         log.replace(folder / "ckptd.log.old")
     command = [sys.executable, "-m", "ckptd", "run"]
-    # Everybody on the host can read a command line: options, which may hold credentials, go another way.
+    # Everybody on the host can read a command line, and options may hold credentials: use the environment.
     settings = {"CKPTD_" + key.upper(): text for key, text in flags.items()}
     mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with open(os.open(log, mode, 0o600), "ab") as output:

@@ -74,7 +74,7 @@ class DigestThreads:
 
 @dataclass(frozen=True, slots=True)
 class NodeWorkers:
-    """The threads of a daemon beside its loop."""
+    """The threads of a daemon besides its loop."""
 
     sealers: Workers
     """Digest what trainers filled and what fetches brought."""

@@ -37,7 +37,7 @@ _PAIR = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}=)[^&\s'\",;)}}]+")
 # "aws_secret_access_key": "…", as in options and in errors that repeat them
 _FIELD = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}['\"]\s{{0,8}}:\s{{0,8}})(\"[^\"]*\"|'[^']*')")
 _SECRET_NAME = re.compile(rf"(?i){_SECRET}|^key$|^auth$")
-# Controls of C0 and C1, other line ends, and what turns the direction of text.
+# Controls of C0 and C1, other line ends, and characters that change the direction of text.
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _STEERS = re.compile(f"[{_CONTROL}]")
 # Of a text of several lines: line ends are ours, and the one colour that we use and its end. Others

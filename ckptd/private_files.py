@@ -58,7 +58,7 @@ def _written_aside(path: Path, data: bytes, *, synced: bool) -> Iterator[Path]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         with open(os.open(aside, flags, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), 0o600)  # a umask may have taken the owner's rights
+            os.fchmod(file.fileno(), 0o600)  # a umask may have removed the owner's rights
             file.write(data)
             file.flush()
             if synced:

@@ -225,7 +225,7 @@ class Housekeeper:
         """Report a segment whose file was removed, replaced or cut; only this segment is lost."""
         if not segment.cut:
             self._store.discard(segment)
-            text = f"{segment.path.name} was removed or replaced behind our back"
+            text = f"somebody removed or replaced {segment.path.name}"
             self._events.add("error", "segment_vanished", f"{text}; its snapshots are lost", segment.key)
             return
         size = os.fstat(segment.fd).st_size

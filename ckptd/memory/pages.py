@@ -210,7 +210,7 @@ def _faulted(_number: int, info: Any, _context: int) -> None:
     try:
         if info.contents.code == _BUS_ADRERR and _replaced(info.contents.address or 0):
             return
-    except Exception:  # noqa: BLE001, S110 - nobody is there to be told; what follows ends the process
+    except Exception:  # noqa: BLE001, S110 - nobody can be informed; the next line ends the process
         pass
     _libc_with_gil.signal(int(signal.SIGBUS), None)  # SIG_DFL
 
@@ -235,7 +235,7 @@ def _mapped_at(mapped: mmap.mmap) -> int:
     buffer = (ctypes.c_void_p * 16)()  # struct Py_buffer, which begins with the address
     get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
     if get(ctypes.py_object(mapped), buffer, 0) != 0:
-        raise BufferError("its address is not told")
+        raise BufferError("its address is unknown")
     try:
         return int(buffer[0] or 0)
     finally:

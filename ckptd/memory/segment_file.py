@@ -245,7 +245,7 @@ def open_segment(path: Path, *, readonly: bool = False, named: str = "") -> Segm
         ValueError: its name contradicts its content, or another user owns it.
         OSError: it cannot be opened.
     """
-    if readonly:  # of whoever's daemon, by `ckptctl export`
+    if readonly:  # `ckptctl export` reads segments of any trusted user's daemon
         fd = open_file(path, os.O_RDONLY, trusted_users())
     else:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

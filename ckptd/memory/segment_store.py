@@ -342,7 +342,7 @@ class SegmentStore:
             if self._group is not None:
                 os.fchown(fd, -1, self._group)
                 os.fchmod(fd, 0o660)
-            os.link(temporary, segment.path)  # never over a file that is there
+            os.link(temporary, segment.path)  # a rename would replace an existing file
             found = open_segment(segment.path)
         finally:
             os.close(fd)

@@ -276,7 +276,7 @@ class Daemon(SlotListener):
         while self._busy() and time.monotonic() < deadline:
             self._wait(0.1)
             if self._tier is not None:
-                self._guarded(self._tier.tick)  # else what failed is not tried again
+                self._guarded(self._tier.tick)  # retries what failed
         if left := self._housekeeper.queued:
             logger.warning("%d slots are not sealed yet; the next start does it", left)
         if self._tier is not None:
@@ -299,7 +299,7 @@ class Daemon(SlotListener):
         os.eventfd_write(self._wake_fd, 1)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Who stops it at a terminal does not run it any more; SIGTERM comes before an upgrade, too.
+        # An operator who presses Ctrl-C does not run it any more; SIGTERM may precede an upgrade.
         self._interrupted = number == signal.SIGINT
         self.stop(signal.Signals(number).name)
 
@@ -335,7 +335,7 @@ def _goes(holder: AlreadyRunning) -> bool:
     ending.
     """
     if not holder.endpoint:
-        return False  # it is of a version that does not tell, or has just begun
+        return False  # it has just started, or its version does not write the endpoint
     try:
         with connect(holder.endpoint, _ASK_S) as client:
             client.ask(StepAside(), Done)

@@ -165,7 +165,7 @@ class Peering:
         )
 
     def _survey_refused(self, node: str, reason: str) -> None:
-        self._events.add("warning", "peer_refused", f"{node} does not tell what it holds: {reason}")
+        self._events.add("warning", "peer_refused", f"{node} refuses to report what it holds: {reason}")
 
     def _reach(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
         self.neighbours.meet(cards)

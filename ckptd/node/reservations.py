@@ -26,7 +26,7 @@ __all__ = ["Answer", "Reservations", "segment_info"]
 Answer = Callable[[m.Reply], None]
 
 _GONE = "the nodes that held it are gone: start again, the ranks then plan anew"
-_PLAN_ANEW = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
+_PLAN_ANEW = "a node reports what cannot be true: see `ckptctl peers`, and start again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Reservations:
             request.refuse(RefusalCode.NOT_FOUND, found, _GONE)
             return
         if not request.is_copy and not found.descriptor.holds_snapshots:
-            text = f"what is to be fetched holds {found.descriptor.kind}, not snapshots"
+            text = f"the segment to be fetched holds {found.descriptor.kind}, not snapshots"
             request.refuse(RefusalCode.BAD_MESSAGE, text)
             return
         if request.is_copy and (wrong := _unlike(found.descriptor, request)) is not None:
@@ -250,7 +250,7 @@ def _bad_request(request: _Request) -> str | None:
     if request.is_copy and not 0 <= message.rank < world_size:
         return f"rank {message.rank} of a run with {world_size} ranks"
     if len(request.image_lens) < len(message.pieces):
-        return "a slot header in it is damaged"
+        return "a slot header in the request is damaged"
     if not request.is_copy:
         return None
     source = request.source
@@ -275,5 +275,5 @@ def _unlike(descriptor: SegmentDescriptor, request: _Request) -> str | None:
     )
     for name, found, wanted in pairs:
         if found != wanted:
-            return f"what is to be read has {name} {found!r}, asked for was {wanted!r}"
+            return f"the segment to be read has {name} {found!r}, the request is for {wanted!r}"
     return None

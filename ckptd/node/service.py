@@ -269,13 +269,13 @@ class Service:
 
     def _join(self, session: TrainerSession, message: m.Join, _: Answer) -> m.Reply:
         if wrong := wrong_members(message.members, session.wish.world_size):
-            text = f"who takes part in the run of {session.key} cannot be: {wrong}"
+            text = f"the members of the run of {session.key} are impossible: {wrong}"
             self._events.add("warning", "refused.members", text, session.key)
-            return m.Refused(RefusalCode.BAD_MESSAGE, text, "every rank tells the same nodes, once")
+            return m.Refused(RefusalCode.BAD_MESSAGE, text, "every rank must name the same nodes, each once")
         try:
             refused = self._peering.runs.join(session.key, message)
         except OSError as error:
-            text = f"who takes part in {session.key.job}/{session.key.run} cannot be written: {error}"
+            text = f"the members of {session.key.job}/{session.key.run} cannot be written: {error}"
             self._events.add("error", "run_not_recorded", text, session.key)
             return m.Refused(
                 RefusalCode.SEGMENT_FS,

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 256  # messages served before looking at anything else
 _QUEUE = 1024  # messages kept per client that does not read
-_BACKLOG = 1024  # connections that wait to be accepted: beyond, a client has to try again
+_BACKLOG = 1024  # connections that wait to be accepted; further clients have to try again
 _GARBAGE_LOG_S = 10.0
 
 _Serve = Callable[[bytes, Message, Callable[[Reply], None], int], None]

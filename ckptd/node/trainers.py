@@ -183,7 +183,7 @@ class Trainers:
                 RefusalCode.NOT_READY,
                 f"{len(waiting)} files of {message.job}/{message.run} cannot be opened now, such "
                 f"as {waiting[0]}: "
-                "what is in them is not known yet",
+                "their content is not known yet",
                 "`ckptctl events` says why (segment_waits); `ckptctl forget` gives them up",
             )
         owner = self._current_owner(wish)
@@ -223,7 +223,7 @@ class Trainers:
         if previous is not None:
             self.sessions.remove(previous)
         now_s = self._clock()
-        # What the process says of itself only counts where the kernel does not say who it is.
+        # The process's own statement counts only if the kernel does not name the process.
         pid = process if process > 0 else hello.pid
         visible = process > 0 or (process < 0 and _same_pid_namespace(hello))
         session = TrainerSession(
@@ -249,16 +249,16 @@ class Trainers:
         )
         got = [self._store.get(wish.key, generation) for generation in decision.generations]
         found = [segment for segment in got if segment is not None]
-        beside = [segment for segment in found if not segment.holds_snapshots]
+        auxiliary = [segment for segment in found if not segment.holds_snapshots]
         return m.Attached(
             segments=tuple(segment_info(segment) for segment in found if segment.holds_snapshots),
             quota_bytes=self._store.quota_bytes,
-            # For snapshots: what this rank's own logs and parked states take is not to be had for them.
-            available_bytes=max(0, decision.available_bytes - sum(s.file_bytes for s in beside)),
+            # For snapshots: not the memory that this rank's own logs and parked states have.
+            available_bytes=max(0, decision.available_bytes - sum(s.file_bytes for s in auxiliary)),
             replication_slack=self._peering.slack,
             persists=self._persists,
-            logs=tuple(segment_info(s) for s in beside if s.is_log),
-            parked=tuple(segment_info(s) for s in beside if not s.is_log),
+            logs=tuple(segment_info(s) for s in auxiliary if s.is_log),
+            parked=tuple(segment_info(s) for s in auxiliary if not s.is_log),
             notes=decision.notes,
         )
 
@@ -455,9 +455,7 @@ class ParkEvents:
             return False
         if header.state is SlotState.FILLED:
             return True
-        text = (
-            f"parked at iteration {header.iteration}: process {left.session.pid} ended before it could tell"
-        )
+        text = f"parked at iteration {header.iteration}: process {left.session.pid} ended before it could report it"
         self._events.add("info", "parked", text, left.session.key)
         return False
 

@@ -23,7 +23,7 @@ from ckptd.transport.verbs import Fabric, Serve
 __all__ = ["FabricWatch", "QuietGate", "make_fabric", "port_limits", "static_peers"]
 
 
-# An event for all since the last one: who forges streams does not fill the log.
+# One event for all since the last one, so that forged streams do not fill the log.
 _FORGED_EVERY_S = 10.0
 _PLAINTEXT = (
     "snapshots travel to and from peers unencrypted: whoever reads the network reads them, and whoever "
@@ -147,7 +147,7 @@ class FabricWatch:
     def counters(self) -> dict[str, int]:
         """Bytes moved, requests refused, garbage, strangers."""
         counters = asdict(self._fabric.counters).items()
-        # Told also when it is 0: that nothing takes the short cut is what one looks for.
+        # Shown even if it is 0: operators look for transfers that do not take the short cut.
         shown = {name: n for name, n in counters if n or name == "short_cut_bytes"}
         return {f"fabric.{name}": n for name, n in (shown | self._fabric.refused).items()}
 
@@ -189,5 +189,5 @@ class QuietGate:
 def _asks(segment: Segment) -> bool:
     try:
         return segment.quiet
-    except ValueError:  # unmapped by the loop thread meanwhile: its trainer asks for nothing any more
+    except ValueError:  # the loop thread has unmapped it: its trainer is gone
         return False

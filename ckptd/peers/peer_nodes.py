@@ -32,11 +32,11 @@ __all__ = ["NeighbourListener", "Neighbours"]
 
 _HELLOS_PER_DEADLINE = 10
 _SURVEY_S = 3.0
-_SURVEY_SILENT_S = 0.5  # one that missed its last hellos is probably what the job is recovering from
-_FORGET_DEADLINES = 4  # without an answer, until a node that has no part in any run is forgotten
+_SURVEY_SILENT_S = 0.5  # the job is probably recovering from the loss of a node that missed its last hellos
+_FORGET_DEADLINES = 4  # without an answer, until a node without a part in any run is forgotten
 _MAX_PEERS = 65_536
-_PEER_DESCRIPTORS = 4  # three of our connection to it, and one of its connection to us
-_OTHER_DESCRIPTORS = 128  # for trainers, segments and what moves data
+_PEER_DESCRIPTORS = 4  # three for our connection to it, one for its connection to us
+_OTHER_DESCRIPTORS = 128  # for trainers, segments and transfers
 
 
 class NeighbourListener(Protocol):
@@ -194,8 +194,8 @@ class Neighbours:
         self._known[card.node] = fresh
         if known is not None:
             known.link.close()
-            fresh.boot_id = known.boot_id  # else nobody would notice that it was restarted
-            if known.lost:  # it gets its time anew
+            fresh.boot_id = known.boot_id  # so that a restart is noticed
+            if known.lost:  # its deadline starts again
                 self._listener.node_back(card.node)
 
     def _has_room(self, node: str, wanted: Container[str]) -> bool:
@@ -254,7 +254,7 @@ class Neighbours:
 
     def _heard(self, node: str, neighbour: _Neighbour, welcome: p.PeerWelcome) -> None:
         if self._known.get(node) is not neighbour:
-            return  # from an address that it had before
+            return  # an answer from its former address
         neighbour.asking = False
         neighbour.last_heard_s = self._clock()
         neighbour.free_bytes = welcome.free_bytes

@@ -75,7 +75,7 @@ class PeerInbox:
 
 
 _EVENT_EVERY_S = 60.0
-_MAX_TOLD = 4096  # peers and runs of which events were told lately
+_MAX_REPORTED = 4096  # peers and runs with a recent event
 
 _Guarded = GetHoldings | p.OpenReplica | p.OpenRead | p.GetDescriptor | p.DoubtSlot | p.Floor
 
@@ -100,7 +100,7 @@ class RunGuard:
     ) -> None:
         self.access = access
         self._events, self._record_of, self._clock = events, record_of, clock
-        self._told_s: dict[tuple[str, str, str, str], float] = {}
+        self._reported_s: dict[tuple[str, str, str, str], float] = {}
         self._since: Counter[tuple[str, str, str, str]] = Counter()
 
     def refusal(self, peer: str, message: p.PeerMessage) -> p.PeerRefused | None:
@@ -115,8 +115,7 @@ class RunGuard:
         if refused is not None:
             return refused
         if isinstance(message, p.OpenReplica) and not self.access.members(message.job, message.run):
-            # Of a run that nobody here knew, whoever brings it first; its members are told of later
-            # (`TellRun`).
+            # The first node that brings an unknown run is its member; its record follows (`TellRun`).
             self.access.admit(message.job, message.run, [peer], now_s=self._clock())
         elif isinstance(message, GetHoldings):
             self.access.admit(message.job, message.run, message.nodes, now_s=self._clock())
@@ -137,7 +136,7 @@ class RunGuard:
         """Why this peer may not replicate this rank."""
         record = self._record_of(message.job, message.run)
         if record is None or message.epoch != record.epoch:
-            return None  # another epoch than that of which members were told here: ranks may have moved
+            return None  # the members of that epoch are not known here: ranks may have moved
         if message.rank in _ranks_on(record, peer):
             return None
         why = f"rank {message.rank} does not run on {peer} in epoch {message.epoch}"
@@ -149,12 +148,12 @@ class RunGuard:
         """Add an event at most once a minute for each peer and run, with the number of suppressed ones."""
         key, now_s = (kind, peer, job, run), self._clock()
         self._events.count(kind)
-        if now_s - self._told_s.get(key, float("-inf")) < _EVENT_EVERY_S:
+        if now_s - self._reported_s.get(key, float("-inf")) < _EVENT_EVERY_S:
             self._since[key] += 1
             return
-        if len(self._told_s) >= _MAX_TOLD:
-            self._told_s.clear()
-        self._told_s[key] = now_s
+        if len(self._reported_s) >= _MAX_REPORTED:
+            self._reported_s.clear()
+        self._reported_s[key] = now_s
         more = f" ({self._since.pop(key, 0)} more since the last such event)"
         text = f"{peer} {what}" + (more if not more.startswith(" (0 ") else "")
         self._events.add(level, kind, f"{job}/{run}: {text}", RankKey(job, run, 0))

@@ -140,7 +140,7 @@ class Host:
         self._reads.tick(now_s)
         for segment in self._replicas.everything():
             if not segment.in_place():
-                text = f"{segment.path.name} was removed, replaced or cut short behind our back"
+                text = f"somebody removed, replaced or cut short {segment.path.name}"
                 self._node.events.add("error", "segment_vanished", text)
                 self.remove(segment, "it is lost")
         for segment, why in self._unneeded(now_s) or self._expired(now_s):

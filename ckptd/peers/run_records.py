@@ -86,7 +86,7 @@ class RunRecords:
         here = {member.card.node for member in message.members}
         others = [card for card in before.cards if card.node not in here]
         begun = message.epoch != before.epoch
-        # What was complete counts in the new history if that goes on from there.
+        # A complete suffix counts in the new history if that continues from it.
         recoverable = message.epoch_start >= 0 if begun else before.recoverable
         fresh = msgspec.structs.replace(
             before,

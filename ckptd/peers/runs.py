@@ -366,7 +366,7 @@ class Run:
             replication.read_slots()
             if replication.core.aim == aim and not taken:
                 return True
-        return False  # the ring is quicker than we are: at the next snapshot, or tick
+        return False  # the ring changes too fast: try again at the next snapshot or tick
 
     def _window(self, rank: int) -> int:
         if self._num_ranks == 1:

@@ -415,7 +415,7 @@ class RankReplication:
             self.feed(SealedThere(node, key))
 
         def refused(code: str, reason: str) -> None:
-            self._give_back(node, grant.ticket)  # it may not have heard of the end
+            self._give_back(node, grant.ticket)  # it may not know that the put has ended
             self.feed(SealRefused(node, key, code, reason))
 
         link.ask(

@@ -222,7 +222,9 @@ class WriteGrants:
         newest = self._known.newest_epoch(job, run)
         if max(header.epoch, message.epoch) > newest:
             # An epoch that nobody announced would make all that lies here stale, or end every promise.
-            text = f"epoch {max(header.epoch, message.epoch)}, and of none after {newest} was told"
+            text = (
+                f"epoch {max(header.epoch, message.epoch)} is above {newest}, the newest that was announced"
+            )
             return p.PeerRefused("bad_message", text)
         if message.epoch >= 0:
             promised = Promise(message.floor, message.horizon)
@@ -391,6 +393,6 @@ def _mismatch(
     except ImageError as error:
         return "replica_damaged", str(error)
     if not matches(image, digest, threads=threads.count):
-        text = "its xxh3 digests match, the cryptographic digest that its sender told does not"
+        text = "its xxh3 digests match, and the cryptographic digest of its sender does not"
         return "replica_forged", f"{text}: somebody changed bytes and digests together"
     return "", ""

@@ -85,7 +85,7 @@ class FetchedPiece:
         self._begun = self._asked = False
         self._may_ask_storage = tools.stored and all(s.node != STORE_NODE for s in self._sources)
         self._asks_storage = False
-        self._disputes = False  # what holders vouch for; the others are waited for
+        self._disputes = False  # holders vouch for different digests; wait for the others
         self._fd = -1
         self._busy = False  # a worker copies or verifies
 
@@ -443,7 +443,7 @@ class FetchJob:
         for index, piece in enumerate(pieces):
             header = unpack_slot_header(piece.header)
             if header is None:
-                self._unfit = "a slot header in what is asked for is damaged"
+                self._unfit = "a slot header in the request is damaged"
                 break
             if not 0 < header.image_len <= segment.geometry.slot_bytes:  # a peer's header says so
                 self._unfit = f"an image of {header.image_len} bytes fits into no slot here"

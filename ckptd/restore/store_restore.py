@@ -167,7 +167,7 @@ class _Look:
         )
 
     def failed(self, run: tuple[str, str], code: str, reason: str) -> None:
-        text = f"what is durable of {'/'.join(run)} cannot be told: {reason} ({code})"
+        text = f"the durable checkpoints of {'/'.join(run)} cannot be listed: {reason} ({code})"
         hint = "`ckptctl events` and `ckptctl checkpoints` say more; start again when the store answers"
         self.reply = m.Refused(RefusalCode.NOT_FOUND, text, hint)
 

@@ -236,7 +236,7 @@ OUT_OF_PLACE: dict[str, tuple[Change, m.RefusalCode, str]] = {
     "another kind": (
         lambda s: wanted(s.make("log", 5), kind="snapshots"),
         m.RefusalCode.BAD_MESSAGE,
-        "has kind 'log', asked for was 'snapshots'",
+        "has kind 'log', the request is for 'snapshots'",
     ),
     "not there": (
         lambda s: wanted(s.make("log", 5), name="job~run~r1~g7.boundary"),
@@ -288,7 +288,7 @@ def test_a_damaged_header_is_refused(setting: Setting) -> None:
     piece = m.FetchPiece(bytes(header), (m.FetchSource("here", source.path.name, 0),))
     refused = setting.ask(m.Fetch((piece,), (), "log", 1))
     assert isinstance(refused, m.Refused)
-    assert "a slot header in it is damaged" in refused.message
+    assert "a slot header in the request is damaged" in refused.message
 
 
 def test_an_image_that_no_slot_of_its_segment_can_hold_is_not_fetched(setting: Setting) -> None:

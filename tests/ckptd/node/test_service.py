@@ -349,7 +349,7 @@ def test_what_a_trainer_parked_and_had_no_time_to_tell_is_told_once(setting: Set
     setting.service.trainers.gone(session, "its process ended")
     eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
     setting.service.tick()
-    ours = f"parked at iteration 7: process {os.getpid()} ended before it could tell"
+    ours = f"parked at iteration 7: process {os.getpid()} ended before it could report it"
     assert parked_events(setting) == ["parked at iteration 6", ours]
     setting.attach(0)  # in a container the next process has the same number
     setting.ask(m.Detach(final=False))
@@ -371,7 +371,7 @@ def test_what_was_parked_while_no_daemon_was_there_is_told_by_the_next_one(
     assert isinstance(setting.ask(goes_on), m.Attached)
     setting.ask(m.Detach(final=False))
     assert parked_events(setting) == [
-        f"parked at iteration 6: process {os.getpid()} ended before it could tell"
+        f"parked at iteration 6: process {os.getpid()} ended before it could report it"
     ]
 
 
