@@ -149,9 +149,8 @@ def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
                 f"the daemon on {endpoint} was started by an operator and is away; a trainer "
                 "starts none in its place",
                 operation="find daemon",
-                hint="start it again (`ckptd run`, or its service). If there is to be none any "
-                f"more, remove {operated}: trainers "
-                "then start their own",
+                hint="start it again (`ckptd run`, or its service). If there is to be none any more, remove "
+                f"{operated}: trainers then start their own",
             )
         time.sleep(0.1)
     return True

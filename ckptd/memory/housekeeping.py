@@ -94,13 +94,7 @@ class Housekeeper:
         tell_adopted(self._events, found)
         for segment in found.segments:
             owner = "its trainer lives" if segment.detached_at_s is None else "without a trainer"
-            self._events.add(
-                "info",
-                "adopted",
-                f"{segment.key} generation {segment.generation} "
-                f"({format_bytes(segment.file_bytes)}, {owner})",
-                segment.key,
-            )
+            self._report("info", "adopted", segment, f"({format_bytes(segment.file_bytes)}, {owner})")
             self.settle(segment)
             self._in_background(partial(self._store.lock_in_memory, segment))
 
@@ -144,16 +138,11 @@ class Housekeeper:
             self._events.count("settle_again")
             logger.warning("%s is settled later: %s", segment.path.name, error)
             return
-        where = f"{segment.key} generation {segment.generation}"
         for index in report.freed:
-            self._events.add("warning", "slot_freed", f"{where} slot {index} was being filled", segment.key)
+            self._report("warning", "slot_freed", segment, f"slot {index} was being filled")
         for index in report.damaged:
-            self._events.add(
-                "error",
-                "slot_damaged",
-                f"{where} slot {index} had a damaged header and is free now",
-                segment.key,
-            )
+            text = f"slot {index} had a damaged header and is free now"
+            self._report("error", "slot_damaged", segment, text)
         for index in report.to_seal:
             self.seal(segment, index)
 
@@ -179,12 +168,7 @@ class Housekeeper:
     def remove(self, segment: Segment, why: str) -> None:
         """Unlink a segment now; a worker gives its pages back."""
         self._store.remove(segment)
-        self._events.add(
-            "info",
-            "removed",
-            f"{segment.key} generation {segment.generation} ({format_bytes(segment.file_bytes)}): {why}",
-            segment.key,
-        )
+        self._report("info", "removed", segment, f"({format_bytes(segment.file_bytes)}): {why}")
         self._in_background(segment.close)
 
     def _sealed(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
@@ -198,13 +182,8 @@ class Housekeeper:
             elif segment.is_log:
                 self._listener.log_sealed(segment)
         elif outcome.verdict is SealVerdict.DAMAGED:
-            self._events.add(
-                "error",
-                "slot_damaged",
-                f"{segment.key} generation {segment.generation} slot {index} holds no image "
-                f"(iteration {outcome.iteration}): {outcome.reason}; it is free now",
-                segment.key,
-            )
+            text = f"slot {index} holds no image (iteration {outcome.iteration}): {outcome.reason}"
+            self._report("error", "slot_damaged", segment, f"{text}; it is free now")
 
     def _seal_failed(self, segment: Segment, index: int, error: BaseException) -> None:
         self._sealing.discard((segment, index))
@@ -214,8 +193,7 @@ class Housekeeper:
         self._events.add("error", "seal_failed", f"{segment.key} slot {index}: {error!r}")
 
     def _watch_owner(self, segment: Segment, now_s: float) -> None:
-        owned = segment.owned()
-        if owned:
+        if segment.owned():
             segment.detached_at_s = None
         elif segment.detached_at_s is None:
             segment.detached_at_s = now_s
@@ -231,15 +209,12 @@ class Housekeeper:
         size = os.fstat(segment.fd).st_size
         others = set(locks.holders_of(segment.path)) - {os.getpid()}
         self._store.remove(segment)
-        self._events.add(
-            "error",
-            "segment_cut",
-            f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process "
-            "that may write to it "
-            f"(open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its snapshots "
-            "are lost, and it is removed",
-            segment.key,
+        text = (
+            f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process that may "
+            f"write to it (open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its "
+            "snapshots are lost, and it is removed"
         )
+        self._events.add("error", "segment_cut", text, segment.key)
         self._in_background(segment.close)
 
     def _rescued(self, segment: Segment, now_s: float) -> bool:
@@ -283,13 +258,8 @@ class Housekeeper:
         if index in segment.damaged or segment.header(index) is not None:
             return
         segment.damaged.add(index)
-        self._events.add(
-            "error",
-            "slot_damaged",
-            f"{segment.key} generation {segment.generation} slot {index} has a damaged header; "
-            "it counts as free",
-            segment.key,
-        )
+        text = f"slot {index} has a damaged header; it counts as free"
+        self._report("error", "slot_damaged", segment, text)
 
     def _expire(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         limit_s = self._config.retain_detached_s
@@ -344,13 +314,8 @@ class Housekeeper:
         self._events.count(f"scrub.{outcome.verdict}")
         if outcome.verdict is SealVerdict.DAMAGED:
             self._listener.slot_damaged(segment)
-            self._events.add(
-                "error",
-                "slot_quarantined",
-                f"{segment.key} generation {segment.generation} slot {index} "
-                f"(iteration {outcome.iteration}): {outcome.reason}; it is quarantined",
-                segment.key,
-            )
+            text = f"slot {index} (iteration {outcome.iteration}): {outcome.reason}; it is quarantined"
+            self._report("error", "slot_quarantined", segment, text)
 
     def _scrub_failed(self, segment: Segment, error: BaseException) -> None:
         self._scrubbing = False
@@ -358,6 +323,10 @@ class Housekeeper:
             return  # it was removed while it waited
         logger.error("scrubbing %s failed", segment.path.name, exc_info=error)
         self._events.add("error", "scrub_failed", f"{segment.key}: {error!r}", segment.key)
+
+    def _report(self, level: str, kind: str, segment: Segment, text: str) -> None:
+        text = f"{segment.key} generation {segment.generation} {text}"
+        self._events.add(level, kind, text, segment.key)
 
     def _in_background(self, task: Callable[[], None]) -> None:
         self._slow.submit(task, lambda _: None, self._background_failed)

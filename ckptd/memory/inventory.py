@@ -133,9 +133,7 @@ def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:
 
 def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
     """One slot, as the core sees it."""
-    anchors = _anchors(segment, index, header)
-    width = (segment.descriptor.num_operators + 7) // 8
-    return header_record(header, segment.generation, index, anchors.to_bytes(width, "little"))
+    return header_record(header, segment.generation, index, _packed_anchors(segment, index, header))
 
 
 def log_records(segment: Segment) -> list[SlotRecord]:
@@ -145,13 +143,8 @@ def log_records(segment: Segment) -> list[SlotRecord]:
 
 def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
     """The sealed slots of a segment, for nodes that may read or replicate them."""
-    width = (segment.descriptor.num_operators + 7) // 8
     return tuple(
-        HeldSlot(
-            index,
-            pack_slot_header(header),
-            _anchors(segment, index, header).to_bytes(width, "little"),
-        )
+        HeldSlot(index, pack_slot_header(header), _packed_anchors(segment, index, header))
         for index, header in segment.headers()
         if header.state is SlotState.SEALED
     )
@@ -262,6 +255,11 @@ def _slot_info(segment: Segment, index: int, header: SlotHeader) -> SlotInfo:
         writer_pid=header.writer_pid,
         anchors=anchors.to_bytes((anchors.bit_length() + 7) // 8, "little"),
     )
+
+
+def _packed_anchors(segment: Segment, index: int, header: SlotHeader) -> bytes:
+    width = (segment.descriptor.num_operators + 7) // 8
+    return _anchors(segment, index, header).to_bytes(width, "little")
 
 
 def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:

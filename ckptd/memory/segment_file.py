@@ -137,6 +137,13 @@ class Segment:
             if (header := self.header(index)) is not None:
                 yield index, header
 
+    def sealed(self, index: int, sequence: int) -> SlotHeader | None:
+        """The header of a slot that is sealed and has this sequence number; else None."""
+        header = self.header(index)
+        if header is None or (header.state, header.sequence) != (SlotState.SEALED, sequence):
+            return None
+        return header
+
     def gives_away(self) -> bool:
         """Whether a trainer has locked a slot that still holds a snapshot, to overwrite it. The lock is
         read before the header.

@@ -99,10 +99,10 @@ def scrub_slot(
         threads: for the cryptographic digest.
     """
     with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
-        header = segment.header(index)
+        header = segment.sealed(index, sequence)
         if not taken:
             return SealOutcome(SealVerdict.BUSY)
-        if header is None or header.state is not SlotState.SEALED or header.sequence != sequence:
+        if header is None:
             return SealOutcome(SealVerdict.CHANGED)
         try:
             image = segment.image(index, header)

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.core.slots.snapshot_events import SnapshotKey
 from ckptd.memory import locks
@@ -71,7 +71,5 @@ class SlotHolds:
 
 
 def _is_there(segment: Segment, index: int, key: SnapshotKey) -> bool:
-    header = segment.header(index)
-    if header is None or header.state is not SlotState.SEALED:
-        return False
-    return (header.iteration, header.epoch, header.sequence) == key[1:]
+    header = segment.sealed(index, key.sequence)
+    return header is not None and (header.iteration, header.epoch) == (key.iteration, key.epoch)

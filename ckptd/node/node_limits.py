@@ -46,13 +46,12 @@ def check_descriptors(events: EventLog) -> None:
     """Warn of a limit of open files that strangers could use up."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < ENOUGH_DESCRIPTORS:
-        events.add(
-            "warning",
-            "few_descriptors",
-            f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS} somebody "
-            "who opens connections faster "
-            "than they are closed can end it. Raise the hard limit of open files (LimitNOFILE=, ulimit -n)",
+        text = (
+            f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS}, somebody who opens "
+            "connections faster than they are closed can end it. Raise the hard limit of open files "
+            "(LimitNOFILE=, ulimit -n)"
         )
+        events.add("warning", "few_descriptors", text)
 
 
 def physical_memory() -> int:

@@ -181,9 +181,8 @@ class Trainers:
         if waiting := self._peering.waits_for(message.job, message.run):
             return m.Refused(
                 RefusalCode.NOT_READY,
-                f"{len(waiting)} files of {message.job}/{message.run} cannot be opened now, such "
-                f"as {waiting[0]}: "
-                "their content is not known yet",
+                f"{len(waiting)} files of {message.job}/{message.run} cannot be opened now, such as "
+                f"{waiting[0]}: their content is not known yet",
                 "`ckptctl events` says why (segment_waits); `ckptctl forget` gives them up",
             )
         owner = self._current_owner(wish)

@@ -158,11 +158,9 @@ class FabricWatch:
             self._forged += new
             self._due_s = now_s + _FORGED_EVERY_S
             text = (
-                f"{new} data streams brought something that the peer did not send, and were broken "
-                "off; the last "
-                f"{self._fabric.newest_forgery}. Nothing of it is kept, and what they carried is "
-                "sent again. Somebody "
-                "changes packets on the way, or something damages them past TCP's checksum."
+                f"{new} data streams carried bytes that the peer did not send, and were closed; the last "
+                f"{self._fabric.newest_forgery}. These bytes are discarded, and the transfers are repeated. "
+                "Somebody changes packets on the way, or something damages them past TCP's checksum."
             )
             self._events.add("error", "stream_forged", text)
 

@@ -234,8 +234,7 @@ class Host:
         segment = self._find(message.job, message.run, message.name)
         if segment is None or message.slot >= segment.geometry.num_slots:
             return
-        header = segment.header(message.slot)
-        if header is not None and (header.state, header.sequence) == (SlotState.SEALED, message.sequence):
+        if segment.sealed(message.slot, message.sequence) is not None:
             self._doubt(segment, message.slot, message.sequence)
 
     def _descriptor(self, message: p.GetDescriptor) -> p.PeerReply:

@@ -121,8 +121,8 @@ class ReadGrants:
     def _register(self, peer: str, message: p.OpenRead, segment: Segment, fd: int) -> Region | p.PeerRefused:
         header = None
         if locks.try_lock(fd, slot_lock_byte(message.slot), exclusive=False):
-            header = segment.header(message.slot)
-        if header is None or header.state is not SlotState.SEALED or header.sequence != message.sequence:
+            header = segment.sealed(message.slot, message.sequence)
+        if header is None:
             return p.PeerRefused("unknown", f"slot {message.slot} no longer holds that snapshot")
         return self._host.fabric.register(
             segment.image(message.slot, header),

@@ -74,21 +74,24 @@ class CopyDoubts:
     def _ask(self, node: str, message: p.DoubtSlot) -> None:
         link = self._link(node)
         if link is None:
-            self._open.pop((node, message), None)
+            self._close(node, message)
             logger.warning("%s has left: nobody verifies %s there", node, message.name)
             return
         self._open[node, message] = True
         link.ask(
             message,
             p.PeerDone,
-            lambda _: self._open.pop((node, message), None),
+            lambda _: self._close(node, message),
             lambda code, reason: self._failed(node, message, code, reason),
         )
+
+    def _close(self, node: str, message: p.DoubtSlot) -> None:
+        self._open.pop((node, message), None)
 
     def _failed(self, node: str, message: p.DoubtSlot, code: str, reason: str) -> None:
         if code not in _NO_ANSWER:
             logger.warning("%s does not verify %s: %s", node, message.name, reason)
-            self._open.pop((node, message), None)
+            self._close(node, message)
         elif (node, message) in self._open:
             self._open[node, message] = False
 
