@@ -198,9 +198,9 @@ class Daemon(SlotListener):
         folder = private_folder(self._config.segment_dir, "segment folder", self._group)
         self._claims.append(claim(folder, "segment folder", self._config.listen))
         text = (
-            f"somebody removed the segment folder {folder}; it is made again. The usual cause is logind, which "
-            "removes a user's files in /dev/shm when the last login ends: run the daemon as a system user, set "
-            "RemoveIPC=no in /etc/systemd/logind.conf, or run "
+            f"somebody removed the segment folder {folder}; it is made again. The usual cause is logind, "
+            "which removes a user's files in /dev/shm when the last login ends: run the daemon as a system "
+            "user, set RemoveIPC=no in /etc/systemd/logind.conf, or run "
             f"`loginctl enable-linger {getpass.getuser()}`; `ckptctl doctor` checks it"
         )
         self._events.add("error", "segment_folder_removed", text)

@@ -454,7 +454,8 @@ class ParkEvents:
             return False
         if header.state is SlotState.FILLED:
             return True
-        text = f"parked at iteration {header.iteration}: process {left.session.pid} ended before it could report it"
+        pid = left.session.pid
+        text = f"parked at iteration {header.iteration}: process {pid} ended before it could report it"
         self._events.add("info", "parked", text, left.session.key)
         return False
 
