@@ -28,9 +28,7 @@ class EventLog:
         self.counters: Counter[str] = Counter()
 
     def add(self, level: str, kind: str, message: str, key: RankKey | None = None) -> None:
-        """Record one event; level is info, warning or error. Text from trainers and peers is made safe to
-        print.
-        """
+        """Record one event, made safe to print; level is info, warning or error."""
         kind, message = one_line(kind), one_line(message)
         self._last_seq += 1
         self._events.append(

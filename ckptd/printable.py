@@ -1,8 +1,8 @@
-"""Text that is safe to print, and log records made of it: no credentials, and no characters that steer a
-terminal or forge a line of a log.
+"""Text that is safe to print, and log records made of it.
 
-Events, log lines, errors and the output of `ckptctl` pass here, wherever they come from: a trainer's
-notice, a peer's refusal, the error of a store's client.
+It has no credentials, and no characters that steer a terminal or forge a line of a log. Events, log lines,
+errors and the output of `ckptctl` pass here, wherever they come from: a trainer's notice, a peer's refusal,
+the error of a store's client.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def for_terminal(text: str) -> str:
 
 
 def for_json(encoded: str) -> str:
-    """A JSON document that is safe to print, with the same meaning. Encoders escape controls below U+0020
-    only; terminals obey others.
-    """
+    """Escape a JSON document further: terminals obey more controls than encoders escape."""
     return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)
 
 

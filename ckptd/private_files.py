@@ -1,8 +1,8 @@
-"""Small files that only their owner may read: keys, owners of ranks, records of runs. They appear complete,
-or not at all.
+"""Small files that only their owner may read: keys, owners of ranks, records of runs.
 
-The mode is 0600 whatever the umask is. A process that dies meanwhile leaves a file that nobody reads,
-`.<name>.<random>.tmp`. This module is below all others: the engines import it, too.
+They appear complete, or not at all. The mode is 0600 whatever the umask is. A process that dies meanwhile
+leaves a file that nobody reads, `.<name>.<random>.tmp`. This module is below all others: the engines import
+it, too.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ class SavedIteration:
 def saved_iterations(
     job: str, run: str, *, daemon: str | None = None, verify_iterations: int = VERIFY_ITERATIONS
 ) -> list[SavedIteration]:
-    """All iterations that ``RecoveryOptions(resume_at=)`` can go back to, newest first: in memory, on peers
-    and (the newest few) in storage.
+    """The iterations that ``RecoveryOptions(resume_at=)`` can go back to, newest first.
+
+    They are in memory, on peers and (the newest few) in storage.
 
     Args:
         job, run: as in the first line of a trainer's log.

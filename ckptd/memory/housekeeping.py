@@ -125,9 +125,7 @@ class Housekeeper:
                 self._vanished(segment)
 
     def settle(self, segment: Segment) -> None:
-        """Free what a dead trainer was filling and seal what it had filled; failures are retried at a later
-        tick.
-        """
+        """Free what a dead trainer was filling and seal what it had filled; retried at later ticks."""
         self._unsettled.discard(segment)
         if self._store.get(segment.key, segment.generation) is not segment:
             return  # it went meanwhile

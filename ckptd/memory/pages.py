@@ -151,13 +151,13 @@ class _Region:
 
 
 class FileMapping:
-    """``size`` bytes of an open file, mapped as ``view``; a file that is cut short does not end this
-    process.
+    """A mapped file that may be cut short without ending this process.
 
-    Trainers may write to their segments, so they may truncate them, and the kernel answers an access to a
-    page that is gone with SIGBUS, which kills. This class catches it: the handler replaces the whole
-    mapping with fresh zeroed memory and marks it as ``cut``; the access continues and reads zeros, which
-    match no checksum. (libwayland protects compositors from their clients in the same way.)
+    ``view`` is ``size`` bytes of an open file, until the last view of it is gone. Trainers may write to
+    their segments, so they may truncate them, and the kernel answers an access to a page that is gone with
+    SIGBUS, which kills. This class catches it: the handler replaces the whole mapping with fresh zeroed
+    memory and marks it as ``cut``; the access continues and reads zeros, which match no checksum.
+    (libwayland protects compositors from their clients in the same way.)
 
     Reads through the kernel (``pread``) are no alternative: other processes share headers, hints and images
     byte by byte. The handler costs nothing until it runs.
@@ -166,8 +166,6 @@ class FileMapping:
     faulting thread is at an instruction that accesses mapped memory, so it holds none of the locks of
     ``malloc`` or the interpreter except, perhaps, the GIL, which the callback takes or has. A fault
     elsewhere, and one that hardware reports, gets the default action: the process ends.
-
-    The mapping lasts until the last view of it is gone.
 
     Raises:
         OSError: it cannot be mapped.

@@ -1,12 +1,11 @@
-"""Replays of this node's runs that did not reproduce, and the slots quarantined for it
-(docs/replication.md §2.1).
+"""Failed replays of this node's runs, and the slots quarantined for them (docs/replication.md §2.1).
 
-One file per run is kept with its segments, so that it lives as long as they do: the trainer that
-found the failure is about to end, and the daemon may restart before the next one comes. The file is
-written as a whole and renamed; one that cannot be read counts as none, which costs one more replay.
+One file per run is kept with its segments, so that it lives as long as they do: the trainer that found the
+failure is about to end, and the daemon may restart before the next one comes. The file is written as a
+whole and renamed; one that cannot be read counts as none, which costs one more replay.
 
-A slot of a quarantined snapshot only changes its state, in segments of ranks and in replicas. Its
-content stays until the ring needs its room, so that somebody can examine it, or lift the quarantine.
+A slot of a quarantined snapshot only changes its state, in segments of ranks and in replicas. Its content
+stays until the ring needs its room, so that somebody can examine it, or lift the quarantine.
 """
 
 from __future__ import annotations
@@ -115,9 +114,7 @@ class Quarantine:
             self._apply(job, run)
 
     def tick(self) -> None:
-        """Quarantine slots that arrived since (fetched, or sent by a peer); forget runs without segments
-        here.
-        """
+        """Quarantine slots that arrived since; forget runs without segments here."""
         for job, run in list(self._known):
             if not any(True for _ in self._segments(job, run)):
                 self.forget(job, run)
@@ -125,9 +122,7 @@ class Quarantine:
                 self._apply(job, run)
 
     def lift(self, job: str, run: str) -> list[tuple[Segment, int, int]]:
-        """Lift the quarantine of a run; returns the slots, with sequence numbers, that should be verified
-        now.
-        """
+        """Lift the quarantine of a run; returns slots and sequence numbers to verify now."""
         marks = self.marks(job, run)
         found: list[tuple[Segment, int, int]] = []
         for segment in self._segments(job, run):
@@ -177,9 +172,7 @@ class Quarantine:
 
 
 def _change(segment: Segment, marks: frozenset[Mark], old: SlotState, new: SlotState) -> list[int]:
-    """Give the slots of marked snapshots another state; returns their numbers. Slots that are about to be
-    filled are left alone.
-    """
+    """Change the state of marked snapshots' slots, unless they are about to be filled; returns which."""
     changed: list[int] = []
     for index, seen in segment.headers():
         if seen.state is not old or (seen.iteration, seen.epoch) not in marks:

@@ -1,5 +1,4 @@
-"""Segment files, mapped: headers and images of their slots, hints for trainers, and the adoption of
-files that an earlier daemon left.
+"""Segment files, mapped: slots, hints for trainers, and the adoption of an earlier daemon's files.
 
 Slot states are changed here only under the slot's lock, or where no trainer can be writing.
 """
@@ -145,8 +144,9 @@ class Segment:
         return header
 
     def gives_away(self) -> bool:
-        """Whether a trainer has locked a slot that still holds a snapshot, to overwrite it. The lock is
-        read before the header.
+        """Whether a trainer has locked a slot with a snapshot, to overwrite it.
+
+        The lock is read before the header.
         """
         return self.fd >= 0 and any(
             locks.is_locked(self.fd, slot_lock_byte(index), exclusive=False)

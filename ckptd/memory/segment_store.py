@@ -182,8 +182,9 @@ class SegmentStore:
         return self.bytes_for(*Purpose)
 
     def facts(self) -> list[SegmentFacts]:
-        """The memory of ranks of this node, for their admission; what is being made counts, and a copy is
-        not offered to any rank.
+        """The memory of this node's ranks, for admission.
+
+        What is being made counts; a copy is not offered to any rank.
         """
         ranks = self._held[Purpose.RANK].values()
         copies = [_copy_facts(held) for held in self._held[Purpose.COPY].values()]
@@ -379,9 +380,7 @@ class SegmentStore:
         )
 
     def _generations(self, key: RankKey, *, aside: bool = False) -> list[int]:
-        """The generations of all files of a rank, also waiting ones; ``aside``: and of files that were put
-        aside.
-        """
+        """The generations of all files of a rank; ``aside``: also of files put aside."""
         stem = f"{key.job}~{key.run}~r{key.rank}~g"
         found = []
         for path in self.folder.glob(f"{stem}*"):
@@ -554,8 +553,7 @@ class SegmentMaker:
         what: str = "",
         final: bool = True,
     ) -> Refused | None:
-        """Begin to make a segment; ``made`` or ``refused`` is called later. Or a refusal is returned, and
-        neither is called.
+        """Begin to make a segment; returns a refusal, or calls ``made`` or ``refused`` later.
 
         Args:
             what: describes the segment in a refusal.

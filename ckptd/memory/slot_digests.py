@@ -1,5 +1,4 @@
-"""Digests of slots, made and compared on worker threads: sealing, scrubbing, doubts, and cryptographic
-digests.
+"""Digests of slots on worker threads: sealing, scrubbing, doubts, and cryptographic digests.
 
 A worker takes the slot's read lock on a description of its own, reads the header again under the lock, and
 changes nothing if the slot holds something else by now.
@@ -285,8 +284,7 @@ class _Damaged(NotVouched):
 
 
 class ImageDigests:
-    """Cryptographic digests of sealed images, made once per snapshot and kept with it
-    (`Segment.keep_digest`).
+    """Cryptographic digests of sealed images, made once and kept (`Segment.keep_digest`).
 
     Sealing makes xxh3 digests only, which is five times as fast; a cryptographic digest is made when it is
     first needed. An image that does not match its xxh3 digests any more gets none. They are compared after
@@ -313,8 +311,9 @@ class ImageDigests:
         self._waiting: dict[_Job, list[Vouched]] = {}
 
     def want(self, segment: Segment, index: int, header: SlotHeader, done: Vouched) -> None:
-        """Get the digest of a sealed slot; ``done`` is called once, now if the digest is known. Requests
-        for the same slot share one job.
+        """Call ``done`` once with the digest of a sealed slot, now if it is known.
+
+        Requests for the same slot share one job.
         """
         if known := segment.kept_digest(index, header):
             done(known, "")
@@ -358,8 +357,7 @@ class ImageDigests:
 def digest_slot(
     segment: Segment, index: int, header: SlotHeader, threads: int, map_fn: DigestMap | None
 ) -> tuple[str, int]:
-    """Make and keep the digest of a sealed slot; returns it and the nanoseconds that it took (0: it was
-    kept already).
+    """Make and keep the digest of a sealed slot; returns it and its nanoseconds (0: it was kept).
 
     Raises:
         NotVouched: there is no digest of this snapshot.

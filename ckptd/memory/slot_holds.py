@@ -29,9 +29,7 @@ class HeldSnapshot:
 
 
 class SlotHolds:
-    """The slots that one user of a rank's snapshots holds; the trainer passes them over until they are
-    released.
-    """
+    """The slots that one reader of a rank's snapshots holds; the trainer passes them over."""
 
     def __init__(self, store: SegmentStore, rank: RankKey) -> None:
         self._store, self._rank = store, rank

@@ -308,8 +308,9 @@ _BEYOND_DRAIN_S = 5.0
 
 
 def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
-    """Lock a folder. A daemon that a trainer started is asked to end, and leaves its memory; one that ends
-    anyway is waited for.
+    """Lock a folder; a daemon that a trainer started is asked to end, and waited for.
+
+    It leaves its memory. One that ends anyway is waited for, too.
 
     Raises:
         AlreadyRunning: another daemon uses the folder, and goes on.
@@ -329,9 +330,7 @@ def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
 
 
 def _goes(holder: AlreadyRunning) -> bool:
-    """Ask the holder of the lock to end; false if it refuses. One that does not answer is starting or
-    ending.
-    """
+    """Ask the lock's holder to end; false if it refuses. A silent one is starting or ending."""
     if not holder.endpoint:
         return False  # it has just started, or its version does not write the endpoint
     try:

@@ -26,9 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_digest_threads(cpus: int) -> int:
-    """Half of a small machine's processors, up to four; on a large machine an eighth, up to 16: it has
-    several GPUs to keep up with.
-    """
+    """Half of the processors, up to four; on a large machine an eighth, up to 16, for several GPUs."""
     return max(1, min(4, cpus // 2), min(16, cpus // 8))
 
 

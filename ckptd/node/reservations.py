@@ -1,7 +1,7 @@
-"""Segments that trainers ask for: empty ones, ones filled from other nodes, and copies of what other
-ranks have (docs/replication.md §7).
+"""Segments that trainers ask for (docs/replication.md §7).
 
-On the daemon's loop thread; the answer follows when the memory is there (`SegmentMaker`).
+Empty ones, ones filled from other nodes, and copies of what other ranks have. On the daemon's loop thread;
+the answer follows when the memory is there (`SegmentMaker`).
 """
 
 from __future__ import annotations
@@ -243,8 +243,9 @@ def _contradiction(descriptor: SegmentDescriptor, wish: AttachWish) -> str | Non
 
 
 def _bad_request(request: _Request) -> str | None:
-    """Why a fetch is refused, if it is: a trainer reads what ranks of its own run have, and all pieces
-    are of one rank.
+    """Why a fetch is refused, if it is.
+
+    A trainer reads what ranks of its own run have, and all pieces are of one rank.
     """
     message, world_size = request.message, request.session.wish.world_size
     if request.is_copy and not 0 <= message.rank < world_size:

@@ -351,8 +351,7 @@ class OwnerTokens:
         return known is not None and token != b"" and hmac.compare_digest(known, _digest(token))
 
     def enter(self, key: RankKey, token: bytes, live: Container[RankKey]) -> str:
-        """A process that shows this token is attached as a rank; returns an error if it could not be
-        written.
+        """A process with this token is attached as a rank; returns an error if it was not written.
 
         Args:
             live: ranks that have an owner; digests of other ranks are dropped.

@@ -49,10 +49,9 @@ def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
 
 
 def port_limits(descriptors: int) -> tuple[AdmissionLimits, AdmissionLimits]:
-    """Limits of connections from others, given the limit of descriptors: on the control port, and on the
-    data port.
+    """Limits of incoming connections: on the control port, and on the data port.
 
-    Together at most half of the descriptors, with all strangers: the rest is for segments, trainers and
+    Together at most half of ``descriptors``, with all strangers: the rest is for segments, trainers and
     outgoing connections. Without a limit (``RLIM_INFINITY``, which is -1), each gets its maximum.
     """
     if descriptors == resource.RLIM_INFINITY:

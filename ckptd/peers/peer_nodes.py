@@ -199,9 +199,7 @@ class Neighbours:
                 self._listener.node_back(card.node)
 
     def _has_room(self, node: str, wanted: Container[str]) -> bool:
-        """Whether one more node may be connected; the unneeded node that was silent longest makes room for
-        it.
-        """
+        """Whether one more node may be connected; the longest silent unneeded node makes room."""
         most = _most_peers()
         needed = self._listener.needed_nodes() if len(self._known) >= most else ()
         while len(self._known) >= most:

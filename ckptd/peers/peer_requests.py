@@ -1,6 +1,4 @@
-"""Requests of peers: how many may wait for the loop thread, and who may ask about which run
-(docs/replication.md section 8).
-"""
+"""Requests of peers: how many may wait, and who may ask about which run (docs/replication.md §8)."""
 
 from __future__ import annotations
 

@@ -354,8 +354,9 @@ class ReplicaLeases:
 
 
 def _slots_for(message: p.OpenReplica, descriptor: SegmentDescriptor) -> int:
-    """Room for two suffixes: over a gap, the old one stays until the new one is complete. A log
-    has as many slots as its primary.
+    """Room for two suffixes: over a gap, the old one stays until the new one is complete.
+
+    A log has as many slots as its primary.
     """
     if descriptor.is_log:
         return message.num_slots

@@ -259,9 +259,7 @@ def local_holdings(
     record: RunRecord | None,
     failures: tuple[ReplayFailure, ...] = (),
 ) -> Holdings:
-    """Every sealed snapshot, logged iteration and parked state of a run on this node, its record, and
-    the replays that did not reproduce.
-    """
+    """Every sealed slot of a run on this node, its record, and its failed replays."""
     own = [held_segment(s, own=True) for s in store.of_run(job, run)]
     others = [held_segment(s, own=False) for s in replicas.of_run(job, run)]
     logs = [held_segment(s, own=True) for s in store.logs_of_run(job, run)]

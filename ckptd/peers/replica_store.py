@@ -145,8 +145,9 @@ class ReplicaStore:
         return self._operators[name]
 
     def group_of(self, segment: Segment) -> list[Segment]:
-        """Replicas whose snapshots may form a suffix with this one's: of one rank, with one operator
-        table. Oldest first, this one included.
+        """Replicas whose snapshots may form a suffix with this one's, oldest first, this one included.
+
+        They are of one rank, with one operator table.
         """
         operators = self._operators_of(segment)
         found = [

@@ -224,9 +224,7 @@ def decode_record(data: bytes) -> RunRecord:
 
 
 def _with_epoch(epochs: Epochs, epoch: int, start: int, follows: int) -> Epochs:
-    """Add an epoch; of two starts of one epoch the smaller counts, as in
-    `ckptd.core.slots.slots.epoch_table`.
-    """
+    """Add an epoch; the smaller of two starts counts, as in `ckptd.core.slots.slots.epoch_table`."""
     known = {each[0]: each[1:] for each in epochs}
     known_start, known_follows = known.get(epoch, (start, follows))
     known[epoch] = min(start, known_start), max(follows, known_follows)

@@ -1,12 +1,11 @@
-"""The shell around `ckptd.core.replication.replicator`: performs the core's decisions for one local
-rank (docs/replication.md §5).
+"""The shell around `ckptd.core.replication.replicator`, for one local rank (docs/replication.md §5).
 
-It lives on the daemon's loop thread. A slot that is being sent is held by a read lock of its own
-description, so that the trainer passes it over; the lock ends with the transfer, however that ends.
-A slot that a peer granted is sealed or given back there, even if the answer comes after the end.
+It performs the core's decisions on the daemon's loop thread. A slot that is being sent is held by a read
+lock of its own description, so that the trainer passes it over; the lock ends with the transfer, however
+that ends. A slot that a peer granted is sealed or given back there, even if the answer comes after the end.
 
-While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is
-held until both are there. The digest goes with the `SealSlot`, over the control session.
+While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is held
+until both are there. The digest goes with the `SealSlot`, over the control session.
 
 The same core and messages replicate snapshots and boundary logs; a *ring* makes the difference.
 """

@@ -1,6 +1,4 @@
-"""An image that was fetched: what of it is wrong, what its holders vouch for, and whose copy was bad
-(docs/replication.md §7).
-"""
+"""A fetched image: what is wrong, what holders vouch for, whose copy was bad (docs/replication.md §7)."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What is wrong by an image's xxh3 digests; if nothing is, which of the given cryptographic
-    digests it has.
-    """
+    """What is wrong by xxh3 digests; if nothing is, the cryptographic digests that match."""
 
     wrong: Sequence[Wrong]
     matching: frozenset[str] = frozenset()
@@ -80,9 +76,7 @@ def examine(
 def copy_parts(
     source: Segment, slot: int, wanted: SlotHeader, target: memoryview, parts: Sequence[ImagePart]
 ) -> bool:
-    """Copy parts of a slot of this node, even if they are damaged; false if the slot holds another
-    snapshot (by now).
-    """
+    """Copy parts of a slot of this node, even damaged ones; false if it holds another snapshot."""
     with locks.lock_file(source.path, slot_lock_byte(slot), exclusive=False) as taken:
         header = source.header(slot)
         if (

@@ -1,5 +1,6 @@
-"""The fetches of this node: into trainers' segments, into copies that they read, and rehearsals
-(docs/replication.md §7). All on the daemon's loop thread.
+"""The fetches of this node, on the daemon's loop thread (docs/replication.md §7).
+
+They fill trainers' segments, copies that trainers read, and the segments of drills.
 """
 
 from __future__ import annotations
@@ -235,9 +236,7 @@ class Fetches:
     def start_drill(
         self, segment: Segment, pieces: Sequence[FetchPiece], finished: Callable[[str], None]
     ) -> FetchJob:
-        """Fill the segment of a drill from other nodes' memory alone: the rehearsed loss is that of
-        this rank's node with everything on it.
-        """
+        """Fill a drill's segment from other nodes' memory alone; its rank's node counts as lost."""
         job = self._make(segment, pieces, finished, stored=False)
         self._drills = [d for d in self._drills if not d.over] + [job]
         job.start()

@@ -43,10 +43,10 @@ _FOR_GOOD = (Fault.DAMAGED, Fault.BOUNDS)
 
 
 class CopyDoubts:
-    """Has copies verified in which a fetch found something wrong, on this node and on others. Unless
-    they are quarantined, the next plan names them again.
+    """Has copies verified in which a fetch found something wrong, on this node and on others.
 
-    A node that does not answer is asked again at each tick, even when the fetch is long over.
+    Unless such a copy is quarantined, the next plan names it again. A node that does not answer is asked
+    again at each tick, even when the fetch is long over.
 
     Args:
         here: has a slot of this node verified.

@@ -240,8 +240,9 @@ class FetchedPiece:
         self._job.tick()
 
     def _vouch_near(self) -> None:
-        """Use the digests kept with copies here: they came from the sender, or this node made them,
-        and may be right although the copy is not.
+        """Use digests kept with copies here; a digest may be right although its copy is not.
+
+        It came from the sender, or this node made it.
         """
         for source in self._near:
             segment = self._tools.local(source.segment)
@@ -407,9 +408,7 @@ def _same(held: SlotHeader, wanted: SlotHeader) -> bool:
 
 
 def _known(source: FetchSource, near: Sequence[FetchSource]) -> bool:
-    """Whether its bytes count although nobody vouches for them: it is on this node, or was stored by
-    a version that made no digests.
-    """
+    """Whether its bytes count without a digest: it is on this node, or an old version stored it."""
     return source in near or source.node == STORE_NODE
 
 
@@ -497,8 +496,11 @@ class FetchJob:
         self.tick()
 
     def close(self, reason: str = "cancelled", *, wanted: bool = True) -> None:
-        """End with this reason ("": complete) and free what is not sealed; no failure if it is not
-        ``wanted`` any more.
+        """End and free what is not sealed.
+
+        Args:
+            reason: "" if it is complete.
+            wanted: false if nobody needs it any more, which is no failure.
         """
         if self.over:
             return

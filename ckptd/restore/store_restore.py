@@ -1,10 +1,9 @@
-"""Checkpoints of runs without attached trainers, restored from storage into this node's memory: the
-incarnations of elastic jobs.
+"""Checkpoints of elastic jobs' incarnations, restored from storage into this node's memory.
 
-An elastic job that starts is another run than the one whose state it continues, and may have other
-ranks. So its ranks do not fetch for themselves: they divide the old run's images among the nodes,
-and read them in place. The images go into segments of the old run's ranks, filled and verified like
-any other fetch, and are given back with the rest of that run.
+Their runs have no attached trainers. An elastic job that starts is another run than the one whose state it
+continues, and may have other ranks. So its ranks do not fetch for themselves: they divide the old run's
+images among the nodes, and read them in place. The images go into segments of the old run's ranks, filled
+and verified like any other fetch, and are given back with the rest of that run.
 
 On the daemon's loop thread; a caller that waits asks again and again.
 """
@@ -183,9 +182,7 @@ class _Checkpoint:
         self._reason = ""
 
     def serves(self, message: m.BringStored) -> bool:
-        """Whether this is the requested checkpoint, and its memory is still here (an earlier start may
-        have asked for it).
-        """
+        """Whether it is the requested checkpoint, with all memory here: an earlier start may have asked."""
         same = message == self.wanted
         return same and all(job.segment.in_place() for job in self.jobs.values())
 
