@@ -18,6 +18,7 @@ __all__ = ["held", "holders_of", "is_locked", "lock_file", "try_lock", "unlock"]
 
 # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; l_pid must be 0 for OFD.
 _FLOCK = struct.Struct("@hhqqi4x")
+_MAX_HOLDERS = 8  # in one message
 
 
 def try_lock(fd: int, byte: int, exclusive: bool) -> bool:
@@ -71,7 +72,7 @@ def lock_file(path: str | os.PathLike[str], byte: int, exclusive: bool) -> Itera
         os.close(fd)
 
 
-def holders_of(path: str | os.PathLike[str], limit: int = 8) -> list[int]:
+def holders_of(path: str | os.PathLike[str]) -> list[int]:
     """Processes that have the file open, as far as this user can see them; for messages only."""
     try:
         wanted = os.stat(path)
@@ -79,7 +80,7 @@ def holders_of(path: str | os.PathLike[str], limit: int = 8) -> list[int]:
         return []
     found: list[int] = []
     for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda entry: int(entry.name)):
-        if len(found) == limit:
+        if len(found) == _MAX_HOLDERS:
             break
         if _has_open(entry / "fd", wanted):
             found.append(int(entry.name))

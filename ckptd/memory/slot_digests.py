@@ -89,13 +89,11 @@ def scrub_slot(
     map_fn: DigestMap | None = None,
     *,
     strong: bool = False,
-    threads: int = 1,
 ) -> SealOutcome:
     """Verify a sealed slot against its digests; quarantine it if it is damaged.
 
     Args:
         strong: also against the cryptographic digest that was kept of it, if there is one.
-        threads: for the cryptographic digest.
     """
     with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False) as taken:
         header = segment.sealed(index, sequence)
@@ -107,7 +105,7 @@ def scrub_slot(
             image = segment.image(index, header)
             verify(image, header.header_digest, map_fn=map_fn)
             kept = segment.kept_digest(index, header) if strong else ""
-            if kept and not matches(image, kept, threads=threads):
+            if kept and not matches(image, kept, threads=1):
                 raise ImageError("its xxh3 digests match, and its cryptographic digest does not")
         except ImageError as error:
             if segment.header(index) != header:

@@ -78,8 +78,8 @@ def make_fabric(
     config: DaemonConfig,
     node: str,
     serve: Serve,
-    gate: Callable[[], bool] | None = None,
-    tell: Callable[[str], None] | None = None,
+    gate: Callable[[], bool],
+    tell: Callable[[str], None],
 ) -> Fabric | None:
     """Listen for peers; None if the configuration has no ``peer_listen``.
 

@@ -430,7 +430,7 @@ class FetchJob:
         self,
         tools: FetchTools,
         pieces: Sequence[FetchPiece],
-        finished: Callable[[str], None] = lambda reason: None,
+        finished: Callable[[str], None],
     ) -> None:
         self.segment = segment = tools.segment
         self.reason = ""
