@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from dataclasses import asdict
 
 import ckptd
 from ckptd.core.sessions import RankKey, SessionTable, TrainerSession
@@ -113,22 +114,7 @@ class Admin:
             uploaded_bytes=counters["persisted_bytes"],
             spared_bytes=counters["persist_spared_bytes"],
             ranks=tuple(
-                m.DurableRank(
-                    job=key.job,
-                    run=key.run,
-                    rank=key.rank,
-                    committed=state.committed,
-                    lag_iterations=state.lag_iterations,
-                    under_way=state.under_way,
-                    stored=state.stored,
-                    of=state.of,
-                    stride=state.stride,
-                    skipped=state.skipped,
-                    abandoned=state.abandoned,
-                    uploaded_bytes=state.uploaded_bytes,
-                    last_s=state.last_s,
-                    reason=state.reason,
-                )
+                m.DurableRank(key.job, key.run, key.rank, **asdict(state))
                 for key, state in tier.states().items()
             ),
         )
