@@ -113,10 +113,9 @@ class Reservations:
     def _made(self, made: Callable[[Segment], None], segment: Segment) -> None:
         num_slots, slot_bytes = segment.geometry.num_slots, segment.geometry.slot_bytes
         locked = ", locked in memory" if segment.mlocked else ""
-        text = f"{num_slots} slots of {format_bytes(slot_bytes)}{locked}"
-        self._events.add(
-            "info", "reserved", f"{segment.key} generation {segment.generation}: {text}", segment.key
-        )
+        what = f"{segment.key} generation {segment.generation}"
+        text = f"{what}: {num_slots} slots of {format_bytes(slot_bytes)}{locked}"
+        self._events.add("info", "reserved", text, segment.key)
         made(segment)
 
     def fetch(self, session: TrainerSession, message: m.Fetch, answer: Answer) -> m.Reply | None:

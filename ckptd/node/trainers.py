@@ -239,13 +239,11 @@ class Trainers:
             self._events.add("error", "owner_unwritten", text, wish.key)
         for note in decision.notes:
             self._events.add("info", "stale_run", note, wish.key)
-        self._events.add(
-            "info",
-            "attached",
-            f"process {pid} is {wish.key} of {wish.world_size}, with "
-            f"{len(decision.generations)} segments in memory (watched by {session.watched_by})",
-            wish.key,
+        text = (
+            f"process {pid} is {wish.key} of {wish.world_size}, with {len(decision.generations)} segments in "
+            f"memory (watched by {session.watched_by})"
         )
+        self._events.add("info", "attached", text, wish.key)
         got = [self._store.get(wish.key, generation) for generation in decision.generations]
         found = [segment for segment in got if segment is not None]
         auxiliary = [segment for segment in found if not segment.holds_snapshots]
@@ -264,12 +262,8 @@ class Trainers:
     def gone(self, session: TrainerSession, why: str) -> None:
         """A trainer ended without detaching: free what it was filling, seal what it had filled."""
         self.retire(session)
-        self._events.add(
-            "warning",
-            "trainer_gone",
-            f"process {session.pid} of {session.key} is gone ({why}) at step {session.step}",
-            session.key,
-        )
+        text = f"process {session.pid} of {session.key} is gone ({why}) at step {session.step}"
+        self._events.add("warning", "trainer_gone", text, session.key)
         self._peering.leave(session.key, final=False)
         for segment in self._store.all_of_rank(session.key):
             segment.end_quiet()

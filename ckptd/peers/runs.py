@@ -256,12 +256,9 @@ class Run:
         self.dead.clear()
         names = [member.card.node for member in self.members if member.ranks]
         self._tree = self._plant(names)
-        self._node.events.add(
-            "info",
-            "run_joined",
-            f"{self.job}/{self.run}: epoch {self.epoch}, {len(names)} nodes: {', '.join(names[:8])}"
-            + (", …" if len(names) > 8 else ""),
-        )
+        listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        text = f"{self.job}/{self.run}: epoch {self.epoch}, {len(names)} nodes: {listed}"
+        self._node.events.add("info", "run_joined", text)
 
     def _goes_on_from_carried(self, message: Join) -> bool:
         """Whether the carried floor holds in this epoch: its history includes that floor.

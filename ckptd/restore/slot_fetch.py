@@ -509,21 +509,18 @@ class FetchJob:
         for piece in self._pieces:
             piece.end(mapped=mapped)
         took_s = self._tools.clock() - self._began_s
-        key, kind = self.segment.key, self.segment.descriptor.kind
         delivered = _sum_by_node([piece for piece in self._pieces if piece.sealed])
         where = ", ".join(f"{format_bytes(n)} from {name}" for name, n in delivered.items() if n)
-        failed = bool(reason) and wanted
-        self._tools.events.add(
-            "error" if failed else "info",
-            "fetch_failed" if failed else "fetch_ended" if reason else "fetched",
-            f"{key.job}/{key.run} rank {key.rank}: "
-            + (reason or f"{len(self._pieces)} {_what(kind)} in {took_s:.2f} s: {where}"),
-        )
+        kind = self.segment.descriptor.kind
+        what = kind if kind == "snapshots" else f"slots ({kind})"
+        key = self.segment.key
+        text = reason or f"{len(self._pieces)} {what} in {took_s:.2f} s: {where}"
+        text = f"{key.job}/{key.run} rank {key.rank}: {text}"
+        if reason and wanted:
+            self._tools.events.add("error", "fetch_failed", text)
+        else:
+            self._tools.events.add("info", "fetch_ended" if reason else "fetched", text)
         self._finished(reason)
-
-
-def _what(kind: str) -> str:
-    return kind if kind == "snapshots" else f"slots ({kind})"
 
 
 def _sum_by_node(pieces: Sequence[FetchedPiece]) -> dict[str, int]:
