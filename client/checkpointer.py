@@ -47,13 +47,11 @@ from ckptd.client.options import (
 )
 from ckptd.client.parking.park_signals import park_on_sigterm
 from ckptd.client.parking.parker import Parking
-from ckptd.client.pipeline.boundary_log import BoundaryLog
-from ckptd.client.pipeline.shared_values import shared_value
-from ckptd.client.pipeline.silent_log import SilentLog
+from ckptd.client.pipeline.boundary_log import BoundaryLog, SilentLog, shared_value
 from ckptd.client.pipeline.stage_hooks import stages_of
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.client.recovery.self_verification import Certificate, DenseState, certify
 from ckptd.client.recovery.start import Recovery, newest_window
+from ckptd.client.recovery.verification import Certificate, DenseState, certify
 from ckptd.client.resume import heed_program, restore
 from ckptd.client.schedule.describe import describe_table
 from ckptd.client.schedule.expert_popularity import TokenCounter

@@ -24,13 +24,12 @@ from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.module_hooks import ModuleHook
 from ckptd.client.optimizers.step_closures import before_update
 from ckptd.client.parking.parker import Parking
-from ckptd.client.pipeline.stage_rehearsal import callables_of, rehearsal_tap, without_trace
+from ckptd.client.pipeline.stage_hooks import callables_of, rehearsal_tap, without_trace
 from ckptd.client.pipeline_support import PipelinePart
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.rehearsal import Rehearsal
 from ckptd.client.recovery.replay import Replay
-from ckptd.client.recovery.replay_support import ReplayPart
-from ckptd.client.recovery.start import Resumption
+from ckptd.client.recovery.start import ReplayPart, Resumption
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.stats import Stats
 from ckptd.client.step_guard import Guard

@@ -11,13 +11,16 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from ckptd.client.log_lines import get_logger
 from ckptd.config.daemon_config import trusted_users
+from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.replication.replicas import Promise, promised
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.ring import NoSuffix, SlotRecord, SlotState, droppable_generations, find_suffix
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
     SegmentDescriptor,
@@ -32,13 +35,16 @@ from ckptd.core.slots.segment_format import (
     write_slot_header,
 )
 from ckptd.core.slots.segment_hints import HINT_OFFSET, QUIET_OFFSET, RingHint, read_ring_hint
+from ckptd.core.slots.segment_names import Kind
 from ckptd.cuda.engine import HostMemory
+from ckptd.errors import SegmentError
+from ckptd.holdings import operators_id
 from ckptd.memory import locks
 from ckptd.storage.images.image import ImageView, seal
 from ckptd.storage.images.image_format import ImageError
 from ckptd.transport.access.local_trust import open_file
 
-__all__ = ["MappedSegment", "RankTaken", "SlotTable"]
+__all__ = ["Generations", "MappedSegment", "RankTaken", "SlotFile", "SlotTable"]
 
 logger = get_logger(__name__)
 
@@ -342,3 +348,179 @@ class SlotTable:
 
     def next_sequence(self) -> int:
         return 1 + max((r.sequence for r in self.records()), default=0)
+
+
+class SlotFile:
+    """One generation; ``descriptor`` says what it is of.
+
+    Args:
+        kind: what it must hold.
+    Raises:
+        SegmentError: it holds something else, or is no segment.
+        OSError: it cannot be opened, or is neither this user's nor the daemon's.
+    """
+
+    def __init__(self, path: Path, kind: Kind) -> None:
+        self.path = path
+        fd = open_file(path, os.O_RDONLY, trusted_users())
+        try:
+            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        self._buffer = memoryview(self._map)
+        self._geometry: SegmentGeometry
+        self.descriptor: SegmentDescriptor
+        self._geometry, self.descriptor = read_prologue(self._buffer)
+        if self.descriptor.kind != kind:
+            raise SegmentError(f"{path.name} holds {self.descriptor.kind}", operation=f"read {kind}")
+
+    def keep_from_children(self) -> None:
+        """A forked child does not have it mapped: a data loader's worker would keep its memory for
+        as long as it lives.
+        """
+        self._map.madvise(mmap.MADV_DONTFORK)
+
+    @property
+    def num_slots(self) -> int:
+        return self._geometry.num_slots
+
+    @property
+    def ring_hint(self) -> RingHint:
+        """What the daemon has told the trainer of the other ranks."""
+        return read_ring_hint(self._buffer)
+
+    def header(self, index: int) -> SlotHeader | None:
+        """Of a slot; None if it is damaged."""
+        return read_slot_header(self._buffer, self._geometry, index)
+
+    def image(self, record: SlotRecord) -> memoryview | None:
+        """The image of a slot; None if it holds something else by now."""
+        header = self.header(record.index)
+        if header is None or header.state is not SlotState.SEALED:
+            return None
+        if header.sequence != record.sequence:
+            return None
+        return slot_view(self._buffer, self._geometry, record.index)[: header.image_len]
+
+    @contextmanager
+    def held(self, record: SlotRecord) -> Iterator[memoryview | None]:
+        """The image of a slot that stays as it is in the body; None if the slot holds something
+        else by now.
+        """
+        byte = slot_lock_byte(record.index)
+        with locks.lock_file(self.path, byte, exclusive=False) as taken:
+            yield self.image(record) if taken else None
+
+
+class Generations:
+    """All of them, and which belong together."""
+
+    def __init__(self) -> None:
+        self._segments: list[MappedSegment] = []
+
+    def __iter__(self) -> Iterator[MappedSegment]:
+        """A copy: the session's thread looks at them, too, while generations come and go."""
+        return iter(list(self._segments))
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def newest(self) -> MappedSegment | None:
+        return self._segments[-1] if self._segments else None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(segment.geometry.total_bytes for segment in self._segments)
+
+    def add(self, segment: MappedSegment) -> None:
+        self._segments.append(segment)
+
+    def order_by_use(self) -> None:
+        """The one that was filled last is the newest, whatever was reserved later and not used yet."""
+        self._segments.sort(key=MappedSegment.last_filled)
+
+    def remove(self, segment: MappedSegment) -> None:
+        self._segments.remove(segment)
+
+    def current(self) -> list[MappedSegment]:
+        """The newest, and those right before it that have its operator table."""
+        alike: list[MappedSegment] = []
+        for segment in reversed(self._segments):
+            if _table_of(segment) != _table_of(self._segments[-1]):
+                break
+            alike.insert(0, segment)
+        return alike
+
+    def newer_than_table(self, table: tuple[int, str]) -> list[MappedSegment]:
+        """Those newer than the newest one with this operator table (number of operators, id); none
+        if no one has it.
+        """
+        newer: list[MappedSegment] = []
+        for segment in reversed(self._segments):
+            if _table_of(segment) == table:
+                return newer
+            newer.append(segment)
+        return []
+
+    def of_another_window(self, used: MappedSegment) -> list[MappedSegment]:
+        """Those newer than ``used`` that were made for another window: what goes on from there
+        would not fit their slots.
+        """
+
+        def made_for(segment: MappedSegment) -> tuple[int, int]:
+            return segment.descriptor.window, segment.geometry.slot_bytes
+
+        newer = self._segments[self._segments.index(used) + 1 :]
+        return [segment for segment in newer if made_for(segment) != made_for(used)]
+
+    def unneeded(self, table: SlotTable, num_operators: int, *, connected: bool) -> list[MappedSegment]:
+        """Those that no suffix needs, neither one of this rank nor one to which the ranks may have
+        to go back together.
+
+        Args:
+            table: of the newest, and those that have its operator table.
+            connected: whether the daemon can tell how far the other ranks are.
+        """
+        records, epochs = table.records(), table.epochs
+        every = SlotTable(list(self._segments), epoch=table.epoch, epoch_start=table.epoch_start)
+        hint, keeps = every.ring_hint, every.is_hard(connected=connected)
+        numbers = droppable_generations(
+            records,
+            num_operators,
+            self.current()[-1].generation,
+            protected=table.promised(records, num_operators, hard=True) if keeps else (),
+            epochs=epochs,
+        )
+        if not isinstance(find_suffix(records, num_operators, epochs=epochs), NoSuffix):
+            older = [s for s in self._segments if s not in table.segments]
+            numbers |= {s.generation for s in older if not (keeps and _holds_from(s, hint.floor))}
+        return [s for s in self._segments if s.generation in numbers]
+
+    def own_copy(self, node: str, piece: SnapshotToLoad) -> SlotRecord | None:
+        """The record of this rank's own copy of a piece, if it is mapped."""
+        by_name = {os.path.basename(segment.path): segment for segment in self._segments}
+        for at in piece.sources:
+            if at.node == node and at.segment in by_name:
+                segment = by_name[at.segment]
+                return replace(piece.record, generation=segment.generation, index=at.index)
+        return None
+
+    def of(self, record: SlotRecord) -> MappedSegment:
+        """The segment in which a record lies."""
+        return next(s for s in self._segments if s.generation == record.generation)
+
+    def close(self) -> None:
+        """Give up ownership of all; the daemon keeps the memory."""
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
+
+
+def _table_of(segment: MappedSegment) -> tuple[int, str]:
+    return segment.descriptor.num_operators, operators_id(segment.descriptor)
+
+
+def _holds_from(segment: MappedSegment, iteration: int) -> bool:
+    """Whether it holds a snapshot of that iteration or a later one."""
+    return any(r.sealed and r.iteration >= iteration for r in SlotTable([segment]).records())

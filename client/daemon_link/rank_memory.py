@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ckptd.client.daemon_link.communication_facts import LogFacts
-from ckptd.client.daemon_link.generations import Generations
-from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotTable
-from ckptd.client.daemon_link.retrieval import Retrieval, Retrieved
+from ckptd.client.daemon_link.mapped_segment import Generations, MappedSegment, RankTaken, SlotTable
+from ckptd.client.daemon_link.retrieval import Arrivals, Retrieval, Retrieved
 from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
-from ckptd.client.daemon_link.segment_arrival import Arrivals
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
@@ -31,12 +28,17 @@ from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import SlotRecord, SlotState, truncate
 from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
 from ckptd.core.slots.segment_names import Kind
+from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.launch import ensure_daemon, unexpected
 from ckptd.storage.images.image import ImageView
 from ckptd.transport.control.messages import Attach, Join, Member, ReplayFailure, SegmentInfo
 
-__all__ = ["LAYOUT_VERSION", "MemoryNeed", "RankMemory"]
+if TYPE_CHECKING:
+    from ckptd.client.pipeline.log_reader import LogFacts
+
+__all__ = ["LAYOUT_VERSION", "RETRY_STEPS", "AuxiliarySegments", "MemoryNeed", "RankMemory"]
+
 
 LAYOUT_VERSION = 1
 
@@ -500,3 +502,67 @@ class RankMemory:
         self._segments.close()
         self.logs.close()
         self.parks.close()
+
+
+RETRY_STEPS = 50
+_MAX_GENERATIONS = 2
+
+
+class AuxiliarySegments:
+    """The generations of one kind.
+
+    Args:
+        generations: where ``memory`` has them, those of an earlier trainer included.
+        engine: copies into them.
+    """
+
+    def __init__(self, memory: RankMemory, generations: Generations, engine: CopyEngine) -> None:
+        self._memory, self._generations, self._engine = memory, generations, engine
+        self._coming: Future[SegmentInfo] | None = None
+        self._retry_at = 0
+        self.refused = ""
+
+    @property
+    def newest(self) -> MappedSegment | None:
+        """What is filled next; None as long as nothing is there."""
+        return self._generations.newest
+
+    @property
+    def _full(self) -> bool:
+        """Whether there are as many generations as there may be."""
+        return len(self._generations) >= _MAX_GENERATIONS
+
+    def _collect_segment(self) -> MappedSegment | None:
+        """What was asked for, ready to be filled; None if nothing was, or it is still on its way.
+
+        Raises:
+            AttachRefused: there is no memory for it.
+            DaemonUnavailable: the daemon is away, or it cannot be used.
+            RuntimeError: it cannot be pinned; it is given back.
+        """
+        if self._coming is None or not self._coming.done():
+            return None
+        coming, self._coming = self._coming, None
+        segment = self._memory.add_auxiliary(coming.result())
+        self._register(segment)
+        return segment
+
+    def _register(self, segment: MappedSegment) -> None:
+        """Raises RuntimeError if it cannot be pinned; then it is given back."""
+        try:
+            self._engine.register(segment.memory, segment.regions())
+        except RuntimeError:
+            self._memory.drop_auxiliary(segment)
+            raise
+
+    def _give_back(self, segment: MappedSegment) -> None:
+        self._engine.release(segment.memory)
+        self._memory.drop_auxiliary(segment)
+
+    def _put_off(self, step: int, error: Exception) -> None:
+        """Ask again: soon if it is the daemon that is away."""
+        self._retry_at = step + (1 if isinstance(error, DaemonUnavailable) else RETRY_STEPS)
+
+    @property
+    def _total_bytes(self) -> int:
+        return self._generations.total_bytes

@@ -5,28 +5,30 @@ for the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from ckptd.client.daemon_link.generations import Generations
+from ckptd.client.daemon_link.mapped_segment import Generations, MappedSegment, SlotFile
 from ckptd.client.daemon_link.session import Session
-from ckptd.client.daemon_link.slot_file import SlotFile
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import TryAgain
+from ckptd.client.stats import Stats
 from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.segment_format import SegmentDescriptor
+from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
-from ckptd.storage.images.image import DigestMismatch, verify
+from ckptd.storage.images.image import DigestMismatch, ImageView, verify
 from ckptd.storage.images.image_format import ImageError
-from ckptd.transport.control.messages import NodeCard, RefusalCode, SegmentInfo
+from ckptd.transport.control.messages import FetchState, NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["Retrieval", "Retrieved"]
+__all__ = ["Arrivals", "KnowsFetches", "Retrieval", "Retrieved", "wait_until_sealed"]
 
 logger = get_logger(__name__)
 
@@ -150,3 +152,87 @@ class Retrieval:
 
 def _only_stored(piece: SnapshotToLoad) -> bool:
     return all(source.node == STORE_NODE for source in piece.sources)
+
+
+_ASK_S = 0.5
+_STALLED_S = 60.0
+
+
+class KnowsFetches(Protocol):
+    """This rank's session with its daemon, as far as it is asked here."""
+
+    def fetch_state(self, generation: int) -> FetchState: ...
+
+
+class Arrivals:
+    """What is being fetched into one segment.
+
+    Args:
+        asked_s: when the daemon was asked for it, by the performance counter.
+    """
+
+    def __init__(
+        self, session: KnowsFetches, segment: MappedSegment, stats: Stats, *, asked_s: float
+    ) -> None:
+        self._session, self._segment, self._stats = session, segment, stats
+        self._asked_s = asked_s
+
+    def image(self, index: int, record: SlotRecord) -> SnapshotImage:
+        """The snapshot that comes into this slot; looking at it waits until it is there."""
+        segment = self._segment
+
+        def view() -> ImageView:
+            self._wait_for(index, record)
+            self._stats.fetch_last_s = time.perf_counter() - self._asked_s
+            self._stats.fetch_first_s = self._stats.fetch_first_s or self._stats.fetch_last_s
+            return ImageView(segment.slot(index)[: record.image_len])
+
+        return SnapshotImage(record.iteration, view, segment.memory, segment.slot_base(index), record.phase)
+
+    def _wait_for(self, index: int, record: SlotRecord) -> None:
+        segment = self._segment
+        wait_until_sealed(self._session, segment.generation, record.iteration, lambda: segment.header(index))
+
+
+def wait_until_sealed(
+    session: KnowsFetches,
+    generation: int,
+    iteration: int,
+    header: Callable[[], SlotHeader | None],
+) -> None:
+    """Until the daemon has sealed the slot with this header, of an iteration that is fetched into a
+    generation.
+
+    Raises:
+        DaemonUnavailable: it cannot be brought here any more; a restart of the job plans anew.
+    """
+    asked_at, seen, moved_at = time.monotonic(), -1, time.monotonic()
+    while True:
+        found = header()
+        if found is not None and found.state is SlotState.SEALED:
+            return
+        now = time.monotonic()
+        if now >= asked_at + _ASK_S:
+            asked_at = now
+            done = _bytes_done(session, generation, iteration)
+            if done != seen:
+                seen, moved_at = done, now
+            elif now > moved_at + _STALLED_S:
+                raise DaemonUnavailable(
+                    f"iteration {iteration}: nothing arrived for {_STALLED_S:.0f} s",
+                    operation="fetch",
+                )
+        time.sleep(0.002)
+
+
+def _bytes_done(session: KnowsFetches, generation: int, iteration: int) -> int:
+    try:
+        state = session.fetch_state(generation)
+    except AttachRefused as error:
+        raise DaemonUnavailable(str(error), operation="fetch") from error
+    if state.state == "failed":
+        raise DaemonUnavailable(
+            f"iteration {iteration} could not be brought here: {state.reason}",
+            operation="fetch",
+        )
+    return state.bytes_done

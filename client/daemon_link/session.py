@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ckptd.client.daemon_link.connection import ANSWER_S, FAILURES, Link
-from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
+from ckptd.client.daemon_link.connection import ANSWER_S, FAILURES, LOOK_S, Link, WorkerThread
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.transport.control.messages import (

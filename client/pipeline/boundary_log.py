@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptd.client import values
 from ckptd.client.capture.comparison import Differences
-from ckptd.client.daemon_link.communication_facts import LogFacts, find_facts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.communication import Communication
+from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
 from ckptd.client.pipeline.isolated_stage import IsolatedStage
-from ckptd.client.pipeline.log_memory import LogMemory
-from ckptd.client.pipeline.log_writer import Comparison, Layouts, LogFill, Room
-from ckptd.client.pipeline.silent_log import SilentLog
+from ckptd.client.pipeline.log_memory import Comparison, Layouts, LogFill, LogMemory, Room
+from ckptd.client.pipeline.log_reader import LogFacts, find_facts, recorded_facts
 from ckptd.client.schedule.describe import human
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.stats import Stats
@@ -39,9 +39,50 @@ from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import SamplePlan, Samples
 
-__all__ = ["BoundaryLog"]
+__all__ = ["BoundaryLog", "SilentLog", "shared_value"]
 
 logger = get_logger(__name__)
+
+
+class SilentLog:
+    """The log of a disabled checkpointer: accepts all calls and records nothing."""
+
+    def activation(
+        self,
+        tensor: Tensor,
+        *,
+        micro_batch: int,
+        stage: int = 0,
+        index: int = 0,
+        dest: int | None = None,
+    ) -> bool:
+        """Records nothing; returns True: send it."""
+        return True
+
+    def gradient(
+        self,
+        tensor: Tensor,
+        *,
+        micro_batch: int,
+        stage: int = 0,
+        index: int = 0,
+        dest: int | None = None,
+    ) -> bool:
+        """Records nothing; returns True: send it."""
+        return True
+
+    def receive_activation(
+        self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
+    ) -> bool:
+        """Fills nothing; returns False: receive it."""
+        return False
+
+    def receive_gradient(
+        self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
+    ) -> bool:
+        """Fills nothing; returns False: receive it."""
+        return False
+
 
 _FAILURES_IN_A_ROW = 3
 _MOST_DIFFERENCES = 4
@@ -517,3 +558,35 @@ def _is_torn(samples: Samples, fill: LogFill) -> bool:
 def _version(tensor: Any) -> int:
     """A counter that grows with every change in place; inference tensors have none."""
     return -1 if torch.is_inference(tensor) else int(tensor._version)
+
+
+def shared_value(name: str, compute: Callable[[], Any], tape: Tape, log: BoundaryLog | None) -> Any:
+    """The result of ``compute``, or its recorded result from the first run of this step.
+
+    Raises:
+        ValueError: the value has a type that cannot be recorded.
+        CorruptionError: not all ranks run this iteration, and no log that is read contains the value.
+    """
+    found = tape.recorded(name)
+    if found is None and log is not None:
+        found = log.isolated_value(name)
+    if found is not None:
+        value = found[0]
+    else:
+        value = _computed(compute, log)
+        tape.record(name, value)
+    if log is not None:
+        log.value(values.pack([name, _detached(value)], f"shared value {name!r}"))
+    return value
+
+
+def _computed(compute: Callable[[], Any], log: BoundaryLog | None) -> Any:
+    if log is None:
+        return compute()
+    with log.aside():
+        return compute()
+
+
+def _detached(value: Any) -> Any:
+    """A tensor without its autograd history."""
+    return value.detach() if hasattr(value, "detach") else value

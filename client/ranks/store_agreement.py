@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.store_connection import own_connection
+from ckptd.client.ranks.store_barrier import own_connection
 from ckptd.core.schedules.registers import (
     Access,
     Add,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Retrieved
@@ -19,7 +19,6 @@ from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives, TryAgain
-from ckptd.client.recovery.start_procedure import agree_on_plan
 from ckptd.client.recovery.verification import Replayed
 from ckptd.core.recovery.global_plan import (
     NoRecovery,
@@ -28,6 +27,7 @@ from ckptd.core.recovery.global_plan import (
     plan_recovery,
 )
 from ckptd.core.recovery.held import STORE_NODE
+from ckptd.core.recovery.localized_plan import NotLocalized
 from ckptd.core.recovery.quarantine import (
     describe_failure,
     open_failures,
@@ -39,9 +39,81 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.errors import CorruptionError, DaemonUnavailable
 
-__all__ = ["Recovered", "recover_global"]
+__all__ = ["AgreedPlan", "Recovered", "StartProcedure", "agree_on_plan", "recover_global"]
 
 logger = get_logger(__name__)
+
+
+Inventory = TypeVar("Inventory")
+Plan = TypeVar("Plan")
+Vote = TypeVar("Vote")
+
+
+class StartProcedure(Protocol[Inventory, Plan, Vote]):
+    """One kind of start. Each method may raise `TryAgain`: `inventory` and `plan` on all ranks, `retrieve`
+    on one of them.
+    """
+
+    attempts: int
+    vote: type[Vote]
+
+    def inventory(self, undo: ExitStack) -> Inventory:
+        """What there is, the same on all ranks. A collective call.
+
+        Args:
+            undo: closed unless the plan counts.
+        """
+
+    def plan(self, inventory: Inventory) -> Plan:
+        """The plan, the same on all ranks; `NoRecovery` or `NotLocalized` if there is none."""
+
+    def retrieve(self, inventory: Inventory, plan: Plan, undo: ExitStack) -> Vote:
+        """Have what this rank needs; returns what the other ranks have to know of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedPlan(Generic[Inventory, Plan, Vote]):
+    """A plan of which every rank has what it needs; or that there is none, and then no rank has voted.
+
+    Attributes:
+        votes: by rank.
+        undo: gives back what was retrieved, unless it is emptied.
+    """
+
+    inventory: Inventory
+    plan: Plan
+    votes: list[Vote]
+    undo: ExitStack
+
+
+def agree_on_plan(
+    ranks: Collectives, procedure: StartProcedure[Inventory, Plan, Vote]
+) -> AgreedPlan[Inventory, Plan, Vote] | None:
+    """Go through the procedure until all ranks have what a plan needs; a collective call.
+
+    Returns:
+        None on all ranks where no plan held in so many attempts.
+    Raises:
+        DaemonUnavailable: a rank cannot go on (`Collectives.agree`).
+    """
+    for _ in range(procedure.attempts):
+        with ExitStack() as undo:
+            try:
+                inventory = procedure.inventory(undo)
+                plan = procedure.plan(inventory)
+                votes: list[Any] = []
+                if not isinstance(plan, NoRecovery | NotLocalized):
+                    votes = ranks.agree(
+                        lambda: procedure.retrieve(inventory, plan, undo),  # noqa: B023 - called at once
+                        procedure.vote,
+                    )
+            except TryAgain as error:
+                if str(error):
+                    logger.warning("%s; the ranks plan again", error)
+                continue
+            return AgreedPlan(inventory, plan, votes, undo.pop_all())
+    return None
+
 
 # Nodes may come and go while a plan is made. One more is for storage, which is looked at only if
 # memory is not enough.

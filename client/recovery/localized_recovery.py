@@ -13,19 +13,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckptd.client.daemon_link.communication_facts import LogFacts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Retrieved
 from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
-from ckptd.client.parking.park_memory import parked_image
-from ckptd.client.parking.parked_copy import CopiedImage, ParkedCopy
-from ckptd.client.pipeline.upstream_feed import FedLogs
-from ckptd.client.pipeline.value_logs import ValueLogs
+from ckptd.client.parking.park_memory import CopiedImage, ParkedCopy, parked_image
+from ckptd.client.pipeline.log_reader import LogFacts, recorded_facts
+from ckptd.client.pipeline.upstream_feed import FedLogs, ValueLogs
 from ckptd.client.ranks.collectives import Collectives, TryAgain
-from ckptd.client.recovery.global_recovery import Recovered
-from ckptd.client.recovery.start_procedure import agree_on_plan
+from ckptd.client.recovery.global_recovery import Recovered, agree_on_plan
 from ckptd.client.recovery.verification import Replayed
 from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
 from ckptd.core.recovery.held import RunHoldings

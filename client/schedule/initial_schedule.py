@@ -13,7 +13,7 @@ from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import Replicas
 from ckptd.client.ranks.store_agreement import StoreAgreement
-from ckptd.client.ranks.store_connection import job_store
+from ckptd.client.ranks.store_barrier import job_store
 
 __all__ = ["InitialSchedule"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.store_agreement import play
-from ckptd.client.ranks.store_connection import own_connection
+from ckptd.client.ranks.store_barrier import own_connection
 from ckptd.core.schedules.registers import accesses
 from ckptd.core.schedules.switching import (
     Ask,

@@ -21,7 +21,7 @@ from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.ranks.store_connection import job_store
+from ckptd.client.ranks.store_barrier import job_store
 from ckptd.client.schedule.expert_popularity import TokenCounter
 from ckptd.client.schedule.schedule_agreement import ScheduleAgreement
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan

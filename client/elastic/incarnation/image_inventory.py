@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.client.daemon_link.slot_file import SlotFile
+from ckptd.client.daemon_link.mapped_segment import SlotFile
 from ckptd.client.elastic.incarnation.state_units import UnitIndex, operator_units
 from ckptd.client.log_lines import get_logger
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit

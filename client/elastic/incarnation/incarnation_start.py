@@ -1,5 +1,5 @@
 """The start of an incarnation: the inventory, the plan and the retrieval of an elastic job
-(`ckptd.client.recovery.start_procedure`).
+(`ckptd.client.recovery.global_recovery`).
 
 No controller takes part. One rank of each node tells what the daemon's files there hold
 (`discovery`); all compute the same plan from that, and compare its digest. An image that turns out to
@@ -23,7 +23,7 @@ from ckptd.client.elastic.incarnation.store_start import DurableState, Storage
 from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
 from ckptd.client.elastic.sharded.shard_shapes import numels_of
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.client.recovery.start_procedure import agree_on_plan
+from ckptd.client.recovery.global_recovery import agree_on_plan
 from ckptd.core.elastic.elastic_types import Loads
 from ckptd.core.elastic.incarnation_plan import IncarnationPlan, plan_world
 from ckptd.core.elastic.incarnations import Chosen

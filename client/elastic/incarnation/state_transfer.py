@@ -13,8 +13,7 @@ from ckptd.client.elastic.incarnation.unit_loading import Loader, check_fits
 from ckptd.client.elastic.incarnation.unit_reading import LocalState
 from ckptd.client.elastic.incarnation.whole_state import WholeState
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.byte_exchange import ship_bytes
-from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.ranks.collectives import Collectives, ship_bytes
 from ckptd.core.elastic.handover import Handover
 from ckptd.core.elastic.incarnations import ExpertLayers
 

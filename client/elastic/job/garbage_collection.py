@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptd.client.daemon_link.slot_file import SlotFile
+from ckptd.client.daemon_link.mapped_segment import SlotFile
 from ckptd.client.elastic.incarnation.image_inventory import run_of_incarnation, world_files
 from ckptd.client.log_lines import get_logger
 from ckptd.core.slots.segment_names import FILE_ENDS

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
+from ckptd.client.pipeline.log_reader import LogFacts, log_payload
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.log_facts import facts_from_logs

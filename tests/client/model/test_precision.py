@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ckptd.client.model.precision import PrecisionProbe
-from ckptd.client.pipeline.stage_rehearsal import callables_of
+from ckptd.client.pipeline.stage_hooks import callables_of
 
 
 class Model(nn.Module):

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
-from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.boundary_log import BoundaryLog, SilentLog
 from ckptd.client.pipeline.log_reader import LogReader
-from ckptd.client.pipeline.silent_log import SilentLog
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.core.slots.ring import SlotState

@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from ckptd.client import values
-from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
-from ckptd.client.parking.park_memory import parked_records
-from ckptd.client.parking.parked_copy import CopiedImage, ParkedCopy
+from ckptd.client.parking.park_memory import CopiedImage, ParkedCopy, parked_records
+from ckptd.client.pipeline.log_reader import LogFacts, log_payload
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import localized_recovery

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ckptd.client.capture.row_ranges import Rows
 from ckptd.client.model.snapshot_layout import EntrySource
-from ckptd.client.parking.parked_copy import CopiedImage
+from ckptd.client.parking.park_memory import CopiedImage
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.recovery import replay
-from ckptd.client.recovery.activation import Activity
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, Take
+from ckptd.client.recovery.snapshot_loading import Activity
 from ckptd.core.slots.boundary import RecordKey, SentKind
 
 __all__ = ["LEAVE_OUT"]

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.client.daemon_link import segment_arrival
+from ckptd.client.daemon_link import retrieval
 from ckptd.client.daemon_link.rank_memory import RankMemory
-from ckptd.client.daemon_link.segment_arrival import Arrivals
+from ckptd.client.daemon_link.retrieval import Arrivals
 from ckptd.client.stats import Stats
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -83,13 +83,13 @@ def test_there_is_no_hope(
     state: FetchState | AttachRefused,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(segment_arrival, "_ASK_S", 0.0)
+    monkeypatch.setattr(retrieval, "_ASK_S", 0.0)
     with pytest.raises(DaemonUnavailable, match=reason):
         _ = arrivals(memory, state, Stats()).image(3, RECORD).view
 
 
 def test_what_stands_still_for_long_is_given_up(memory: RankMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment_arrival, "_ASK_S", 0.0)
-    monkeypatch.setattr(segment_arrival, "_STALLED_S", 0.05)
+    monkeypatch.setattr(retrieval, "_ASK_S", 0.0)
+    monkeypatch.setattr(retrieval, "_STALLED_S", 0.05)
     with pytest.raises(DaemonUnavailable, match="iteration 3: nothing arrived"):
         _ = arrivals(memory, RUNNING, Stats()).image(3, RECORD).view

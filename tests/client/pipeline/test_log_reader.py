@@ -5,7 +5,8 @@ said about it.
 from __future__ import annotations
 
 from ckptd.client import values
-from ckptd.client.daemon_link.communication_facts import (
+from ckptd.client.model.communication import Communication
+from ckptd.client.pipeline.log_reader import (
     LogFacts,
     data_offset_of,
     facts_of,
@@ -13,7 +14,6 @@ from ckptd.client.daemon_link.communication_facts import (
     log_payload,
     recorded_facts,
 )
-from ckptd.client.model.communication import Communication
 
 FACTS = LogFacts((0, 2), (1, 3), (3,), ("an all-reduce",))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptd.client.recovery.replay_progress import (
+from ckptd.client.recovery.replay import (
     TRANSITIONS,
     ReplayEvent,
     ReplayProgress,
