@@ -1,24 +1,27 @@
-"""A rehearsal of a resume: once in each life, what an optimizer does after a snapshot was loaded is
-compared with what it does now.
+"""A rehearsal of a resume: once in each life, the step of an optimizer that a snapshot was loaded into is
+compared with the step of the live one.
 
-What an optimizer keeps is looked at before each snapshot (`KeptState`). What that cannot see (a
-variable in a closure, an attribute of a class, a table by ``id()`` of a parameter, state that is
-made anew after a load) is not in the snapshot, and a job that resumes goes on otherwise, silently.
-So the first snapshots are loaded into copies (`optimizer_rehearsal`) just before the optimizer's
-step, the copy is stepped with the same gradients and random numbers, and what comes of both is
-compared to the bit. Where they differ, the next step is tried with a copy of all that is in memory:
-if that one steps as the live one does, it is the resume that is not exact, and the optimizer is
-refused. If not, copies tell nothing (a step that is not repeatable), which is said.
+`KeptState` looks at what an optimizer keeps before each snapshot. It cannot see a variable in a closure,
+an attribute of a class, a table by ``id()`` of a parameter, or state that is made anew after a load. The
+snapshot lacks these, and a resumed job would differ silently. So just before the optimizer's step the
+first snapshots are loaded into copies, which are stepped with the same gradients and random numbers and
+compared with the live state bit for bit. Where they differ, the next step is repeated with a copy of all
+that is in memory (the *control*). If the control steps like the live optimizer, the resume is not exact,
+and the optimizer is refused. If it does not (a step that is not repeatable), copies prove nothing, and
+the log says so.
 
-Nothing is left of it: generators, and what the optimizer's code keeps elsewhere, are put back.
+A resume begins with optimizers as the program makes them. So these are copied when the checkpointer is
+made, before the first step (`_Pristine`), with what their code keeps elsewhere.
+
+The rehearsal leaves nothing behind: generators, and what the optimizer's code keeps elsewhere, are restored.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +37,6 @@ from ckptd.client.capture.step_state import apply_groups, gather_groups
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.freezing import Tape
 from ckptd.client.model.host_bytes import free_bytes
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
@@ -43,25 +45,321 @@ from ckptd.client.optimizers.hidden_state import HiddenState
 from ckptd.client.optimizers.optimizer_copies import CannotCopy, OptimizerCopier
 from ckptd.client.optimizers.step_closures import closure_of, with_closure
 from ckptd.client.optimizers.value_trees import NotCapturable, plain, plain_parts, plain_tensor
-from ckptd.client.recovery.replay import Replay
-from ckptd.client.recovery.snapshot_loading import Activity
+from ckptd.client.recovery.snapshot_loading import Activity, SnapshotLoader
+from ckptd.client.recovery.verification import identical
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.slots.ring import SlotState
 from ckptd.cuda.engine import CopyEngine
 
-__all__ = ["Pristine", "Rehearsal", "SteppedCopy", "anchored_names", "changed_since", "differences"]
+__all__ = ["Rehearsal"]
 
 logger = get_logger(__name__)
 
-
+# Of copies in host memory, made at once: they take about a second. More is rehearsed in part.
+_MOST_BYTES = 2 << 30
+# Besides the copies, a step makes temporary tensors of up to their size.
+_WITH_TEMPORARIES = 2
+_IMAGE_WAIT_S = 2.0
+_MOST_TRIES = 16
+_SHOWN = 5
 _ALIGNMENT = 64
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What torch's gradient scaler tells an optimizer for the time of one step.
+# What torch's gradient scaler sets on an optimizer for the time of one step.
 _OF_A_SCALER = ("grad_scale", "found_inf")
 
 
-class SteppedCopy:
-    """A state like the live one, of which one optimizer's step is tried.
+class _NotNow(Exception):
+    """This snapshot cannot be used for it; the next one may be."""
+
+
+class _Failure(NamedTuple):
+    """A copy of a snapshot differed from the live state; ``rows`` of the parameters were compared."""
+
+    iteration: int
+    paths: tuple[str, ...]
+    rows: Rows
+
+
+class Rehearsal:
+    """The rehearsal of all optimizers of a rank, in one life.
+
+    Args:
+        live: as the program has made it: nothing is restored yet.
+    Attributes:
+        over: nothing is left to do.
+        took_s: seconds of the training thread so far.
+    """
+
+    def __init__(self, live: LiveState, memory: RankMemory, recorder: Recorder, engine: CopyEngine) -> None:
+        self._live, self._memory, self._recorder, self._engine = live, memory, recorder, engine
+        self._left = {i: set(_updated_by(live, i)) for i in range(len(live.optimizers))}
+        self._snapshots = dict.fromkeys(self._left, 0)
+        self._running: dict[int, _SteppedCopy] = {}
+        self._failed: dict[int, _Failure] = {}
+        self._depth: dict[int, int] = {}
+        self._iteration = -1
+        self._tries, self._num_tensors = _MOST_TRIES, 0
+        self.over, self.took_s = False, 0.0
+        with self._surviving():
+            self._hidden = HiddenState(live.kept.given)
+            self._pristine: _Pristine | None = _Pristine(live, self._hidden)
+
+    # -- the life of a step ----------------------------------------------------------------------
+
+    def top(self) -> None:
+        """The top of a step: forget copies that the last one did not finish."""
+        self._running.clear()
+        self._depth.clear()
+
+    def enter(self, optimizer: int) -> bool:
+        """A step of optimizer number ``optimizer`` begins; False if it is within another step of it (of the
+        class from which it inherits).
+        """
+        self._depth[optimizer] = self._depth.get(optimizer, 0) + 1
+        return self._depth[optimizer] == 1
+
+    def before_update(self, optimizer: int, args: Any, kwargs: Any, loss: Any) -> None:
+        """It is about to update its parameters; gradients are complete.
+
+        Args:
+            args, kwargs: of its step, as a pre-hook gets them.
+            loss: what its closure has returned; None if it has none.
+        """
+        if self.over or optimizer not in self._left:
+            return
+        if optimizer not in self._failed and self._recorder.newest_of(optimizer) < 0:
+            return
+        with self._surviving():
+            rng = capture_rng()
+            try:
+                self._try(optimizer, args, kwargs, loss, rng)
+            finally:
+                restore_rng(rng)
+
+    def after_update(self, optimizer: int) -> None:
+        """A step of it is over."""
+        self._depth[optimizer] = self._depth.get(optimizer, 1) - 1
+        copy = None if self._depth[optimizer] > 0 else self._running.pop(optimizer, None)
+        if copy is None:
+            return
+        with self._surviving():
+            self._judge(optimizer, copy, _differences(self._live, copy, optimizer))
+        if not self._left:
+            logger.info(
+                "resume rehearsed: from a snapshot, optimizer %s makes the same of %d of %d "
+                "parameters (%.0f ms in all)",
+                self._live.kept.whose,
+                self._num_tensors,
+                len(self._live.owner),
+                self.took_s * 1e3,
+            )
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Skip the rehearsal where the body fails: the user's optimizer and types run in it, and training goes on."""
+        begun = time.perf_counter()
+        try:
+            yield
+        except _NotNow as error:
+            self._tries -= 1
+            if not self._tries:
+                self._skip(error)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._skip(error)
+        finally:
+            self.took_s += time.perf_counter() - begun
+
+    # -- one step of a copy ------------------------------------------------------------------------
+
+    def _try(self, index: int, args: Any, kwargs: Any, loss: Any, rng: dict[str, Any]) -> None:
+        if index in self._running:
+            raise CannotCopy("it evaluates its closure several times in a step")
+        self._check_hooks(index)
+        if self._hidden.is_compiled:
+            raise CannotCopy("its step is compiled, and would be compiled anew for a copy")
+        assert self._pristine is not None
+        failed = self._failed.get(index)
+        if failed is not None:
+            if len(self._within_memory(failed.rows)) < len(failed.rows):
+                raise self._too_little(sum(map(self._bytes_of, failed.rows)))
+            copy = self._pristine.control(failed.rows)
+            copy.prepare(self._live, index)
+        else:
+            image = self._image_of(self._recorder.newest_of(index))
+            copy = self._resumed(image, index)
+            copy.prepare(self._live, index)
+            self._compare_before(copy, image, index)
+        restore_rng(rng)
+        try:
+            copy.step(index, args, kwargs, loss, self._hidden)
+        except (CannotCopy, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if failed is not None:
+                raise
+            # It may lack what it kept elsewhere; the control, which has all of that, will tell.
+            self._fail(index, copy, [f"its step, which raises {type(error).__name__}: {error}"])
+            return
+        self._running[index] = copy
+
+    def _resumed(self, image: SnapshotImage, index: int) -> _SteppedCopy:
+        plan = self._recorder.plan
+        assert plan is not None
+        assert self._pristine is not None
+        updated = _updated_by(self._live, index)
+        names = [n for n in _anchored_names(self._live, plan.operators, image) if n in updated]
+        if not names:
+            raise _NotNow("the snapshots of this rank hold nothing of what it updates")
+        most = self._within_memory(names)
+        in_part = len(most) < len(updated) and plan.policy_name == "dense"
+        if in_part and (reasons := self._live.dependent()):
+            raise CannotCopy(f"a copy of a part of its parameters tells nothing: {reasons[0]}")
+        self._iteration = image.iteration
+        self._snapshots[index] += 1
+        return self._pristine.resumed(image, most, plan.operators, self._engine)
+
+    def _image_of(self, iteration: int) -> SnapshotImage:
+        """The snapshot of this iteration; waits for copies in flight."""
+        table, until = self._memory.table, time.monotonic() + _IMAGE_WAIT_S
+        self._memory.session.flush(_IMAGE_WAIT_S)
+        while True:
+            for record in table.records():
+                complete = record.state in (SlotState.FILLED, SlotState.SEALED)
+                if complete and (record.iteration, record.epoch) == (iteration, table.epoch):
+                    return self._memory.images([record])[0]
+            if time.monotonic() > until or self._engine.host_waits:
+                raise _NotNow(f"the snapshot of iteration {iteration} came to nothing")
+            time.sleep(0.001)
+
+    def _compare_before(self, copy: _SteppedCopy, image: SnapshotImage, index: int) -> None:
+        """Check that what was loaded equals the live state."""
+        found = _differences(self._live, copy, index)
+        if not found:
+            return
+        if changed := _changed_since(self._live, image, copy):
+            # The loop changes it, and will do so after a resume, too.
+            raise _NotNow(f"{changed} changes between the top of a step and its update")
+        self._fail(index, copy, found)
+        raise _NotNow(found[0])
+
+    def _check_hooks(self, index: int) -> None:
+        """What other hooks do to gradients and weights would be mistaken for the optimizer's work."""
+        optimizer: Any = self._live.optimizers[index]
+        before = list(optimizer._optimizer_step_pre_hooks.values())
+        after = list(optimizer._optimizer_step_post_hooks.values())
+        for hook in (*before[-1:], *after[:1]):
+            if not (getattr(hook, "__module__", "") or "").startswith("ckptd."):
+                raise CannotCopy("a hook of somebody else's runs just before or after its update")
+
+    # -- the verdict -------------------------------------------------------------------------------
+
+    def _judge(self, index: int, copy: _SteppedCopy, found: Sequence[str]) -> None:
+        if index in self._failed:
+            if found:
+                raise CannotCopy(
+                    f"a copy with all that is in memory does not step as it does ({_shown(found)} "
+                    "differ), so a copy tells nothing"
+                )
+            self._refuse(index, self._failed[index])
+        elif found:
+            self._fail(index, copy, found)
+        else:
+            self._num_tensors += len(self._left[index] & copy.rows.keys())
+            self._left[index] -= copy.rows.keys()
+            plan = self._recorder.plan
+            window = 1 if plan is None or plan.policy_name == "dense" else plan.schedule.window
+            if not self._left[index] or self._snapshots[index] >= window:
+                del self._left[index]
+            if not self._left:
+                self._close()
+
+    def _fail(self, index: int, copy: _SteppedCopy, found: Sequence[str]) -> None:
+        self._failed[index] = _Failure(self._iteration, tuple(found), copy.rows)
+
+    def _refuse(self, index: int, failure: _Failure) -> None:
+        who = type(self._live.optimizers[index]).__name__
+        assert self._pristine is not None
+        changed = self._hidden.changed_since(self._pristine.outside)
+        where = f" Outside of it has changed since the start: {_shown(changed)}." if changed else ""
+        resumed = self._memory.epoch_start >= 0
+        kept = (
+            "those of before stay as they are"
+            if resumed
+            else "those that were taken are given up, and after a failure this run begins anew"
+        )
+        self._recorder.refuse(
+            f"optimizer {who} keeps state which cannot be captured: loaded into a copy of it, the "
+            f"snapshot of iteration {failure.iteration} does not lead "
+            f"to what its step makes of {_shown(failure.paths)}.{where} No snapshot is taken any "
+            f"more; {kept}. Keep that state in `state` or in attributes of "
+            "the optimizer (tensors, numbers, text, lists, dicts), or use another optimizer; if a "
+            "resume may differ there, pass recovery=RecoveryOptions(rehearse=False) "
+            "(docs/optimizers.md)"
+        )
+        if not resumed:
+            self._memory.session.flush(_IMAGE_WAIT_S)  # nobody seals them any more
+            for segment in self._memory.forget_snapshots():
+                self._engine.release(segment.memory)
+        self._close()
+
+    def _skip(self, error: Exception) -> None:
+        """End the rehearsal without a verdict."""
+        known = isinstance(error, CannotCopy | NotCapturable | _NotNow)
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        logger.log(
+            logging.INFO if self._memory.identity.rank else logging.WARNING,
+            "no rehearsal of a resume for optimizer %s, so what it may keep outside of its state "
+            "is not looked for: %s (docs/optimizers.md)",
+            self._live.kept.whose,
+            why,
+        )
+        self._close()
+
+    def _close(self) -> None:
+        self.over, self._pristine = True, None
+        self._running.clear()
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _within_memory(self, names: Iterable[str]) -> list[str]:
+        """As many of them, the smallest first, as may be copied at once.
+
+        Raises:
+            CannotCopy: not even the smallest.
+        """
+        sizes = {name: self._bytes_of(name) for name in names}
+        budget, taken, total = self._budget(), [], 0
+        for name in sorted(sizes, key=lambda n: sizes[n]):
+            total += sizes[name]
+            if total * _WITH_TEMPORARIES > budget:
+                break
+            taken.append(name)
+        if not taken:
+            raise self._too_little(min(sizes.values(), default=0))
+        return taken
+
+    def _too_little(self, needed: int) -> CannotCopy:
+        return CannotCopy(
+            "a copy with what a step takes beside it needs "
+            f"{needed * _WITH_TEMPORARIES / 2**20:.1f} MiB on {self._engine.device}, "
+            f"{self._budget() / 2**20:.1f} MiB may be used"
+        )
+
+    def _budget(self) -> int:
+        free = free_bytes(self._engine.device)
+        on_host = self._engine.device.type == "cpu"
+        return min(free, _MOST_BYTES * _WITH_TEMPORARIES) if on_host else free
+
+    def _bytes_of(self, name: str) -> int:
+        """The size of its copy: weight, master, gradient and state."""
+        live = self._live
+        state = [v for v in live.state(name).values() if isinstance(v, Tensor)]
+        parts = [part for value in state for part in plain_parts(value)]
+        tensors = [live.params[name], live.held(name), live.held(name), *parts]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class _SteppedCopy:
+    """A state like the live one, to try one optimizer's step.
 
     Attributes:
         binding: its parameters and optimizers.
@@ -79,7 +377,7 @@ class SteppedCopy:
         self.whole = all(rows.get(n) == [(0, live.num_rows(n))] for n in updated)
 
     def prepare(self, live: LiveState, index: int) -> None:
-        """Gradients and options are those with which the live optimizer is about to step."""
+        """Copy the gradients and options with which the live optimizer is about to step."""
         apply_groups(self.binding, gather_groups(live))
         for name, held in self.binding.named_held():
             grad = live.held(name).grad if name in self.rows else None
@@ -111,12 +409,12 @@ class SteppedCopy:
         with ExitStack() as stack:
             stack.enter_context(hidden.replaced(self.outside))
             if dist.is_available() and dist.is_initialized():
-                stack.enter_context(_Alone())
+                stack.enter_context(_NoCommunication())
             type(optimizer).step(optimizer, *args[1:], **kwargs)
 
 
-class _Alone(TorchDispatchMode):
-    """Nothing in the body communicates: other ranks do not join."""
+class _NoCommunication(TorchDispatchMode):
+    """Refuses collectives: other ranks do not join them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
@@ -124,13 +422,13 @@ class _Alone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Pristine:
+class _Pristine:
     """Optimizers as the program has made them.
 
     Args:
         live: nothing is restored in it yet.
     Raises:
-        CannotCopy: no copy tells what they do; with the reason.
+        CannotCopy: a copy would prove nothing; with the reason.
     """
 
     def __init__(self, live: LiveState, hidden: HiddenState) -> None:
@@ -152,25 +450,25 @@ class Pristine:
         names: Collection[str],
         operators: Sequence[Operator],
         engine: CopyEngine,
-    ) -> SteppedCopy:
-        """What a resume from this snapshot makes of these parameters.
+    ) -> _SteppedCopy:
+        """These parameters as a resume from this snapshot makes them.
 
         Raises:
-            CannotCopy: so it is, with the reason.
+            CannotCopy: with the reason.
         """
         room = _Room(self._live, names, lambda tensor: self._attributes.get(id(tensor), {}))
         binding = room.binding(self._optimizers, self._given, state=False)
-        load = _Load(binding, operators, engine, image, names)
-        load.load_state()
-        load.load_tensors()
+        loader, scalars = _PartLoader(binding, operators, engine, names), image.scalars()
+        apply_groups(binding, scalars["groups"])
+        loader.load(image, scalars, everything=True)
         outside = [room.copier.value(value, "outside") for value in self.outside]
-        return SteppedCopy(binding, self._live, load.rows, outside, load.oldest_scalars)
+        return _SteppedCopy(binding, self._live, loader.rows, outside, scalars)
 
-    def control(self, rows: Rows) -> SteppedCopy:
-        """What is live, with all that is in memory.
+    def control(self, rows: Rows) -> _SteppedCopy:
+        """The live state, with all that is in memory.
 
         Raises:
-            CannotCopy: so it is, with the reason.
+            CannotCopy: with the reason.
         """
         live = self._live
         room = _Room(live, rows, vars)
@@ -180,25 +478,18 @@ class Pristine:
         binding = room.binding(live.optimizers, live.kept.given, state=True)
         with torch.no_grad():
             for name in rows:
-                for now, made in (
-                    (live.params[name], binding.params[name]),
-                    (live.held(name), binding.held(name)),
-                ):
-                    made.copy_(now)
-        return SteppedCopy(binding, live, rows, self._hidden.copied(room.copier), {})
+                binding.params[name].copy_(live.params[name])
+                binding.held(name).copy_(live.held(name))
+        return _SteppedCopy(binding, live, rows, self._hidden.copied(room.copier), {})
 
 
 class _Room:
-    """Parameters for a copy: of ``names`` some memory, of the others a shape."""
+    """Parameters of a copy: those in ``names`` have memory, the others only a shape."""
 
     def __init__(
-        self,
-        live: LiveState,
-        names: Collection[str],
-        attributes: Callable[[Tensor], dict[str, Any]],
+        self, live: LiveState, names: Collection[str], attributes: Callable[[Tensor], dict[str, Any]]
     ) -> None:
-        self._live = live
-        self._model = nn.Module()
+        self._live, self._model = live, nn.Module()
         made: dict[int, Tensor] = {}
         for name, param in live.params.items():
             made[id(param)] = _like(param, name in names)
@@ -208,14 +499,14 @@ class _Room:
             made[id(master)] = _like(master, name in names)
         self.copier = OptimizerCopier(made, whole=True)
         for tensor in _tensors(live):
-            kept = attributes(tensor)
-            made[id(tensor)].__dict__.update(self.copier.value(kept, "an attribute of a parameter"))
+            kept = self.copier.value(attributes(tensor), "an attribute of a parameter")
+            made[id(tensor)].__dict__.update(kept)
         self._masters = {name: made[id(master)] for name, master in live.masters.items()}
 
     def binding(
         self, optimizers: Sequence[torch.optim.Optimizer], given: Sequence[Any], *, state: bool
     ) -> LiveState:
-        """A state of copies of these optimizers."""
+        """A live state of copies of these optimizers."""
         copies = [self.copier.optimizer(o, state=state) for o in optimizers]
         wrapped = [self.copier.value(g, type(g).__name__) for g in given]
         made = LiveState(self._model, copies, self._masters, wrapped)
@@ -224,7 +515,7 @@ class _Room:
         return made
 
 
-class _Load(Replay):
+class _PartLoader(SnapshotLoader):
     """Loads what one snapshot holds of some parameters, and nothing else."""
 
     def __init__(
@@ -232,37 +523,38 @@ class _Load(Replay):
         binding: LiveState,
         operators: Sequence[Operator],
         engine: CopyEngine,
-        image: SnapshotImage,
         names: Collection[str],
     ) -> None:
-        super().__init__(binding, operators, engine, [image], stateful={}, tape=Tape(), freezing="none")
+        super().__init__(binding, operators, engine)
         self._only = set(names)
         self._loaded: Rows = {}
 
     @property
     def rows(self) -> Rows:
-        """What was loaded. Of a parameter that several ranks have alike that may be a part: the other
-        rows are in the snapshots of another rank.
-        """
-        active = self.active_rows()
+        """The rows that were loaded. The other rows of a replicated parameter may be in another rank's snapshots."""
+        active = self.activity.active_rows()
         both = {n: common(active[n], merge(rows)) for n, rows in self._loaded.items() if n in active}
         return {name: rows for name, rows in both.items() if rows}
 
-    def _targets(
-        self, image: SnapshotImage, source: EntrySource, *args: Any
+    def targets(
+        self, image: SnapshotImage, source: EntrySource, *args: Any, **options: Any
     ) -> list[tuple[EntrySource, Tensor]]:
         name = source.name
         if name not in self._only:
             return []
-        found = super()._targets(image, source, *args)
-        if source.kind == ("master" if name in self._binding.masters else "param"):
-            total = self._binding.num_rows(name)
+        found = super().targets(image, source, *args, **options)
+        if source.kind == ("master" if name in self.binding.masters else "param"):
+            total = self.binding.num_rows(name)
             self._loaded.setdefault(name, []).extend(piece.range(total) for piece, _ in found)
         return found
 
 
-def anchored_names(live: LiveState, operators: Sequence[Operator], image: SnapshotImage) -> list[str]:
-    """The parameters of which this snapshot holds all that their optimizer needs."""
+def _updated_by(live: LiveState, index: int) -> list[str]:
+    return [name for name, (owner, *_) in live.owner.items() if owner == index]
+
+
+def _anchored_names(live: LiveState, operators: Sequence[Operator], image: SnapshotImage) -> list[str]:
+    """The parameters for which this snapshot holds all that their optimizer needs."""
     activity = Activity(live, operators)
     activity.activate(image.view.anchors)
     rows = activity.rows_of(activity.active) | activity.never_frozen()
@@ -270,7 +562,7 @@ def anchored_names(live: LiveState, operators: Sequence[Operator], image: Snapsh
     return [n for n in live.owner if n in rows and n in here and n not in live.elsewhere]
 
 
-def differences(live: LiveState, copy: SteppedCopy, index: int) -> list[str]:
+def _differences(live: LiveState, copy: _SteppedCopy, index: int) -> list[str]:
     """The paths of what optimizer number ``index`` has made otherwise in the copy.
 
     Raises:
@@ -292,15 +584,16 @@ def differences(live: LiveState, copy: SteppedCopy, index: int) -> list[str]:
                 same = plain_tensor(b) and _same(a, b, rows if a.shape == shape else None)
             else:
                 same = not (plain(a) and plain(b)) or values.equal(a, b)
-            found += [] if same else [f"state[{name}][{key!r}]"]
+            if not same:
+                found.append(f"state[{name}][{key!r}]")
     for binding in (live, other):
         binding.kept.look(live.kept.specs)
     kept = live.kept.unlike(other.kept, index, None if copy.whole else copy.rows)
     return found + ([kept] if kept and kept not in found else [])
 
 
-def changed_since(live: LiveState, image: SnapshotImage, copy: SteppedCopy) -> str:
-    """The first thing of these parameters that is not as this snapshot has it; empty if all is."""
+def _changed_since(live: LiveState, image: SnapshotImage, copy: _SteppedCopy) -> str:
+    """The first live value of these parameters that differs from this snapshot; empty if none does."""
     for source, entry in image.sources():
         now = live_tensor(live, source) if source.kind != "packed" else None
         if now is None or source.kind == "buffer" or source.name not in copy.rows:
@@ -335,16 +628,15 @@ def _register(root: nn.Module, name: str, param: Tensor) -> None:
 
 
 def _like(tensor: Tensor, real: bool) -> Tensor:
-    made = _empty(tensor) if real else torch.empty_like(tensor, device="meta")
-    made = made.detach()
+    made = (_empty(tensor) if real else torch.empty_like(tensor, device="meta")).detach()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Memory of the same strides, as far from a multiple of 64 bytes: products of matrices may have
-    other bits elsewhere.
+    """Memory with the same strides and the same distance from a multiple of 64 bytes: matrix products may
+    have other bits elsewhere.
     """
     here, size = local(tensor), tensor.element_size()
     extent = 1 + sum((n - 1) * s for n, s in zip(here.shape, here.stride(), strict=True))
@@ -361,338 +653,11 @@ def _copy_of(grad: Tensor) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor, rows: list[tuple[int, int]] | None) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    if rows is None or not a.ndim:
-        return _same_bits(a, b)
-    return all(_same_bits(a[i:j], b[i:j]) for i, j in rows)
+    if rows is None or not a.ndim or a.shape != b.shape:
+        return identical(a, b)
+    return all(identical(a[i:j], b[i:j]) for i, j in rows)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals the same NaN; so integers of their bits are compared, not values."""
-    kind = _INTEGERS.get(a.element_size(), torch.uint8)
-    return torch.equal(*(values.bytes_of(t.detach()).view(kind) for t in (a, b)))
-
-
-# Of copies in host memory, made at once: they take about a second. More is rehearsed in part.
-_MOST_BYTES = 2 << 30
-# Beside the copies, a step makes temporary tensors of up to their size.
-_WITH_TEMPORARIES = 2
-_IMAGE_WAIT_S = 2.0
-_MOST_TRIES = 16
-_TOLD = 5
-
-
-class _NotNow(Exception):
-    """This snapshot cannot be used for it; the next one may be."""
-
-
-class _Failure(NamedTuple):
-    """A copy that a snapshot was loaded into was other than what is live; ``rows`` of the
-    parameters were compared.
-    """
-
-    iteration: int
-    paths: tuple[str, ...]
-    rows: Rows
-
-
-class Rehearsal:
-    """Of one life, all optimizers of a rank.
-
-    Args:
-        live: as the program has made it: nothing is restored yet.
-
-    Attributes:
-        over: nothing is left to do.
-        took_s: seconds of the training thread so far.
-    """
-
-    def __init__(self, live: LiveState, memory: RankMemory, recorder: Recorder, engine: CopyEngine) -> None:
-        self._live, self._memory, self._recorder, self._engine = live, memory, recorder, engine
-        self._left = {
-            i: {n for n in live.owner if live.owner[n][0] == i} for i in range(len(live.optimizers))
-        }
-        self._snapshots = dict.fromkeys(self._left, 0)
-        self._running: dict[int, SteppedCopy] = {}
-        self._failed: dict[int, _Failure] = {}
-        self._depth: dict[int, int] = {}
-        self._iteration = -1
-        self._tries, self._num_tensors = _MOST_TRIES, 0
-        self.over, self.took_s = False, 0.0
-        begun = time.perf_counter()
-        try:
-            self._hidden = HiddenState(live.kept.given)
-            self._pristine: Pristine | None = Pristine(live, self._hidden)
-        except Exception as error:  # noqa: BLE001 - of the user's optimizer; it is told, and training goes on
-            self._skip(error)
-        self.took_s += time.perf_counter() - begun
-
-    # -- the life of a step ----------------------------------------------------------------------
-
-    def top(self) -> None:
-        """The top of a step: what was begun in the last one came to nothing."""
-        self._running.clear()
-        self._depth.clear()
-
-    def enter(self, optimizer: int) -> bool:
-        """A step of optimizer number ``optimizer`` begins; whether it is not one within another (of
-        the class from which it inherits).
-        """
-        self._depth[optimizer] = self._depth.get(optimizer, 0) + 1
-        return self._depth[optimizer] == 1
-
-    def before_update(self, optimizer: int, args: Any, kwargs: Any, loss: Any) -> None:
-        """It is about to update its parameters; gradients are complete.
-
-        Args:
-            args, kwargs: of its step, as a pre-hook gets them.
-            loss: what its closure has returned; None if it has none.
-        """
-        if self.over or optimizer not in self._left:
-            return
-        if optimizer not in self._failed and self._recorder.newest_of(optimizer) < 0:
-            return
-        begun, rng = time.perf_counter(), capture_rng()
-        try:
-            self._try(optimizer, args, kwargs, loss, rng)
-        except _NotNow as error:
-            self._tries -= 1
-            if not self._tries:
-                self._skip(error)
-        except Exception as error:  # noqa: BLE001 - see the next line
-            # The user's optimizer ran in it; it is told, and training goes on.
-            self._skip(error)
-        finally:
-            restore_rng(rng)
-            self.took_s += time.perf_counter() - begun
-
-    def after_update(self, optimizer: int) -> None:
-        """A step of it is over."""
-        self._depth[optimizer] = self._depth.get(optimizer, 1) - 1
-        if self._depth[optimizer] > 0:
-            return
-        copy = self._running.pop(optimizer, None)
-        if copy is None:
-            return
-        begun = time.perf_counter()
-        try:
-            self._judge(optimizer, copy, differences(self._live, copy, optimizer))
-        except Exception as error:  # noqa: BLE001 - see the next line
-            # Of somebody else's types; it is told, and training goes on.
-            self._skip(error)
-        finally:
-            self.took_s += time.perf_counter() - begun
-        if not self._left:
-            logger.info(
-                "resume rehearsed: from a snapshot, optimizer %s makes the same of %d of %d "
-                "parameters (%.0f ms in all)",
-                self._live.kept.whose,
-                self._num_tensors,
-                len(self._live.owner),
-                self.took_s * 1e3,
-            )
-
-    # -- one step of a copy ------------------------------------------------------------------------
-
-    def _try(self, index: int, args: Any, kwargs: Any, loss: Any, rng: dict[str, Any]) -> None:
-        if index in self._running:
-            raise CannotCopy("it evaluates its closure several times in a step")
-        self._check_hooks(index)
-        if self._hidden.is_compiled:
-            raise CannotCopy("its step is compiled, and would be compiled anew for a copy")
-        assert self._pristine is not None
-        failed = index in self._failed
-        if failed:
-            rows = self._failed[index].rows
-            self._check_memory(rows)
-            copy = self._pristine.control(rows)
-            copy.prepare(self._live, index)
-        else:
-            iteration = self._recorder.newest_of(index)
-            image = self._image_of(iteration)
-            copy = self._resumed(iteration, image, index)
-            copy.prepare(self._live, index)
-            self._compare_before(copy, image, index)
-        restore_rng(rng)
-        try:
-            copy.step(index, args, kwargs, loss, self._hidden)
-        except (CannotCopy, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if failed:
-                raise
-            # It may be for want of what it kept elsewhere; a copy with all of that will tell.
-            self._fail(index, copy, [f"its step, which raises {type(error).__name__}: {error}"])
-            return
-        self._running[index] = copy
-
-    def _resumed(self, iteration: int, image: SnapshotImage, index: int) -> SteppedCopy:
-        plan = self._recorder.plan
-        assert plan is not None
-        assert self._pristine is not None
-        here = anchored_names(self._live, plan.operators, image)
-        names = [n for n in here if self._live.owner[n][0] == index]
-        if not names:
-            raise _NotNow("the snapshots of this rank hold nothing of what it updates")
-        updated = {n for n in self._live.owner if self._live.owner[n][0] == index}
-        most = self._within_memory(names)
-        in_part = len(most) < len(updated) and plan.policy_name == "dense"
-        if in_part and (reasons := self._live.dependent()):
-            raise CannotCopy(f"a copy of a part of its parameters tells nothing: {reasons[0]}")
-        self._iteration = iteration
-        self._snapshots[index] += 1
-        return self._pristine.resumed(image, most, plan.operators, self._engine)
-
-    def _image_of(self, iteration: int) -> SnapshotImage:
-        """The snapshot of this iteration, whose copies are on their way."""
-        table, until = self._memory.table, time.monotonic() + _IMAGE_WAIT_S
-        self._memory.session.flush(_IMAGE_WAIT_S)
-        while True:
-            for record in table.records():
-                complete = record.state in (SlotState.FILLED, SlotState.SEALED)
-                if complete and (record.iteration, record.epoch) == (iteration, table.epoch):
-                    return self._memory.images([record])[0]
-            if time.monotonic() > until or self._engine.host_waits:
-                raise _NotNow(f"the snapshot of iteration {iteration} came to nothing")
-            time.sleep(0.001)
-
-    def _compare_before(self, copy: SteppedCopy, image: SnapshotImage, index: int) -> None:
-        """What was loaded is what is live."""
-        live = self._live
-        found = differences(live, copy, index)
-        if not found:
-            return
-        if changed := changed_since(live, image, copy):
-            # By the loop, which will do so after a resume, too.
-            raise _NotNow(f"{changed} changes between the top of a step and its update")
-        self._fail(index, copy, found)
-        raise _NotNow(found[0])
-
-    def _check_hooks(self, index: int) -> None:
-        """What other hooks do to gradients and weights would be taken for the optimizer's."""
-        optimizer: Any = self._live.optimizers[index]
-        before = list(optimizer._optimizer_step_pre_hooks.values())
-        after = list(optimizer._optimizer_step_post_hooks.values())
-        for hook in (*before[-1:], *after[:1]):
-            if not (getattr(hook, "__module__", "") or "").startswith("ckptd."):
-                raise CannotCopy("a hook of somebody else's runs just before or after its update")
-
-    # -- what came of it ---------------------------------------------------------------------------
-
-    def _judge(self, index: int, copy: SteppedCopy, found: Sequence[str]) -> None:
-        if index in self._failed:
-            failure = self._failed[index]
-            if found:
-                raise CannotCopy(
-                    f"a copy with all that is in memory does not step as it does ({_told(found)} "
-                    "differ), so a copy tells nothing"
-                )
-            self._refuse(index, failure)
-        elif found:
-            self._fail(index, copy, found)
-        else:
-            self._num_tensors += len(self._left[index] & copy.rows.keys())
-            self._left[index] -= copy.rows.keys()
-            self._end_of(index)
-
-    def _end_of(self, index: int) -> None:
-        plan = self._recorder.plan
-        window = 1 if plan is None or plan.policy_name == "dense" else plan.schedule.window
-        if not self._left[index] or self._snapshots[index] >= window:
-            del self._left[index]
-        if not self._left:
-            self._close()
-
-    def _fail(self, index: int, copy: SteppedCopy, found: Sequence[str]) -> None:
-        self._failed[index] = _Failure(self._iteration, tuple(found), copy.rows)
-
-    def _refuse(self, index: int, failure: _Failure) -> None:
-        who = type(self._live.optimizers[index]).__name__
-        assert self._pristine is not None
-        changed = self._hidden.changed_since(self._pristine.outside)
-        where = f" Outside of it has changed since the start: {_told(changed)}." if changed else ""
-        resumed = self._memory.epoch_start >= 0
-        kept = (
-            "those of before stay as they are"
-            if resumed
-            else "those that were taken are given up, and after a failure this run begins anew"
-        )
-        self._recorder.refuse(
-            f"optimizer {who} keeps state which cannot be captured: loaded into a copy of it, the "
-            f"snapshot of iteration {failure.iteration} does not lead "
-            f"to what its step makes of {_told(failure.paths)}.{where} No snapshot is taken any "
-            f"more; {kept}. Keep that state in `state` or in attributes of "
-            "the optimizer (tensors, numbers, text, lists, dicts), or use another optimizer; if a "
-            "resume may differ there, pass recovery=RecoveryOptions(rehearse=False) "
-            "(docs/optimizers.md)"
-        )
-        if not resumed:
-            self._memory.session.flush(_IMAGE_WAIT_S)  # nobody seals them any more
-            for segment in self._memory.forget_snapshots():
-                self._engine.release(segment.memory)
-        self._close()
-
-    def _skip(self, error: Exception) -> None:
-        """No rehearsal, and training goes on."""
-        known = isinstance(error, CannotCopy | NotCapturable | _NotNow)
-        why = str(error) if known else f"{type(error).__name__}: {error}"
-        logger.log(
-            logging.INFO if self._memory.identity.rank else logging.WARNING,
-            "no rehearsal of a resume for optimizer %s, so what it may keep outside of its state "
-            "is not looked for: %s (docs/optimizers.md)",
-            self._live.kept.whose,
-            why,
-        )
-        self._close()
-
-    def _close(self) -> None:
-        self.over, self._pristine = True, None
-        self._running.clear()
-
-    # -- memory ------------------------------------------------------------------------------------
-
-    def _within_memory(self, names: Sequence[str]) -> list[str]:
-        """As many of them, the smallest first, as may be copied at once."""
-        sizes = {name: self._bytes_of(name) for name in names}
-        budget = self._budget()
-        taken, total = [], 0
-        for name in sorted(names, key=lambda n: sizes[n]):
-            total += sizes[name]
-            if total * _WITH_TEMPORARIES > budget:
-                break
-            taken.append(name)
-        if not taken:
-            self._too_little(min(sizes.values(), default=0), budget)
-        return taken
-
-    def _check_memory(self, names: Iterable[str]) -> None:
-        total, budget = sum(map(self._bytes_of, names)), self._budget()
-        if total * _WITH_TEMPORARIES > budget:
-            self._too_little(total, budget)
-
-    def _too_little(self, needed: int, budget: int) -> None:
-        raise CannotCopy(
-            "a copy with what a step takes beside it needs "
-            f"{needed * _WITH_TEMPORARIES / 2**20:.1f} MiB on {self._engine.device}, "
-            f"{budget / 2**20:.1f} MiB may be used"
-        )
-
-    def _budget(self) -> int:
-        free = free_bytes(self._engine.device)
-        on_host = self._engine.device.type == "cpu"
-        return min(free, _MOST_BYTES * _WITH_TEMPORARIES) if on_host else free
-
-    def _bytes_of(self, name: str) -> int:
-        """Of its copy: weight, master, gradient and state."""
-        live = self._live
-        tensors = [live.params[name], live.held(name), live.held(name)]
-        tensors += [
-            p for v in live.state(name).values() if isinstance(v, torch.Tensor) for p in plain_parts(v)
-        ]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _told(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _TOLD} more" if len(paths) > _TOLD else ""
-    return ", ".join(paths[:_TOLD]) + more
+def _shown(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more

@@ -1,5 +1,5 @@
-"""What happens at a start: find the run's snapshots, check that they are this model's, and prepare
-their replay.
+"""A start: find the run's snapshots, check that they are of this model, and follow their replay through
+the user's own loop (`ReplayPart`).
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -31,8 +29,9 @@ from ckptd.client.recovery.localized_recovery import (
     recovered_locally,
 )
 from ckptd.client.recovery.replay import Replay
-from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
-from ckptd.client.recovery.verification import Verification, likely_causes
+from ckptd.client.recovery.replica_broadcast import arrange
+from ckptd.client.recovery.snapshot_loading import SnapshotLoader
+from ckptd.client.recovery.verification import Verification
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, captured_once, plan_from_payload
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
@@ -45,14 +44,17 @@ __all__ = ["Recovery", "ReplayPart", "Resumption", "newest_window"]
 
 logger = get_logger(__name__)
 
-
 _SEAL_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A run that can go on: how to replay it, under which plan, the phase of its newest snapshot,
-    and who shares what by structure.
+    """A run that can go on.
+
+    Attributes:
+        phase: of its newest snapshot.
+        unverified: why the newest snapshot is loaded and not compared; "" if it is compared.
+        apart: after a localized recovery: which rank begins where.
     """
 
     replay: Replay
@@ -61,8 +63,8 @@ class Resumption:
     reason: str
     sharing: ReplicatedParams
     verification: Verification
-    unverified: str  # why the newest snapshot is loaded and not compared; "" where it is compared
-    apart: LocalizedStart | None = None  # after a localized recovery: who begins where
+    unverified: str
+    apart: LocalizedStart | None = None
 
 
 def newest_window(memory: RankMemory, ranks: Collectives) -> Suffix:
@@ -97,9 +99,10 @@ class Recovery:
     """Makes replays of this rank's snapshots.
 
     Args:
-        subject: as it is built now. What several ranks have alike is given to all of them by a
-            replay, whether or not they have the same values now. Its freezing falls back to
-            ``drop`` where an earlier trainer left that hint.
+        subject: as it is built now. A replay gives replicated operators to all ranks that share them,
+            whether or not they have the same values now.
+    Attributes:
+        freezing: that of the subject, or ``drop`` if an earlier trainer left that hint.
     """
 
     def __init__(
@@ -110,11 +113,7 @@ class Recovery:
         options: RecoveryOptions,
     ) -> None:
         self._at = _wanted_iteration(options.resume_at)
-        self._binding, self._engine, self._identity = subject.binding, engine, subject.identity
-        self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, options.on_mismatch
-        self._operators, self._sharing = subject.operators, subject.sharing
-        self._device = subject.device
-        self._verify_iterations = options.verify_iterations
+        self._subject, self._engine, self._tape, self._options = subject, engine, tape, options
         self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory, ranks: Collectives) -> Resumption | None:
@@ -123,81 +122,93 @@ class Recovery:
 
         Raises:
             ValueError: the iteration to go back to cannot be had.
-            AttachRefused: the snapshots are of another model, or it is refused by the daemon;
-                nothing was lost.
+            AttachRefused: the snapshots are of another model, or the daemon refuses; nothing was lost.
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
+        subject, options = self._subject, self._options
         with ranks.all_or_none():
             memory.settle_filled(_SEAL_WAIT_S)
         # What is parked is newer than what was asked for.
-        apart = None if self._at is not None else self._apart(memory, ranks)
-        found = (
-            recover_global(memory, ranks, self._at, verify_iterations=self._verify_iterations)
-            if apart is None
-            else recovered_locally(apart)
-        )
-        if isinstance(found, str):
-            memory.forget_everything()
-            return None
-        with ExitStack() as undo:
+        apart = None if self._at is not None else self._begin_localized(memory, ranks)
+        if apart is not None:
+            found = recovered_locally(apart)
+        else:
+            recovered = recover_global(memory, ranks, self._at, verify_iterations=options.verify_iterations)
+            if isinstance(recovered, str):
+                memory.forget_everything()
+                return None
+            found = recovered
+        with contextlib.ExitStack() as undo:
             if apart is not None:
                 undo.callback(apart.close)
             self._heed(ranks.gather(memory.hint, int))
             with ranks.all_or_none():
                 plan = self._plan_of(memory)
-                changed = self._changed_since(memory)
-            images = found.images
+                changed = _changed_since(memory)
             with ranks.all_or_none():
                 alone = apart is not None and not apart.replays
-                replay = self.replay_of(images, plan, ranks, alone=alone, dense=found.dense)
-                # What is loaded first must have arrived. The rest is waited for in replay.
-                _ = images[0].view
+                replay = self.replay_of(found.images, plan, ranks, alone=alone, dense=found.dense)
+                # The first snapshot must have arrived. Replay waits for the others.
+                _ = found.images[0].view
             undo.pop_all()
         verification = Verification(
             memory,
             ranks,
             found.replayed,
-            on_mismatch=self._on_mismatch,
+            on_mismatch=options.on_mismatch,
             changed=changed,
-            causes=partial(likely_causes, changed=changed, stateful=self._stateful, device=self._device),
+            stateful=subject.stateful,
+            device=subject.device,
         )
         return Resumption(
             replay,
             plan,
-            images[-1].phase,
+            found.images[-1].phase,
             found.reason,
-            self._sharing,
+            subject.sharing,
             verification,
             found.unverified,
             apart,
         )
 
-    def _apart(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | None:
-        """A collective call."""
-        if self._identity.world_size == 1:
+    def _begin_localized(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | None:
+        subject = self._subject
+        if subject.identity.world_size == 1:
             return None
-        alike = self._sharing.ranks_with_same_operators(self._operators, self._identity.rank)
+        same = subject.sharing.ranks_with_same_operators(subject.operators, subject.identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
-            alike = ()  # by their wrappers they are, but values were not compared, or differed
-        return begin_localized(memory, ranks, alike, verify_iterations=self._verify_iterations)
+            same = ()  # by their wrappers they are, but values were not compared, or differed
+        return begin_localized(memory, ranks, same, verify_iterations=self._options.verify_iterations)
 
     def _heed(self, hints: Sequence[int]) -> None:
-        """Freeze otherwise if any rank left the hint: what one computes from all gradients, it
-        computes from the others', too.
+        """Freeze like the most careful rank: what one computes from all gradients, it computes from the
+        others', too.
         """
         if any(hint & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = "an earlier replay with 'inputs' did not reproduce what was recorded"
 
     def _plan_of(self, memory: RankMemory) -> SnapshotPlan:
-        newest = memory.table.segments[-1]
-        self._check_signature(newest.descriptor.client)
+        """The plan of the newest snapshots.
+
+        Raises:
+            AttachRefused: they are of another model.
+        """
+        subject, newest = self._subject, memory.table.segments[-1]
+        recorded = values.unpack(newest.descriptor.client)["signature"]
+        if difference := signature_difference(recorded, signature(subject.binding)):
+            job, run = subject.identity.job, subject.identity.run
+            raise AttachRefused(
+                "model_changed",
+                f"the snapshots of job {job}, run {run} are of another model: {difference}",
+                f"pass run= a new name, or `ckptctl forget {job} {run}`",
+            )
         return plan_from_payload(
-            self._binding,
+            subject.binding,
             newest.descriptor.client,
-            self._identity.metadata(),
+            subject.identity.metadata(),
             newest.geometry,
-            self._sharing,
+            subject.sharing,
         )
 
     def replay_of(
@@ -212,57 +223,42 @@ class Recovery:
         """A replay of these snapshots, oldest first; a collective call if there are several ranks.
 
         Args:
-            alone: the images have everything that this rank has; nobody hands it anything.
+            alone: the images have everything that this rank has; it receives nothing from others.
             dense: the oldest one anchors everything, on all ranks.
         Raises:
-            ValueError: what this rank shares with others was recorded by none that it can reach now.
+            ValueError: no rank that this rank can reach has recorded what both share.
         """
-        handing: ReplicaBroadcast | None = None
-        if self._identity.world_size > 1:
-            handing = arrange(self._sharing, plan.operators, plan.owners, ranks)
-            if alone:
-                handing = None
+        subject, broadcast = self._subject, None
+        if subject.identity.world_size > 1:
+            broadcast = arrange(subject.sharing, plan.operators, plan.owners, ranks)
         return Replay(
-            self._binding,
-            plan.operators,
-            self._engine,
+            SnapshotLoader(subject.binding, plan.operators, self._engine, None if alone else broadcast),
             images,
-            stateful=self._stateful,
+            stateful=subject.stateful,
             tape=self._tape,
             freezing=self.freezing,
-            handing=handing,
             begins_dense=dense,
         )
 
-    def _check_signature(self, payload: bytes) -> None:
-        recorded = values.unpack(payload)
-        job, run = self._identity.job, self._identity.run
-        difference = signature_difference(recorded["signature"], signature(self._binding))
-        if difference:
-            raise AttachRefused(
-                "model_changed",
-                f"the snapshots of job {job}, run {run} are of another model: {difference}",
-                f"pass run= a new name, or `ckptctl forget {job} {run}`",
-            )
 
-    def _changed_since(self, memory: RankMemory) -> str:
-        """How this machine differs from the one that took the newest snapshots, in what can change bits."""
-        recorded = values.unpack(memory.table.segments[-1].descriptor.client)
-        changed = [
-            f"{what}: {before} when the snapshots were taken, {now} now"
-            for what, before, now in (
-                ("torch", recorded["torch"], str(torch.__version__)),
-                ("intra-op threads", recorded["threads"], torch.get_num_threads()),
-            )
-            if before != now
-        ]
-        for text in changed:
-            logger.warning("%s; this can change bits (replay verifies itself)", text)
-        return "; ".join(changed)
+def _changed_since(memory: RankMemory) -> str:
+    """How this machine differs from the one that took the newest snapshots, in what can change bits."""
+    recorded = values.unpack(memory.table.segments[-1].descriptor.client)
+    changed = [
+        f"{what}: {before} when the snapshots were taken, {now} now"
+        for what, before, now in (
+            ("torch", recorded["torch"], str(torch.__version__)),
+            ("intra-op threads", recorded["threads"], torch.get_num_threads()),
+        )
+        if before != now
+    ]
+    for text in changed:
+        logger.warning("%s; this can change bits (replay verifies itself)", text)
+    return "; ".join(changed)
 
 
 def _wanted_iteration(resume_at: int | None) -> int | None:
-    """Where this start goes back to; None: the newest."""
+    """The iteration to which this start goes back; None: the newest."""
     if resume_at is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return resume_at
     logger.warning("resume_at=%d was for the first start; this one goes on from the newest state", resume_at)
@@ -270,7 +266,7 @@ def _wanted_iteration(resume_at: int | None) -> int | None:
 
 
 class ReplayPart:
-    """The replay that runs, if one does.
+    """The replay in the user's loop. Without one, each call returns at once.
 
     Attributes:
         replay: None where the state is dense.
@@ -280,8 +276,7 @@ class ReplayPart:
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
         self._found: Resumption | None = None
-        # Apart from `replay`: one of a single snapshot is over at the first top, and its first
-        # forward comes then.
+        # Not `replay`: one of a single snapshot is over at the first top, before its first forward.
         self._unforwarded: Replay | None = None
         self._began_s = 0.0
         self.replay: Replay | None = None
@@ -289,7 +284,7 @@ class ReplayPart:
 
     @property
     def frozen(self) -> bool:
-        """Whether part of the operators is."""
+        """Whether some operators are frozen."""
         return self.replay is not None and not self.replay.dense
 
     @property
@@ -297,15 +292,18 @@ class ReplayPart:
         """Whether the first forward of a resumed run is still to come."""
         return self._unforwarded is not None
 
+    @property
+    def took_s(self) -> float:
+        """Seconds since the first step of the replay began."""
+        return time.perf_counter() - self._began_s
+
     def span(self, step: int) -> tuple[int, int]:
-        """The step with which a loop begins that would begin with ``step``, and how far this run
-        has come (-1: not known).
-        """
+        """The first step of a loop that would begin with ``step``, and how far this run has come (-1: unknown)."""
         replay = self.replay
         return (step, -1) if replay is None or replay.begun else (replay.start, replay.end)
 
     def check_whole(self) -> None:
-        """The model is not in the middle of a replay that was given up.
+        """Check that the model is not in the middle of a replay that was given up.
 
         Raises:
             ValueError: it is.
@@ -316,15 +314,13 @@ class ReplayPart:
                 "create a new one, which begins the replay again"
             )
 
-    # -- after a restart -------------------------------------------------------------------------
-
     def resume(self, found: Resumption) -> None:
-        """What was found is loaded; its replay begins at the loop's first top."""
+        """The oldest snapshot is loaded; its replay begins at the loop's first top."""
         self._found = found
         self.replay = self._unforwarded = found.replay
 
     def top(self, step: int, sent: Differences) -> bool:
-        """The top of a step; whether it is one of a replay.
+        """The top of a step; returns whether it is one of a replay.
 
         Args:
             sent: what the step before sent to other stages otherwise than when it ran first.
@@ -343,22 +339,15 @@ class ReplayPart:
         return replay is not None
 
     def end(self) -> Resumption | None:
-        """The state is dense: what was resumed, where this replay came of a restart."""
+        """The state is dense; returns what was resumed, if this replay came from a restart."""
         self.replay = None
         found, self._found = self._found, None
         if found is not None:
             found.verification.reproduced()
         return found
 
-    @property
-    def took_s(self) -> float:
-        """Since the first step of the replay began."""
-        return time.perf_counter() - self._began_s
-
-    # -- in a step -------------------------------------------------------------------------------
-
     def before_optimizer_step(self) -> None:
-        """Weights are about to change."""
+        """An optimizer is about to change weights."""
         if self.replay is not None:
             self.replay.before_optimizer_step()
 
@@ -368,12 +357,10 @@ class ReplayPart:
             self.replay.after_optimizer_step(optimizer)
 
     def first_forward(self) -> None:
-        """A forward of a step is about to run; the first one is told."""
+        """A forward is about to run; only the first one counts."""
         replay, self._unforwarded = self._unforwarded, None
         if replay is not None:
             replay.first_forward()
-
-    # -- beside it -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def instead(self, replay: Replay) -> Iterator[None]:
@@ -386,7 +373,7 @@ class ReplayPart:
             self.replay = self._unforwarded = None
 
     def abandon(self) -> None:
-        """The patches of a replay must not outlive it, and what is still frozen is not the run's state."""
+        """Undo the patches of a replay; a state that is still partly frozen is not the run's."""
         if self.replay is not None:
             self.replay.abandon()
             self.replay = self._unforwarded = None

@@ -1,9 +1,8 @@
-"""What follows when a replay does not reproduce what was recorded: all ranks learn of it, the
-daemons keep it, and the replay ends.
+"""The checks of a replay: after a restart (`Verification`), and of a window in process (`certify`).
 
-Replay runs in the user's own loop, which cannot be taken back to an earlier step. So a rank that
-finds a difference ends its process, on every rank, and what it found waits for the next start at
-the daemons. What that start does follows from all that is known (`ckptd.core.recovery.quarantine`).
+After a restart, replay runs in the user's own loop, which cannot go back to an earlier step. So if a rank
+finds a difference, every rank ends its process, and the daemons keep the finding for the next start. What
+that start does follows from all known findings (`ckptd.core.recovery.quarantine`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -39,22 +38,28 @@ from ckptd.core.recovery.quarantine import (
 from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
 from ckptd.transport.control.messages import RankMismatch, ReplayFailure
 
-__all__ = ["Certificate", "DenseState", "Replayed", "Verification", "certify", "likely_causes"]
+__all__ = ["Certificate", "DenseState", "Replayed", "Verification", "certify", "identical"]
 
 logger = get_logger(__name__)
 
-
 _TEXT_LIMIT = 1000
 _RANKS_SHOWN = 16
+_DIFFERENCES_SHOWN = 5
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FIND_OUT = (
+    "To find out, call ckpt.verify(run_step) after a few steps of a run that was never "
+    "interrupted: if that fails, too, the step is not "
+    "deterministic; if not, it is the restart that differs. docs/troubleshooting.md goes through it"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What is replayed: the snapshots of this rank; and who replays the same iterations at the same time.
+    """The replayed snapshots of this rank.
 
     Attributes:
-        everybody: all ranks do. Otherwise each decides for itself.
-        localized: only some do, fed from the logs of the others.
+        everybody: all ranks replay the same iterations at the same time. Otherwise each decides for itself.
+        localized: only some ranks replay, fed from the logs of the others.
     """
 
     snapshots: tuple[Used, ...]
@@ -62,29 +67,29 @@ class Replayed:
     localized: bool = False
 
 
-class _Said(msgspec.Struct, frozen=True):
-    """What a rank found at a boundary; ``heeds``: it is to end the replay (``on_mismatch="raise"``)."""
+class _Finding(msgspec.Struct, frozen=True):
+    """What a rank found at a boundary; ``raises``: it ends the replay for that (``on_mismatch="raise"``)."""
 
     found: RankMismatch | None
-    heeds: bool
+    raises: bool
 
 
 class _Evidence(msgspec.Struct, frozen=True):
-    """What a rank has used, and how its machine differs from the one that recorded that."""
+    """The snapshots that a rank used, and how its machine differs from the one that recorded them."""
 
     snapshots: tuple[Used, ...]
     changed: str
 
 
 class Verification:
-    """Sees one replay through.
+    """Follows one replay after a restart.
 
     Args:
-        ranks: of which all replay, or only some.
+        ranks: all ranks of the job, whether or not they replay.
         on_mismatch: ``raise`` or ``warn``.
-        changed: how this machine differs from the one that recorded; empty: not in what is known to
-            change bits.
-        causes: what usually leads to such a difference, for the message.
+        changed: how this machine differs from the one that recorded, as far as it is known to change
+            bits; "" if it does not.
+        stateful, device: of the job, for the likely causes in the message.
     """
 
     def __init__(
@@ -95,12 +100,13 @@ class Verification:
         *,
         on_mismatch: str,
         changed: str,
-        causes: Callable[[str], str] = lambda what: "",
+        stateful: Mapping[str, Stateful],
+        device: torch.device,
     ) -> None:
-        self._causes = causes
         self._memory, self._replayed, self._changed = memory, replayed, changed
+        self._stateful, self._device = stateful, device
         self._ranks = ranks if replayed.everybody else Collectives.alone(ranks.node)
-        self._heeds = on_mismatch == "raise"
+        self._raises = on_mismatch == "raise"
 
     def advance(self, replay: Replay, sent: Differences) -> None:
         """The top of a replayed step. A collective call if all ranks replay.
@@ -113,11 +119,11 @@ class Verification:
         boundary = replay.next_iteration
         found = replay.advance()
         found.extend(sent)
-        mine = _Said(_mismatch(self._memory.identity.rank, found), self._heeds)
-        said = self._ranks.gather(mine, _Said)
-        if any(s.found is not None and s.heeds for s in said):
+        mine = _Finding(_mismatch(self._memory.identity.rank, found), self._raises)
+        findings = self._ranks.gather(mine, _Finding)
+        if any(f.found is not None and f.raises for f in findings):
             replay.abandon()
-            self._fail(boundary, replay.freezing, [s.found for s in said if s.found is not None])
+            self._fail(boundary, replay.freezing, [f.found for f in findings if f.found is not None])
 
     def reproduced(self) -> None:
         """The state is dense, and the run goes on from it."""
@@ -131,34 +137,27 @@ class Verification:
         changed = next((each.changed for each in evidence if each.changed), "")
         result = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([(r.rank, r.count, r.got) for r in ranks]))
         failure = ReplayFailure(
-            boundary,
-            snapshots,
-            tuple(ranks[:_RANKS_SHOWN]),
-            result,
-            freezing,
-            ReplayVerdict.WIDENED,
+            boundary, snapshots, tuple(ranks[:_RANKS_SHOWN]), result, freezing, ReplayVerdict.WIDENED
         )
-        known = self._memory.failures
         if not self._replayed.localized:
-            verdict = judge_replay(failure, known, changed=changed)
+            verdict = judge_replay(failure, self._memory.failures, changed=changed)
             failure = msgspec.structs.replace(failure, verdict=verdict)
         reason = reason_of(failure, changed=changed)
         failure = msgspec.structs.replace(failure, reason=reason)
         self._memory.session.tell_replay(failure)
         self._hint(failure)
-        text = (
-            f"{describe_failure(failure)}. Either the step is not deterministic, or the restart "
-            "differs, or memory was corrupted. "
-            f"{reason}; RecoveryOptions(on_mismatch='warn') trains on regardless. "
-            f"{self._causes(ranks[0].what)}"
-        )
         logger.error("%s", reason)
-        raise ReplayMismatch(text)
+        causes = _likely_causes(ranks[0].what, self._changed, self._stateful, self._device)
+        raise ReplayMismatch(
+            f"{describe_failure(failure)}. Either the step is not deterministic, or the restart "
+            f"differs, or memory was corrupted. {reason}; RecoveryOptions(on_mismatch='warn') trains on "
+            f"regardless. {causes}"
+        )
 
     def _hint(self, failure: ReplayFailure) -> None:
-        """How the next start is to freeze."""
+        """Choose how the next start freezes."""
         if failure.verdict == ReplayVerdict.QUARANTINED:
-            # It came to the same both times, so it was not for want of gradients.
+            # Both replays came to the same result, so gradients were not the cause.
             if any(k.freezing == "inputs" for k in self._memory.failures):
                 self._memory.take_back_hint(HINT_DROP_GRADIENTS)
         elif failure.freezing == "inputs":
@@ -175,21 +174,11 @@ def _mismatch(rank: int, found: Differences) -> RankMismatch | None:
     return RankMismatch(rank, what, len(found.texts), found.expected, found.got)
 
 
-_FIND_OUT = (
-    "To find out, call ckpt.verify(run_step) after a few steps of a run that was never "
-    "interrupted: if that fails, too, the step is not "
-    "deterministic; if not, it is the restart that differs. docs/troubleshooting.md goes through it"
-)
-
-
-def likely_causes(what: str, *, changed: str, stateful: Mapping[str, Stateful], device: torch.device) -> str:
-    """In one sentence each, numbered.
+def _likely_causes(what: str, changed: str, stateful: Mapping[str, Stateful], device: torch.device) -> str:
+    """What usually causes a mismatch in a job like this one: numbered sentences, the likeliest first.
 
     Args:
         what: differed, as the message says it.
-        changed: how this process differs from the one that recorded; "" if not in what is known to
-            change bits.
-        stateful: the user's objects.
     """
     causes = []
     if changed:
@@ -210,10 +199,7 @@ def likely_causes(what: str, *, changed: str, stateful: Mapping[str, Stateful], 
             + ("" if workspace else ", with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
         )
     causes += [
-        (
-            "something random or timed that no snapshot has (a generator of your own, the clock, an "
-            "order of a set)"
-        ),
+        "something random or timed that no snapshot has (a generator of your own, the clock, an order of a set)",
         "the step computes something from all gradients by hand: pass it through ckpt.record(name, value)",
         (
             "memory was corrupted: `ckptctl snapshots` shows what was quarantined, and the machine's "
@@ -228,6 +214,9 @@ def _is_loader(item: Stateful) -> bool:
     return any(hasattr(item, name) for name in ("dataset", "sampler", "batch_size"))
 
 
+# -- in process ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """What a verification compared, and whether everything was identical to the bit."""
@@ -238,16 +227,16 @@ class Certificate:
     freezing: str
     tensors: int
     nbytes: int
-    differences: tuple[str, ...] = field(default=())
+    differences: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
         return not self.differences
 
     def __str__(self) -> str:
-        verdict = (
-            "identical to the bit" if self.identical else f"DIFFERENT: {', '.join(self.differences[:5])}"
-        )
+        verdict = "identical to the bit"
+        if self.differences:
+            verdict = f"DIFFERENT: {', '.join(self.differences[:_DIFFERENCES_SHOWN])}"
         return (
             f"replayed iterations {self.start}..{self.end - 1} from {self.window} sparse snapshots "
             f"(freezing: {self.freezing}): "
@@ -266,7 +255,7 @@ class DenseState:
         binding.kept.look(binding.kept.specs)
         self._plain = values.pack(binding.kept.python())
         self._kept = binding.kept.gather()
-        self.rng = capture_rng()
+        self._rng = capture_rng()
         self._groups = gather_groups(binding)
         self._packed_state = {name: values.pack(item.state_dict()) for name, item in stateful.items()}
 
@@ -280,7 +269,7 @@ class DenseState:
         found = [
             n
             for n in dict.fromkeys([*self.tensors, *live])
-            if n not in live or n not in self.tensors or not _same(live[n], self.tensors[n])
+            if n not in live or n not in self.tensors or not identical(live[n], self.tensors[n])
         ]
         kept = self._binding.kept
         kept.look(kept.specs)
@@ -288,7 +277,7 @@ class DenseState:
             found.append("plain optimizer state")
         if other := kept.difference(self._kept, entries=True):
             found.append(other)
-        if capture_rng() != self.rng:
+        if capture_rng() != self._rng:
             found.append("random state")
         if not values.equal(gather_groups(self._binding), self._groups):
             found.append("parameter group options")
@@ -300,13 +289,12 @@ class DenseState:
         return found
 
     def restore(self) -> None:
-        """Put the live state back to this copy."""
+        """Set the live state to this copy."""
         binding = self._binding
         with torch.no_grad():
             for keeper, recorded in zip(binding.keepers, self._optimizer, strict=True):
                 keeper.state.clear()
-                for param, state in recorded.items():
-                    keeper.state[param] = state
+                keeper.state.update(recorded)
             for name, tensor in _tensors(binding).items():
                 tensor.copy_(self.tensors[name])
         for name, plain in values.unpack(self._plain).items():
@@ -317,7 +305,7 @@ class DenseState:
             item.load_state_dict(values.unpack(self._packed_state[name]))
         apply_groups(binding, self._groups)
         binding.kept.load(self._kept, list(binding.owner))
-        restore_rng(self.rng)
+        restore_rng(self._rng)
 
 
 def certify(
@@ -336,7 +324,7 @@ def certify(
     Args:
         window: how many snapshots are replayed.
         playing: in its body the loop's hooks are those of the replay.
-        rewind: data goes on from where its restored state says.
+        rewind: moves data to where its restored state says.
     """
     kept = tape.take()
     try:
@@ -351,21 +339,24 @@ def certify(
                 run_step(step)
             if until == replay.next_iteration:
                 replay.advance()
-            differences = [*replay.mismatches, *live.differences()]
+            differences = (*replay.mismatches, *live.differences())
     finally:
         tape.take()
         tape.put_back(kept)
         live.restore()
         rewind()
-    return Certificate(
-        replay.start,
-        until,
-        window,
-        replay.freezing,
-        len(live.tensors) + replay.compared,
-        live.nbytes,
-        tuple(differences),
-    )
+    tensors = len(live.tensors) + replay.compared
+    return Certificate(replay.start, until, window, replay.freezing, tensors, live.nbytes, differences)
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether both have the same shape, dtype, device and bits. NaN equals the same NaN: bits are compared
+    as integers.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    kind = _INTEGERS.get(a.element_size(), torch.uint8)
+    return torch.equal(*(values.bytes_of(t.detach()).view(kind) for t in (a, b)))
 
 
 def _owners(binding: LiveState) -> list[Tensor]:
@@ -381,9 +372,3 @@ def _tensors(binding: LiveState) -> dict[str, Tensor]:
             {f"optim/{k}/{name}": local(v) for k, v in binding.state(name).items() if isinstance(v, Tensor)}
         )
     return found
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(values.bytes_of(a), values.bytes_of(b))

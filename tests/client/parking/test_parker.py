@@ -29,6 +29,7 @@ from ckptd.client.parking.parker import (
 from ckptd.client.pipeline.upstream_feed import FedLogs, ValueLogs
 from ckptd.client.recovery.localized_recovery import LocalizedStart
 from ckptd.client.recovery.replay import Replay
+from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind, RankPlan
 from ckptd.core.slots.ring import SlotState
 from ckptd.ctl.main import main as ckptctl
@@ -180,9 +181,7 @@ class Trained(Job):
         plan = self.ckpt._loop.recorder.plan  # type: ignore[union-attr]
         assert plan is not None
         replay = Replay(
-            LiveState(fresh.model, [fresh.optimizer], None),
-            plan.operators,
-            CpuEngine(),
+            SnapshotLoader(LiveState(fresh.model, [fresh.optimizer], None), plan.operators, CpuEngine()),
             [parked_image(self.memory, record)],
             stateful=fresh.state,
             tape=Tape(),
