@@ -481,7 +481,7 @@ class Recorder:
         if now - self._reported_at >= _REPORT_S:
             self._reported_at = now
             self._stats.daemon_outages = self._memory.session.outages
-            self._stats.daemon_changes = self._memory.session.link.changes
+            self._stats.daemon_changes = self._memory.session.changes
             self._memory.session.report(step, self._stats.as_dict())
 
 
