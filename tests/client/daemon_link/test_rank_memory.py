@@ -348,7 +348,7 @@ def test_a_daemon_that_is_away_when_the_run_begins_is_told_later(
     endpoint: str, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with attached(endpoint, run) as memory:
-        memory.session.link.connected = False  # as its link says when the daemon does not answer
+        memory.session.connected = False  # as its link says when the daemon does not answer
         memory.begin_epoch(9, 4, (Member(memory.session.card, (0,)),))
         assert history(memory) == (9, 4)
         assert "the daemon was not told who takes part in the run" in caplog.text
@@ -362,7 +362,7 @@ def test_a_join_that_fails_for_another_reason_is_tried_again(
     endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attached(endpoint, run) as memory:
-        client = memory.session.link._client
+        client = memory.session._client
         assert client is not None
         request, refused = client.request, list[object]()
 
