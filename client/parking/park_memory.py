@@ -200,7 +200,7 @@ class ParkMemory(AuxiliarySegments):
             self._memory.session.notice("warning", "not_parking", why)
 
     def _tell(self) -> None:
-        self._stats.park_memory_bytes = self._total_bytes
+        self._stats.park_memory_bytes = self._generations.total_bytes
 
     # -- giving up -------------------------------------------------------------------------------
 

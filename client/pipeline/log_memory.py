@@ -442,7 +442,7 @@ class LogMemory(AuxiliarySegments):
     def _update_stats(self) -> None:
         segments = list(self._memory.logs)
         self._stats.log_slots = segments[-1].geometry.num_slots if segments else 0
-        self._stats.log_memory_bytes = self._total_bytes
+        self._stats.log_memory_bytes = self._generations.total_bytes
 
     # -- slots -----------------------------------------------------------------------------------
 

@@ -263,7 +263,7 @@ class _GlobalStart:
         self.tried += 1
         pieces = plan.per_rank[self._memory.identity.rank]
         try:
-            self.retrieved = self._memory.retrieve(pieces, view, undo)
+            self.retrieved = self._memory.retrieval.retrieve(pieces, view.everybody, undo)
         except TryAgain:
             raise
         except Exception as error:

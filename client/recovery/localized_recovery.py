@@ -232,7 +232,7 @@ class _LocalizedProcedure:
         if mine.snapshots:
             records = [piece.record for piece in mine.snapshots]
             schedule = ScheduleStart([(r.iteration, r.phase) for r in records])
-            self._retrieved = memory.retrieve(mine.snapshots, self._view, undo)
+            self._retrieved = memory.retrieval.retrieve(mine.snapshots, self._view.everybody, undo)
         if mine.kind is not RankKind.REPLAYS:
             self._parked = self._read_parked(mine.pieces[0])
             if mine.kind is not RankKind.COPIED:
@@ -295,7 +295,7 @@ class _LocalizedProcedure:
             )
         ring = self._memory.descriptor
         if self._mine.kind is RankKind.MOVED:
-            ring = self._memory.descriptor_of(self._retrieved)
+            ring = self._memory.retrieval.descriptor_of(self._retrieved)
         assert ring is not None
         return of_parked(image.iteration, image.phase, scalars, ring.client)
 

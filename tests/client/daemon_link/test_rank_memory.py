@@ -414,7 +414,7 @@ def test_whatever_goes_wrong_on_one_rank_is_raised_on_all(
         raise OSError("bad memory")
 
     with two_ranks(endpoint, run) as memories:
-        for owner, name in ((memories[1]._retrieval, "_verify"), (memories[1], "_release")):
+        for owner, name in ((memories[1].retrieval, "_verify"), (memories[1], "_release")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, broken)
                 if name == "_release":
