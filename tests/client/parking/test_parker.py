@@ -18,11 +18,11 @@ from ckptd.client import Checkpointer
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.parking.park_memory import parked_image, parked_records
+from ckptd.client.parking.park_writer import Moment
 from ckptd.client.parking.parker import (
     COPY_TRANSITIONS,
     CopyEvent,
     CopyState,
-    Moment,
     ParkGate,
     Parking,
 )
