@@ -1,17 +1,19 @@
-"""The memory of a rank's boundary log: segments that are requested from the daemon when the size of an
-iteration is known.
+"""The memory of a rank's boundary log, and the writing of one iteration's log or its comparison with a replay.
 
-States: none (not requested, or refused: training continues without a log), requested, available. Another
-generation is requested when iterations outgrow the slots, or windows their number; at most two exist at
-a time.
+Segments are requested from the daemon when the size of an iteration is known. States: none (not requested,
+or refused: training continues without a log), requested, available. Another generation is requested when
+iterations outgrow the slots, or windows their number; at most two exist at a time.
+
+A fill appends records: each is copied to the slot when it is sent, and the image's header is written at
+the end of the step. Only the total size of an iteration must be known before, and iterations may differ.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -51,7 +53,7 @@ from ckptd.storage.images.image import ImageView, verify
 from ckptd.storage.images.image_format import ImageError, TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
 
-__all__ = ["Comparison", "Layouts", "LogFill", "LogMemory", "LogSize", "Room", "header_room"]
+__all__ = ["Comparison", "Layouts", "LogFill", "LogMemory", "Room", "make_layouts"]
 
 logger = get_logger(__name__)
 
@@ -90,34 +92,27 @@ class Room:
         return header_room(self.num_records) + self.data_bytes
 
 
-class Layouts:
-    """Recently used image layouts: most iterations are equal, and then a header is a copy with three
-    patches.
+# Builds the image layout of some records whose data are in place, at this offset.
+Layouts = Callable[[tuple[TensorEntry, ...], int], ImageLayout]
+
+
+def make_layouts(identity: Mapping[str, str]) -> Layouts:
+    """The layouts of a rank's logs. Recent ones are kept: most iterations are equal, and then a header is a
+    copy with three patches.
     """
 
-    def __init__(self, identity: Mapping[str, str]) -> None:
-        self._identity = dict(identity)
-        self._known: OrderedDict[tuple[int, tuple[TensorEntry, ...]], ImageLayout] = OrderedDict()
+    @functools.lru_cache(_KEPT_LAYOUTS)
+    def layout(entries: tuple[TensorEntry, ...], data_offset: int) -> ImageLayout:
+        """Raises ValueError if the header does not fit before ``data_offset``."""
+        return ImageLayout.build(
+            entries,
+            identity={**identity, "holds": "boundary log"},
+            num_operators=1,
+            anchors=0,  # even if a reader mistook it for a snapshot, nothing could be recovered from it
+            data_offset=data_offset,
+        )
 
-    def of(self, entries: tuple[TensorEntry, ...], data_offset: int) -> ImageLayout:
-        """The layout of these records, whose data are in place already.
-
-        Raises:
-            ValueError: the header does not fit before ``data_offset``.
-        """
-        key = data_offset, entries
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = ImageLayout.build(
-                entries,
-                identity={**self._identity, "holds": "boundary log"},
-                num_operators=1,
-                anchors=0,  # even if a reader mistook it for a snapshot, nothing could be recovered from it
-                data_offset=data_offset,
-            )
-            if len(self._known) > _KEPT_LAYOUTS:
-                self._known.popitem(last=False)
-        return found
+    return layout
 
 
 class LogFill:
@@ -184,12 +179,17 @@ class LogFill:
 
     def copied(self, why_not: str = "") -> None:
         """A copy has ended; ``why_not`` is the reason why its bytes are not valid ("": they are)."""
-        self._arrive(why_not)
+        with self._lock:
+            self.spoilt = self.spoilt or why_not
+            self._awaited -= 1
+            last = self._awaited == 0
+        if last:
+            self._complete(self)
 
     def end(self, *, keep: bool = True) -> None:
         """End the step."""
         self._dropped = not keep
-        self._arrive("")
+        self.copied()
 
     def write(self, layouts: Layouts) -> bool:
         """Write the header of the image and release the slot; False if there is nothing to keep."""
@@ -214,18 +214,10 @@ class LogFill:
 
     def _layout(self, layouts: Layouts) -> ImageLayout | None:
         try:
-            return layouts.of(tuple(self._entries), self._data_offset)
+            return layouts(tuple(self._entries), self._data_offset)
         except ValueError as error:
             self.crowded, self.spoilt = True, str(error)
             return None
-
-    def _arrive(self, why_not: str) -> None:
-        with self._lock:
-            self.spoilt = self.spoilt or why_not
-            self._awaited -= 1
-            last = self._awaited == 0
-        if last:
-            self._complete(self)
 
 
 class Comparison:
@@ -275,7 +267,7 @@ _QUICKLY_SEALED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LogSize:
+class _LogSize:
     """The requested size of a log."""
 
     num_slots: int
@@ -312,7 +304,7 @@ class LogMemory(AuxiliarySegments):
     ) -> None:
         super().__init__(memory, memory.logs, engine)
         self._stats, self._limit_bytes, self._replicate = stats, limit_bytes, replicate
-        self._asked = LogSize(0, Room())
+        self._asked = _LogSize(0, Room())
         self._facts: LogFacts | None = None  # what is asked for tells them
         self._misleading = False  # what is there tells less, and nothing else is to be had
         for segment in memory.logs:
@@ -350,7 +342,7 @@ class LogMemory(AuxiliarySegments):
                 return
             if not holds:
                 room = Room(int(_GROWTH * room.num_records), int(_GROWTH * room.data_bytes))
-        size = LogSize(num_slots, room)
+        size = _LogSize(num_slots, room)
         if self._limit_bytes is not None and size.total_bytes > self._limit_bytes:
             self._refuse(
                 f"the log needs {size}, but limit_bytes is {human(self._limit_bytes)}: raise "
@@ -448,13 +440,7 @@ class LogMemory(AuxiliarySegments):
 
     def records(self) -> list[SlotRecord]:
         """Every slot of every generation."""
-        return [
-            SlotRecord(segment.generation, index, SlotState.FREE)
-            if (header := segment.header(index)) is None
-            else _record(segment.generation, index, header)
-            for segment in self._memory.logs
-            for index in range(segment.geometry.num_slots)
-        ]
+        return [record for segment in self._memory.logs for record in segment.records()]
 
     def first_needed(self, *, promised: bool = True) -> int | None:
         """The first iteration that a recovery of this run may replay; if that is not known, the first one of
@@ -547,19 +533,3 @@ class LogMemory(AuxiliarySegments):
         )
         segment.begin_filling(index, header)
         return index, header
-
-
-def _record(generation: int, index: int, header: SlotHeader) -> SlotRecord:
-    return SlotRecord(
-        generation=generation,
-        index=index,
-        state=header.state,
-        iteration=header.iteration,
-        previous=header.previous,
-        sequence=header.sequence,
-        image_len=header.image_len,
-        layout_id=header.layout_id,
-        epoch=header.epoch,
-        epoch_start=header.epoch_start,
-        header_digest=header.header_digest,
-    )

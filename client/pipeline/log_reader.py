@@ -1,14 +1,19 @@
-"""Reading of boundary logs: the tensors that a neighbour sent in an iteration, verified.
+"""Reading of boundary logs: the verified tensors that a neighbour sent in an iteration, and the facts about
+its rank's communication.
 
 Readers own and change nothing: every process that may open the files can read them, including logs of
 other ranks of this node, and of ranks whose trainer and daemon are gone.
+
+The facts say which ranks recover together. They are in the ``client`` payload of the log segment's
+descriptor, beside ``data_offset``, so that they outlive the process. When they change, a log of the next
+generation is requested: those of the newest generation count.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +48,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:
-    """Of one rank, with the reasons that its log tells people (plans go by ``RankFacts``); all
+    """With which ranks a rank communicates in a step (plans use ``RankFacts``, which has no reasons). All
     ranks are numbers in the job, sorted.
 
     Attributes:
-        neighbours: with whom it exchanges what is logged.
-        domain: itself, and with whom it communicates otherwise within a step, as far as it knows by
-            itself: who is joined by way of a third rank is joined, too, which only the facts of all
-            ranks tell.
-        alike: other ranks with which it has all operators alike.
+        neighbours: ranks with which it exchanges what is logged.
+        domain: itself, and ranks with which it communicates otherwise within a step, as far as it
+            knows: ranks that are joined through a third one follow from the facts of all ranks.
+        alike: other ranks whose operators all equal its own.
         reasons: why others are in the domain, for people.
     """
 
@@ -62,33 +66,30 @@ class LogFacts:
 
     def same_as(self, other: LogFacts) -> bool:
         """Whether both mean the same for a recovery, whatever their reasons are."""
-        return (self.neighbours, self.domain, self.alike) == (
-            other.neighbours,
-            other.domain,
-            other.alike,
+        mine, theirs = (
+            (self.neighbours, self.domain, self.alike),
+            (other.neighbours, other.domain, other.alike),
         )
+        return mine == theirs
 
     def warnings(self) -> list[str]:
-        """Why this rank recovers together with ranks on the other side of a boundary, and what to
-        do about it.
-        """
+        """Why this rank recovers together with ranks across a boundary, and what to do about it."""
         both = sorted(set(self.neighbours) & set(self.domain))
         if not both:
             return []
         ranks = ", ".join(map(str, both))
-        what = f"never apart from rank {ranks}, though a boundary is logged"
-        todo = (
-            "What all ranks compute together (a gradient norm, a loss to show) goes into "
-            "ckpt.shared_value(name, compute); "
-            "sends and receives are told to the log (dest=, source=)"
+        text = (
+            f"localized recovery: never apart from rank {ranks}, though a boundary is logged: "
+            f"{'; '.join(self.reasons)}. What all ranks compute together (a gradient norm, a loss to show) goes "
+            "into ckpt.shared_value(name, compute); sends and receives are told to the log (dest=, source=)"
         )
-        return [f"localized recovery: {what}: {'; '.join(self.reasons)}. {todo}"]
+        return [text]
 
 
 def find_facts(
     rank: int, communication: Communication | None, alike: Iterable[int], known: LogFacts | None
 ) -> LogFacts | None:
-    """What is known by now, together with what an earlier trainer has told; None before a step was seen."""
+    """The facts observed so far, with those of an earlier trainer; None before a step was observed."""
     if communication is None or not communication.observed:
         return known
     before = known or LogFacts()
@@ -109,34 +110,22 @@ def recorded_facts(payloads: Iterable[bytes]) -> LogFacts | None:
 
 
 def log_payload(data_offset: int, facts: LogFacts | None) -> bytes:
-    """The ``client`` payload of a log segment; None: nothing is known, and nobody recovers apart."""
+    """The ``client`` payload of a log segment. Without facts, all ranks recover together."""
     payload: dict[str, Any] = {"data_offset": data_offset}
     if facts is not None:
-        payload["facts"] = {
-            "neighbours": list(facts.neighbours),
-            "domain": list(facts.domain),
-            "alike": list(facts.alike),
-            "reasons": list(facts.reasons),
-        }
+        payload["facts"] = {name: list(value) for name, value in asdict(facts).items()}
     return values.pack(payload, "boundary log")
 
 
 def data_offset_of(payload: bytes) -> int:
-    """Where records begin in the slots of a log."""
+    """The offset of the records in the slots of a log."""
     return int(values.unpack(payload)["data_offset"])
 
 
 def facts_of(payload: bytes) -> LogFacts | None:
-    """The facts of a log's payload; None if it was written by a version that kept none."""
-    found: dict[str, Any] | None = values.unpack(payload).get("facts")
-    if found is None:
-        return None
-    return LogFacts(
-        tuple(found["neighbours"]),
-        tuple(found["domain"]),
-        tuple(found["alike"]),
-        tuple(found["reasons"]),
-    )
+    """The facts of a log's payload; None if it was written by a version that recorded none."""
+    found: dict[str, list[Any]] | None = values.unpack(payload).get("facts")
+    return None if found is None else LogFacts(*(tuple(found[field.name]) for field in fields(LogFacts)))
 
 
 def log_files(folder: str | os.PathLike[str], job: str, run: str, rank: int) -> list[Path]:

@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
-from ckptd.client.daemon_link.retrieval import KnowsFetches, wait_until_sealed
+from ckptd.client.daemon_link.retrieval import wait_until_sealed
+from ckptd.client.daemon_link.session import Session
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.log_reader import LogFile
 from ckptd.core.recovery.global_plan import SnapshotToLoad
@@ -37,15 +37,9 @@ from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
 from ckptd.memory import locks
-from ckptd.transport.control.messages import (
-    FetchPiece,
-    FetchState,
-    NodeCard,
-    RefusalCode,
-    SegmentInfo,
-)
+from ckptd.transport.control.messages import FetchState, NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["BringsLogs", "FedLogs", "ValueLogs"]
+__all__ = ["FedLogs", "ValueLogs"]
 
 logger = get_logger(__name__)
 
@@ -57,24 +51,6 @@ _AGAIN_S = 0.5
 _GRANT_S = 700.0  # longer than the session waits for memory
 _NO_MEMORY = (RefusalCode.QUOTA, RefusalCode.SEGMENT_FS)
 _NOTHING_NEW = FetchState("running", "", 0, 0, 0, {})
-
-
-class BringsLogs(KnowsFetches, Protocol):
-    """The part of this rank's daemon session that is used here."""
-
-    node_id: str
-    segment_dir: str
-
-    @property
-    def run(self) -> tuple[str, str]: ...
-
-    def fetch_for_reading(
-        self, rank: int, kind: str, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...] = ()
-    ) -> Future[SegmentInfo]: ...
-
-    def drop(self, generation: int) -> None: ...
-
-    def notice(self, level: str, kind: str, message: str) -> None: ...
 
 
 class FedLogs:
@@ -92,7 +68,7 @@ class FedLogs:
 
     def __init__(
         self,
-        session: BringsLogs,
+        session: Session,
         logged: Mapping[int, Mapping[int, SnapshotToLoad]],
         cards: tuple[NodeCard, ...] = (),
         *,
@@ -192,7 +168,7 @@ class _Feed:
 
     def __init__(
         self,
-        session: BringsLogs,
+        session: Session,
         neighbour: int,
         logged: Mapping[int, SnapshotToLoad],
         cards: tuple[NodeCard, ...],
@@ -232,7 +208,7 @@ class _Feed:
                 return held.tensors()
             except CorruptionError as error:
                 self._damaged_here(iteration, error)
-        return self._read_brought(iteration, log)
+        return self._read_fetched(iteration, log)
 
     def close(self) -> None:
         for held in self._here.values():
@@ -269,7 +245,6 @@ class _Feed:
         return self._files[name]
 
     def _open(self, name: str) -> LogFile | None:
-        job, run = self._session.run
         if name != os.path.basename(name):  # the name comes from another node
             return None
         try:
@@ -277,10 +252,8 @@ class _Feed:
         except (OSError, SegmentError) as error:
             logger.info("%s is not read directly: %s", name, error)
             return None
-        descriptor = file.descriptor
-        return (
-            file if (descriptor.job, descriptor.run, descriptor.rank) == (job, run, self._neighbour) else None
-        )
+        whose = file.descriptor.job, file.descriptor.run, file.descriptor.rank
+        return file if whose == (*self._session.run, self._neighbour) else None
 
     def _damaged_here(self, iteration: int, error: CorruptionError) -> None:
         """Fetch a damaged local log like remote ones: the daemon takes the wrong tensors from other
@@ -302,7 +275,7 @@ class _Feed:
 
     # -- fetched ---------------------------------------------------------------------------------
 
-    def _read_brought(self, iteration: int, log: SnapshotToLoad) -> dict[RecordKey, Tensor]:
+    def _read_fetched(self, iteration: int, log: SnapshotToLoad) -> dict[RecordKey, Tensor]:
         while True:
             batch = self._granted(iteration, patience_s=_AWAY_S)
             if self._left and len(self._batches) < _BATCHES:
@@ -384,16 +357,13 @@ class _Feed:
     def _ask_next(self, *, ahead: bool) -> None:
         """Request as many of the next iterations as fit into a batch."""
         taken = [self._left.popleft()]
-        size = self._size_of(taken[0])
+        size = self._logged[taken[0]].record.image_len
         while self._left and len(taken) < self._most:
-            size += self._size_of(self._left[0])
+            size += self._logged[self._left[0]].record.image_len
             if size > self._batch_bytes:
                 break
             taken.append(self._left.popleft())
         self._ask(taken, ahead=ahead)
-
-    def _size_of(self, iteration: int) -> int:
-        return self._logged[iteration].record.image_len
 
     def _ask(self, iterations: list[int], *, ahead: bool) -> None:
         logged = [self._logged[i] for i in iterations]
@@ -441,7 +411,7 @@ class ValueLogs:
 
     def __init__(
         self,
-        session: BringsLogs,
+        session: Session,
         mine: RankPlan,
         feeds: FedLogs,
         cards: tuple[NodeCard, ...] = (),
