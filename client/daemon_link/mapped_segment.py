@@ -175,7 +175,7 @@ class MappedSegment:
         self.buffer[HINT_OFFSET] = value
 
     def last_filled(self) -> tuple[tuple[int, int], int]:
-        """The key that sorts segments by their use; a generation may be made ahead of the plan that it is for."""
+        """The sort key by use; a generation may be made ahead of the plan that it is for."""
         return last_filled(header for _, header in self.headers()), self.generation
 
     @property
@@ -282,7 +282,7 @@ class SlotFile:
             raise SegmentError(f"{path.name} holds {self.descriptor.kind}", operation=f"read {kind}")
 
     def keep_from_children(self) -> None:
-        """Unmap it in forked children: a data loader's worker would keep its memory for as long as it lives."""
+        """Unmap it in forked children: a data loader's worker would keep its memory while it lives."""
         self._map.madvise(mmap.MADV_DONTFORK)
 
     @property
@@ -444,7 +444,7 @@ class Generations:
         self._segments.append(segment)
 
     def order_by_use(self) -> None:
-        """Make the generation that was filled last the newest: a later one may be reserved and not used yet."""
+        """Make the generation that was filled last the newest: a later one may not be used yet."""
         self._segments.sort(key=MappedSegment.last_filled)
 
     def remove(self, segment: MappedSegment) -> None:

@@ -1,4 +1,4 @@
-"""This rank's memory: the session with the daemon and the segments that it grants, from attach to recovery."""
+"""This rank's memory: the session with the daemon, and the segments that it grants."""
 
 from __future__ import annotations
 

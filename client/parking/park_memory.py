@@ -64,7 +64,10 @@ def _records(memory: RankMemory) -> list[SlotRecord]:
     found = []
     for segment in memory.parks:
         everything = (1 << segment.descriptor.num_operators) - 1
-        found += segment.records(lambda index, header, everything=everything: everything)  # type: ignore[misc]
+        found += [
+            replace(r, anchors=everything) if r.state in (SlotState.FILLED, SlotState.SEALED) else r
+            for r in segment.records()
+        ]
     return found
 
 
@@ -199,7 +202,7 @@ class ParkMemory(AuxiliarySegments):
     # -- giving up -------------------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Free outdated states, those older than every rank's newest complete suffix, and empty generations."""
+        """Free states that are outdated or older than every rank's newest suffix, and empty generations."""
         held = [r for r in _records(self._memory) if r.sealed]
         if held:
             outlived = self._outlived()

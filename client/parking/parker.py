@@ -304,7 +304,7 @@ class Parking:
             moment.begun_s = time.monotonic()
 
     def first_forward(self) -> None:
-        """The step's first forward is about to run: keep the random state that a resumed step must have there."""
+        """The first forward is about to run: keep the random state that a resumed step must have there."""
         moment = self._gate.moment
         if moment is None or moment.rng_forward is not None:
             return

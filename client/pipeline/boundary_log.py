@@ -55,7 +55,7 @@ _Where = tuple[SentKind, int, int, int]
 
 
 class SilentLog:
-    """The log of a disabled checkpointer: accepts all calls of a hand-written pipeline and records nothing."""
+    """The log of a disabled checkpointer: accepts the calls of a hand-written pipeline, records nothing."""
 
     def activation(
         self,
@@ -272,7 +272,8 @@ class BoundaryLog(SilentLog):
         if not self._silent() and not self.given_up:
             if self._iteration is None:
                 raise ValueError(
-                    f"log.{kind}() was called outside a step: call it in the body of the loop over ckpt.steps()"
+                    f"log.{kind}() was called outside a step: call it in the body of the loop over "
+                    "ckpt.steps()"
                 )
             if dest is not None and self._communication is not None:
                 self._communication.sends([dest])

@@ -1,4 +1,4 @@
-"""The memory of a rank's boundary log, and the writing of one iteration's log or its comparison with a replay.
+"""The memory of a rank's boundary log; writing one iteration's log, or comparing it with a replay.
 
 Segments are requested from the daemon when the size of an iteration is known. States: none (not requested,
 or refused: training continues without a log), requested, available. Another generation is requested when

@@ -80,8 +80,9 @@ class LogFacts:
         ranks = ", ".join(map(str, both))
         text = (
             f"localized recovery: never apart from rank {ranks}, though a boundary is logged: "
-            f"{'; '.join(self.reasons)}. What all ranks compute together (a gradient norm, a loss to show) goes "
-            "into ckpt.shared_value(name, compute); sends and receives are told to the log (dest=, source=)"
+            f"{'; '.join(self.reasons)}. What all ranks compute together (a gradient norm, a loss to show) "
+            "goes into ckpt.shared_value(name, compute); sends and receives are told to the log (dest=, "
+            "source=)"
         )
         return [text]
 

@@ -155,7 +155,7 @@ class Rehearsal:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Skip the rehearsal where the body fails: the user's optimizer and types run in it, and training goes on."""
+        """Give the rehearsal up if the body fails: the user's optimizer runs in it, and training goes on."""
         begun = time.perf_counter()
         try:
             yield
@@ -531,7 +531,7 @@ class _PartLoader(SnapshotLoader):
 
     @property
     def rows(self) -> Rows:
-        """The rows that were loaded. The other rows of a replicated parameter may be in another rank's snapshots."""
+        """The loaded rows. Other rows of a replicated parameter may be in another rank's snapshots."""
         active = self.activity.active_rows()
         both = {n: common(active[n], merge(rows)) for n, rows in self._loaded.items() if n in active}
         return {name: rows for name, rows in both.items() if rows}

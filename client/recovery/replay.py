@@ -326,7 +326,7 @@ class Replay(ReplayProgress):
         self._tape.play(None)
 
     def _validate(self) -> None:
-        """At the newest snapshot every operator is active, and a replay that is over leaves no patch (DESIGN §7)."""
+        """At the newest snapshot every operator is active, and the end leaves no patch (DESIGN §7)."""
         self.validate()
         activity, state = self._activity, self.state
         if state is ReplayState.DENSE:
@@ -368,7 +368,7 @@ class Replay(ReplayProgress):
         complete = {n for n in active_rows if n not in frozen and n not in absent}
         self.compared += optimizer_differences(binding, image, complete, found)
         scalar_differences(binding, self._stateful, scalars, found)
-        # What an optimizer keeps for all parameters together may follow from frozen ones, which were not updated.
+        # What an optimizer keeps for all parameters may follow from frozen ones, which were not updated.
         if not frozen and (other := binding.kept.difference(scalars.get("kept"))):
             found.add(other)
         return found

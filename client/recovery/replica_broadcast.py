@@ -98,8 +98,8 @@ class ReplicaBroadcast:
         return frozenset[int]().union(*(g.senders.get(self._rank, ()) for g in self._groups))
 
     def unlike(self, checksum: Callable[[frozenset[int]], str]) -> list[str]:
-        """The groups whose ranks no longer have equal values, in words; a collective call of each group, equal
-        on its members.
+        """The groups whose ranks no longer have equal values, in words; a collective call of each group, with
+        the same result on its members.
 
         Args:
             checksum: of the present values of some operators.

@@ -28,7 +28,7 @@ __all__ = ["Activity", "SnapshotLoader"]
 
 
 class Activity:
-    """The active operators of one rank, and the rows that are frozen therefore; operators are bits, by number.
+    """The active operators of one rank, and the frozen rows; operators are bits, by number.
 
     Attributes:
         active: the operators whose anchors were reached.
@@ -305,7 +305,7 @@ class SnapshotLoader:
         apply_packed(self.binding, packed, names, layout["packed"])
 
     def _round_frozen_masters(self) -> None:
-        """Set frozen masters to the rounded weight: the user's own copy-back leaves the weight as recorded."""
+        """Set frozen masters to the rounded weight: the user's own copy-back then does not change it."""
         binding = self.binding
         with torch.no_grad():
             for name, ranges in self.activity.frozen_rows.items():

@@ -298,7 +298,7 @@ class ReplayPart:
         return time.perf_counter() - self._began_s
 
     def span(self, step: int) -> tuple[int, int]:
-        """The first step of a loop that would begin with ``step``, and how far this run has come (-1: unknown)."""
+        """The first step of a loop that asks for ``step``, and how far this run has come (-1: unknown)."""
         replay = self.replay
         return (step, -1) if replay is None or replay.begun else (replay.start, replay.end)
 

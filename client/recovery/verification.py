@@ -199,7 +199,10 @@ def _likely_causes(what: str, changed: str, stateful: Mapping[str, Stateful], de
             + ("" if workspace else ", with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment")
         )
     causes += [
-        "something random or timed that no snapshot has (a generator of your own, the clock, an order of a set)",
+        (
+            "something random or timed that no snapshot has (a generator of your own, the clock, an "
+            "order of a set)"
+        ),
         "the step computes something from all gradients by hand: pass it through ckpt.record(name, value)",
         (
             "memory was corrupted: `ckptctl snapshots` shows what was quarantined, and the machine's "
