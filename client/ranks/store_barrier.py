@@ -1,10 +1,22 @@
-"""A barrier of all ranks in the job's store, before a collective: a rank that does not come is named,
-where the collective would hang until the process group's own timeout and name nobody.
+"""A barrier of all ranks in the job's store, before a collective: it names a rank that does not arrive, where
+the collective would hang until the process group's own timeout and name nobody.
 
-Arrival takes one word per block of ranks, and one register that is written once: by the last rank
-to arrive (all are here), by a rank that knows that another is gone (`failure_detector`), or by a
-rank that has waited too long. So either all ranks go on into the collective, or all that come raise
-the same error.
+Arrival takes one word per block of ranks, and one register that is written once: by the last rank to
+arrive (all are here), by a rank that knows that another is gone (`FailureDetector`), or by a rank that has
+waited too long. So either all ranks go on into the collective, or all that arrive raise the same error.
+
+For the failure detector, the ranks form a ring, and each watches the next one. A rank whose host is lost
+before it arrives would otherwise be waited for until the deadline: its launcher is gone with it, the
+launchers of the others see healthy workers, and no collective is under way whose connections would break.
+There are two signs:
+
+- *a connection that breaks*, and cannot be made again. Nothing is sent on it, the kernel keeps it: it
+  breaks at once when the process ends, and within some ten seconds (keepalive) when the host loses power;
+  a process that computes for minutes, or that a debugger stopped, still has it;
+- where it never could be made (a firewall, say): *a counter in the job's store* that stands still for a
+  minute.
+
+The rank that sees a sign writes it where all waiting ranks look, and removes it when the other is back.
 """
 
 from __future__ import annotations
@@ -18,6 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch.distributed as dist
@@ -48,12 +61,12 @@ def job_store() -> Any:
 
 
 def own_connection(store: Any, *, answer_s: float | None = None) -> Any:
-    """Another client of a store: a thread may be waiting on the shared one.
+    """A connection for a thread of ours: another thread may be waiting on the shared one.
 
     Args:
         answer_s: after which a request fails; None: ``STORE_ANSWER_S``.
     Returns:
-        The store itself, with the patience that it has, where it cannot be cloned.
+        The store itself, with its own timeout, if it cannot be cloned.
     """
     if not hasattr(store, "clone"):
         return store
@@ -62,12 +75,12 @@ def own_connection(store: Any, *, answer_s: float | None = None) -> Any:
     return own
 
 
-# As long as torch waits in a collective by default: a rank may be bringing gigabytes from storage meanwhile.
+# As long as torch waits in a collective by default: a rank may be fetching gigabytes from storage meanwhile.
 DEADLINE_S = 1800.0
 _BLOCK = 48
 _NAMED = 8
 _POLL_S, _POLL_MAX_S = 0.002, 0.25
-# Ranks that look at the store, per second and all together; it answers some 20,000 small requests.
+# Looks of all ranks together, per second; a store answers some 20,000 small requests.
 _LOOKS_PER_S = 8_000
 # Between looks for whether a rank is gone; until the log names the missing ranks, and does again.
 _GONE_S, _WARN_S, _WARN_AGAIN_S = 1.0, 60.0, 300.0
@@ -111,7 +124,7 @@ class StoreBarrier:
         """
         self._number += 1
         store = _Answers(self._store)
-        waiting = _BackgroundCall(
+        waiting = _in_background(
             lambda: wait_at(
                 store,
                 prefix,
@@ -122,20 +135,19 @@ class StoreBarrier:
                 gone_key=self._detector.gone_key,
             )
         )
-        while not waiting.over.wait(_GONE_S):
+        while not wait([waiting], _GONE_S).done:
             if time.monotonic() - store.answered_s > STORE_ANSWER_S:
                 raise _store_gone(f"it has not answered for {STORE_ANSWER_S:.0f} s")
-        if isinstance(waiting.error, RuntimeError):  # what torch's stores raise
-            raise _store_gone(str(waiting.error).partition("\n")[0]) from waiting.error
-        if waiting.error is not None:
-            raise waiting.error
+        error = waiting.exception()
+        if isinstance(error, RuntimeError):  # what torch's stores raise
+            raise _store_gone(str(error).partition("\n")[0]) from error
+        if error is not None:
+            raise error
         self._detector.all_are_here()
 
 
 class _Answers:
-    """A store, and when it last answered: a client waits without end where the store's host has
-    lost power.
-    """
+    """A store, and when it last answered: a client waits forever if the store's host has lost power."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.answered_s = store, time.monotonic()
@@ -151,22 +163,20 @@ class _Answers:
         return ask
 
 
-class _BackgroundCall:
-    """Something that may never end, in a thread that nobody waits for at exit."""
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Run something that may never end, in a thread that does not delay the exit of the process."""
+    future: Future[None] = Future()
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.over = threading.Event()
-        self._work = work
-        self.error: Exception | None = None
-        threading.Thread(target=self._run, name="ckptd-barrier", daemon=True).start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._work()
+            work()
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
-            self.error = error
-        finally:
-            self.over.set()
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="ckptd-barrier", daemon=True).start()
+    return future
 
 
 def _store_gone(why: str) -> DaemonUnavailable:
@@ -240,7 +250,7 @@ def _verdict(store: Any, here: str, rank: int, world_size: int, deadline_s: floa
 
 
 def _warn_of_missing(store: Any, here: str, rank: int, world_size: int, since_s: float) -> None:
-    """In the log of the first rank that is here."""
+    """Log the missing ranks, on the first rank that is here."""
     missing, names = _missing(store, here, world_size)
     first = next(r for r in range(world_size) if r not in missing)
     if missing and rank == first:
@@ -248,12 +258,11 @@ def _warn_of_missing(store: Any, here: str, rank: int, world_size: int, since_s:
 
 
 def _missing(store: Any, here: str, world_size: int) -> tuple[set[int], str]:
-    """Who has not come; and the first few of them in words."""
-    missing = [
-        block * _BLOCK + bit
-        for block in range(-(-world_size // _BLOCK))
-        for bit in _bits(_full(block, world_size) - store.add(f"{here}/block/{block}", 0))
-    ]
+    """The ranks that have not arrived; and the first few of them in words."""
+    missing = []
+    for block in range(-(-world_size // _BLOCK)):
+        word = _full(block, world_size) - store.add(f"{here}/block/{block}", 0)
+        missing += [block * _BLOCK + bit for bit in range(_BLOCK) if word >> bit & 1]
     names = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
     ranks = f"rank {names}" if len(missing) == 1 else f"ranks {names}"
     return set(missing), f"{ranks} of {world_size}"
@@ -263,12 +272,8 @@ def _full(block: int, world_size: int) -> int:
     return (1 << min(_BLOCK, world_size - block * _BLOCK)) - 1
 
 
-def _bits(word: int) -> list[int]:
-    return [bit for bit in range(_BLOCK) if word >> bit & 1]
-
-
 def _forget(store: Any, before: str, blocks: int) -> None:
-    """All have come here, hence left the barrier before."""
+    """Remove the keys of the barrier before: all ranks have left it."""
     for block in range(blocks):
         store.delete_key(f"{before}/block/{block}")
     store.delete_key(f"{before}/blocks")
@@ -283,14 +288,13 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCN
 
 
 class FailureDetector:
-    """This rank's part of the ring; it begins when it is made, and needs a `TCPStore` (with another
-    store nobody is watched).
+    """This rank's part of the ring; starts at once. Needs a `TCPStore`: with another store it does nothing.
 
     Args:
-        store: of the job; a connection of its own is made.
+        store: of the job; the detector makes a connection of its own.
         prefix: of the keys: the same on all ranks, and of this process group alone.
     Attributes:
-        gone_key: there while a rank is gone: which, and how it is known.
+        gone_key: exists while a rank is gone: which, and how it is known.
     """
 
     def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int) -> None:
@@ -309,7 +313,7 @@ class FailureDetector:
             thread.start()
 
     def close(self) -> None:
-        """End it soon; the rank before this one will find it gone."""
+        """End soon; the rank before this one will find this one gone."""
         self._closed = True
         self._wake.set()
 
@@ -358,9 +362,7 @@ class FailureDetector:
                 self._wait_for_end(_BEAT_S)
 
     def _is_watched(self, listening: socket.socket) -> bool:
-        """Whether the rank before this one has connected: it needs no beats then, and the store is
-        left alone.
-        """
+        """Whether the rank before this one has connected: then it needs no beats in the store."""
         with contextlib.suppress(BlockingIOError):
             came, _ = listening.accept()
             if self._watched_by is not None:
@@ -373,7 +375,7 @@ class FailureDetector:
         self._wake.clear()
 
     def _report(self, store: Any, host: str, how: str) -> None:
-        """Write what all ranks should know of the next one; no text: it is there."""
+        """Write what all ranks should know of the next one; without ``how``, remove it: the rank is there."""
         text = f"rank {self._next} of {self._world_size} ({host}) is gone: {how}" if how else ""
         if text:
             if text != self._reported:
@@ -402,7 +404,7 @@ class FailureDetector:
         return True
 
     def _wait_for_end(self, most_s: float) -> None:
-        """Wait until the connection ends, which is dropped then; at most so long."""
+        """Wait until the connection ends, and drop it; at most ``most_s``."""
         assert self._connection is not None
         poll = select.poll()  # descriptors may be above what select() takes
         poll.register(self._connection, select.POLLIN)
@@ -420,7 +422,7 @@ class FailureDetector:
 
 
 class _Beats:
-    """Counters in the store: of this rank, and of the one that it watches."""
+    """Counters in the store: that of this rank, and that of the rank that it watches."""
 
     def __init__(self, store: Any, prefix: str, mine: int, other: int) -> None:
         self._store, self._mine, self._other = store, f"{prefix}/{mine}", f"{prefix}/{other}"
@@ -434,7 +436,7 @@ class _Beats:
             self._next_s = time.monotonic() + _BEAT_S
 
     def silent_s(self) -> float:
-        """Seconds since the other's was seen to change."""
+        """Seconds since the other's counter changed."""
         heard = self._store.add(self._other, 0)
         if heard != self._heard:
             self._heard, self._heard_s = heard, time.monotonic()
@@ -443,10 +445,9 @@ class _Beats:
 
 @contextlib.contextmanager
 def _listener(host: str, port: int) -> Iterator[tuple[str, socket.socket]]:
-    """Listen on the way to there: by what name or address others reach this host, and the socket,
-    which does not block.
+    """The name or address by which others reach this host, and a listening socket that does not block.
 
-    It is the kernel that completes connections, keeps them, and ends them with the process.
+    The kernel completes connections, keeps them, and ends them with the process.
     """
     family, here = _way_to(host, port)
     # Where the store's own host has its name at a loopback address, the others know it by that name only.
@@ -459,7 +460,7 @@ def _listener(host: str, port: int) -> Iterator[tuple[str, socket.socket]]:
 
 
 def _way_to(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """This host's address on the way there, and its family."""
+    """This host's address on the route to that host, and its family."""
     failed: OSError | None = None
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

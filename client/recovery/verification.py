@@ -68,10 +68,10 @@ class Replayed:
 
 
 class _Finding(msgspec.Struct, frozen=True):
-    """What a rank found at a boundary; ``raises``: it ends the replay for that (``on_mismatch="raise"``)."""
+    """What a rank found at a boundary; ``heeds``: it ends the replay for that (``on_mismatch="raise"``)."""
 
     found: RankMismatch | None
-    raises: bool
+    heeds: bool
 
 
 class _Evidence(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class Verification:
         found.extend(sent)
         mine = _Finding(_mismatch(self._memory.identity.rank, found), self._raises)
         findings = self._ranks.gather(mine, _Finding)
-        if any(f.found is not None and f.raises for f in findings):
+        if any(f.found is not None and f.heeds for f in findings):
             replay.abandon()
             self._fail(boundary, replay.freezing, [f.found for f in findings if f.found is not None])
 
