@@ -55,9 +55,7 @@ _MOST_ANCHORS = 4096
 
 
 def _after_fork_in_child() -> None:
-    """OFD locks belong to the open file, which a forked child shares: close it there, or our death
-    would not free it.
-    """
+    """Close the file in a forked child, which shares its OFD locks: our death would not free them."""
     for segment in list(_OPEN):
         os.close(segment.fd)
     _OPEN.clear()
@@ -204,9 +202,7 @@ class MappedSegment:
             self.unlock_slot(index)
 
     def lock_sealed(self) -> list[int] | None:
-        """Lock every slot with a sealed snapshot, and return their indices; None, with nothing locked, if
-        one of them is being read.
-        """
+        """Lock every sealed slot, and return their indices; None, with nothing locked, if one is being read."""
         sealed = [i for i, header in self.headers() if header.state is SlotState.SEALED]
         for at, index in enumerate(sealed):
             if not self.try_lock_slot(index):
@@ -216,9 +212,7 @@ class MappedSegment:
         return sealed
 
     def begin_filling(self, index: int, header: SlotHeader) -> None:
-        """Declare a claimed slot as being filled; waits (milliseconds) for a seal of this process
-        that is under way.
-        """
+        """Declare a claimed slot as being filled; blocks (milliseconds) while this process seals it."""
         with self._sealing:
             self.write_header(index, header)
 
@@ -329,9 +323,7 @@ class SlotTable:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """What the ring's functions must know beyond the records: this epoch has begun, even if it has no
-        snapshot yet.
-        """
+        """For the ring's functions: this epoch has begun, even if no record shows it yet."""
         return {self.epoch: self.epoch_start}
 
     @property
@@ -460,9 +452,7 @@ class Generations:
         return current
 
     def newer_than_table(self, table: tuple[int, str]) -> list[MappedSegment]:
-        """Those newer than the newest one with this operator table (number of operators, id); none
-        if no one has it.
-        """
+        """Those newer than the newest one with this operator table (number of operators, id), if any has it."""
         newer: list[MappedSegment] = []
         for segment in reversed(self._segments):
             if _table_of(segment) == table:

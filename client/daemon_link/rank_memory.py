@@ -376,9 +376,7 @@ class RankMemory:
         num_operators: int = 1,
         replicated: bool = False,
     ) -> Future[SegmentInfo]:
-        """Request a generation of the boundary log or of parked state, for `add_auxiliary`; see
-        `Session.reserve_auxiliary`.
-        """
+        """Request a generation without snapshots, for `add_auxiliary`; see `Session.reserve_auxiliary`."""
         base = self._descriptor_of(window, num_operators, payload)
         descriptor = msgspec.structs.replace(base, kind=kind, replicated=replicated)
         return self.session.reserve_auxiliary(slot_bytes, num_slots, encode_descriptor(descriptor))
@@ -399,9 +397,7 @@ class RankMemory:
         self._drop(segment)
 
     def drop_unneeded(self) -> list[MappedSegment]:
-        """Give back generations that no suffix needs; returns them (still mapped) so that an engine
-        can release them.
-        """
+        """Give back generations that no suffix needs; returns them, still mapped, for an engine to release."""
         if len(self._segments) < 2:
             return []
         taken = {s: slots for s in self._unneeded() if (slots := s.lock_sealed()) is not None}
@@ -430,9 +426,7 @@ class RankMemory:
             self.drop_auxiliary(segment)
 
     def forget_snapshots(self) -> list[MappedSegment]:
-        """Drop every generation of snapshots; returns them (still mapped) so that an engine can
-        release them.
-        """
+        """Drop every generation of snapshots; returns them, still mapped, for an engine to release."""
         forgotten = list(self._segments)
         self._give_up(forgotten)
         self.table = self._table([])

@@ -52,9 +52,7 @@ class Retrieved:
 
 
 class Retrieval:
-    """Retrieves the snapshots of plans. A damaged local copy is quarantined, so that the next plan does
-    without it.
-    """
+    """Retrieves the snapshots of plans. It quarantines damaged local copies: the next plan excludes them."""
 
     def __init__(self, session: Session, segments: Generations) -> None:
         self._session, self._segments = session, segments

@@ -114,9 +114,7 @@ class RunView:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """Where epochs began that usable snapshots do not show: from records, parked states, logs, and what
-        is quarantined.
-        """
+        """Where epochs began, from all but usable snapshots: records, parked states, logs, quarantined ones."""
         more = (*self.parked, *self.logs, *(self.held if self.failures else ()))
         records = (record for held in more for record in held.records)
         return epoch_table(records, least_starts(self.begun, reported_epochs(self.failures)))
@@ -181,7 +179,7 @@ class RankNote(msgspec.Struct, frozen=True):
 
 
 class _Here(msgspec.Struct, frozen=True):
-    """A rank's node and note; ``seen``: its communication was observed, so the facts are more than ``alike``."""
+    """A rank and its note; ``seen``: its communication was observed, so facts are more than ``alike``."""
 
     card: NodeCard
     ring_bytes: int

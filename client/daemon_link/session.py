@@ -150,9 +150,7 @@ class Session(DaemonConnection):
         self._lane.submit(lambda: self._send(Notice(level, kind, message[:_TEXT_LIMIT])))
 
     def tell(self, level: str, kind: str, message: str, timeout_s: float) -> bool:
-        """Like `notice`, and wait until the daemon has it, as before the end of this process; False if
-        that is not certain.
-        """
+        """Like `notice`, and wait until the daemon has it; False if that is not certain."""
 
         def say() -> None:
             self._send(Notice(level, kind, message[:_TEXT_LIMIT]))

@@ -143,9 +143,7 @@ class _Sigterm:
             writer.send(bytes([number]))
 
     def _wait_for_copies(self) -> None:
-        """The user's handler may end this process at once: what can be parked now is parked before.
-        Bounded.
-        """
+        """Park before the user's handler, which may end this process at once; bounded."""
         waits = any(p.possible or p.copying for p in self._parkings)
         # The signal may have come in the middle of what the thread would wait for.
         if waits and not any(p.locked for p in self._parkings):
@@ -206,9 +204,7 @@ _process = _Sigterm()
 
 
 def park_on_sigterm(parking: Parking) -> Callable[[], None]:
-    """Park before SIGTERM ends this process, if that can be had; returns what undoes it. Says once
-    why it cannot.
-    """
+    """Park before SIGTERM ends this process; returns what undoes it. Logs once why that is impossible."""
     why = _process.add(parking)
     if why:
         logger.warning("SIGTERM will not park: %s", why)

@@ -157,9 +157,7 @@ class ParkGate:
         self._go(MomentEvent.TOP, moment, self.why_not)
 
     def update(self) -> threading.Event | None:
-        """An optimizer is about to step; returns the event that is set when the copy that it must wait for
-        is over.
-        """
+        """An optimizer is about to step; returns the event that ends its wait for a copy, if there is one."""
         self._go(MomentEvent.UPDATE, None, "an optimizer is stepping")
         # No copy of this moment can begin any more; one that ends just now need not be waited for.
         return self._over if self._copies is CopyState.RUNNING else None
@@ -367,9 +365,7 @@ class Parking:
         return outcome
 
     def ask(self, why: str, then: Callable[[Parked], None]) -> bool:
-        """Park on another thread, with patience, and call ``then`` with the outcome. False if too many
-        requests wait.
-        """
+        """Park on another thread, with patience, then call ``then``. False if too many requests wait."""
         try:
             self._requests.put_nowait((why, then))
         except queue.Full:
@@ -430,9 +426,7 @@ class Parking:
             return Parked(moment.step)
 
     def _rng_forward(self, moment: Moment) -> dict[str, Any] | None:
-        """Random state at the first forward. Before it was reached: as at the top, if nothing is
-        drawn in between.
-        """
+        """Random state at the first forward; before that, the state at the top if nothing draws in between."""
         if moment.rng_forward is not None:
             return moment.rng_forward
         found: dict[str, Any] = moment.scalars["rng"]

@@ -428,16 +428,12 @@ class BoundaryLog(SilentLog):
         )
 
     def describe_domain(self) -> list[str]:
-        """Lines about the ranks across a boundary that recover together with this rank; empty if there are
-        none.
-        """
+        """Lines about ranks across a boundary that recover together with this rank, if there are any."""
         facts = self._facts()
         return [] if facts is None else facts.warnings()
 
     def _facts(self) -> LogFacts | None:
-        """The facts known so far, including those of an earlier trainer, which may have observed
-        rare communication.
-        """
+        """The facts known so far, with those of an earlier trainer: it may have observed rare communication."""
         rank = self._memory.identity.rank
         return find_facts(rank, self._communication, self._same_operators, self._known)
 
@@ -510,9 +506,7 @@ class BoundaryLog(SilentLog):
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Keep errors of the log away from the user's loop; after several consecutive failures, stop
-        logging.
-        """
+        """Keep errors of the log out of the user's loop; stop logging after several failures in a row."""
         try:
             yield
         except Exception as error:

@@ -221,9 +221,7 @@ class LogFill:
 
 
 class Comparison:
-    """Compares the tensors of a replayed iteration with its log; ``view`` is verified and does not
-    change.
-    """
+    """Compares the tensors of a replayed iteration with its log; ``view`` is verified and constant."""
 
     def __init__(self, view: ImageView, iteration: int) -> None:
         self._view, self.iteration = view, iteration
@@ -396,9 +394,7 @@ class LogMemory(AuxiliarySegments):
         return known is None or not known.same_as(facts)
 
     def _drop_all(self) -> None:
-        """Discard the log: no log is better than one with wrong facts. The next attempt can use its
-        memory.
-        """
+        """Discard the log: none is better than one with wrong facts. The next attempt can use its memory."""
         if any(r.state is SlotState.FILLING for r in self.records()):
             return  # copies are in flight: discard it at the top of the next step
         self._misleading = False
@@ -407,9 +403,7 @@ class LogMemory(AuxiliarySegments):
         self._update_stats()
 
     def _slots_for(self, plan: SnapshotPlan) -> int:
-        """The number of slots: enough for the snapshots to which a recovery may return, and the
-        iterations between.
-        """
+        """Enough slots for the snapshots to which a recovery may return, and the iterations between."""
         span = max(plan.schedule.window, self._memory.table.ring_hint.span)
         every = plan.every if plan.policy_name == "dense" else 1
         return max(slots_for_log(span, every, plan.slack), plan.num_slots - plan.upload_slots)
@@ -473,9 +467,7 @@ class LogMemory(AuxiliarySegments):
             return None
 
     def claim(self, iteration: int) -> tuple[int, SlotHeader] | str:
-        """Claim a slot of the newest generation: the locked slot and its header, or the reason why none is
-        free.
-        """
+        """A claimed slot of the newest generation, locked, and its header; or the reason why none is free."""
         while True:
             first_needed = self.first_needed()
             self.drop_older(first_needed)

@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -27,6 +26,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.function_patches import layered
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.isolated_stage import hooked
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.slots.boundary import SentKind
 
@@ -63,43 +63,25 @@ def stages_of(what: Any) -> list[Any]:
 def listen(stages: Iterable[Any], log: BoundaryLog) -> ExitStack:
     """Log the tensors that these stages send until the result is closed."""
     stack = ExitStack()
-    # Weak: a stage must not keep the log, and so the rank's memory, of a checkpointer that was not
-    # closed.
-    reference = weakref.ref(log)
     for stage in stages:
-        for name, kind in _METHODS.items():
-            hook = partial(_sending, reference, kind, stage)
-            stack.enter_context(layered(stage, name, hook))
+        for name in _METHODS:
+            stack.enter_context(hooked(stage, name, log, _sending))
         for name in _RECEIVING:
-            stack.enter_context(layered(stage, name, partial(_receiving, reference)))
+            stack.enter_context(hooked(stage, name, log, _receiving))
     return stack
 
 
-def _sending(
-    reference: weakref.ref[BoundaryLog],
-    kind: SentKind,
-    stage: Any,
-    below: Callable[[int], list[Any]],
-    micro_batch: int,
-) -> list[Any]:
-    operations = below(micro_batch)
-    log = reference()
-    if log is not None:
-        tensors = [operation.tensor for operation in operations]
-        peers = [operation.peer for operation in operations]
-        log.sent(kind, int(stage.stage_index), micro_batch, tensors, peers)
-        if micro_batch == 0 and sends_dtensors(stage):
-            log.joined(stage.group, f"DTensors cross the boundaries of stage {stage.stage_index}")
+def _sending(log: BoundaryLog, stage: Any, name: str, micro_batch: int, operations: list[Any]) -> list[Any]:
+    tensors = [operation.tensor for operation in operations]
+    peers = [operation.peer for operation in operations]
+    log.sent(_METHODS[name], int(stage.stage_index), micro_batch, tensors, peers)
+    if micro_batch == 0 and sends_dtensors(stage):
+        log.joined(stage.group, f"DTensors cross the boundaries of stage {stage.stage_index}")
     return operations
 
 
-def _receiving(
-    reference: weakref.ref[BoundaryLog], below: Callable[[int], list[Any]], micro_batch: int
-) -> list[Any]:
-    operations = below(micro_batch)
-    log = reference()
-    if log is not None:
-        log.receives([operation.peer for operation in operations])
+def _receiving(log: BoundaryLog, stage: Any, name: str, micro_batch: int, operations: list[Any]) -> list[Any]:
+    log.receives([operation.peer for operation in operations])
     return operations
 
 
@@ -223,9 +205,7 @@ def without_trace(binding: LiveState) -> Iterator[None]:
 
 
 def callables_of(model: nn.Module) -> list[nn.Module]:
-    """The modules whose calls are the model's forwards; for a plain container, which cannot be called, its
-    children.
-    """
+    """The modules whose calls are the model's forwards; the children of a container that cannot be called."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and len(model):
         return [m for child in model.children() for m in callables_of(child)]
     return [model]

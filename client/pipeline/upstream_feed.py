@@ -112,9 +112,7 @@ class _Forgotten(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Iterations that are fetched into one copy, in the order of its slots. ``ahead``: requested before it
-    was needed.
-    """
+    """Iterations that are fetched into one copy, in slot order. ``ahead``: before they are needed."""
 
     iterations: list[int]
     answer: Future[SegmentInfo]
@@ -256,9 +254,7 @@ class _Feed:
         return file if whose == (*self._session.run, self._neighbour) else None
 
     def _damaged_here(self, iteration: int, error: CorruptionError) -> None:
-        """Fetch a damaged local log like remote ones: the daemon takes the wrong tensors from other
-        copies.
-        """
+        """Fetch a damaged local log like a remote one: the daemon repairs it from other copies."""
         text = (
             f"the log of rank {self._neighbour} of iteration {iteration} is damaged on this "
             f"node; fetching other copies: {error}"

@@ -301,9 +301,7 @@ Chunks = Sequence[bytes | memoryview]
 
 
 def gather_bytes(payload: bytes, world_size: int, group: Any = None) -> list[bytes]:
-    """The payloads of all ranks, in their order; a collective call of the process group (default:
-    that of all).
-    """
+    """The payloads of all ranks, in their order; a collective call of the process group (default: all)."""
     device = _device_of(group)
     mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     sizes = [int(size) for size in _gathered(mine, world_size, group).flatten().tolist()]

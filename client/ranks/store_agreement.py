@@ -87,9 +87,7 @@ class StoreAgreement:
 
 
 def play(store: Any, prefix: str, steps: Generator[Access, bytes | int, _Result]) -> _Result:
-    """Make the accesses that ``steps`` asks for, one after the other, to keys beneath ``prefix``;
-    its result.
-    """
+    """Make the accesses that ``steps`` yields, to keys beneath ``prefix``; returns its result."""
     answer: bytes | int | None = None
     while True:
         try:

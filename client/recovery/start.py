@@ -181,9 +181,7 @@ class Recovery:
         return begin_localized(memory, ranks, same, verify_iterations=self._options.verify_iterations)
 
     def _heed(self, hints: Sequence[int]) -> None:
-        """Freeze like the most careful rank: what one computes from all gradients, it computes from the
-        others', too.
-        """
+        """Freeze like the most careful rank: what it computes from all gradients includes the others'."""
         if any(hint & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = "an earlier replay with 'inputs' did not reproduce what was recorded"

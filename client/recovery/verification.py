@@ -353,9 +353,7 @@ def certify(
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether both have the same shape, dtype, device and bits. NaN equals the same NaN: bits are compared
-    as integers.
-    """
+    """Whether shape, dtype, device and bits are equal. NaN equals the same NaN: bits are compared."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     kind = _INTEGERS.get(a.element_size(), torch.uint8)
