@@ -202,7 +202,7 @@ class MappedSegment:
             self.unlock_slot(index)
 
     def lock_sealed(self) -> list[int] | None:
-        """Lock every sealed slot, and return their indices; None, with nothing locked, if one is being read."""
+        """Lock every sealed slot, and return the indices; None, with nothing locked, if one is being read."""
         sealed = [i for i, header in self.headers() if header.state is SlotState.SEALED]
         for at, index in enumerate(sealed):
             if not self.try_lock_slot(index):
@@ -452,7 +452,7 @@ class Generations:
         return current
 
     def newer_than_table(self, table: tuple[int, str]) -> list[MappedSegment]:
-        """Those newer than the newest one with this operator table (number of operators, id), if any has it."""
+        """Those newer than the newest one with this operator table (number, id), if any has it."""
         newer: list[MappedSegment] = []
         for segment in reversed(self._segments):
             if _table_of(segment) == table:

@@ -397,7 +397,7 @@ class RankMemory:
         self._drop(segment)
 
     def drop_unneeded(self) -> list[MappedSegment]:
-        """Give back generations that no suffix needs; returns them, still mapped, for an engine to release."""
+        """Give back generations that no suffix needs; returns them, mapped, for an engine to release."""
         if len(self._segments) < 2:
             return []
         taken = {s: slots for s in self._unneeded() if (slots := s.lock_sealed()) is not None}

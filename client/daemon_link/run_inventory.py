@@ -114,7 +114,7 @@ class RunView:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """Where epochs began, from all but usable snapshots: records, parked states, logs, quarantined ones."""
+        """Where epochs began, from all but usable snapshots: records, parked states, logs, quarantine."""
         more = (*self.parked, *self.logs, *(self.held if self.failures else ()))
         records = (record for held in more for record in held.records)
         return epoch_table(records, least_starts(self.begun, reported_epochs(self.failures)))

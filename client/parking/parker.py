@@ -426,7 +426,7 @@ class Parking:
             return Parked(moment.step)
 
     def _rng_forward(self, moment: Moment) -> dict[str, Any] | None:
-        """Random state at the first forward; before that, the state at the top if nothing draws in between."""
+        """Random state at the first forward; before that, that at the top if nothing draws in between."""
         if moment.rng_forward is not None:
             return moment.rng_forward
         found: dict[str, Any] = moment.scalars["rng"]

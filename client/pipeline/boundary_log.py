@@ -433,7 +433,7 @@ class BoundaryLog(SilentLog):
         return [] if facts is None else facts.warnings()
 
     def _facts(self) -> LogFacts | None:
-        """The facts known so far, with those of an earlier trainer: it may have observed rare communication."""
+        """The facts so far, with those of an earlier trainer: it may have observed rare communication."""
         rank = self._memory.identity.rank
         return find_facts(rank, self._communication, self._same_operators, self._known)
 

@@ -125,7 +125,7 @@ class IsolatedStage:
             self._feeding.close()
 
     def runs(self, rank: int) -> bool:
-        """Whether that rank runs this iteration. True outside iterations, and for unknown (negative) ranks."""
+        """Whether that rank runs this iteration; True outside iterations, and for negative (unknown) ones."""
         if self._iteration is None or rank < 0:
             return True
         return self.bases.get(rank, self.resume) <= self._iteration
