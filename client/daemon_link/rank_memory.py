@@ -193,7 +193,7 @@ class RankMemory:
         *,
         storage: bool = False,
         facts: RankFacts | None = None,
-        alike: tuple[int, ...] = (),
+        same_operators: tuple[int, ...] = (),
         unusable: tuple[SnapshotCopy, ...] = (),
     ) -> RunView:
         """What the nodes of this run hold, and what its ranks know of themselves; a collective call.
@@ -201,13 +201,13 @@ class RankMemory:
         Args:
             storage: include what is durable.
             facts: with whom this rank communicates in a step, as an earlier trainer has observed.
-            alike: ranks whose operators all equal those of this rank.
+            same_operators: ranks whose operators all equal those of this rank.
             unusable: copies of parked states that this rank could not have.
         Raises:
             DaemonUnavailable: a node's daemon is away; on every rank.
         """
         ring_bytes = max(self._needed_bytes, self._segments.total_bytes)
-        mine = RankNote(ring_bytes, self.hint, facts, alike, unusable)
+        mine = RankNote(ring_bytes, self.hint, facts, same_operators, unusable)
         with self.planning():
             view = see_run(
                 self.session, self.identity.job, self.identity.run, ranks, note=mine, storage=storage

@@ -374,8 +374,8 @@ class Session(DaemonConnection):
         """Give back segments that this trainer does not know: the daemon ended before it could answer a
         request for one, or before it heard a `drop`, and has found the segment again.
         """
-        told = (*attached.segments, *attached.logs, *attached.parked)
-        found = {segment.generation for segment in told}
+        listed = (*attached.segments, *attached.logs, *attached.parked)
+        found = {segment.generation for segment in listed}
         if self._known is None:  # the first time: all segments are mapped
             self._known = found
             return

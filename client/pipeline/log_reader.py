@@ -88,7 +88,7 @@ class LogFacts:
 
 
 def find_facts(
-    rank: int, communication: Communication | None, alike: Iterable[int], known: LogFacts | None
+    rank: int, communication: Communication | None, same_operators: Iterable[int], known: LogFacts | None
 ) -> LogFacts | None:
     """The facts observed so far, with those of an earlier trainer; None before a step was observed."""
     if communication is None or not communication.observed:
@@ -99,7 +99,7 @@ def find_facts(
     return LogFacts(
         tuple(sorted({*before.neighbours, *communication.neighbours})),
         tuple(sorted({*before.domain, *joined, rank})),
-        tuple(sorted(alike)),
+        tuple(sorted(same_operators)),
         tuple(reasons),
     )
 

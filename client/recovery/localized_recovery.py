@@ -81,21 +81,21 @@ class LocalizedStart:
 def begin_localized(
     memory: RankMemory,
     ranks: Collectives,
-    alike: tuple[int, ...],
+    same_operators: tuple[int, ...],
     *,
     verify_iterations: int = 0,
 ) -> LocalizedStart | None:
     """The localized recovery of this run; None on all ranks if all recover together. A collective call.
 
     Args:
-        alike: ranks whose operators all equal those of this rank, in their values too.
+        same_operators: ranks whose operators all equal those of this rank, in their values too.
         verify_iterations: how many iterations more than necessary may be replayed to compare what
             is loaded: here one at most.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    procedure = _LocalizedProcedure(memory, ranks, alike, min(ranks.gather(verify_iterations, int)))
+    procedure = _LocalizedProcedure(memory, ranks, same_operators, min(ranks.gather(verify_iterations, int)))
     agreed = agree_on_plan(ranks, procedure)
     if agreed is None:
         reason = procedure.not_held
@@ -151,9 +151,9 @@ class _LocalizedProcedure:
     _feeds: FedLogs
 
     def __init__(
-        self, memory: RankMemory, ranks: Collectives, alike: tuple[int, ...], verify_iterations: int
+        self, memory: RankMemory, ranks: Collectives, same_operators: tuple[int, ...], verify_iterations: int
     ) -> None:
-        self._memory, self._ranks, self._alike = memory, ranks, alike
+        self._memory, self._ranks, self._same_operators = memory, ranks, same_operators
         self._verify_iterations = verify_iterations
         self._unusable: tuple[SnapshotCopy, ...] = ()  # parked states that this rank could not have
         self._tried: list[LocalizedPlan] = []
@@ -171,9 +171,11 @@ class _LocalizedProcedure:
         here = recorded_facts(segment.descriptor.client for segment in memory.logs)
         found, facts = memory.brought_facts or here, None
         if found is not None:
-            both = tuple(rank for rank in found.alike if rank in self._alike)
+            both = tuple(rank for rank in found.alike if rank in self._same_operators)
             facts = RankFacts(found.neighbours, found.domain, both)
-        view = memory.see(self._ranks, facts=facts, alike=self._alike, unusable=self._unusable)
+        view = memory.see(
+            self._ranks, facts=facts, same_operators=self._same_operators, unusable=self._unusable
+        )
         if found is None:
             # A rank that moved to another node takes over the facts that its log there holds.
             rank = memory.identity.rank

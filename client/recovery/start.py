@@ -129,9 +129,9 @@ class Recovery:
         with ranks.all_or_none():
             memory.settle_filled(_SEAL_WAIT_S)
         # What is parked is newer than what was asked for.
-        apart = None if self._at is not None else self._begin_localized(memory, ranks)
-        if apart is not None:
-            found = recovered_locally(apart)
+        localized = None if self._at is not None else self._begin_localized(memory, ranks)
+        if localized is not None:
+            found = recovered_locally(localized)
         else:
             recovered = recover_global(memory, ranks, self._at, verify_iterations=options.verify_iterations)
             if isinstance(recovered, str):
@@ -139,14 +139,14 @@ class Recovery:
                 return None
             found = recovered
         with contextlib.ExitStack() as undo:
-            if apart is not None:
-                undo.callback(apart.close)
+            if localized is not None:
+                undo.callback(localized.close)
             self._heed(ranks.gather(memory.hint, int))
             with ranks.all_or_none():
                 plan = self._plan_of(memory)
                 changed = _changed_since(memory)
             with ranks.all_or_none():
-                alone = apart is not None and not apart.replays
+                alone = localized is not None and not localized.replays
                 replay = self.replay_of(found.images, plan, ranks, alone=alone, dense=found.dense)
                 # The first snapshot must have arrived. Replay waits for the others.
                 _ = found.images[0].view
@@ -168,7 +168,7 @@ class Recovery:
             subject.sharing,
             verification,
             found.unverified,
-            apart,
+            localized,
         )
 
     def _begin_localized(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | None:
