@@ -122,7 +122,7 @@ class Session(DaemonConnection):
         self.segments: tuple[SegmentInfo, ...] = ()
         self.logs: tuple[SegmentInfo, ...] = ()
         self.parked: tuple[SegmentInfo, ...] = ()
-        self.quota_bytes = self.available_bytes = 0
+        self.available_bytes = 0
         self.notes: tuple[str, ...] = ()
         self.open_within(timeout_s)
         self._lane.start()
@@ -419,7 +419,7 @@ class Session(DaemonConnection):
         self.segments, self.logs = attached.segments, attached.logs
         self.parked, self._park_asked = attached.parked, 0
         self._give_back_unknown(attached)
-        self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
+        self.available_bytes = attached.available_bytes
         self.notes = attached.notes
 
     def _back(self) -> None:

@@ -101,15 +101,9 @@ class IsolatedStage:
         self._fed: dict[int, Records] = {}
         self._rounds: dict[tuple[SentKind, int, int, int], int] = {}
         self._feeding, self._rehearsed = ExitStack(), ExitStack()
-        self.fed_bytes = 0
         self.stand_in_for(stages)
 
     # -- the life of a step ----------------------------------------------------------------------
-
-    @property
-    def base(self) -> int:
-        """The first iteration that this rank runs."""
-        return self.bases.get(self.rank, self.resume)
 
     @property
     def over(self) -> bool:
@@ -219,7 +213,6 @@ class IsolatedStage:
         with torch.no_grad():
             # Like a receive: hidden from autograd. The buffer is a leaf that requires grad.
             target.data.copy_(record)
-        self.fed_bytes += record.numel() * record.element_size()
         return True
 
     def shared_value(self, name: str, number: int) -> tuple[Any] | None:

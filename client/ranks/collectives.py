@@ -326,9 +326,7 @@ def _gathered(mine: Tensor, world_size: int, group: Any) -> Tensor:
     return everything
 
 
-def ship_bytes(
-    outgoing: Sequence[Chunks], group: Any = None, *, round_bytes: int = _ROUND_BYTES
-) -> list[bytearray]:
+def ship_bytes(outgoing: Sequence[Chunks], group: Any = None) -> list[bytearray]:
     """The bytes that each of the ``R`` ranks has sent to this one, in their order; a collective call.
 
     Args:
@@ -345,7 +343,7 @@ def ship_bytes(
     coming = [int(size) for size in theirs.tolist()]
     most = torch.tensor([max(*sizes, *coming)], dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    width = max(1, round_bytes // ranks)
+    width = max(1, _ROUND_BYTES // ranks)
     pieces = [_cut(parts, width) for parts in outgoing]
     received = [bytearray() for _ in outgoing]
     for start in range(0, int(most.item()), width):

@@ -88,10 +88,7 @@ class ReplicaBroadcast:
 
     def __init__(self, rank: int, groups: Sequence[_Group]) -> None:
         self._rank, self._groups = rank, groups
-        self.bytes_sent = self.bytes_received = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+        self.bytes_sent = 0
 
     def sends(self) -> frozenset[int]:
         """The operators that this rank sends to others."""
@@ -138,9 +135,7 @@ class ReplicaBroadcast:
                 if sender == self._rank:
                     self.bytes_sent += wire.send(sender, *mine(operators))
                 else:
-                    nbytes, lacking = wire.receive(sender, take)
-                    self.bytes_received += nbytes
-                    absent |= lacking
+                    absent |= wire.receive(sender, take)
         return absent
 
 
@@ -252,17 +247,16 @@ class _Wire:
         self._send_header(sender, _Chunk(absent=names))
         return total
 
-    def receive(self, sender: int, take: Take) -> tuple[int, set[str]]:
-        total, absent = 0, set[str]()
+    def receive(self, sender: int, take: Take) -> set[str]:
+        absent = set[str]()
         while True:
             size = int(self._received(sender, 1, torch.int64).item())
             header = self._received(sender, size).cpu().numpy().tobytes()
             chunk = msgspec.msgpack.decode(header, type=_Chunk)
             absent.update(chunk.absent)
             if not chunk.parts:
-                return total, absent
+                return absent
             buffer = self._received(sender, chunk.nbytes)
-            total += chunk.nbytes
             for part in chunk.parts:
                 dtype = DTYPES[part.dtype]
                 source = EntrySource(part.kind, part.name, part.key, part.start, part.stop, dtype)
