@@ -179,8 +179,9 @@ class Rehearsal:
         assert self._pristine is not None
         failed = self._failed.get(index)
         if failed is not None:
-            if len(self._within_memory(failed.rows)) < len(failed.rows):
-                raise self._too_little(sum(map(self._bytes_of, failed.rows)))
+            needed = sum(map(self._bytes_of, failed.rows))
+            if needed * _WITH_TEMPORARIES > self._budget():
+                raise self._too_little(needed)
             copy = self._pristine.control(failed.rows)
             copy.prepare(self._live, index)
         else:
