@@ -430,7 +430,7 @@ class Session(DaemonConnection):
         if self._join_again:
             self._rejoin()
         number = pong.park
-        # 0: nobody asks to park. A request comes with each ping until it is answered.
+        # 0: no request to park. A request comes with each ping until it is answered.
         if number not in (0, self._park_asked):
             self._park_asked = number
             if not self._listener.asked_to_park(number):

@@ -77,9 +77,9 @@ _KNOWN_STEPS = 3
 class MomentState(MachineState):
     """Whether there is a state to park."""
 
-    CLOSED = "closed", "there is none, and no top is near"
-    OPEN = "open", "from the top of a step on: that state is there"
-    UPDATING = "updating", "an optimizer is stepping; the next top is not far"
+    CLOSED = "closed", "no state can be parked, and no top is near"
+    OPEN = "open", "from the top of a step on: its state can be parked"
+    UPDATING = "updating", "an optimizer is stepping; the next top is near"
 
 
 class MomentEvent(StrEnum):
@@ -101,11 +101,11 @@ MOMENT_TRANSITIONS = Transitions(
 
 
 class CopyState(MachineState):
-    """What becomes of a moment that is parked."""
+    """The copy of a moment that is being parked."""
 
     NONE = "none", "no copy is under way"
     RUNNING = "running", "the optimizer's step waits for it"
-    ABANDONED = "abandoned", "the optimizer's step has gone on: what comes of it is thrown away"
+    ABANDONED = "abandoned", "the optimizer's step has gone on; the result is discarded"
 
 
 class CopyEvent(StrEnum):

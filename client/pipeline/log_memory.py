@@ -304,7 +304,7 @@ class LogMemory(AuxiliarySegments):
         self._stats, self._limit_bytes, self._replicate = stats, limit_bytes, replicate
         self._asked = _LogSize(0, Room())
         self._facts: LogFacts | None = None  # what is asked for tells them
-        self._misleading = False  # what is there tells less, and nothing else is to be had
+        self._misleading = False  # the present log has fewer facts, and no other can be had
         for segment in memory.logs:
             try:
                 self._register(segment)

@@ -113,7 +113,7 @@ class StoreBarrier:
         return self._group() is group
 
     def close(self) -> None:
-        """There are no more barriers: nobody is watched any more."""
+        """End the watch: there are no more barriers."""
         self._detector.close()
 
     def wait(self, prefix: str, *, deadline_s: float) -> None:

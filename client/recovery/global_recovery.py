@@ -368,7 +368,7 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
     there = [f"of rank {rank} there are {text}" for rank, text in complete.items()]
     shown = "; ".join(there[:_NODES_SHOWN]) + ("; …" if len(there) > _NODES_SHOWN else "")
     missing = ""
-    # A configured peer that does not answer means nothing to a run of which nobody has heard.
+    # A configured peer that does not answer means nothing to a run that no node knows.
     if view.silent and (was or there or view.is_known):
         missing = f"{_nodes(view.silent)} took part in the run before and did not answer"
     elif lost := [] if view.is_known else _damaged_records(view):

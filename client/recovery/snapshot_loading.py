@@ -70,7 +70,7 @@ class Activity:
         return {n: self._all_of(n) for n in self._binding.inseparable}
 
     def active_rows(self) -> Rows:
-        """The rows of which everything was loaded, or computed from what was."""
+        """The rows whose whole state was loaded, or computed from such rows."""
         return {
             name: rows
             for name, rows in self.rows_of(self.active).items()
