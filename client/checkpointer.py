@@ -23,17 +23,14 @@ from torch import Tensor, nn
 from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.program import this_program
 from ckptd.client.capture.recorder import Recorder
-from ckptd.client.capture.step_scalars import StepScalars
-from ckptd.client.capture.step_state import Stateful
+from ckptd.client.capture.step_state import Stateful, StepScalars
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.data import Batches
 from ckptd.client.data.loaders import check_loader
 from ckptd.client.interchange.starting_weights import load_start, start_unprotected
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.parameter_names import is_compiled
-from ckptd.client.model.precision import PrecisionProbe
+from ckptd.client.model.live_state import is_compiled
 from ckptd.client.model.replicated_params import NOTHING_SHARED, agree_on_sharing
-from ckptd.client.model.tensor_sharding import placement_lines
 from ckptd.client.options import (
     CheckpointerOptions,
     DaemonOptions,
@@ -54,14 +51,12 @@ from ckptd.client.pipeline.stage_hooks import stages_of
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.self_verification import Certificate, DenseState, certify
 from ckptd.client.recovery.start import Recovery, newest_window
-from ckptd.client.resume import heed_program, restore
-from ckptd.client.schedule.describe import describe_table
-from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.schedule.measurements import PrecisionProbe, TokenCounter
 from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_bytes
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan, operator_costs
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, describe_table, operator_costs
 from ckptd.client.stats import Stats
-from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
-from ckptd.client.training_state import examine
+from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide, heed_program, restore
+from ckptd.client.training_state import examine, placement_lines
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 import random
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["capture_rng", "restore_rng"]
+__all__ = ["Draws", "capture_rng", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -50,3 +55,108 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 def _tensor(raw: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+class Draws:
+    """Looks at the global generators before and after each update.
+
+    Not seen: generators that an optimizer keeps, and draws before the closure of ``step(closure)``
+    is through.
+
+    Attributes:
+        found: the optimizer that drew, by its number; -1: none was seen to. Nothing is looked at
+            any more once one was.
+    """
+
+    def __init__(self, *, watches: bool) -> None:
+        self.watches = watches
+        self.found = -1
+        self._before: tuple[Any, ...] | None = None
+
+    def before(self) -> None:
+        """An update begins."""
+        if self.watches and self.found < 0:
+            self._before = _generators()
+
+    def after(self, optimizer: int) -> None:
+        """Optimizer number ``optimizer`` has updated its parameters."""
+        before, self._before = self._before, None
+        if before is not None and before != _generators():
+            self.found = optimizer
+
+
+def _generators() -> tuple[Any, ...]:
+    """Equal as long as nobody draws. Takes 6 us; 46 us where states are not read in place."""
+    devices = []
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = [s.numpy().tobytes() for s in torch.cuda.get_rng_state_all()]
+    return torch.get_rng_state().numpy().tobytes(), _numpy(), _python(), devices
+
+
+# -- states where they lie -------------------------------------------------------------------------
+
+# `get_state` of numpy and `getstate` of Python make an array and a tuple of 625 numbers each time. The
+# same numbers lie in one piece in memory, which is compared as bytes: a generator's C structure, as far
+# as it follows the head that all objects have.
+_HEAD_BYTES = object.__basicsize__
+_MT19937_BYTES = 625 * 4  # numpy's `mt19937_state`: the key, and the position in it
+
+
+def _numpy() -> Any:
+    """The state of numpy's global generator."""
+    state: Any = getattr(np.random.get_state, "__self__")  # noqa: B009
+    if _in_place() and type(state._bit_generator) is np.random.MT19937:
+        return _numpy_bytes(state)
+    return _numpy_packed()
+
+
+def _numpy_packed() -> Any:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    return pickle.dumps(state)
+
+
+def _numpy_bytes(state: Any) -> tuple[bytes, bytes]:
+    address = state._bit_generator.ctypes.state_address
+    # The first has whether a second normal number was drawn ahead, and which.
+    return _structure(state, type(state)), ctypes.string_at(address, _MT19937_BYTES)
+
+
+def _python() -> Any:
+    """The state of Python's global generator."""
+    if _in_place():
+        return _python_bytes(getattr(random.getstate, "__self__"))  # noqa: B009
+    return random.getstate()
+
+
+def _python_bytes(state: random.Random) -> tuple[bytes, Any]:
+    return _structure(state, random.Random.__bases__[0]), state.gauss_next  # type: ignore[attr-defined]
+
+
+def _structure(of: object, as_type: type) -> bytes:
+    """The memory of an object behind its head, as far as ``as_type`` has given it some."""
+    return ctypes.string_at(id(of) + _HEAD_BYTES, as_type.__basicsize__ - _HEAD_BYTES)
+
+
+@cache
+def _in_place() -> bool:
+    """Whether states lie where they are expected: found by drawing from generators of our own."""
+    numpy, python = np.random.RandomState(0), random.Random(0)
+    if sys.implementation.name != "cpython" or not hasattr(numpy, "_bit_generator"):
+        return False
+    return _tells(
+        lambda: _numpy_bytes(numpy),
+        (numpy.standard_normal, numpy.standard_normal, numpy.random_sample),
+    ) and _tells(lambda: _python_bytes(python), (python.random, python.gauss, python.gauss))
+
+
+def _tells(state: Callable[[], Any], draws: Iterable[Callable[[], Any]]) -> bool:
+    """Whether the state is another one after each of these draws, and after nothing else."""
+    for draw in draws:
+        before = state()
+        if before != state():
+            return False
+        draw()
+        if before == state():
+            return False
+    return True

@@ -5,13 +5,14 @@ and whether it can be.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
@@ -23,13 +24,12 @@ from ckptd.client.model.freezing import choose_freezing
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Grouping, Operator, ParameterRows, discover_operators
 from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
-from ckptd.client.model.tensor_sharding import check_sharded
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.schedules.schedule import OperatorKind
 
-__all__ = ["TrainingState", "check_state", "examine"]
+__all__ = ["TrainingState", "check_sharded", "check_state", "examine", "placement_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +147,77 @@ def _all_operators(model: nn.Module, binding: LiveState, grouping: Grouping | No
     found = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=grouping)
     extras = [n for n in binding.params if n.startswith("extra/")]
     return found + [Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra") for n in extras]
+
+
+_NO_WRAPPER = "told by no wrapper: each rank keeps its own"
+
+
+def placement_lines(binding: LiveState) -> list[str]:
+    """For ``describe()``: how many parameters are placed in which way, and one of them by name."""
+    replicated = dict(_replicated(binding.model))
+    groups: dict[str, list[str]] = {}
+    for name, param in binding.params.items():
+        how = _of_dtensor(param) or replicated.get(id(param), _NO_WRAPPER)
+        groups.setdefault(how, []).append(name)
+    lines = [f"parameters {how}: {len(names)} ({names[0]})" for how, names in groups.items()]
+    if binding.elsewhere:
+        lines.append(
+            f"updated on another rank, which keeps their optimizer state: {len(binding.elsewhere)} "
+            f"({min(binding.elsewhere)})"
+        )
+    if binding.inseparable:
+        lines.append(
+            "anchored in every snapshot, because their update communicates: "
+            f"{len(binding.inseparable)} ({min(binding.inseparable)})"
+        )
+    return lines
+
+
+def check_sharded(binding: LiveState) -> None:
+    """The model's FSDP2 parameters are the shards that the optimizer updates.
+
+    Raises:
+        ValueError: some are gathered now.
+    """
+    extra = [p for n, p in binding.params.items() if n.startswith("extra/")]
+    alone = [p for p in extra if hasattr(p, "to_local")]
+    if alone and any(_is_fsdp(module) for module in binding.model.modules()):
+        raise ValueError(
+            f"{len(alone)} shards that the optimizer updates are not in the model: its parameters "
+            "are gathered (a forward without "
+            "backward leaves them so), or were not sharded yet when the optimizer got them; call "
+            "reshard() on the FSDP modules "
+            "before Checkpointer, and make the optimizer after fully_shard()"
+        )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _of_dtensor(param: Any) -> str:
+    """``sharded along 0 over 2 ranks (dp)`` and the like; empty if it is no DTensor."""
+    if not hasattr(param, "placements"):
+        return ""
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names or [f"mesh axis {i}" for i in range(mesh.ndim)]
+    return ", ".join(
+        f"{_words(placement)} over {mesh.size(axis)} ranks ({names[axis]})"
+        for axis, placement in enumerate(param.placements)
+    )
+
+
+def _words(placement: Any) -> str:
+    if placement.is_replicate():
+        return "replicated"
+    return f"sharded along {placement.dim}" if hasattr(placement, "dim") else str(placement)
+
+
+def _replicated(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """The parameters whose gradients a DDP wrapper reduces."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            how = f"replicated over {module.process_group.size()} ranks (DistributedDataParallel)"
+            for name, param in module.module.named_parameters():
+                if name not in module.parameters_to_ignore:
+                    yield id(param), how

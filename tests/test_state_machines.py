@@ -24,7 +24,7 @@ TABLES = {
     "parking moment": ("ckptd.client.parking.park_gate", "MOMENT_TRANSITIONS"),
     "persistence": ("ckptd.core.persistence.persister", "TRANSITIONS"),
     "preparation": ("ckptd.client.schedule.schedule_change", "TRANSITIONS"),
-    "recorder": ("ckptd.client.capture.snapshot_chain", "TRANSITIONS"),
+    "recorder": ("ckptd.client.capture.recorder", "TRANSITIONS"),
     "replication": ("ckptd.core.replication.target", "TRANSITIONS"),
 }
 

@@ -19,7 +19,8 @@ from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan
 from ckptd.client.optimizers.value_trees import plain_tensor
 from ckptd.cuda.engine import CopyItem, CopyList
 
-__all__ = ["LiveSources", "PackedState"]
+__all__ = ["LiveSources", "PackedState", "RestlessBuffers"]
+
 
 # What lies where it says: a wrapper's shard has to be asked.
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -201,3 +202,43 @@ def _stack(values: list[Any], dtype: torch.dtype) -> Tensor:
         tensors = [None if t is None else t.to(device) for t in tensors]
     with torch.no_grad():
         return torch.stack([zero if t is None else t for t in tensors])
+
+
+class RestlessBuffers:
+    """Of one model.
+
+    Attributes:
+        names: of those that are known to change before the optimizer's step; it grows.
+    """
+
+    def __init__(self, binding: LiveState) -> None:
+        self._binding = binding
+        self._watched: list[_WatchedBuffer] = []
+        self.names: set[str] = set()
+
+    def watch(self) -> None:
+        """The top of a step."""
+        self._watched = [_WatchedBuffer(n, b) for n, b in self._binding.buffers().items()]
+
+    def look(self) -> None:
+        """The optimizer's step is about to run."""
+        if self._watched:
+            now = self._binding.buffers()
+            self.names |= {w.name for w in self._watched if w.changed(now.get(w.name))}
+            self._watched = []
+
+
+class _WatchedBuffer:
+    """A buffer as it was at the top of a step.
+
+    Its version counter is not enough: batch norm's kernel updates the running statistics without
+    counting them up.
+    """
+
+    def __init__(self, name: str, buffer: Tensor) -> None:
+        self.name, self._buffer, self._version = name, buffer, buffer._version
+        self._was = buffer.detach().clone()
+
+    def changed(self, now: Tensor | None) -> bool:
+        same = now is self._buffer and self._buffer._version == self._version
+        return not same or not torch.equal(self._was, self._buffer)

@@ -1,7 +1,7 @@
 """The cadence of snapshots: what to do at the top of each step while training (not while replaying).
 
 Life: measuring (the first steps: how long is a step, which precision suffices), then recording, one
-snapshot per clean boundary; the states are those of the chain (`ckptd.client.capture.snapshot_chain`). A
+snapshot per clean boundary; the states are those of the chain (`ckptd.client.capture.recorder`). A
 boundary is *clean* if no gradients are pending: in the middle of an accumulation over several loop steps
 nothing is taken, and the chain goes on, because weights do not change in between. The chain *breaks* when
 a boundary after an update is missed; then a new generation of slots is reserved, so that the old suffix
@@ -11,31 +11,145 @@ stays until a new one is complete.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
-from ckptd.client.capture.mutable_buffers import RestlessBuffers
+from ckptd.client.capture.live_tensors import RestlessBuffers
 from ckptd.client.capture.slot_writer import Capture
-from ckptd.client.capture.snapshot_chain import SnapshotChain, Taken
-from ckptd.client.capture.step_scalars import StepScalars
+from ckptd.client.capture.step_state import StepScalars
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
-from ckptd.client.optimizers.random_draws import Draws
 from ckptd.client.optimizers.value_trees import NotCapturable
-from ckptd.client.rng_state import capture_rng
-from ckptd.client.schedule.copy_mode import CopyModeChooser
+from ckptd.client.rng_state import Draws, capture_rng
+from ckptd.client.schedule.measurements import CopyModeChooser, StepTiming
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.provision import Provision
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.client.schedule.step_timing import StepTiming
-from ckptd.core.state_machine import validated
+from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.cuda.engine import CpuEngine
 
-__all__ = ["Recorder", "TopListener"]
+__all__ = ["TRANSITIONS", "ChainEvent", "ChainState", "Recorder", "SnapshotChain", "Taken", "TopListener"]
 
 logger = get_logger(__name__)
+
+
+class ChainState(MachineState):
+    """What the top of a step means for the snapshots of a rank."""
+
+    MEASURING = "measuring", "the first steps: nothing is planned, and there is no ring"
+    UNCHAINED = "unchained", "the next snapshot follows none"
+    CHAINED = "chained", "the next snapshot follows the newest one"
+    REFUSED = "refused", "an optimizer keeps what cannot be captured: no snapshot is taken any more"
+
+
+class ChainEvent(StrEnum):
+    """What happens to it."""
+
+    RESUME = "resume"  # after a restore
+    PLAN = "plan"  # a ring of another plan is in use
+    GROW = "grow"  # another ring of the same plan is
+    TAKE = "take"
+    REPEAT = "repeat"  # the newest snapshot is taken anew, in the place of the first
+    BREAK = "break"  # a boundary after an update was missed, or the state does not follow
+    REFUSE = "refuse"
+
+
+TRANSITIONS = Transitions(
+    "recorder",
+    {
+        (ChainState.MEASURING, ChainEvent.PLAN): ChainState.UNCHAINED,
+        (ChainState.MEASURING, ChainEvent.RESUME): ChainState.CHAINED,
+        (ChainState.UNCHAINED, ChainEvent.PLAN): ChainState.UNCHAINED,
+        (ChainState.UNCHAINED, ChainEvent.GROW): ChainState.UNCHAINED,
+        (ChainState.UNCHAINED, ChainEvent.TAKE): ChainState.CHAINED,
+        (ChainState.UNCHAINED, ChainEvent.REPEAT): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.PLAN): ChainState.UNCHAINED,
+        (ChainState.CHAINED, ChainEvent.GROW): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.TAKE): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.REPEAT): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.BREAK): ChainState.UNCHAINED,
+        **{
+            (state, ChainEvent.BREAK): state
+            for state in (ChainState.MEASURING, ChainState.UNCHAINED, ChainState.REFUSED)
+        },
+        **{(state, ChainEvent.REFUSE): ChainState.REFUSED for state in ChainState},
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The newest snapshot: its step, its predecessor, and the tape it was given."""
+
+    step: int = -1
+    previous: int = -1
+    tape: tuple[tuple[str, Any], ...] = ()
+
+
+class SnapshotChain:
+    """One rank's chain.
+
+    Attributes:
+        previous: the snapshot that the next one follows; -1: none.
+        last: the newest snapshot that was begun in this life.
+    """
+
+    def __init__(self) -> None:
+        self.state = ChainState.MEASURING
+        self.previous = -1
+        self.last = Taken()
+
+    @property
+    def refused(self) -> bool:
+        """Whether no snapshot is taken any more."""
+        return self.state is ChainState.REFUSED
+
+    def resume(self, last: int) -> None:
+        """Snapshot ``last`` exists, and the state follows from it."""
+        self._on(ChainEvent.RESUME, last)
+
+    def use(self, *, other_plan: bool) -> None:
+        """Another ring is in use."""
+        self._on(ChainEvent.PLAN if other_plan else ChainEvent.GROW, self.previous)
+
+    def take(self, taken: Taken) -> None:
+        """A snapshot was begun."""
+        self.last = taken
+        self._on(ChainEvent.TAKE, taken.step)
+
+    def repeat(self) -> None:
+        """The newest snapshot is about to be taken anew: it follows what the first one followed."""
+        before = self.last.previous
+        self._on(ChainEvent.BREAK if before < 0 else ChainEvent.REPEAT, before)
+
+    def cut(self) -> None:
+        """The next snapshot does not follow from the newest one."""
+        self._on(ChainEvent.BREAK, -1)
+
+    def refuse(self) -> None:
+        """No snapshot is taken any more."""
+        self._on(ChainEvent.REFUSE, -1)
+
+    def _on(self, event: ChainEvent, previous: int) -> None:
+        """Every transition goes through here."""
+        self.state = TRANSITIONS.after(self.state, event, newest=self.last.step)
+        self.previous = previous if self.state is ChainState.CHAINED else -1
+
+    def validate(self, *, captures: bool) -> None:
+        """A snapshot follows an earlier one or none, and there is a ring from the first plan on.
+
+        Args:
+            captures: there is a ring to capture into.
+        """
+        state = self.state
+        assert (state is ChainState.CHAINED) == (self.previous >= 0), f"{state}, {self.previous}"
+        assert self.last.previous < self.last.step or self.last.step < 0, self.last
+        assert captures == (state is not ChainState.MEASURING) or self.refused, f"{state}, no ring"
+
 
 _WATCHED_STEPS = 4
 _REPORT_S = 1.0
@@ -455,7 +569,7 @@ class Recorder:
 
     def _count_nans(self, segment: MappedSegment, index: int, step: int) -> None:
         """NaN in weights is data, not an error; that it is there is worth knowing."""
-        from ckptd.client.capture.slot_inspection import nan_tensors
+        from ckptd.client.capture.slot_writer import nan_tensors
 
         found = nan_tensors(segment, index)
         if found:

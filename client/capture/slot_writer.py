@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ckptd.client import values
@@ -35,12 +37,14 @@ from ckptd.client.capture.live_tensors import LiveSources, PackedState
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.snapshot_layout import PhasePlan
+from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, PhasePlan
 from ckptd.core.slots.ring import SlotState, choose_slot
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.core.slots.segment_hints import RingHint
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.cuda.samples import SamplePlan, Samples
+from ckptd.storage.images.image import ImageView
+from ckptd.storage.images.image_format import ImageError
 
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats
@@ -50,12 +54,14 @@ __all__ = [
     "Capture",
     "CopySplit",
     "Fill",
+    "nan_tensors",
     "some",
     "write_image",
     "zero_missing",
 ]
 
 logger = get_logger(__name__)
+
 
 _DRAIN_S = 1.0
 # Buffers up to this size are copied by the training thread: a native kernel may change them in the
@@ -634,3 +640,59 @@ def some(names: set[str], most: int = 3) -> str:
     """The first names, and how many there are more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(sorted(names)[:most]) + more
+
+
+_FLOATS = {
+    name: dtype
+    for dtype, name in SAFETENSORS_DTYPES.items()
+    if dtype.is_floating_point and dtype.itemsize > 1
+}
+
+# Read as integers, positive NaNs are what exceeds +inf as signed, negative ones what exceeds -inf
+# as unsigned.
+_SIGNED = {2: np.int16, 4: np.int32, 8: np.int64}
+_UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+_INFINITY = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
+_CHUNK_BYTES = 256 << 10  # stays in a core's cache for the second look
+
+
+def nan_tensors(segment: MappedSegment, index: int) -> list[str]:
+    """Names of the weights in this slot that hold at least one NaN; empty if the slot was reused
+    meanwhile.
+    """
+    header = segment.header(index)
+    if header is None:
+        return []
+    try:
+        view = ImageView(segment.slot(index)[: header.image_len])
+    except ImageError:
+        return []  # being overwritten: there is nothing to look at any more
+    found = []
+    for entry in view:
+        dtype = _FLOATS.get(entry.dtype)
+        if dtype is None or entry.name.startswith(("optim/", "buffer/", "ckptd.")) or not entry.nbytes:
+            continue
+        if dtype in _INFINITY and _holds_nan(view.data(entry.name), dtype):
+            found.append(entry.name)
+    now = segment.header(index)
+    return found if now is not None and now.sequence == header.sequence else []
+
+
+def _holds_nan(data: memoryview, dtype: torch.dtype) -> bool:
+    # numpy, not torch: a second OpenMP team in this process makes the trainer's threads sleep at
+    # every barrier.
+    infinity, size = _INFINITY[dtype], dtype.itemsize
+    negative_infinity = infinity | 1 << (8 * size - 1)
+    for start in range(0, len(data), _CHUNK_BYTES):
+        part = data[start : start + _CHUNK_BYTES]
+        if (
+            int(np.frombuffer(part, _SIGNED[size]).max()) > infinity
+            or int(np.frombuffer(part, _UNSIGNED[size]).max()) > negative_infinity
+        ):
+            return True
+    return False

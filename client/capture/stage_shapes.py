@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 
 __all__ = ["StageShapes", "sends_dtensors", "shapes_of", "without_rehearsal"]
 

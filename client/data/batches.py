@@ -17,8 +17,7 @@ from ckptd.client.data.loaders import (
     skipping,
     torch_loader,
 )
-from ckptd.client.data.position import DataPosition, log_refetched
-from ckptd.client.data.reach import Reach
+from ckptd.client.data.position import DataPosition, Reach, log_refetched
 from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = ["Batches"]

@@ -18,9 +18,8 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ckptd.client.data.after import After
-
 __all__ = [
+    "After",
     "advice_for_state",
     "check_in_state",
     "check_loader",
@@ -32,6 +31,31 @@ __all__ = [
     "skipping",
     "torch_loader",
 ]
+
+
+class After:
+    """A sampler whose iterators skip the first ``count`` indices. They start immediately, because the
+    inner sampler may draw random numbers then.
+    """
+
+    def __init__(self, inner: Any, count: int) -> None:
+        self.inner, self.count = inner, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # such as set_epoch
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _passed(iter(self.inner), self.count)
+
+
+def _passed(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in range(count):
+        next(iterator, None)
+    yield from iterator
+
 
 # Number of sources of a stream that are checked.
 _SOURCES = 256

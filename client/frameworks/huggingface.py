@@ -28,7 +28,7 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.frameworks.hf_checkpoints import complete_checkpoints_only
 from ckptd.client.frameworks.hf_loop import TrainerLoop
 from ckptd.client.frameworks.step_driver import name_of_this_training
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywords
 
 __all__ = ["CkptdCallback"]

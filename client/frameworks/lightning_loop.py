@@ -31,12 +31,11 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.data.loaders import check_loader, repeats_by_index
-from ckptd.client.data.position import DataPosition, log_refetched
-from ckptd.client.data.reach import Reach
+from ckptd.client.data.position import DataPosition, Reach, log_refetched
 from ckptd.client.frameworks.lightning_state import CallbackStates, EpochSums, LoopProgress
 from ckptd.client.frameworks.step_driver import StepDriver
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 
 __all__ = ["LightningLoop"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 
 __all__ = ["CallbackStates", "EpochSums", "LoopProgress"]
 

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptd.client import values
-from ckptd.client.model.host_bytes import DTYPES, buffer_of
-from ckptd.client.model.snapshot_layout import SCALARS, STATIC
+from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, buffer_of
 from ckptd.export.dcp_wire import Ask, DcpTensor, WriteJob, Wrote
 
 __all__ = ["main", "own_pipes", "write_checkpoint"]

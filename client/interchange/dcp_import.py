@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.client.interchange.dcp_export import own_pipes
 from ckptd.client.interchange.dcp_metadata import read_dcp_metadata
-from ckptd.client.model.host_bytes import buffer_of
-from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
+from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, buffer_of
 from ckptd.export.dcp_wire import Ask, Contents, DcpTensor, ReadJob
 
 __all__ = ["StoredState", "main"]

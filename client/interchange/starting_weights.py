@@ -17,9 +17,8 @@ from urllib.parse import unquote, urlsplit
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.model.host_bytes import DTYPES, buffer_of
-from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.parameter_names import named_buffers, named_modules, named_parameters
+from ckptd.client.model.live_state import LiveState, named_buffers, named_modules, named_parameters
+from ckptd.client.model.snapshot_layout import DTYPES, buffer_of
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.storage.model_set import (
     FolderFiles,

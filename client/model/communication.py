@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 
 __all__ = ["Communication"]
 

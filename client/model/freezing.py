@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grad
 
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 
 __all__ = ["BackwardLimiter", "Tape", "choose_freezing", "clip_norm_tap", "scaler_tap"]
 

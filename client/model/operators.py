@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ckptd.client.model.parameter_names import named_modules, named_parameters
+from ckptd.client.model.live_state import named_modules, named_parameters
 from ckptd.core.schedules.schedule import OperatorKind
 
 if TYPE_CHECKING:

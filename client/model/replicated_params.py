@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.live_state import LiveState, local, names_with_wrappers
 from ckptd.client.model.operators import Operator
-from ckptd.client.model.parameter_names import names_with_wrappers
 from ckptd.client.optimizers.value_trees import plain_parts
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.schedules.policy import OperatorCost

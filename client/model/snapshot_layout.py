@@ -6,11 +6,16 @@ every snapshot of that phase. Adjacent rows of a fused tensor at the same level 
 
 from __future__ import annotations
 
+import ctypes
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.model.live_state import LiveState, local
@@ -20,15 +25,24 @@ from ckptd.storage.images.image_format import TensorEntry
 from ckptd.storage.images.image_layout import ImageLayout
 
 __all__ = [
+    "DTYPES",
     "SAFETENSORS_DTYPES",
     "EntrySource",
     "PhasePlan",
+    "Rows",
     "StateTable",
+    "buffer_of",
     "build_phase",
+    "common",
     "entry_name",
+    "free_bytes",
     "member_bytes",
+    "merge",
     "parse_entry_name",
+    "rows_of_piece",
+    "rows_within",
 ]
+
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -323,3 +337,79 @@ def _entry(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorEntry:
             f"{', '.join(map(str, SAFETENSORS_DTYPES))}"
         )
     return TensorEntry(name, SAFETENSORS_DTYPES[dtype], tuple(int(n) for n in shape))
+
+
+# Parameter name -> ranges of its rows, merged and in order.
+Rows = dict[str, list[tuple[int, int]]]
+
+
+def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows in order, those that touch as one range."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and merged[-1][1] >= start:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The rows that are in both."""
+    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return [(a, b) for a, b in pairs if a < b]
+
+
+def rows_of_piece(tensor: Tensor, piece: EntrySource) -> Tensor:
+    """The rows of a whole tensor that a piece covers; all of it, if the piece names none."""
+    return tensor if piece.start is None else tensor[piece.start : piece.stop]
+
+
+def rows_within(recorded: Tensor, piece: EntrySource, source: EntrySource) -> Tensor:
+    """The rows of ``recorded``, which holds those of ``source``, that a piece of it covers."""
+    if piece.start is None or (piece.start, piece.stop) == (source.start, source.stop):
+        return recorded
+    first = source.start or 0
+    return recorded[piece.start - first : piece.stop - first]  # type: ignore[operator]
+
+
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, in place, for as long as the tensor lives.
+
+    Unlike through numpy its storage can be resized afterwards, and every dtype will do.
+
+    Raises:
+        ValueError: it is not contiguous: its bytes would be those of others.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of {tuple(tensor.shape)} is not contiguous")
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still take on a device: of the host what is available, or less if
+    its memory cgroup says so.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch has taken and does not use serves as well.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    told = re.search(r"^MemAvailable:\s+(\d+) kB", _text_of("/proc/meminfo"), re.MULTILINE)
+    free = int(told[1]) * 1024 if told else sys.maxsize
+    limit, used = (_text_of(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        free = min(free, int(limit) - int(used))
+    return max(free, 0)
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:  # no such file on this system, so no such limit
+        return ""

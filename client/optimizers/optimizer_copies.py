@@ -3,7 +3,7 @@
 An optimizer is more than ``copy.deepcopy`` makes of it: that leaves attributes out, and parameters
 must be those of the copy. So it is copied attribute by attribute. What two places have in common
 stays common. Functions and classes are shared with the original; what these keep is the affair of
-`ckptd.client.optimizers.hidden_state`.
+`ckptd.client.optimizers.optimizer_copies`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import ctypes
 import enum
 import functools
 import re
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ckptd.client import values
 from ckptd.client.optimizers.value_trees import is_ignored, plain_tensor
 
-__all__ = ["CannotCopy", "OptimizerCopier"]
+__all__ = ["CannotCopy", "HiddenState", "OptimizerCopier"]
+
 
 _DEPTH = 12
 _FUNCTION_OF_C: type = ctypes.CFUNCTYPE(None).__mro__[1]  # of which ctypes makes no name
@@ -200,3 +204,289 @@ def _is_plain_class(kind: type) -> bool:
         and not any(getattr(kind, name) is not getattr(object, name) for name in own)
         and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
     )
+
+
+_MOST_LOOKED_AT = 20_000
+_SHARED = {
+    "accelerate",
+    "ckptd",
+    "torch",
+    "triton",
+    "numpy",
+    "__future__",
+    *sys.stdlib_module_names,
+} - {"__main__"}
+_NONE = object()
+_DATA = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+)
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+    staticmethod,
+    classmethod,
+    property,
+)
+
+
+class _Place(NamedTuple):
+    """Where a value is kept outside of any object of the optimizer's; ``by_name``: all attributes of
+    something, in a dict that is made anew each time.
+    """
+
+    path: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+    by_name: bool = False
+
+
+class HiddenState:
+    """What is reachable from the code of some objects.
+
+    Args:
+        objects: optimizers, and what is around them.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._places: dict[tuple[int, str], _Place] = {}
+        self._seen: set[int] = set()
+        self._left: list[Any] = []
+        for each in objects:
+            self._look_at_object(each)
+        while self._left and len(self._seen) < _MOST_LOOKED_AT:
+            self._look_at(self._left.pop())
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `torch.compile` is around some of that code."""
+        return any(hasattr(place.get(), "_torchdynamo_orig_callable") for place in self._places.values())
+
+    def copied(self, copier: OptimizerCopier) -> list[Any]:
+        """Of each value a copy.
+
+        Raises:
+            CannotCopy: of one there is none.
+        """
+        found = []
+        for place in self._places.values():
+            try:
+                found.append(copier.value(place.get(), place.path))
+            except CannotCopy as error:
+                raise CannotCopy(f"{place.path} is state outside of it: {error}") from error
+        return found
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What the body changes is undone, as far as there are copies of it."""
+        try:
+            copies = self.copied(OptimizerCopier())
+        except CannotCopy:
+            copies = [place.get() for place in self._places.values()]
+        with self.replaced(copies):
+            yield
+
+    def changed_since(self, before: Sequence[Any]) -> list[str]:
+        """The paths of what is not as in these copies."""
+        found = []
+        for place, was in zip(self._places.values(), before, strict=True):
+            now = place.get()
+            if not place.by_name:
+                found += [] if _same(now, was) else [place.path]
+                continue
+            names = dict.fromkeys([*was, *now])
+            found += [place.path + n for n in names if not _same(now.get(n, _NONE), was.get(n, _NONE))]
+        return found
+
+    @contextmanager
+    def replaced(self, by: Sequence[Any]) -> Iterator[None]:
+        """In the body these values are in the places; afterwards those that were there before."""
+        places = list(self._places.values())
+        saved = [place.get() for place in places]
+        try:
+            for place, value in zip(places, by, strict=True):
+                if value is not place.get():
+                    place.put(value)
+            yield
+        finally:
+            for place, value in zip(places, saved, strict=True):
+                if value is not place.get():
+                    place.put(value)
+
+    # -- what there is -------------------------------------------------------------------------------
+
+    def _look_at(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, staticmethod | classmethod):
+            self._left.append(value.__func__)
+        elif isinstance(value, types.MethodType):
+            self._left += [value.__func__, type(value.__self__)]
+        elif isinstance(value, property):
+            self._left += [f for f in (value.fget, value.fset, value.fdel) if f is not None]
+        elif isinstance(value, functools.partial):
+            self._left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.FunctionType):
+            self._look_at_function(value)
+        elif isinstance(value, type):
+            self._look_at_class(value)
+        elif type(value) in (list, tuple, dict):
+            parts = value.values() if isinstance(value, dict) else value
+            self._left += [p for p in parts if isinstance(p, (type, *_FUNCTIONS))]
+        elif hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | types.ModuleType):
+            self._look_at_object(value)
+
+    def _look_at_object(self, value: object) -> None:
+        self._left.append(type(value))
+        self._left += list(vars(value).values())
+
+    def _look_at_class(self, kind: type) -> None:
+        if _is_shared(kind.__module__):
+            return
+        self._left += [base for base in kind.__mro__ if base is not kind]
+        self._left += vars(kind).values()
+        path = f"class attribute {kind.__qualname__}."
+
+        def put(table: dict[str, Any]) -> None:
+            for name in _attributes(vars(kind)).keys() - table.keys():
+                delattr(kind, name)
+            for name, value in table.items():
+                if vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
+
+        self._places[id(kind), ""] = _Place(path, lambda: _attributes(vars(kind)), put, True)
+
+    def _look_at_function(self, function: types.FunctionType) -> None:
+        who = function.__qualname__
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._note(
+                cell,
+                "",
+                f"closure variable {name} of {who}",
+                functools.partial(_content, cell),
+                functools.partial(_fill, cell),
+            )
+        if _is_shared(function.__globals__.get("__name__", "")):
+            return
+        for place in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, place):
+                self._note(
+                    function,
+                    place,
+                    f"default arguments of {who}",
+                    functools.partial(getattr, function, place),
+                    functools.partial(setattr, function, place),
+                )
+        self._left += vars(function).values()
+
+        def put(table: dict[str, Any]) -> None:
+            for name in _attributes(vars(function)):
+                del vars(function)[name]
+            vars(function).update(table)
+
+        self._places[id(function), ""] = _Place(
+            f"attribute {who}.", lambda: _attributes(vars(function)), put, True
+        )
+        names = set(_names_in(function.__code__))
+        for name in sorted(names & function.__globals__.keys()):
+            value = function.__globals__[name]
+            if not isinstance(value, types.ModuleType):
+                self._note_entry(
+                    function.__globals__, name, f"global variable {name} of {function.__module__}"
+                )
+            elif not _is_shared(value.__name__):
+                for inner in sorted(names & vars(value).keys()):
+                    if not isinstance(vars(value)[inner], types.ModuleType):
+                        self._note_entry(vars(value), inner, f"global variable {inner} of {value.__name__}")
+
+    def _note_entry(self, table: dict[str, Any], name: str, path: str) -> None:
+        self._note(table, name, path, lambda: table.get(name), lambda v: table.__setitem__(name, v))
+
+    def _note(
+        self,
+        owner: object,
+        name: str,
+        path: str,
+        get: Callable[[], Any],
+        put: Callable[[Any], None],
+    ) -> None:
+        value = get()
+        self._left.append(value)
+        if _may_be_state(value) or hasattr(value, "_torchdynamo_orig_callable"):
+            self._places.setdefault((id(owner), name), _Place(path, get, put))
+
+
+def _attributes(table: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the attributes of a class or of a function may be state."""
+    return {
+        name: value
+        for name, value in table.items()
+        if not (name.startswith("__") and name.endswith("__"))
+        and not name.startswith("_abc_")
+        and _may_be_state(value)
+    }
+
+
+def _may_be_state(value: object) -> bool:
+    """Code is shared, as is what belongs to libraries that keep nothing of a run."""
+    if isinstance(value, (type, *_FUNCTIONS)) or (value is not None and is_ignored(value)):
+        return False
+    return not _is_shared(type(value).__module__) or _is_data(value)
+
+
+def _is_shared(module: str | None) -> bool:
+    """Whether it is a module of torch, of Python, or of another library that keeps nothing of a run."""
+    return (module or "").partition(".")[0] in _SHARED
+
+
+def _is_data(value: object) -> bool:
+    """Of a type of theirs that may be state of somebody else's; an iterator is, too."""
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind in _DATA or hasattr(value, "__next__")
+    return isinstance(value, Tensor | torch.Generator) or kind.__module__.startswith(
+        ("collections", "itertools", "numpy", "random")
+    )
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _names_in(part)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was put into it yet
+        return None
+
+
+def _fill(cell: types.CellType, value: Any) -> None:
+    cell.cell_contents = value
+
+
+def _same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    try:
+        return values.equal(now, before)
+    except values.UnsupportedValue:
+        # Of objects only the sizes of what they keep can be compared.
+        return type(now) is type(before) and len(getattr(now, "__dict__", ())) == len(
+            getattr(before, "__dict__", ())
+        )

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.log_lines import get_logger
-from ckptd.client.optimizers.hidden_state import HiddenState
-from ckptd.client.optimizers.optimizer_copies import CannotCopy, OptimizerCopier
+from ckptd.client.optimizers.optimizer_copies import CannotCopy, HiddenState, OptimizerCopier
 from ckptd.client.optimizers.value_trees import plain_tensor, strides_of
 from ckptd.client.rng_state import capture_rng, restore_rng
 

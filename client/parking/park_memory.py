@@ -18,8 +18,7 @@ from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import PhasePlan
-from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, human
 from ckptd.client.stats import Stats
 from ckptd.core.slots.ring import NoSuffix, SlotRecord, SlotState, find_suffix
 from ckptd.core.slots.segment_format import SlotHeader

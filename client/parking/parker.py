@@ -37,8 +37,7 @@ from ckptd.client.parking.park_gate import CopyState, Moment, ParkGate
 from ckptd.client.parking.park_memory import ParkMemory
 from ckptd.client.parking.park_writer import CopyFailed, ParkCopy
 from ckptd.client.rng_state import capture_rng
-from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, human
 from ckptd.client.stats import Stats
 from ckptd.cuda.engine import CopyEngine
 

@@ -32,8 +32,7 @@ from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.log_memory import LogMemory
 from ckptd.client.pipeline.log_writer import Comparison, Layouts, LogFill, Room
 from ckptd.client.pipeline.silent_log import SilentLog
-from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, human
 from ckptd.client.stats import Stats
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.cuda.engine import CopyEngine, CopyItem

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.capture.stage_shapes import StageShapes, without_rehearsal
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 from ckptd.client.model.live_state import local
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError

@@ -22,8 +22,7 @@ from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.log_writer import Room, header_room
-from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, human
 from ckptd.client.stats import Stats
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, needed_from, slots_for_log
 from ckptd.core.slots.ring import SlotRecord, SlotState

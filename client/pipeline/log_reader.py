@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client.daemon_link.slot_file import SlotFile
-from ckptd.client.model.host_bytes import DTYPES
+from ckptd.client.model.snapshot_layout import DTYPES
 from ckptd.core.slots.boundary import RecordKey, logged_iterations, parse_record_name
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.slots import NO_EPOCHS

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ckptd.client.capture.stage_shapes import sends_dtensors
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.core.slots.boundary import SentKind
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.rng_state import capture_rng, restore_rng
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ckptd.client.capture.row_ranges import Rows, merge
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator
+from ckptd.client.model.snapshot_layout import Rows, merge
 
 __all__ = ["Activity"]
 

@@ -27,7 +27,7 @@ from ckptd.client.ranks.collectives import Collectives, TryAgain
 from ckptd.client.recovery.global_recovery import Recovered
 from ckptd.client.recovery.start_procedure import agree_on_plan
 from ckptd.client.recovery.verification import Replayed
-from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
+from ckptd.client.schedule.schedule_change import ScheduleStart, differing, of_parked
 from ckptd.core.recovery.held import RunHoldings
 from ckptd.core.recovery.localized_plan import (
     LocalizedPlan,

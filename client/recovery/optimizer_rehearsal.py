@@ -20,16 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptd.client import values
 from ckptd.client.capture.comparison import live_tensor, same_bits
-from ckptd.client.capture.row_ranges import Rows, common, merge, rows_of_piece
 from ckptd.client.capture.step_state import apply_groups, gather_groups
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.model.freezing import Tape
+from ckptd.client.model.hooks import closure_of, with_closure
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
-from ckptd.client.model.snapshot_layout import EntrySource
-from ckptd.client.optimizers.hidden_state import HiddenState
-from ckptd.client.optimizers.optimizer_copies import CannotCopy, OptimizerCopier
-from ckptd.client.optimizers.step_closures import closure_of, with_closure
+from ckptd.client.model.snapshot_layout import EntrySource, Rows, common, merge, rows_of_piece
+from ckptd.client.optimizers.optimizer_copies import CannotCopy, HiddenState, OptimizerCopier
 from ckptd.client.optimizers.value_trees import plain, plain_tensor
 from ckptd.client.recovery.activation import Activity
 from ckptd.client.recovery.replay import Replay

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client.capture.row_ranges import Rows
 from ckptd.client.capture.step_state import apply_packed
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
-from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.live_state import LiveState, local
-from ckptd.client.model.snapshot_layout import EntrySource
+from ckptd.client.model.snapshot_layout import DTYPES, EntrySource, Rows
 
 __all__ = ["load_scalar_state", "round_frozen_masters", "state_tensor"]
 

@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptd.client.capture.recorder import Recorder
-from ckptd.client.capture.row_ranges import Rows
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.host_bytes import free_bytes
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.optimizers.hidden_state import HiddenState
-from ckptd.client.optimizers.optimizer_copies import CannotCopy
+from ckptd.client.model.snapshot_layout import Rows, free_bytes
+from ckptd.client.optimizers.optimizer_copies import CannotCopy, HiddenState
 from ckptd.client.optimizers.value_trees import NotCapturable, plain_parts
 from ckptd.client.recovery.optimizer_rehearsal import (
     Pristine,

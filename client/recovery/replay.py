@@ -45,7 +45,6 @@ from ckptd.client.capture.comparison import (
     same_bits,
     scalar_differences,
 )
-from ckptd.client.capture.row_ranges import Rows, common, rows_of_piece, rows_within
 from ckptd.client.capture.step_state import Stateful, apply_groups, zero_grads
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.data.ledger import BATCHES
@@ -54,7 +53,7 @@ from ckptd.client.model.freezing import BackwardLimiter, Tape
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import checksum
-from ckptd.client.model.snapshot_layout import EntrySource
+from ckptd.client.model.snapshot_layout import EntrySource, Rows, common, rows_of_piece, rows_within
 from ckptd.client.recovery.activation import Activity
 from ckptd.client.recovery.optimizer_restore import (
     load_scalar_state,

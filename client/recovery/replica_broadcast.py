@@ -18,10 +18,9 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams, identity_of
-from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, EntrySource
+from ckptd.client.model.snapshot_layout import DTYPES, SAFETENSORS_DTYPES, EntrySource
 from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["Piece", "ReplicaBroadcast", "Take", "arrange"]

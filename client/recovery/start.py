@@ -18,7 +18,6 @@ from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.replicated_params import ReplicatedParams
-from ckptd.client.model.signature import signature, signature_difference
 from ckptd.client.options import RecoveryOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import recover_global
@@ -31,7 +30,13 @@ from ckptd.client.recovery.mismatch_causes import likely_causes
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
 from ckptd.client.recovery.verification import Verification
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan, captured_once, plan_from_payload
+from ckptd.client.schedule.snapshot_plan import (
+    SnapshotPlan,
+    captured_once,
+    plan_from_payload,
+    signature,
+    signature_difference,
+)
 from ckptd.client.training_state import TrainingState
 from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix
 from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS

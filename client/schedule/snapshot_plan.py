@@ -1,11 +1,13 @@
 """A plan: what is captured when, and how large the ring is for it; as it is recorded in a segment,
 and read from there.
 
-How one comes about is in `ckptd.client.schedule.planning`.
+How one comes about is in `ckptd.client.schedule.planner`.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +15,11 @@ from typing import Any
 import torch
 
 from ckptd.client import values
-from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.live_state import LiveState, local, named_modules, named_parameters
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
-from ckptd.client.model.signature import recorded_specs, signature
 from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.client.schedule.export_facts import export_facts
 from ckptd.core.schedules.schedule import (
     AlignedPolicy,
     DensePolicy,
@@ -36,11 +36,113 @@ from ckptd.core.slots.segment_format import SegmentGeometry
 __all__ = [
     "SnapshotPlan",
     "captured_once",
+    "describe_table",
+    "export_facts",
     "fixed_bytes",
     "operator_costs",
     "plan_from_payload",
+    "recorded_specs",
     "schedule_of",
+    "signature",
+    "signature_difference",
 ]
+
+
+_STATE_ROW = re.compile(r"optimizer state (.*) of")
+
+
+def signature(binding: LiveState) -> list[list[Any]]:
+    """Names, dtypes and shapes of everything that is captured."""
+    rows: list[list[Any]] = [
+        ["optimizer", str(i), type(o).__name__, [len(o.param_groups)]]
+        for i, o in enumerate(binding.optimizers)
+    ]
+    for name, param in binding.params.items():
+        rows.append(["parameter", name, str(param.dtype)[6:], list(local(param).shape)])
+        rows += [
+            [
+                _STATE.format(s.key),
+                name,
+                str(s.dtype)[6:],
+                list(local(param).shape if s.shape is None else s.shape),
+            ]
+            for s in sorted(binding.specs(name), key=lambda s: s.key)
+            if s.kind in ("like", "tensor")
+        ]
+    rows += [
+        ["master weights of", n, str(m.dtype)[6:], list(local(m).shape)] for n, m in binding.masters.items()
+    ]
+    rows += [["buffer", n, str(b.dtype)[6:], list(local(b).shape)] for n, b in binding.buffers().items()]
+    return rows
+
+
+_STATE = "optimizer state {!r} of"
+
+
+def recorded_specs(binding: LiveState, recorded: Sequence[Sequence[Any]]) -> dict[str, tuple[StateSpec, ...]]:
+    """The optimizer state tensors of a signature, by parameter."""
+    found: dict[str, tuple[StateSpec, ...]] = {}
+    for kind, name, dtype, shape in recorded:
+        match = _STATE_ROW.fullmatch(kind)
+        if match is None or name not in binding.owner:
+            continue
+        like = tuple(shape) == tuple(local(binding.held(name)).shape)
+        spec = StateSpec(
+            ast.literal_eval(match[1]),
+            "like" if like else "tensor",
+            getattr(torch, dtype),
+            None if like else tuple(shape),
+        )
+        found[name] = (*found.get(name, ()), spec)
+    return found
+
+
+def signature_difference(
+    recorded: Sequence[Sequence[Any]], here: Sequence[Sequence[Any]], limit: int = 5
+) -> str:
+    """The first differences in words; empty if there are none.
+
+    Optimizer state is no difference: what was recorded decides what there is, and a probe need not
+    have seen it.
+    """
+    before = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in recorded}
+    now = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in here}
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key) and not _STATE_ROW.fullmatch(key[0]):
+            old, new = (_words(d.get(key)) for d in (before, now))
+            found.append(f"{key[0]} {key[1]}: {old} in the snapshot, {new} here")
+    more = f"; and {len(found) - limit} more" if len(found) > limit else ""
+    return "; ".join(found[:limit]) + more
+
+
+def _words(value: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if value is None else f"{value[0]}{list(value[1])}"
+
+
+def export_facts(binding: LiveState) -> dict[str, Any]:
+    """For the trainer's part of a descriptor (`ckptd.export.source.facts_of` reads it).
+
+    ``transient_buffers``: buffers that the model's state dict leaves out. ``aliases``: further
+    names of tied parameters.
+    ``groups``: (optimizer, group) of each parameter, where there is more than one group.
+    """
+    model = binding.model
+    transient = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in named_modules(model)
+        for name in module._non_persistent_buffers_set
+    ]
+    first = {id(param): name for name, param in binding.params.items()}
+    aliases = {
+        name: first[id(param)]
+        for name, param in named_parameters(model, remove_duplicate=False)
+        if name != first[id(param)]
+    }
+    several = sum(len(o.param_groups) for o in binding.optimizers) > 1
+    groups = {name: list(owner) for name, owner in binding.owner.items()} if several else {}
+    return {"transient_buffers": transient, "aliases": aliases, "groups": groups}
+
 
 _SLOT_SLACK = 64 << 10
 
@@ -342,3 +444,55 @@ def schedule_of(
         reason="as recorded in the segment",
         policy=PolicyKind.ALIGNED if policy == "aligned" else PolicyKind.SLIDING,
     )
+
+
+def describe_table(
+    operators: Sequence[Operator],
+    costs: Sequence[OperatorCost],
+    schedule: Schedule | None,
+    owners: Sequence[int],
+    head: Sequence[str],
+) -> str:
+    """Operators with kind, bytes anchored and not, the phase in which they are anchored, and who
+    captures them.
+
+    Args:
+        owners: the rank that captures each; negative (or none given): every rank that has it.
+    """
+    phase_of = schedule.phase_of if schedule is not None else None
+    rows = [("operator", "kind", "params", "anchor", "compute", "phase", "captured by")]
+    for i, (op, cost) in enumerate(zip(operators, costs, strict=True)):
+        phase = str(phase_of[i]) if phase_of is not None else "-"
+        rows.append(
+            (
+                op.name,
+                str(op.kind),
+                str(len(op.members)),
+                human(cost.anchor_bytes),
+                human(cost.compute_bytes),
+                phase,
+                f"rank {owners[i]}" if owners and owners[i] >= 0 else "each",
+            )
+        )
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if c < 2 else cell.rjust(w)
+            for c, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    total = (
+        f"{len(operators)} operators, dense {human(sum(c.anchor_bytes for c in costs))}, "
+        f"compute weights {human(sum(c.compute_bytes for c in costs))}"
+    )
+    return "\n".join([*head, lines[0], "-" * len(lines[0]), *lines[1:], total])
+
+
+def human(size: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

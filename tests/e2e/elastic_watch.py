@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ckptd.client.model.host_bytes import buffer_of
+from ckptd.client.model.snapshot_layout import buffer_of
 
 __all__ = ["STACKS", "Phase", "Tail", "digests", "hold_bringing", "watch"]
 

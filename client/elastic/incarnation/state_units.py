@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ckptd.client import values
-from ckptd.client.model.host_bytes import DTYPES
-from ckptd.client.model.snapshot_layout import SCALARS, STATIC, EntrySource, parse_entry_name
+from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, EntrySource, parse_entry_name
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, Unit
 from ckptd.storage.images.image import ImageView
 from ckptd.storage.images.image_format import ImageTensor

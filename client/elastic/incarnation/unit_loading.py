@@ -15,8 +15,8 @@ from ckptd.client.capture.program import Program
 from ckptd.client.capture.step_state import Stateful, apply_groups
 from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart
 from ckptd.client.elastic.incarnation.unit_reading import UnitHead
-from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.snapshot_layout import DTYPES
 from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.rng_state import restore_rng
 from ckptd.core.elastic.incarnations import BUFFER, Unit

@@ -70,7 +70,7 @@ from ckptd.client.options import (
     daemon_options,
 )
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.client.resume import RECORDED_COUNTS, tell_differences
+from ckptd.client.train_loop import RECORDED_COUNTS, tell_differences
 from ckptd.core.elastic.elastic_types import ExpertPlacement, Loads
 from ckptd.core.elastic.incarnation_plan import placement_of, replicas_by_load
 from ckptd.core.elastic.incarnations import ExpertLayers

@@ -10,7 +10,7 @@ from torch import nn
 
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.identity import Identity, identify
-from ckptd.client.model.parameter_names import named_modules
+from ckptd.client.model.live_state import named_modules
 from ckptd.client.options import (
     LayoutOptions,
     PlacementOptions,

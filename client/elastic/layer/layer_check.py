@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from ckptd.client.model.host_bytes import buffer_of
+from ckptd.client.model.snapshot_layout import buffer_of
 from ckptd.client.ranks.collectives import Collectives, refused
 from ckptd.core.elastic.elastic_types import integers
 

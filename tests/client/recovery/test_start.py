@@ -23,7 +23,7 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import start
 from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.start import Recovery, Resumption
-from ckptd.client.schedule.planning import PlanInputs, make_plan
+from ckptd.client.schedule.planner import PlanInputs, make_plan
 from ckptd.client.training_state import TrainingState
 from ckptd.core.schedules.schedule import Ordering
 from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client.capture.row_ranges import Rows
-from ckptd.client.model.snapshot_layout import EntrySource
+from ckptd.client.model.snapshot_layout import EntrySource, Rows
 from ckptd.client.parking.parked_copy import CopiedImage
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.upstream_feed import FedLogs

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptd.client.capture.snapshot_chain import (
+from ckptd.client.capture.recorder import (
     TRANSITIONS,
     ChainEvent,
     ChainState,

@@ -15,7 +15,7 @@ import torch
 
 from ckptd.client import values
 from ckptd.client.data import BatchLedger
-from ckptd.client.data.fingerprints import fingerprint
+from ckptd.client.data.ledger import fingerprint
 
 
 def of(batch: Any) -> int:

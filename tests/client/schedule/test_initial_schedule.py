@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.client.schedule import first_plan
-from ckptd.client.schedule.first_plan import FirstPlan
+from ckptd.client.schedule import initial_schedule
+from ckptd.client.schedule.initial_schedule import FirstPlan
 
 
 class Windows:
@@ -30,7 +30,7 @@ class Windows:
 
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(first_plan, "InitialSchedule", Windows)
+    monkeypatch.setattr(initial_schedule, "InitialSchedule", Windows)
     sharing = SimpleNamespace(replicas=(), fingerprints=lambda *_: {})
     return SimpleNamespace(limits=(1, 1), policy="sliding", dense=False, sharing=sharing)
 

@@ -1,12 +1,36 @@
-"""The printed table of operators."""
+"""What a run tells for its exports."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+import torch
+from torch import nn
 
+from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
-from ckptd.client.schedule.describe import describe_table, human
+from ckptd.client.schedule.snapshot_plan import describe_table, export_facts, human
 from ckptd.core.schedules.schedule import OperatorCost, OperatorKind, plan_schedule
+from ckptd.export.source import facts_of
+from tests.client.exporting import make_adamw, make_model
+
+
+def test_transient_buffers_ties_and_groups_are_told_and_understood() -> None:
+    model = nn.ModuleDict({"inner": make_model(0)})
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[1:]}, {"params": params[:1]}])
+    told = export_facts(LiveState(model, [optimizer], None))
+    facts = facts_of(msgspec.msgpack.encode(told), rank=0)
+    assert facts.transient == {"inner.cache"}
+    assert facts.aliases == {"inner.head.weight": "inner.embed.weight"}
+    assert facts.groups["inner.embed.weight"] == (0, 1)
+    assert facts.groups["inner.norm.bias"] == (0, 0)
+
+
+def test_one_group_needs_no_telling() -> None:
+    model = make_model(0)
+    assert export_facts(LiveState(model, [make_adamw(model)], None))["groups"] == {}
+
 
 OPERATORS = [
     Operator(

@@ -10,10 +10,15 @@ from torch import nn
 
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
-from ckptd.client.model.signature import recorded_specs, signature, signature_difference
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.client.schedule.planning import PlanInputs, TrainingSpeed, make_plan, plan_together
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan, plan_from_payload
+from ckptd.client.schedule.planner import PlanInputs, TrainingSpeed, make_plan, plan_together
+from ckptd.client.schedule.snapshot_plan import (
+    SnapshotPlan,
+    plan_from_payload,
+    recorded_specs,
+    signature,
+    signature_difference,
+)
 from ckptd.core.schedules.schedule import OperatorKind, Ordering
 from ckptd.core.slots.segment_format import plan_geometry
 

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["layered"]
+import torch
+
+__all__ = ["ModuleHook", "before_update", "closure_of", "layered", "with_closure"]
+
 
 # Called with what is below it, then with the arguments of the function it is around.
 Layer = Callable[..., Any]
@@ -86,3 +89,64 @@ def _stand_in_of(holder: Any, name: str) -> _StandIn | None:
     function = getattr(holder, name)
     stand_in: _StandIn | None = getattr(function, _MARK, None)
     return stand_in if stand_in is not None and stand_in.function is function else None
+
+
+class ModuleHook:
+    """Calls ``call``; its copies and pickles do nothing, nor does it within what ``torch.compile``
+    traces: a graph cannot hold us.
+    """
+
+    def __init__(self, call: Callable[..., None] | None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(None)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[None]]:
+        return ModuleHook, (None,)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def before_update(
+    args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[Any], None]
+) -> Arguments | None:
+    """Do ``work`` when gradients are complete and weights are not yet changed: now, or after the
+    closure that ``step`` is given.
+
+    Args:
+        args, kwargs: as a pre-hook of ``Optimizer.step`` receives them (the optimizer is the first).
+        work: called with what the closure returned; with None where there is no closure.
+    Returns:
+        What the pre-hook must return: arguments with the closure wrapped, or None to leave them as they are.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        work(None)
+        return None
+
+    def followed() -> Any:
+        result = closure()
+        work(result)
+        return result
+
+    return with_closure(args, kwargs, followed)
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of a step; None if there is none."""
+    named = kwargs.get("closure")
+    closure = named if named is not None else args[1] if len(args) > 1 else None
+    return closure if callable(closure) else None
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
+    """The arguments of a step with another closure in the place of theirs."""
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs

@@ -1,0 +1,428 @@
+"""How long steps take, and how much of that is ours: fed with clock readings in seconds, decides
+nothing (pure).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.hooks import ModuleHook
+from ckptd.client.model.live_state import local, named_modules
+from ckptd.client.model.operators import Operator
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.core.schedules.schedule import (
+    Ordering,
+    Schedule,
+    needs_reorder,
+    order_operators,
+    reorder,
+    update_popularity,
+)
+
+__all__ = ["CopyModeChooser", "PrecisionProbe", "StepTiming", "TokenCounter"]
+
+logger = get_logger(__name__)
+
+
+_KEPT = 20
+# So many readings are enough where more than this share of a step is lost.
+_FEW, _SEVERE = 6, 0.3
+
+
+class StepTiming:
+    """Readings of the last steps; ``now_s`` is any monotonic clock."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.boundary_s = 0.0
+        self.wait_s = 0.0
+        self.device_s = 0.0
+        self._sealing_s = 0.0
+        self._top_at = 0.0
+        self._prepare_s = 0.0
+        self._to_optimizer: deque[float] = deque(maxlen=_KEPT)
+        self._iterations: deque[float] = deque(maxlen=_KEPT)
+        self._stalls: deque[float] = deque(maxlen=_KEPT)
+
+    def top(self, now_s: float, *, inline_copy_s: float = 0.0) -> float | None:
+        """A step begins; returns how long the last one took, None for the first.
+
+        Args:
+            inline_copy_s: what the last boundary spent on copying in the training thread.
+        """
+        last = now_s - self._top_at if self.steps else None
+        if last is not None:
+            self._iterations.append(last)
+            self._stalls.append(inline_copy_s + self.wait_s + self.device_s + self._sealing_s)
+        self.steps += 1
+        self._top_at = now_s
+        self.wait_s = self.device_s = self._sealing_s = self._prepare_s = 0.0
+        return last
+
+    def boundary_over(self, now_s: float) -> None:
+        """The user's code goes on. Planning and reserving happen once (or after a change) and are
+        no step's stall.
+        """
+        self.boundary_s = now_s - self._top_at - self._prepare_s
+
+    def prepared(self, seconds: float) -> None:
+        """So much of this boundary went into planning and reserving."""
+        self._prepare_s += seconds
+
+    def waited(self, seconds: float) -> None:
+        """The training thread waited for copies."""
+        self.wait_s += seconds
+
+    def device_waited(self, seconds: float) -> None:
+        """The device waited for copies, while the training thread went on."""
+        self.device_s += seconds
+
+    def sealed(self, seconds: float) -> None:
+        """So much of this boundary went into sealing what the daemon had not come to."""
+        self._sealing_s += seconds
+
+    def optimizer_begins(self, now_s: float) -> None:
+        """The first optimizer step of this loop step: until here copies may run unnoticed."""
+        self._to_optimizer.append(now_s - self._top_at - self.boundary_s - self.wait_s)
+
+    @property
+    def copy_window_s(self) -> float:
+        """Median time from the end of the boundary to the optimizer's step."""
+        return statistics.median(self._to_optimizer) if self._to_optimizer else 0.0
+
+    @property
+    def iteration_s(self) -> float:
+        """Median duration of a step."""
+        return statistics.median(self._iterations) if self._iterations else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Median share of a step that training waited for snapshots; 0 until enough steps were
+        seen, fewer where it is severe.
+        """
+        if len(self._stalls) < _FEW or not self.iteration_s:
+            return 0.0
+        share = statistics.median(self._stalls) / self.iteration_s
+        return share if len(self._stalls) >= _KEPT or share > _SEVERE else 0.0
+
+    @property
+    def stalls_severely(self) -> bool:
+        """Whether so much is lost that a remedy must not wait."""
+        return self.stall_share > _SEVERE
+
+    def forget_stalls(self) -> None:
+        """What was measured under another window says nothing about this one."""
+        self._stalls.clear()
+
+
+_BLOCK = 6
+_BLOCKS_EACH = 3
+# Inline stalls the trainer visibly, so it must win clearly.
+_MARGIN = 0.99
+
+
+class CopyModeChooser:
+    """Alternates threaded and inline copies for ``2 * _BLOCKS_EACH`` blocks, then keeps the faster.
+
+    Args:
+        again_after: how many iterations a decision holds.
+    """
+
+    def __init__(self, *, again_after: int = 2000) -> None:
+        self._again_after = again_after
+        self._restart()
+        self.inline = False
+
+    def _restart(self) -> None:
+        self._times: dict[bool, list[float]] = {False: [], True: []}
+        self._count = 0
+        self.decided = False
+
+    def note(self, iteration_s: float) -> bool:
+        """An iteration under the current mode took this long; returns whether the next one copies inline."""
+        position = self._count % _BLOCK
+        if not self.decided and position:  # the first of a block still carries the other mode's copy
+            self._times[self.inline].append(iteration_s)
+        self._count += 1
+        if self.decided:
+            if self._count >= self._again_after:
+                self._restart()
+        elif self._count >= 2 * _BLOCKS_EACH * _BLOCK:
+            threaded, inline = (statistics.median(self._times[mode]) for mode in (False, True))
+            self.inline = inline < _MARGIN * threaded
+            self.decided, self._count = True, 0
+            self.reason = f"threaded {threaded * 1e3:.2f} ms, inline {inline * 1e3:.2f} ms per iteration"
+        elif self._count % _BLOCK == 0:
+            self.inline = not self.inline
+        return self.inline
+
+    reason = "not measured yet"
+
+
+class PrecisionProbe:
+    """Watches the first forward that runs under autocast; ``sufficient()`` is empty until (and
+    unless) one did.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = {n: p for n, p in params.items() if local(p).dtype is torch.float32}
+        self._mode: _Watch | None = None
+        # Forwards that have begun and not ended: a container's children may call each other.
+        self._depth = 0
+        self._found: dict[str, torch.dtype] = {}
+        self.done = not self._params
+
+    def enter(self) -> None:
+        """A forward of the model begins (training thread); it may be inside another one, which then
+        goes on being watched.
+        """
+        if self.done:
+            return
+        self._depth += 1
+        # Only the outermost is watched: what it still reads after an inner one ended would be missed.
+        if self._depth > 1:
+            return
+        device = local(next(iter(self._params.values()))).device.type
+        if not torch.is_autocast_enabled(device):
+            return
+        storages = {local(p).untyped_storage().data_ptr(): n for n, p in self._params.items()}
+        self._mode = _Watch(storages, torch.get_autocast_dtype(device))
+        self._mode.__enter__()
+
+    def leave(self) -> None:
+        """A forward of the model ended, however it ended; more often than ``enter`` if some did not
+        count as forwards.
+        """
+        self._depth = max(0, self._depth - 1)
+        if self._depth or self._mode is None:
+            return
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)
+        self.done = True
+        self._found = {n: mode.dtype for n in mode.cast if n not in mode.read}
+
+    def sufficient(self) -> dict[str, torch.dtype]:
+        """Parameter name → the dtype that suffices while frozen."""
+        return dict(self._found)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes how parameter storages are consumed; changes nothing."""
+
+    def __init__(self, storages: Mapping[int, str], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._storages, self.dtype = storages, dtype
+        self.cast: set[str] = set()
+        self.read: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        names = {n for t in _tensors((args, kwargs)) if (n := self._name(t)) is not None}
+        if names and not func.is_view:
+            rounded = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self.dtype
+            (self.cast if rounded else self.read).update(names)
+        return func(*args, **kwargs)
+
+    def _name(self, tensor: Tensor) -> str | None:
+        try:
+            return self._storages.get(tensor.untyped_storage().data_ptr())
+        except (NotImplementedError, RuntimeError):
+            return None  # a wrapper without storage is not one of the parameters
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+class TokenCounter:
+    """Counts tokens (``soft``: gate probabilities) per expert of every container that the operators name."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        operators: Sequence[Operator],
+        ordering: Ordering,
+        capacities: Mapping[str, float] | None = None,
+    ) -> None:
+        self.enabled = True
+        self._broken = False
+        self._ordering, self._capacities = ordering, capacities
+        self._listed: dict[str, list[float]] = {}
+        self._fused: dict[str, Tensor | None] = {}
+        self._sizes: dict[str, int] = {}
+        self._seen: dict[str, list[float]] = {}
+        self._smoothed: list[float] | None = None
+        self._at_last_order: list[float] | None = None
+        self._since_look = 0
+        self._target: list[int] | None = None
+        self._handles: list[RemovableHandle] = []
+        modules = dict(named_modules(model))
+        for op in operators:
+            if op.expert is not None:
+                name, index = op.expert
+                self._sizes[name] = max(self._sizes.get(name, 0), index + 1)
+        for name, size in self._sizes.items():
+            module = modules.get(name)
+            if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                self._listed[name] = [0.0] * size
+                for key, child in module.named_children():  # of an elastic layer some only
+                    self._count(child, self._count_child(name, int(key)))
+            elif module is not None:
+                self._fused[name] = None
+                self._count(module, self._count_fused(name, size))
+
+    def _count(self, module: nn.Module, count: Callable[..., None]) -> None:
+        hook = ModuleHook(self._guarded(count))
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _guarded(self, count: Callable[..., None]) -> Callable[..., None]:
+        """It runs within the user's forward, which must survive it."""
+
+        def guarded(*args: Any) -> None:
+            if self._broken or not self._counts_now():
+                return
+            try:
+                count(*args)
+            except Exception as error:  # noqa: BLE001 - whatever a model hands to its experts
+                self._broken = True
+                logger.warning(
+                    "tokens are not counted any more, experts are anchored in the order of before: %r",
+                    error,
+                )
+
+        return guarded
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def popularity(self, operators: Sequence[Operator]) -> list[float]:
+        """Per operator, since the start (``decayed``: as a moving average over the reads); 0 for
+        what is no expert.
+        """
+        totals = {
+            **self._listed,
+            **{n: t.tolist() for n, t in self._fused.items() if t is not None},
+        }
+        fresh = {
+            n: [now - before for now, before in zip(v, self._seen.get(n, [0.0] * len(v)), strict=True)]
+            for n, v in totals.items()
+        }
+        self._seen = {n: list(v) for n, v in totals.items()}
+        observed = [
+            fresh.get(op.expert[0], [0.0] * (op.expert[1] + 1))[op.expert[1]] if op.expert else 0.0
+            for op in operators
+        ]
+        if self._smoothed is None or len(self._smoothed) != len(observed):
+            self._smoothed = [0.0] * len(observed)
+        self._smoothed = update_popularity(self._smoothed, observed, ordering=self._ordering)
+        return self._smoothed
+
+    def reordered(self, plan: SnapshotPlan, capacity_bytes: int, *, every: int) -> Schedule | None:
+        """Called where a window begins: a schedule one step closer to today's popularity; None to
+        keep the order.
+
+        Popularity is looked at about every ``every`` snapshots; once it changed enough, a step is
+        taken at each window until the order is reached (more than a step at once could leave an
+        operator out of a suffix's reach).
+        """
+        self._since_look += plan.schedule.window
+        if self._target is None and (self._at_last_order is None or self._since_look >= every):
+            self._target = self._new_target(plan)
+            self._since_look = 0
+        if self._target is None:
+            return None
+        schedule = reorder(plan.schedule, plan.costs, self._target, capacity_bytes=capacity_bytes)
+        if schedule.phases == plan.schedule.phases:
+            self._target = None
+            return None
+        return schedule
+
+    def new_order(self, plan: SnapshotPlan, *, every: int) -> tuple[int, ...]:
+        """Called where a window begins: the order by today's popularity, if that changed enough;
+        empty to keep the order.
+
+        For several ranks, which go over to it together; looked at about every ``every`` snapshots.
+        """
+        self._since_look += plan.schedule.window
+        if self._at_last_order is not None and self._since_look < every:
+            return ()
+        self._since_look = 0
+        return tuple(self._new_target(plan) or ())
+
+    def _new_target(self, plan: SnapshotPlan) -> list[int] | None:
+        now = list(self.popularity(plan.operators))
+        experts = [i for i, op in enumerate(plan.operators) if op.expert is not None]
+        before = self._at_last_order
+        if before is not None and not needs_reorder([before[i] for i in experts], [now[i] for i in experts]):
+            return None
+        self._at_last_order = now
+        return order_operators(
+            plan.costs, now, self._ordering, capacities=self._capacity_list(plan.operators)
+        )
+
+    def _capacity_list(self, operators: Sequence[Operator]) -> list[float] | None:
+        if self._capacities is None:
+            return None
+        return [float(self._capacities.get(op.name, 1.0)) for op in operators]
+
+    def _counts_now(self) -> bool:
+        # A forward that runs inside a backward is checkpointing's recomputation: already counted.
+        return self.enabled and torch._C._current_graph_task_id() == -1
+
+    def _count_child(self, name: str, index: int) -> Any:
+        counts = self._listed[name]
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            if first is not None:
+                counts[index] += first.numel() / max(first.shape[-1], 1) if first.ndim else 1.0
+
+        return hook
+
+    def _count_fused(self, name: str, size: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [local(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            index = next((t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
+            if index is None or type(index) is not Tensor:
+                return  # none, or a fake one: somebody looks at shapes only
+            with torch.inference_mode(False), torch.no_grad():
+                total = self._fused[name]
+                if total is None:
+                    total = self._fused[name] = torch.zeros(size, device=index.device)
+                flat = index.reshape(-1).long()
+                weights = next((t for t in tensors if t.is_floating_point() and t.shape == index.shape), None)
+                soft = self._ordering is Ordering.SOFT and weights is not None
+                ones = (
+                    weights.detach().reshape(-1).float()
+                    if soft and weights is not None
+                    else torch.ones_like(flat, dtype=torch.float32)
+                )
+                if flat.numel():
+                    # Experts that are not on this rank have indices beyond those that are counted.
+                    total.scatter_add_(0, flat.clamp(0, size - 1), ones * (flat < size))
+
+        return hook
