@@ -1,5 +1,7 @@
-"""How long steps take, and how much of that is ours: fed with clock readings in seconds, decides
-nothing (pure).
+"""What plans are based on: step times, the copy mode, sufficient dtypes, expert popularity.
+
+``StepTiming`` and ``CopyModeChooser`` are pure: they are fed with clock readings in seconds.
+``PrecisionProbe`` and ``TokenCounter`` watch the model's forwards; neither synchronises a device.
 """
 
 from __future__ import annotations
@@ -32,14 +34,21 @@ __all__ = ["CopyModeChooser", "PrecisionProbe", "StepTiming", "TokenCounter"]
 
 logger = get_logger(__name__)
 
-
 _KEPT = 20
 # So many readings are enough where more than this share of a step is lost.
 _FEW, _SEVERE = 6, 0.3
 
+_BLOCK = 6
+_BLOCKS_EACH = 3
+# Inline stalls the trainer visibly, so it must win clearly.
+_MARGIN = 0.99
+
 
 class StepTiming:
-    """Readings of the last steps; ``now_s`` is any monotonic clock."""
+    """Durations of the last steps, and the share of them that snapshots cost.
+
+    ``now_s`` comes from any monotonic clock.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
@@ -54,10 +63,10 @@ class StepTiming:
         self._stalls: deque[float] = deque(maxlen=_KEPT)
 
     def top(self, now_s: float, *, inline_copy_s: float = 0.0) -> float | None:
-        """A step begins; returns how long the last one took, None for the first.
+        """Begin a step; returns the duration of the last one, None for the first.
 
         Args:
-            inline_copy_s: what the last boundary spent on copying in the training thread.
+            inline_copy_s: copying in the training thread at the last boundary.
         """
         last = now_s - self._top_at if self.steps else None
         if last is not None:
@@ -69,29 +78,30 @@ class StepTiming:
         return last
 
     def boundary_over(self, now_s: float) -> None:
-        """The user's code goes on. Planning and reserving happen once (or after a change) and are
-        no step's stall.
+        """The user's code continues.
+
+        Planning and reserving happen once (or after a change) and count as no step's stall.
         """
         self.boundary_s = now_s - self._top_at - self._prepare_s
 
     def prepared(self, seconds: float) -> None:
-        """So much of this boundary went into planning and reserving."""
+        """Note time of this boundary that planning or reserving took."""
         self._prepare_s += seconds
 
     def waited(self, seconds: float) -> None:
-        """The training thread waited for copies."""
+        """Note time for which the training thread waited for copies."""
         self.wait_s += seconds
 
     def device_waited(self, seconds: float) -> None:
-        """The device waited for copies, while the training thread went on."""
+        """Note time for which the device waited for copies while the training thread went on."""
         self.device_s += seconds
 
     def sealed(self, seconds: float) -> None:
-        """So much of this boundary went into sealing what the daemon had not come to."""
+        """Note time of this boundary in which the training thread sealed snapshots for the daemon."""
         self._sealing_s += seconds
 
     def optimizer_begins(self, now_s: float) -> None:
-        """The first optimizer step of this loop step: until here copies may run unnoticed."""
+        """The first optimizer step of this loop step begins: until here copies may run unnoticed."""
         self._to_optimizer.append(now_s - self._top_at - self.boundary_s - self.wait_s)
 
     @property
@@ -106,8 +116,9 @@ class StepTiming:
 
     @property
     def stall_share(self) -> float:
-        """Median share of a step that training waited for snapshots; 0 until enough steps were
-        seen, fewer where it is severe.
+        """Median share of a step for which training waited for snapshots; 0 after too few steps.
+
+        A severe stall needs fewer steps.
         """
         if len(self._stalls) < _FEW or not self.iteration_s:
             return 0.0
@@ -116,26 +127,26 @@ class StepTiming:
 
     @property
     def stalls_severely(self) -> bool:
-        """Whether so much is lost that a remedy must not wait."""
+        """True if a remedy must not wait."""
         return self.stall_share > _SEVERE
 
     def forget_stalls(self) -> None:
-        """What was measured under another window says nothing about this one."""
+        """Drop readings of another window: they say nothing about this one."""
         self._stalls.clear()
 
 
-_BLOCK = 6
-_BLOCKS_EACH = 3
-# Inline stalls the trainer visibly, so it must win clearly.
-_MARGIN = 0.99
-
-
 class CopyModeChooser:
-    """Alternates threaded and inline copies for ``2 * _BLOCKS_EACH`` blocks, then keeps the faster.
+    """Tries threaded and inline copies for ``2 * _BLOCKS_EACH`` blocks, then keeps the faster.
+
+    With a spare core a copying thread is free. Where training keeps every core busy it delays each
+    parallel region by a scheduler's slice, and copying at the top of the loop is cheaper. Short
+    alternating blocks cancel drift.
 
     Args:
-        again_after: how many iterations a decision holds.
+        again_after: the number of iterations for which a decision holds.
     """
+
+    reason = "not measured yet"
 
     def __init__(self, *, again_after: int = 2000) -> None:
         self._again_after = again_after
@@ -148,7 +159,7 @@ class CopyModeChooser:
         self.decided = False
 
     def note(self, iteration_s: float) -> bool:
-        """An iteration under the current mode took this long; returns whether the next one copies inline."""
+        """Note an iteration under the current mode; returns True if the next one copies inline."""
         position = self._count % _BLOCK
         if not self.decided and position:  # the first of a block still carries the other mode's copy
             self._times[self.inline].append(iteration_s)
@@ -165,12 +176,14 @@ class CopyModeChooser:
             self.inline = not self.inline
         return self.inline
 
-    reason = "not measured yet"
-
 
 class PrecisionProbe:
-    """Watches the first forward that runs under autocast; ``sufficient()`` is empty until (and
-    unless) one did.
+    """Finds fp32 parameters that the forward reads only after rounding, under autocast.
+
+    Such a parameter can be recorded in the autocast dtype while it is frozen: 2 bytes instead of 4.
+    The probe watches the first forward under autocast at the dispatcher: every use of the
+    parameter's storage (views aside) must be a cast to the autocast dtype. Embeddings, norms and
+    fused experts with a kernel of their own typically keep fp32.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -182,13 +195,11 @@ class PrecisionProbe:
         self.done = not self._params
 
     def enter(self) -> None:
-        """A forward of the model begins (training thread); it may be inside another one, which then
-        goes on being watched.
-        """
+        """A forward of the model begins, maybe inside another one (training thread)."""
         if self.done:
             return
         self._depth += 1
-        # Only the outermost is watched: what it still reads after an inner one ended would be missed.
+        # Only the outermost is watched: what it reads after an inner one ended would be missed.
         if self._depth > 1:
             return
         device = local(next(iter(self._params.values()))).device.type
@@ -199,9 +210,7 @@ class PrecisionProbe:
         self._mode.__enter__()
 
     def leave(self) -> None:
-        """A forward of the model ended, however it ended; more often than ``enter`` if some did not
-        count as forwards.
-        """
+        """A forward ended, however it ended. Calls without an ``enter`` do no harm."""
         self._depth = max(0, self._depth - 1)
         if self._depth or self._mode is None:
             return
@@ -211,12 +220,12 @@ class PrecisionProbe:
         self._found = {n: mode.dtype for n in mode.cast if n not in mode.read}
 
     def sufficient(self) -> dict[str, torch.dtype]:
-        """Parameter name → the dtype that suffices while frozen."""
+        """The dtype that suffices while frozen, by parameter; empty before a forward under autocast."""
         return dict(self._found)
 
 
 class _Watch(TorchDispatchMode):
-    """Notes how parameter storages are consumed; changes nothing."""
+    """Notes how parameter storages are used; changes nothing."""
 
     def __init__(self, storages: Mapping[int, str], dtype: torch.dtype) -> None:
         super().__init__()
@@ -256,7 +265,11 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class TokenCounter:
-    """Counts tokens (``soft``: gate probabilities) per expert of every container that the operators name."""
+    """Counts tokens (``soft``: gate probabilities) per expert with forward hooks.
+
+    Counts only decide the order in which experts are anchored (popular ones late: they stay frozen
+    longest in replay, MoEvement §3.5), so they need not be exact; they must be cheap.
+    """
 
     def __init__(
         self,
@@ -268,50 +281,46 @@ class TokenCounter:
         self.enabled = True
         self._broken = False
         self._ordering, self._capacities = ordering, capacities
+        # Counts by container: of experts that are modules, and of experts that are rows of one tensor.
         self._listed: dict[str, list[float]] = {}
         self._fused: dict[str, Tensor | None] = {}
-        self._sizes: dict[str, int] = {}
         self._seen: dict[str, list[float]] = {}
-        self._smoothed: list[float] | None = None
+        self._smoothed: list[float] = []
         self._at_last_order: list[float] | None = None
         self._since_look = 0
         self._target: list[int] | None = None
         self._handles: list[RemovableHandle] = []
-        modules = dict(named_modules(model))
+        sizes: dict[str, int] = {}
         for op in operators:
             if op.expert is not None:
                 name, index = op.expert
-                self._sizes[name] = max(self._sizes.get(name, 0), index + 1)
-        for name, size in self._sizes.items():
+                sizes[name] = max(sizes.get(name, 0), index + 1)
+        modules = dict(named_modules(model))
+        for name, size in sizes.items():
             module = modules.get(name)
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
                 self._listed[name] = [0.0] * size
                 for key, child in module.named_children():  # of an elastic layer some only
-                    self._count(child, self._count_child(name, int(key)))
+                    self._hook(child, self._count_child(name, int(key)))
             elif module is not None:
                 self._fused[name] = None
-                self._count(module, self._count_fused(name, size))
+                self._hook(module, self._count_fused(name, size))
 
-    def _count(self, module: nn.Module, count: Callable[..., None]) -> None:
-        hook = ModuleHook(self._guarded(count))
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _guarded(self, count: Callable[..., None]) -> Callable[..., None]:
-        """It runs within the user's forward, which must survive it."""
-
+    def _hook(self, module: nn.Module, count: Callable[..., None]) -> None:
         def guarded(*args: Any) -> None:
-            if self._broken or not self._counts_now():
+            # A forward inside a backward is checkpointing's recomputation: already counted.
+            if self._broken or not self.enabled or torch._C._current_graph_task_id() != -1:
                 return
             try:
                 count(*args)
-            except Exception as error:  # noqa: BLE001 - whatever a model hands to its experts
+            except Exception as error:  # noqa: BLE001 - the user's forward must survive
                 self._broken = True
                 logger.warning(
                     "tokens are not counted any more, experts are anchored in the order of before: %r",
                     error,
                 )
 
-        return guarded
+        self._handles.append(module.register_forward_pre_hook(ModuleHook(guarded), with_kwargs=True))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -320,39 +329,32 @@ class TokenCounter:
         self._handles.clear()
 
     def popularity(self, operators: Sequence[Operator]) -> list[float]:
-        """Per operator, since the start (``decayed``: as a moving average over the reads); 0 for
-        what is no expert.
-        """
+        """Tokens per operator since the start (``decayed``: a moving average); 0 for non-experts."""
         totals = {
             **self._listed,
             **{n: t.tolist() for n, t in self._fused.items() if t is not None},
         }
-        fresh = {
-            n: [now - before for now, before in zip(v, self._seen.get(n, [0.0] * len(v)), strict=True)]
-            for n, v in totals.items()
-        }
+        observed = []
+        for op in operators:
+            name, index = op.expert or ("", 0)
+            before = self._seen[name][index] if name in self._seen else 0.0
+            observed.append(totals[name][index] - before if name in totals else 0.0)
         self._seen = {n: list(v) for n, v in totals.items()}
-        observed = [
-            fresh.get(op.expert[0], [0.0] * (op.expert[1] + 1))[op.expert[1]] if op.expert else 0.0
-            for op in operators
-        ]
-        if self._smoothed is None or len(self._smoothed) != len(observed):
+        if len(self._smoothed) != len(observed):
             self._smoothed = [0.0] * len(observed)
         self._smoothed = update_popularity(self._smoothed, observed, ordering=self._ordering)
         return self._smoothed
 
     def reordered(self, plan: SnapshotPlan, capacity_bytes: int, *, every: int) -> Schedule | None:
-        """Called where a window begins: a schedule one step closer to today's popularity; None to
-        keep the order.
+        """A schedule one step closer to today's popularity; None keeps the order.
 
-        Popularity is looked at about every ``every`` snapshots; once it changed enough, a step is
-        taken at each window until the order is reached (more than a step at once could leave an
-        operator out of a suffix's reach).
+        Call it where a window begins. It looks at popularity about every ``every`` snapshots. After a sufficient change, each
+        window takes one step until the order is reached: more than one step at once could leave an
+        operator out of a suffix's reach.
         """
         self._since_look += plan.schedule.window
         if self._target is None and (self._at_last_order is None or self._since_look >= every):
             self._target = self._new_target(plan)
-            self._since_look = 0
         if self._target is None:
             return None
         schedule = reorder(plan.schedule, plan.costs, self._target, capacity_bytes=capacity_bytes)
@@ -362,49 +364,40 @@ class TokenCounter:
         return schedule
 
     def new_order(self, plan: SnapshotPlan, *, every: int) -> tuple[int, ...]:
-        """Called where a window begins: the order by today's popularity, if that changed enough;
-        empty to keep the order.
+        """The order by today's popularity after a sufficient change; empty keeps the order.
 
-        For several ranks, which go over to it together; looked at about every ``every`` snapshots.
+        For several ranks, which change the order together. Call it where a window begins; it looks
+        at popularity about every ``every`` snapshots.
         """
         self._since_look += plan.schedule.window
         if self._at_last_order is not None and self._since_look < every:
             return ()
-        self._since_look = 0
         return tuple(self._new_target(plan) or ())
 
     def _new_target(self, plan: SnapshotPlan) -> list[int] | None:
+        self._since_look = 0
         now = list(self.popularity(plan.operators))
         experts = [i for i, op in enumerate(plan.operators) if op.expert is not None]
         before = self._at_last_order
         if before is not None and not needs_reorder([before[i] for i in experts], [now[i] for i in experts]):
             return None
         self._at_last_order = now
-        return order_operators(
-            plan.costs, now, self._ordering, capacities=self._capacity_list(plan.operators)
-        )
+        known = self._capacities
+        capacities = None if known is None else [float(known.get(op.name, 1.0)) for op in plan.operators]
+        return order_operators(plan.costs, now, self._ordering, capacities=capacities)
 
-    def _capacity_list(self, operators: Sequence[Operator]) -> list[float] | None:
-        if self._capacities is None:
-            return None
-        return [float(self._capacities.get(op.name, 1.0)) for op in operators]
-
-    def _counts_now(self) -> bool:
-        # A forward that runs inside a backward is checkpointing's recomputation: already counted.
-        return self.enabled and torch._C._current_graph_task_id() == -1
-
-    def _count_child(self, name: str, index: int) -> Any:
+    def _count_child(self, name: str, index: int) -> Callable[..., None]:
         counts = self._listed[name]
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
             if first is not None:
                 counts[index] += first.numel() / max(first.shape[-1], 1) if first.ndim else 1.0
 
-        return hook
+        return count
 
-    def _count_fused(self, name: str, size: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count_fused(self, name: str, size: int) -> Callable[..., None]:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [local(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             index = next((t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
             if index is None or type(index) is not Tensor:
@@ -414,15 +407,18 @@ class TokenCounter:
                 if total is None:
                     total = self._fused[name] = torch.zeros(size, device=index.device)
                 flat = index.reshape(-1).long()
-                weights = next((t for t in tensors if t.is_floating_point() and t.shape == index.shape), None)
-                soft = self._ordering is Ordering.SOFT and weights is not None
+                weights = None
+                if self._ordering is Ordering.SOFT:
+                    weights = next(
+                        (t for t in tensors if t.is_floating_point() and t.shape == index.shape), None
+                    )
                 ones = (
-                    weights.detach().reshape(-1).float()
-                    if soft and weights is not None
-                    else torch.ones_like(flat, dtype=torch.float32)
+                    torch.ones_like(flat, dtype=torch.float32)
+                    if weights is None
+                    else weights.detach().reshape(-1).float()
                 )
                 if flat.numel():
-                    # Experts that are not on this rank have indices beyond those that are counted.
+                    # Experts of other ranks have indices beyond those that are counted.
                     total.scatter_add_(0, flat.clamp(0, size - 1), ones * (flat < size))
 
-        return hook
+        return count

@@ -1,5 +1,9 @@
-"""Makes this rank's plans: from the user's options, what was measured in the first steps, and what
-the ranks agreed on.
+"""Makes snapshot plans from the model, the user's options, measured speeds, and what ranks agreed on.
+
+A plan (`ckptd.client.schedule.snapshot_plan`) is a schedule, a segment geometry, and one static copy
+plan per phase. The window is the smallest whose largest snapshot can be copied between the top of the
+loop and the optimizer's step (MoEvement Algorithm 1, corrected: bytes, not operator counts; the time
+until the optimizer's step, not the iteration), and whose ring fits the memory that the daemon grants.
 """
 
 from __future__ import annotations
@@ -20,12 +24,7 @@ from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, Rep
 from ckptd.client.model.snapshot_layout import member_bytes
 from ckptd.client.options import SnapshotOptions
 from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
-from ckptd.client.schedule.snapshot_plan import (
-    SnapshotPlan,
-    fixed_bytes,
-    operator_costs,
-    schedule_of,
-)
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.stats import Stats
 from ckptd.core.schedules.schedule import (
     OperatorCost,
@@ -54,29 +53,33 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-
 MAX_WINDOW = 64
-# What ranks share is cut until each rank's part is that many pieces, so that parts come out alike;
-# but not into more than so many altogether (each is named in every step's scalars), nor into
-# smaller ones. Not by the window: owners outlive its changes.
+# Shared operators are cut until each rank's share has this many pieces, so that shares come out
+# equal; but into no more than _MAX_PIECES altogether (each is named in every step's scalars), and
+# into none smaller than _MIN_PIECE_BYTES. The window does not matter: owners outlive its changes.
 _PIECES_PER_SHARE = 32
 _MAX_PIECES = 4096
 _MIN_PIECE_BYTES = 16 << 10
+_MIN_SCALARS = 64 << 10
+# Other ranks learn a little later what one rank has sealed: slots for the meantime, where no peers
+# ask for some anyway.
+_RANKS_SLACK = 2
+_NUMBER_BYTES = 5  # msgpack's longest for an operator's number
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """Measured: seconds from the loop's top to the optimizer's step, seconds per iteration, bytes
-    per second of copying.
-    """
+    """Measured: seconds from the loop's top to the optimizer's step and per iteration, bytes copied per second."""
 
     copy_window_s: float
     iteration_s: float
     bandwidth: float
 
     def budget_bytes(self, max_overhead: float | None) -> int:
-        """How much may be copied per step; ``max_overhead`` bounds copies that take the trainer's
-        own cores.
+        """Bytes that may be copied per step.
+
+        Args:
+            max_overhead: the largest share of an iteration, for copies on the trainer's own cores.
         """
         seconds = 0.8 * self.copy_window_s
         if max_overhead is not None:
@@ -86,20 +89,19 @@ class TrainingSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """What a plan follows from, besides the model.
+    """Everything besides the model that determines a plan.
 
     Attributes:
         window: None: the smallest that fits.
-        every: a dense policy takes a snapshot every so many iterations.
+        every: iterations between two snapshots of a dense policy.
         budget_bytes: the most that may be copied per step; None: no limit.
-        available_bytes: the memory that there is for the ring; None: no limit.
-        popularity: of each operator; None: each as popular as the others.
+        available_bytes: memory for the ring; None: no limit.
+        popularity: of each operator; None: all are equally popular.
         slack: slots beyond what one node needs.
-        sharing: what several ranks have alike and one of them captures.
-        before: the plan that this one follows. Other ranks may go over to theirs at another
-            iteration, or not at all, so owners (and, with the same window, phases) stay what they
-            were, and where operators are cut in another way than before, every rank captures all of
-            them.
+        sharing: what several ranks hold and one of them captures.
+        before: the plan that this one follows. Other ranks may adopt theirs at another iteration,
+            or not at all. So owners (and, with the same window, phases) stay, and if operators are
+            cut otherwise than before, every rank captures all of them.
     """
 
     policy: str
@@ -133,7 +135,7 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
         candidate = candidates.pop(0)
         plan = _plan_once(binding, operators, inputs, candidate)
         if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
-            # No window fits, so the largest was planned: most of its length buys next to nothing
+            # No window fits, so the largest was planned: most of its length saves next to nothing
             # and lengthens recovery.
             logger.info("%s; window %d is used", plan.schedule.reason, worthwhile)
             candidates.insert(0, worthwhile)
@@ -151,7 +153,7 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
 
 
 def _worthwhile_window(costs: Sequence[OperatorCost], fixed: int) -> int:
-    """The window at which the largest snapshot is within a half of what every snapshot holds anyway."""
+    """The window whose largest snapshot exceeds by at most a half what every snapshot holds."""
     floor = fixed + sum(c.compute_bytes for c in costs)
     extra = sum(c.anchor_bytes - c.compute_bytes for c in costs)
     return max(1, min(MAX_WINDOW, -(-2 * extra // max(floor, 1))))
@@ -161,51 +163,46 @@ def _plan_once(
     binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs, window: int | None
 ) -> SnapshotPlan:
     compute_dtypes, sharing, before = inputs.compute_dtypes, inputs.sharing, inputs.before
-    policy, budget_bytes, popularity = inputs.policy, inputs.budget_bytes, inputs.popularity
     fixed = fixed_bytes(binding, inputs.scalars_capacity)
+    popularity = inputs.popularity or [0.0] * len(operators)
+
+    def scheduled(parts: Sequence[Operator], popular: Sequence[float]) -> tuple[list[OperatorCost], Schedule]:
+        costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
+        planner = plan_aligned if inputs.policy == "aligned" else plan_schedule
+        return costs, planner(
+            costs,
+            budget_bytes=inputs.budget_bytes,
+            fixed_bytes=fixed,
+            order=order_operators(costs, popular, inputs.ordering),
+            max_window=MAX_WINDOW,
+            window=window,
+        )
+
     parts = list(operators)
-    costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
-    order = order_operators(costs, popularity or [0.0] * len(costs), inputs.ordering)
-    planner = plan_aligned if policy == "aligned" else plan_schedule
-    schedule = planner(
-        costs,
-        budget_bytes=budget_bytes,
-        fixed_bytes=fixed,
-        order=order,
-        max_window=MAX_WINDOW,
-        window=window,
-    )
-    limit = max_piece_bytes(costs, _split_window(costs, schedule, fixed, budget_bytes), fixed)
+    costs, schedule = scheduled(parts, popularity)
+    limit = max_piece_bytes(costs, _split_window(costs, schedule, fixed, inputs.budget_bytes), fixed)
     if (limit is not None and schedule.window > 1) or sharing.replicas:
         alone = limit if schedule.window > 1 else None
         parts = _split(binding, parts, alone, compute_dtypes, sharing)
         if len(parts) != len(operators):
-            costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
-            popular = _popularity_of(parts, operators, popularity)
-            order = order_operators(costs, popular, inputs.ordering)
-            schedule = planner(
-                costs,
-                budget_bytes=budget_bytes,
-                fixed_bytes=fixed,
-                order=order,
-                max_window=MAX_WINDOW,
-                window=window,
-            )
-    if before is not None and before.shares and _only_costs_differ(before, parts, schedule, policy):
-        # Found out here only, it may be (state of this rank's own experts): what others anchor with
-        # it stays in its phases.
-        schedule = schedule_of(costs, before.schedule.phases, fixed, policy)
+            known = {op.name: p for op, p in zip(operators, popularity, strict=True)}
+            costs, schedule = scheduled(parts, [known.get(part.name, 0.0) for part in parts])
+    if before is not None and before.shares and _only_costs_differ(before, parts, schedule, inputs.policy):
+        # Only this rank may have found the cause (state of its own experts): what other ranks
+        # anchor with it stays in its phases.
+        schedule = schedule_of(costs, before.schedule.phases, fixed, inputs.policy)
     plan = SnapshotPlan(
         parts,
         costs,
         schedule,
-        policy,
+        inputs.policy,
         compute_dtypes,
         inputs.identity,
         inputs.scalars_capacity,
         inputs.every,
+        slack=inputs.slack,
+        budget_bytes=inputs.budget_bytes,
     )
-    plan.slack, plan.budget_bytes = inputs.slack, budget_bytes
     if before is None:
         whole = operator_costs(binding, parts, compute_dtypes)
         plan.owners = sharing.owners(parts, whole, schedule.phases)
@@ -218,12 +215,12 @@ def _plan_once(
 def _only_costs_differ(
     before: SnapshotPlan, operators: Sequence[Operator], schedule: Schedule, policy: str
 ) -> bool:
-    alike = [(op.name, op.members) for op in before.operators] == [(op.name, op.members) for op in operators]
-    return alike and policy == before.policy_name and schedule.window == before.schedule.window
+    same = [(op.name, op.members) for op in before.operators] == [(op.name, op.members) for op in operators]
+    return same and policy == before.policy_name and schedule.window == before.schedule.window
 
 
 def _owners_as_before(before: SnapshotPlan, operators: Sequence[Operator]) -> list[int]:
-    """Who captured these operators; every rank, where any that was shared is cut otherwise now."""
+    """The same owners; none (every rank captures) if a shared operator is cut otherwise now."""
     pairs = zip(before.operators, before.owners, strict=False)
     owner_of = {(op.name, op.members): owner for op, owner in pairs if owner != EVERY_RANK}
     owners = [owner_of.pop((op.name, op.members), EVERY_RANK) for op in operators]
@@ -233,8 +230,9 @@ def _owners_as_before(before: SnapshotPlan, operators: Sequence[Operator]) -> li
 def _split_window(
     costs: Sequence[OperatorCost], schedule: Schedule, fixed: int, budget_bytes: int | None
 ) -> int:
-    """For which window large operators are split: where none fits, the smallest that would if all
-    could be cut evenly.
+    """The window for which large operators are split.
+
+    If none fits: the smallest that would fit if all operators could be cut evenly.
     """
     if schedule.fits or budget_bytes is None:
         return schedule.window
@@ -246,9 +244,12 @@ def _split_window(
 
 
 def most_pieces(sharing: ReplicatedParams, operators: Sequence[Operator]) -> int:
-    """How many more operators there are at most once what is shared is cut."""
-    groups = sharing.groups(operators)
-    return sum(min(len(g.ranks) * _PIECES_PER_SHARE, _MAX_PIECES) for g in groups)
+    """The most operators that cutting the shared ones adds."""
+    return sum(_pieces_of(len(group.ranks)) for group in sharing.groups(operators))
+
+
+def _pieces_of(num_ranks: int) -> int:
+    return min(num_ranks * _PIECES_PER_SHARE, _MAX_PIECES)
 
 
 def _split(
@@ -258,17 +259,15 @@ def _split(
     compute_dtypes: Mapping[str, torch.dtype],
     sharing: ReplicatedParams,
 ) -> list[Operator]:
-    """Cut what is larger than ``limit``, and what is shared into pieces that can be spread evenly
-    over its ranks.
-    """
+    """Cut operators larger than ``limit``, and shared ones into pieces that spread evenly over ranks."""
     shapes = {name: tuple(local(p).shape) for name, p in binding.params.items()}
 
     def anchored(member: ParameterRows) -> int:
         return member_bytes(binding, member, compute_dtypes, anchored=True)
 
     def stored(member: ParameterRows) -> int:
-        # Not what an anchor takes: all ranks must cut alike, also where one has not seen yet all
-        # that its optimizer keeps.
+        # Not the bytes of an anchor: all ranks must cut in the same places, also a rank that has
+        # not seen yet everything that its optimizer keeps.
         param = local(binding.params[member.param])
         start, stop = member.range(binding.num_rows(member.param))
         return param.numel() * param.element_size() * (stop - start) // max(binding.num_rows(member.param), 1)
@@ -276,7 +275,7 @@ def _split(
     shared: dict[int, int] = {}
     for group, indices in sharing.groups(operators).items():
         total = sum(stored(m) for i in indices for m in operators[i].members)
-        even = total // min(len(group.ranks) * _PIECES_PER_SHARE, _MAX_PIECES)
+        even = total // _pieces_of(len(group.ranks))
         shared.update(dict.fromkeys(indices, max(even, _MIN_PIECE_BYTES)))
     found: list[Operator] = []
     for i, op in enumerate(operators):
@@ -288,13 +287,6 @@ def _split(
     return found
 
 
-def _popularity_of(
-    parts: Sequence[Operator], operators: Sequence[Operator], popularity: Sequence[float] | None
-) -> list[float]:
-    known = {op.name: p for op, p in zip(operators, popularity or [0.0] * len(operators), strict=True)}
-    return [known.get(part.name, 0.0) for part in parts]
-
-
 def plan_together(
     plan: SnapshotPlan,
     binding: LiveState,
@@ -302,10 +294,10 @@ def plan_together(
     coming: Sequence[Sequence[Sequence[int]]],
     sharing: ReplicatedParams = NOTHING_SHARED,
 ) -> SnapshotPlan:
-    """The same schedule for state that has grown: what one of several ranks may change by itself.
+    """The same schedule for state that has grown; one of several ranks may change this by itself.
 
     Args:
-        coming: phases to which the ranks have agreed to go over; slots have room for them, too.
+        coming: phases that the ranks have agreed to adopt later; slots have room for them, too.
     """
     whole = operator_costs(binding, plan.operators, plan.compute_dtypes)
     costs = sharing.mean_costs(plan.operators, whole)
@@ -313,7 +305,7 @@ def plan_together(
     now, *later = (
         schedule_of(costs, phases, fixed, plan.policy_name) for phases in (plan.schedule.phases, *coming)
     )
-    alike = replace(
+    found = replace(
         plan,
         costs=costs,
         schedule=now,
@@ -323,28 +315,22 @@ def plan_together(
         _phases={},
         _state=None,
     )
-    alike.measure_slots(binding)
+    found.measure_slots(binding)
     growth = max(schedule.peak_bytes for schedule in (now, *later)) - now.peak_bytes
-    alike.slot_bytes += -(-growth // 4096) * 4096
-    return alike
+    found.slot_bytes += -(-growth // 4096) * 4096
+    return found
 
 
-_MIN_SCALARS = 64 << 10
-# What one rank has sealed the others hear of a little later: slots for the meantime, where no peers
-# ask for some anyway.
-_RANKS_SLACK = 2
-_NUMBER_BYTES = 5  # msgpack's longest for an operator's number
+# -- of one rank -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What the snapshots of one rank are planned and taken with: what is trained, where snapshots go,
-    and what watches the steps.
+    """What one rank plans and takes its snapshots with.
 
     Attributes:
-        operators: as they are found in the model; a plan may cut them.
-        counter, precision: measure the forwards: how popular experts are, which dtypes suffice.
-        sharing: what several ranks have alike and one of them captures.
+        operators: as found in the model; a plan may cut them.
+        sharing: what several ranks hold and one of them captures.
     """
 
     binding: LiveState
@@ -359,22 +345,21 @@ class RankContext:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank is the only one."""
+        """True if this rank is the only one."""
         return self.memory.identity.world_size == 1
 
 
 class Planner:
-    """Makes plans, and asks for nothing.
+    """Makes plans; reserves nothing.
 
     Args:
-        scalars_sample: step scalars of the size that they will have.
+        scalars_sample: returns step scalars of the expected size.
 
     Attributes:
         policy: that of the next plan.
-        sharing: what is captured once; as it was told in an earlier life, where plans of that life
-            are gone on with.
-        limits: bytes per step and bytes of memory, as several ranks agreed on them before their
-            first plan; None: as measured here.
+        sharing: what one of several ranks captures; after a restore, as recorded.
+        limits: bytes per step and bytes of memory that several ranks agreed on before their first
+            plan; None: as measured here.
     """
 
     def __init__(
@@ -383,35 +368,21 @@ class Planner:
         pace: StepTiming,
         scalars_sample: Callable[[], dict[str, Any]],
     ) -> None:
+        self._context, self._pace, self._scalars_sample = context, pace, scalars_sample
         self._binding, self._operators = context.binding, list(context.operators)
-        self._memory, self._alone = context.memory, context.alone
-        self._stats, self._options = context.stats, context.options
-        self._counter, self._precision = context.counter, context.precision
-        self._pace, self._scalars_sample = pace, scalars_sample
         self.policy: str = context.options.policy
         self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
 
     @property
     def dense(self) -> bool:
-        """Whether the next plan is one of dense snapshots."""
+        """True if the next plan takes dense snapshots."""
         return self.policy == "dense"
 
-    def speed(self) -> TrainingSpeed:
-        """Medians of what was measured so far."""
-        tensors = [local(p) for p in self._binding.params.values()]
-        return TrainingSpeed(
-            copy_window_s=self._pace.copy_window_s,
-            iteration_s=self._pace.iteration_s,
-            bandwidth=measure_bandwidth(tensors),
-        )
-
     def measured(self) -> tuple[int, int, int]:
-        """What this rank can copy per step and the memory that it can have, in bytes; and how many
-        operators it has.
-        """
-        budget, available = self._measured_budget(), self._memory.session.available_bytes
-        return budget, available, len(self._operators)
+        """Bytes that this rank can copy per step, bytes of memory for it, its number of operators."""
+        available = self._context.memory.session.available_bytes
+        return self._measured_budget(), available, len(self._operators)
 
     def make(
         self, before: SnapshotPlan | None, *, window: int | None = None, policy: str = ""
@@ -419,14 +390,14 @@ class Planner:
         """A plan.
 
         Args:
-            before: the one that is in use.
-            window: as the user wants it, if not given.
+            before: the plan in use.
+            window: None: the user's.
             policy: of this plan only.
         Raises:
-            ValueError: there can be none.
+            ValueError: no plan is possible.
         """
         started = time.perf_counter()
-        options = self._options
+        context, options = self._context, self._context.options
         budget, available = self._limits(before)
         inputs = PlanInputs(
             policy=policy or self.policy,
@@ -435,17 +406,17 @@ class Planner:
             budget_bytes=budget,
             available_bytes=available,
             # Each rank counts its own tokens, and all must have one order.
-            popularity=self._counter.popularity(self._operators) if self._alone else None,
+            popularity=context.counter.popularity(self._operators) if context.alone else None,
             ordering=Ordering(options.ordering),
-            compute_dtypes=self._precision.sufficient(),
-            identity=self._memory.identity.metadata(),
+            compute_dtypes=context.precision.sufficient(),
+            identity=context.memory.identity.metadata(),
             scalars_capacity=self._scalars_capacity(),
-            slack=max(self._memory.slack, 0 if self._alone else _RANKS_SLACK),
+            slack=max(context.memory.slack, 0 if context.alone else _RANKS_SLACK),
             sharing=self.sharing,
             before=before,
         )
         plan = make_plan(self._binding, self._operators, inputs)
-        if self._memory.persists:
+        if context.memory.persists:
             plan.make_room_for_uploads(available)
         logger.info(
             "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); %.1f MiB may be copied per step; %s",
@@ -456,46 +427,46 @@ class Planner:
             budget / 2**20,
             plan.schedule.reason,
         )
-        note_prepared(self._pace, self._stats, started)
+        note_prepared(self._pace, context.stats, started)
         return plan
 
     def make_common(self, plan: SnapshotPlan, orders: Sequence[Sequence[Sequence[int]]]) -> SnapshotPlan:
-        """A plan by the schedule of another one, for what this rank has to capture now.
+        """A plan with the schedule of another one, for what this rank has to capture now.
 
         Args:
             orders: other schedules that its slots must be large enough for.
         """
-        alike = plan_together(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
-        if self._memory.persists:
-            alike.make_room_for_uploads(self._memory.session.available_bytes)
-        return alike
+        found = plan_together(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
+        if self._context.memory.persists:
+            found.make_room_for_uploads(self._context.memory.session.available_bytes)
+        return found
 
     def _limits(self, before: SnapshotPlan | None) -> tuple[int, int]:
-        """The most that may be copied per step, and the memory that there is."""
-        available = self._memory.session.available_bytes
+        """The most bytes to copy per step, and the available memory."""
+        available = self._context.memory.session.available_bytes
         budget: int | None = None
         if self.limits is not None:
             budget = self.limits[0]
             available = available if before is not None else min(available, self.limits[1])
-        elif before is not None and not self._alone:
+        elif before is not None and not self._context.alone:
             budget = before.budget_bytes  # agreed on in an earlier life
         return self._measured_budget() if budget is None else budget, available
 
     def _measured_budget(self) -> int:
-        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
-        return self.speed().budget_bytes(self._options.max_overhead if on_cpu else None)
+        tensors = [local(p) for p in self._binding.params.values()]
+        speed = TrainingSpeed(self._pace.copy_window_s, self._pace.iteration_s, measure_bandwidth(tensors))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        return speed.budget_bytes(self._context.options.max_overhead if on_cpu else None)
 
     def _scalars_capacity(self) -> int:
-        """Room for step scalars. Each operator's number is in them, of what is shared that of each piece."""
+        """Room for step scalars, which hold each operator's number (of a shared one, each piece's)."""
         packed = len(values.pack(self._scalars_sample(), "step scalars"))
         pieces = most_pieces(self.sharing, self._operators)
         return max(_MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
 
 
 def note_prepared(pace: StepTiming, stats: Stats, started_s: float) -> None:
-    """Planning or reserving began then (by the performance counter) and is over: it is no part of a
-    step's usual length.
-    """
+    """Planning or reserving began then (performance counter) and is over; it is no part of a step."""
     took = time.perf_counter() - started_s
     pace.prepared(took)
     stats.prepare_ms += took * 1e3
@@ -507,9 +478,7 @@ def needed_memory(
     options: SnapshotOptions,
     sharing: ReplicatedParams,
 ) -> MemoryNeed:
-    """The least memory with which this rank can be protected, for the daemon to check at the
-    attach, and how it comes about.
-    """
+    """The least memory that protects this rank, and its derivation; the daemon checks it at the attach."""
     costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}))
     anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
     windows = [1] if options.dense else [options.window or 0]
@@ -527,7 +496,7 @@ def own_share_bytes(
     binding: LiveState,
     options: SnapshotOptions,
 ) -> int:
-    """What every snapshot of this rank takes beside what it has in common with others."""
+    """Bytes of every snapshot of this rank besides what it shares with others."""
     shared = {i for indices in sharing.groups(operators).values() for i in indices}
     costs = operator_costs(binding, operators, {})
     return fixed_bytes(binding, 0) + sum(

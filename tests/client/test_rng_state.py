@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptd.client import values
-from ckptd.client import rng_state
+from ckptd.client import rng_state, values
 from ckptd.client.rng_state import Draws, capture_rng, restore_rng
 
 

@@ -43,10 +43,14 @@ def test_a_rank_that_finds_out_while_it_waits_that_only_dense_is_exact_plans_ane
     on, and was not protected for as long as it trained.
     """
     failed: list[Exception] = []
-    slots: Any = SimpleNamespace(failed=lambda step, why, error: failed.append(error))
     memory: Any = SimpleNamespace(session=SimpleNamespace(connected=True))
     changes: Any = SimpleNamespace(strides=SimpleNamespace(shortest=1), calendar=None)
-    found = FirstPlan(SimpleNamespace(), memory, planner, slots)  # type: ignore[arg-type]
+    found = FirstPlan(
+        SimpleNamespace(),  # type: ignore[arg-type]
+        memory,
+        planner,
+        lambda step, why, error: failed.append(error),
+    )
 
     def make(window: int | None) -> Any:
         window = 1 if planner.dense else (window or 3)
