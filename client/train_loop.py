@@ -142,7 +142,7 @@ class LoopSide:
         """From the next top on the state of a step can be parked."""
         assert self.recorder is not None
         self.parking = parking
-        self.recorder.tell_tops(parking)
+        self.recorder.set_top_listener(parking)
 
     def do_when_exact(self, change: Callable[[], None]) -> None:
         """Change the state once it is exact, before its iteration is run: no suffix spans that."""
