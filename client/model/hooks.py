@@ -1,9 +1,4 @@
-"""Standing in for functions of torch, such that any number of users stack and leave in any order.
-
-A patch that puts back what it found undoes the patches that came after it, and those then bring it
-back for good: two checkpointers that live at once, as in adversarial training, end in any order.
-Here one stand-in holds the *layers* of all users: it comes with the first and goes with the last.
-"""
+"""Hooks into torch that stack, end in any order, and stay with the object they were put on."""
 
 from __future__ import annotations
 
@@ -17,25 +12,28 @@ import torch
 
 __all__ = ["ModuleHook", "before_update", "closure_of", "layered", "with_closure"]
 
-
-# Called with what is below it, then with the arguments of the function it is around.
+# Called with the function below it, then with the arguments of the patched function.
 Layer = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _MARK = "_ckptd_stand_in"
 _ABSENT = object()
-# Users come and go rarely; calls do not take it, they read one tuple. Reentrant, as a user may also
-# go by being collected.
+# Users come and go rarely; calls do not take it, they read one tuple. Reentrant, because a user may
+# also end by being collected.
 _lock = threading.RLock()
 
 
 @contextmanager
 def layered(holder: Any, name: str, layer: Layer) -> Iterator[None]:
-    """Call ``layer(below, *args, **kwargs)`` in place of ``holder.name`` during the body; the last
-    to come is outermost.
+    """In the body, call ``layer(below, *args, **kwargs)`` for ``holder.name``; the newest layer is outermost.
+
+    A patch that restores what it found undoes the patches that came after it, and those then bring it
+    back for good: two checkpointers that live at once, as in adversarial training, end in any order.
+    Here one stand-in holds the layers of all users; it comes with the first and goes with the last.
 
     Args:
-        holder: a module, a class (the attribute may be a static method), or an object whose bound
-            method is meant.
+        holder: a module, a class (the attribute may be a static method), or an object with a bound
+            method of this name.
     """
     token = functools.partial(layer)  # one user's, should the same function be given twice
     with _lock:
@@ -47,7 +45,7 @@ def layered(holder: Any, name: str, layer: Layer) -> Iterator[None]:
         with _lock:
             stand_in.layers = tuple(each for each in stand_in.layers if each is not token)
             if not stand_in.layers:
-                stand_in.go()
+                stand_in.remove()
 
 
 class _StandIn:
@@ -70,10 +68,8 @@ class _StandIn:
         self.function = call
         setattr(holder, name, staticmethod(call) if isinstance(self._found, staticmethod) else call)
 
-    def go(self) -> None:
-        """Put back what was found, unless somebody else's patch lies above: then stay below it,
-        doing nothing.
-        """
+    def remove(self) -> None:
+        """Restore what was found. Below somebody else's patch the stand-in stays, doing nothing."""
         if _stand_in_of(self._holder, self._name) is not self:
             return
         if self._found is _ABSENT:
@@ -83,17 +79,18 @@ class _StandIn:
 
 
 def _stand_in_of(holder: Any, name: str) -> _StandIn | None:
-    """Ours, if nothing lies above it. The mark alone does not tell: ``functools.wraps`` copies it
-    to other people's wrappers.
-    """
+    """Ours, if nothing lies above it: ``functools.wraps`` copies the mark to other people's wrappers, too."""
     function = getattr(holder, name)
     stand_in: _StandIn | None = getattr(function, _MARK, None)
     return stand_in if stand_in is not None and stand_in.function is function else None
 
 
 class ModuleHook:
-    """Calls ``call``; its copies and pickles do nothing, nor does it within what ``torch.compile``
-    traces: a graph cannot hold us.
+    """Calls ``call``, but not from its copies and pickles, nor while ``torch.compile`` traces.
+
+    ``copy.deepcopy(model)`` (averaged weights begin so) and ``torch.save(model)`` take a module's hooks
+    along, and with a bound method everything behind it: sessions, locks, threads. A copy's forward is
+    not the model's, and a compiled graph cannot hold us.
     """
 
     def __init__(self, call: Callable[..., None] | None) -> None:
@@ -110,18 +107,16 @@ class ModuleHook:
         return ModuleHook, (None,)
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def before_update(
     args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[Any], None]
 ) -> Arguments | None:
-    """Do ``work`` when gradients are complete and weights are not yet changed: now, or after the
-    closure that ``step`` is given.
+    """Call ``work`` when gradients are complete and weights are unchanged: now, or after the step's closure.
+
+    In ``optimizer.step(closure)`` forward and backward run within the step.
 
     Args:
         args, kwargs: as a pre-hook of ``Optimizer.step`` receives them (the optimizer is the first).
-        work: called with what the closure returned; with None where there is no closure.
+        work: called with the closure's result; with None if there is no closure.
     Returns:
         What the pre-hook must return: arguments with the closure wrapped, or None to leave them as they are.
     """
@@ -146,7 +141,7 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
-    """The arguments of a step with another closure in the place of theirs."""
+    """The arguments of a step with another closure."""
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs
