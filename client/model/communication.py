@@ -151,8 +151,7 @@ class Communication:
         ranks = dist.get_process_group_ranks(group)
         name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
         what = "collectives over" if certain else "perhaps collectives (its backend does not tell) over"
-        for rank in ranks:
-            self._join(rank, f"{what} process group {name!r} of {len(ranks)} ranks")
+        self.all_of(group, f"{what} process group {name!r} of {len(ranks)} ranks")
 
     def _join(self, rank: int, why: str) -> None:
         if rank != dist.get_rank() and rank not in self.joined:

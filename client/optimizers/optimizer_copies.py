@@ -1,9 +1,13 @@
-"""Copies of optimizers, and of what they keep, that can be stepped without a trace in the original.
+"""Copies of optimizers that can be stepped without a trace in the original.
 
-An optimizer is more than ``copy.deepcopy`` makes of it: that leaves attributes out, and parameters
-must be those of the copy. So it is copied attribute by attribute. What two places have in common
-stays common. Functions and classes are shared with the original; what these keep is the affair of
-`ckptd.client.optimizers.optimizer_copies`.
+``copy.deepcopy`` does not suffice: it leaves attributes of an optimizer out, and parameters must be those
+of the copy. So `OptimizerCopier` copies attribute by attribute; a value in two places stays one value.
+Functions and classes are shared with the original.
+
+Their state is `HiddenState`: attributes of an optimizer's classes, variables that functions have closed
+over, defaults of arguments, and globals that they name. No snapshot holds it, and a fresh process has it
+as it was at the start. It is found here, so that code can run as in a fresh process, and leaves no trace
+there. State of torch, numpy and Python themselves does not count, nor does state in native code.
 """
 
 from __future__ import annotations
@@ -29,9 +33,8 @@ from ckptd.client.optimizers.value_trees import is_ignored, plain_tensor
 
 __all__ = ["CannotCopy", "HiddenState", "OptimizerCopier"]
 
-
 _DEPTH = 12
-_FUNCTION_OF_C: type = ctypes.CFUNCTYPE(None).__mro__[1]  # of which ctypes makes no name
+_FUNCTION_OF_C: type = ctypes.CFUNCTYPE(None).__mro__[1]  # ctypes exports no name for it
 _AS_THEY_ARE = (
     type(None),
     bool,
@@ -52,161 +55,11 @@ _AS_THEY_ARE = (
     types.CodeType,
     type(Ellipsis),
 )
-_SEQUENCES = (list, tuple, set, frozenset)
-# Of the process, or of a scheduler that wraps the original.
+# Attributes that belong to the process, or to a scheduler that wraps the original.
 _NOT_ITS_OWN = ("step", "zero_grad")
 
-
-class CannotCopy(Exception):
-    """No copy can be made that leaves the original alone."""
-
-
-class OptimizerCopier:
-    """Makes copies that belong together.
-
-    Args:
-        known: what is in the place of an object in the copies, by the identity of the object.
-        whole: optimizers that are met are copied, and modules cannot be. Otherwise the one that is
-            copied keeps no other, and a module is shared.
-    """
-
-    def __init__(self, known: Mapping[int, Any] | None = None, *, whole: bool = False) -> None:
-        self._made: dict[int, Any] = dict(known or {})
-        self._ids = {key: id(made) for key, made in self._made.items()}
-        self._whole = whole
-        self._kept_alive: list[object] = []
-
-    def note(self, original: object, made: object) -> None:
-        """This is the copy of that."""
-        self._made[id(original)] = made
-        self._kept_alive.append(original)
-
-    def optimizer(self, original: torch.optim.Optimizer, *, state: bool) -> torch.optim.Optimizer:
-        """One without hooks; ``state``: with its state per parameter.
-
-        Raises:
-            CannotCopy: so it is, with the reason.
-        """
-        made: torch.optim.Optimizer = object.__new__(type(original))
-        self.note(original, made)
-        for name, value in vars(original).items():
-            if name.startswith("_optimizer_"):
-                made.__dict__[name] = OrderedDict()
-            elif name == "state" and not state:
-                made.state = defaultdict(dict)
-            elif name not in _NOT_ITS_OWN:
-                made.__dict__[name] = self.value(value, name)
-        return made
-
-    def value(self, value: Any, path: str, depth: int = 0) -> Any:
-        """A copy that a step may change.
-
-        Raises:
-            CannotCopy: so it is, with the path.
-        """
-        if id(value) in self._made:
-            return self._made[id(value)]
-        if isinstance(value, _AS_THEY_ARE):
-            return value
-        if depth > _DEPTH:
-            raise CannotCopy(f"what it keeps in `.{path}` is nested deeper than {_DEPTH}")
-        if isinstance(value, nn.Parameter):
-            name = path.partition(".")[0]
-            raise CannotCopy(f"it keeps parameters in `.{name}`, which a step may update")
-        if isinstance(value, torch.optim.Optimizer):
-            return self._inner(value, path)
-        if type(value) in (list, dict, OrderedDict, defaultdict, deque):
-            return self._container(value, path, depth)
-        made = self._other(value, path, depth)
-        self.note(value, made)
-        return made
-
-    def _inner(self, value: torch.optim.Optimizer, path: str) -> torch.optim.Optimizer:
-        if self._whole:
-            return self.optimizer(value, state=True)
-        raise CannotCopy(f"it keeps another optimizer in `.{path}`, whose step updates your parameters")
-
-    def _container(self, value: Any, path: str, depth: int) -> Any:
-        made: Any
-        if type(value) is defaultdict:
-            made = defaultdict(self.value(value.default_factory, path, depth + 1))
-        else:
-            made = deque(maxlen=value.maxlen) if type(value) is deque else type(value)()
-        self.note(value, made)
-        if isinstance(value, dict):
-            for key, part in value.items():
-                made[self._key(key)] = self.value(part, path, depth + 1)
-        else:
-            made.extend(self.value(part, path, depth + 1) for part in value)
-        return made
-
-    def _key(self, key: Any) -> Any:
-        """An optimizer may keep tables by parameters, or by their identities."""
-        if type(key) is tuple:
-            return tuple(map(self._key, key))
-        return self._ids.get(key, key) if type(key) is int else self._made.get(id(key), key)
-
-    def _other(self, value: Any, path: str, depth: int) -> Any:
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.value(value.__self__, f"{path}.__self__", depth + 1))
-        if type(value) is functools.partial:
-            args = [self.value(part, path, depth + 1) for part in value.args]
-            named = {k: self.value(v, path, depth + 1) for k, v in value.keywords.items()}
-            return functools.partial(self.value(value.func, path, depth + 1), *args, **named)
-        if isinstance(value, torch.Generator):
-            return value.clone_state()
-        if isinstance(value, nn.Module):
-            if self._whole:
-                raise CannotCopy(f"it keeps a module in `.{path}`, whose parameters are the model's")
-            return value
-        if is_ignored(value):
-            return value
-        if isinstance(value, Tensor):
-            return self._tensor(value, path)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.value(part, path, depth + 1) for part in value))
-        if type(value) in _SEQUENCES:
-            return type(value)(self.value(part, path, depth + 1) for part in value)
-        return self._object(value, path, depth)
-
-    def _tensor(self, value: Tensor, path: str) -> Tensor:
-        if plain_tensor(value):
-            return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
-        return self._deep(value, path) if self._whole else value
-
-    def _object(self, value: Any, path: str, depth: int) -> Any:
-        attributes = getattr(value, "__dict__", None)
-        if type(attributes) is not dict or not _is_plain_class(type(value)):
-            return self._deep(value, path)
-        try:
-            made = object.__new__(type(value))
-        except TypeError:  # of a class that is not made of attributes alone
-            return self._deep(value, path)
-        self.note(value, made)
-        for name, part in attributes.items():
-            made.__dict__[name] = self.value(part, f"{path}.{name}", depth + 1)
-        return made
-
-    def _deep(self, value: Any, path: str) -> Any:
-        try:
-            return copy.deepcopy(value, dict(self._made))
-        except Exception as error:
-            raise CannotCopy(
-                f"no copy can be made of `.{path}` ({type(value).__name__}): {type(error).__name__}: {error}"
-            ) from error
-
-
-def _is_plain_class(kind: type) -> bool:
-    """Whether its objects consist of attributes, and say nothing else of how they are copied."""
-    own = ("__reduce__", "__reduce_ex__", "__getstate__")
-    return (
-        not hasattr(kind, "__deepcopy__")
-        and not any(getattr(kind, name) is not getattr(object, name) for name in own)
-        and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
-    )
-
-
 _MOST_LOOKED_AT = 20_000
+# Modules that keep nothing of a run.
 _SHARED = {
     "accelerate",
     "ckptd",
@@ -242,9 +95,156 @@ _FUNCTIONS = (
 )
 
 
+class CannotCopy(Exception):
+    """No copy is possible that leaves the original alone."""
+
+
+class OptimizerCopier:
+    """Makes copies that belong together.
+
+    Args:
+        known: the copy's replacement of an object, by the object's identity.
+        whole: copy inner optimizers, and refuse modules. Otherwise the optimizer must keep no other
+            one, and a module is shared.
+    """
+
+    def __init__(self, known: Mapping[int, Any] | None = None, *, whole: bool = False) -> None:
+        self._made: dict[int, Any] = dict(known or {})
+        self._ids = {key: id(made) for key, made in self._made.items()}
+        self._whole = whole
+        self._kept_alive: list[object] = []
+
+    def note(self, original: object, made: object) -> None:
+        """Register ``made`` as the copy of ``original``."""
+        self._made[id(original)] = made
+        self._kept_alive.append(original)
+
+    def optimizer(self, original: torch.optim.Optimizer, *, state: bool) -> torch.optim.Optimizer:
+        """A copy without hooks; ``state``: with its state per parameter.
+
+        Raises:
+            CannotCopy: with the reason.
+        """
+        made: torch.optim.Optimizer = object.__new__(type(original))
+        self.note(original, made)
+        for name, value in vars(original).items():
+            if name.startswith("_optimizer_"):
+                made.__dict__[name] = OrderedDict()
+            elif name == "state" and not state:
+                made.state = defaultdict(dict)
+            elif name not in _NOT_ITS_OWN:
+                made.__dict__[name] = self.value(value, name)
+        return made
+
+    def value(self, value: Any, path: str, depth: int = 0) -> Any:
+        """A copy that a step may change.
+
+        Raises:
+            CannotCopy: with the path.
+        """
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if isinstance(value, _AS_THEY_ARE):
+            return value
+        if depth > _DEPTH:
+            raise CannotCopy(f"what it keeps in `.{path}` is nested deeper than {_DEPTH}")
+        if isinstance(value, nn.Parameter):
+            name = path.partition(".")[0]
+            raise CannotCopy(f"it keeps parameters in `.{name}`, which a step may update")
+        if isinstance(value, torch.optim.Optimizer):
+            if self._whole:
+                return self.optimizer(value, state=True)
+            raise CannotCopy(f"it keeps another optimizer in `.{path}`, whose step updates your parameters")
+        if type(value) in (list, dict, OrderedDict, defaultdict, deque):
+            return self._container(value, path, depth)
+        made = self._other(value, path, depth)
+        self.note(value, made)
+        return made
+
+    def _container(self, value: Any, path: str, depth: int) -> Any:
+        made: Any
+        if type(value) is defaultdict:
+            made = defaultdict(self.value(value.default_factory, path, depth + 1))
+        else:
+            made = deque(maxlen=value.maxlen) if type(value) is deque else type(value)()
+        self.note(value, made)
+        if isinstance(value, dict):
+            for key, part in value.items():
+                made[self._key(key)] = self.value(part, path, depth + 1)
+        else:
+            made.extend(self.value(part, path, depth + 1) for part in value)
+        return made
+
+    def _key(self, key: Any) -> Any:
+        """An optimizer may keep tables by parameters, or by their identities."""
+        if type(key) is tuple:
+            return tuple(map(self._key, key))
+        return self._ids.get(key, key) if type(key) is int else self._made.get(id(key), key)
+
+    def _other(self, value: Any, path: str, depth: int) -> Any:
+        def part(each: Any) -> Any:
+            return self.value(each, path, depth + 1)
+
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.value(value.__self__, f"{path}.__self__", depth + 1))
+        if type(value) is functools.partial:
+            args = [part(each) for each in value.args]
+            named = {k: part(v) for k, v in value.keywords.items()}
+            return functools.partial(part(value.func), *args, **named)
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if isinstance(value, nn.Module):
+            if self._whole:
+                raise CannotCopy(f"it keeps a module in `.{path}`, whose parameters are the model's")
+            return value
+        if is_ignored(value):
+            return value
+        if isinstance(value, Tensor):
+            if plain_tensor(value):
+                return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
+            return self._deep(value, path) if self._whole else value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(part, value))
+        if type(value) in (tuple, set, frozenset):
+            return type(value)(map(part, value))
+        return self._object(value, path, depth)
+
+    def _object(self, value: Any, path: str, depth: int) -> Any:
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is not dict or not _is_plain_class(type(value)):
+            return self._deep(value, path)
+        try:
+            made = object.__new__(type(value))
+        except TypeError:  # its class has more than attributes
+            return self._deep(value, path)
+        self.note(value, made)
+        for name, part in attributes.items():
+            made.__dict__[name] = self.value(part, f"{path}.{name}", depth + 1)
+        return made
+
+    def _deep(self, value: Any, path: str) -> Any:
+        try:
+            return copy.deepcopy(value, dict(self._made))
+        except Exception as error:
+            raise CannotCopy(
+                f"no copy can be made of `.{path}` ({type(value).__name__}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def _is_plain_class(kind: type) -> bool:
+    """True if its objects consist of attributes, and define no other way to copy them."""
+    own = ("__reduce__", "__reduce_ex__", "__getstate__")
+    return (
+        not hasattr(kind, "__deepcopy__")
+        and not any(getattr(kind, name) is not getattr(object, name) for name in own)
+        and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+    )
+
+
 class _Place(NamedTuple):
-    """Where a value is kept outside of any object of the optimizer's; ``by_name``: all attributes of
-    something, in a dict that is made anew each time.
+    """A value's place outside of any object of the optimizer.
+
+    ``by_name``: all attributes of an owner, in a dict that is made anew each time.
     """
 
     path: str
@@ -254,10 +254,10 @@ class _Place(NamedTuple):
 
 
 class HiddenState:
-    """What is reachable from the code of some objects.
+    """The state that is reachable from the code of some objects.
 
     Args:
-        objects: optimizers, and what is around them.
+        objects: optimizers, and the objects around them.
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
@@ -271,14 +271,14 @@ class HiddenState:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `torch.compile` is around some of that code."""
+        """True if `torch.compile` is around some of that code."""
         return any(hasattr(place.get(), "_torchdynamo_orig_callable") for place in self._places.values())
 
     def copied(self, copier: OptimizerCopier) -> list[Any]:
-        """Of each value a copy.
+        """A copy of each value.
 
         Raises:
-            CannotCopy: of one there is none.
+            CannotCopy: a value cannot be copied.
         """
         found = []
         for place in self._places.values():
@@ -290,7 +290,7 @@ class HiddenState:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What the body changes is undone, as far as there are copies of it."""
+        """Undo changes that the body makes, as far as copies are possible."""
         try:
             copies = self.copied(OptimizerCopier())
         except CannotCopy:
@@ -299,7 +299,7 @@ class HiddenState:
             yield
 
     def changed_since(self, before: Sequence[Any]) -> list[str]:
-        """The paths of what is not as in these copies."""
+        """The paths of values that differ from these copies."""
         found = []
         for place, was in zip(self._places.values(), before, strict=True):
             now = place.get()
@@ -312,20 +312,16 @@ class HiddenState:
 
     @contextmanager
     def replaced(self, by: Sequence[Any]) -> Iterator[None]:
-        """In the body these values are in the places; afterwards those that were there before."""
+        """In the body these values are in the places; afterwards the previous ones."""
         places = list(self._places.values())
         saved = [place.get() for place in places]
         try:
-            for place, value in zip(places, by, strict=True):
-                if value is not place.get():
-                    place.put(value)
+            _put_all(places, by)
             yield
         finally:
-            for place, value in zip(places, saved, strict=True):
-                if value is not place.get():
-                    place.put(value)
+            _put_all(places, saved)
 
-    # -- what there is -------------------------------------------------------------------------------
+    # -- finding it ----------------------------------------------------------------------------------
 
     def _look_at(self, value: Any) -> None:
         if id(value) in self._seen:
@@ -358,7 +354,6 @@ class HiddenState:
             return
         self._left += [base for base in kind.__mro__ if base is not kind]
         self._left += vars(kind).values()
-        path = f"class attribute {kind.__qualname__}."
 
         def put(table: dict[str, Any]) -> None:
             for name in _attributes(vars(kind)).keys() - table.keys():
@@ -367,29 +362,21 @@ class HiddenState:
                 if vars(kind).get(name) is not value:
                     setattr(kind, name, value)
 
+        path = f"class attribute {kind.__qualname__}."
         self._places[id(kind), ""] = _Place(path, lambda: _attributes(vars(kind)), put, True)
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         who = function.__qualname__
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._note(
-                cell,
-                "",
-                f"closure variable {name} of {who}",
-                functools.partial(_content, cell),
-                functools.partial(_fill, cell),
-            )
+            path = f"closure variable {name} of {who}"
+            self._note(cell, "", path, functools.partial(_content, cell), functools.partial(_fill, cell))
         if _is_shared(function.__globals__.get("__name__", "")):
             return
         for place in ("__defaults__", "__kwdefaults__"):
             if getattr(function, place):
-                self._note(
-                    function,
-                    place,
-                    f"default arguments of {who}",
-                    functools.partial(getattr, function, place),
-                    functools.partial(setattr, function, place),
-                )
+                get = functools.partial(getattr, function, place)
+                put_back = functools.partial(setattr, function, place)
+                self._note(function, place, f"default arguments of {who}", get, put_back)
         self._left += vars(function).values()
 
         def put(table: dict[str, Any]) -> None:
@@ -404,15 +391,14 @@ class HiddenState:
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
             if not isinstance(value, types.ModuleType):
-                self._note_entry(
-                    function.__globals__, name, f"global variable {name} of {function.__module__}"
-                )
+                self._note_global(function.__globals__, name, function.__module__)
             elif not _is_shared(value.__name__):
                 for inner in sorted(names & vars(value).keys()):
                     if not isinstance(vars(value)[inner], types.ModuleType):
-                        self._note_entry(vars(value), inner, f"global variable {inner} of {value.__name__}")
+                        self._note_global(vars(value), inner, value.__name__)
 
-    def _note_entry(self, table: dict[str, Any], name: str, path: str) -> None:
+    def _note_global(self, table: dict[str, Any], name: str, module: str) -> None:
+        path = f"global variable {name} of {module}"
         self._note(table, name, path, lambda: table.get(name), lambda v: table.__setitem__(name, v))
 
     def _note(
@@ -429,8 +415,14 @@ class HiddenState:
             self._places.setdefault((id(owner), name), _Place(path, get, put))
 
 
+def _put_all(places: Sequence[_Place], by: Sequence[Any]) -> None:
+    for place, value in zip(places, by, strict=True):
+        if value is not place.get():
+            place.put(value)
+
+
 def _attributes(table: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the attributes of a class or of a function may be state."""
+    """The attributes of a class or function that may be state."""
     return {
         name: value
         for name, value in table.items()
@@ -441,19 +433,19 @@ def _attributes(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_be_state(value: object) -> bool:
-    """Code is shared, as is what belongs to libraries that keep nothing of a run."""
+    """False for code, and for objects of libraries that keep nothing of a run."""
     if isinstance(value, (type, *_FUNCTIONS)) or (value is not None and is_ignored(value)):
         return False
     return not _is_shared(type(value).__module__) or _is_data(value)
 
 
 def _is_shared(module: str | None) -> bool:
-    """Whether it is a module of torch, of Python, or of another library that keeps nothing of a run."""
+    """True for modules of torch, of Python, or of another library that keeps nothing of a run."""
     return (module or "").partition(".")[0] in _SHARED
 
 
 def _is_data(value: object) -> bool:
-    """Of a type of theirs that may be state of somebody else's; an iterator is, too."""
+    """True for library types that may hold somebody else's state, iterators included."""
     kind = type(value)
     if kind.__module__ == "builtins":
         return kind in _DATA or hasattr(value, "__next__")
@@ -472,7 +464,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing was put into it yet
+    except ValueError:  # it is empty so far
         return None
 
 
@@ -486,7 +478,7 @@ def _same(now: Any, before: Any) -> bool:
     try:
         return values.equal(now, before)
     except values.UnsupportedValue:
-        # Of objects only the sizes of what they keep can be compared.
+        # Of objects only the number of attributes can be compared.
         return type(now) is type(before) and len(getattr(now, "__dict__", ())) == len(
             getattr(before, "__dict__", ())
         )
