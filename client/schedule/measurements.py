@@ -348,9 +348,9 @@ class TokenCounter:
     def reordered(self, plan: SnapshotPlan, capacity_bytes: int, *, every: int) -> Schedule | None:
         """A schedule one step closer to today's popularity; None keeps the order.
 
-        Call it where a window begins. It looks at popularity about every ``every`` snapshots. After a sufficient change, each
-        window takes one step until the order is reached: more than one step at once could leave an
-        operator out of a suffix's reach.
+        Call it where a window begins. It looks at popularity about every ``every`` snapshots. After a
+        sufficient change, each window takes one step until the order is reached: more than one step at
+        once could leave an operator out of a suffix's reach.
         """
         self._since_look += plan.schedule.window
         if self._target is None and (self._at_last_order is None or self._since_look >= every):

@@ -69,7 +69,7 @@ _NUMBER_BYTES = 5  # msgpack's longest for an operator's number
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """Measured: seconds from the loop's top to the optimizer's step and per iteration, bytes copied per second."""
+    """Measured: seconds from the loop's top to the optimizer's step and per iteration, bytes per second."""
 
     copy_window_s: float
     iteration_s: float
