@@ -1,8 +1,7 @@
-"""The ledger of a loop's batches: the positions of its loaders, and the fingerprint of each iteration's
-batches.
+"""The ledger of a loop's batches: the positions of its loaders, and a fingerprint per iteration.
 
-Both are in every snapshot. If a replayed iteration gets another batch than before the failure, the
-error names the batch, not only the weights that differ after it.
+Both are in every snapshot. If a replayed iteration gets another batch than before the failure, the error
+names the batch, not only the weights that differ after it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ __all__ = ["BATCHES", "BatchLedger", "Fingerprint", "Positioned", "fingerprint"]
 
 logger = get_logger(__name__)
 
-
+# Its name among the objects of `state=`.
+BATCHES = "ckptd.batches"
+# Number of iterations with a fingerprint: the longest usual suffix; about 20 bytes each.
+_KEPT = 64
 _WHOLE_BYTES = 1 << 16
 _BLOCKS = 16
 _VALUES = 4096
@@ -41,8 +43,13 @@ class Fingerprint:
 
 
 def fingerprint(batch: Any) -> Fingerprint:
-    """The fingerprint of a batch of tensors, arrays, numbers, strings, and mappings, sequences and objects
-    of these; any other value counts with its type.
+    """The xxh3 hash of tensors, arrays, numbers, strings, and mappings, sequences and objects of these.
+
+    Any other value counts with its type. The cost is bounded: a tensor or array of more than 64 KiB is
+    sampled at fixed places (64 KiB in evenly spaced blocks, including the first and last bytes), and at
+    most 4096 values are read. A batch that differs in a few bytes of a large tensor may have the same
+    fingerprint; a batch with newly drawn random numbers has not. A tensor on a device counts only with its
+    shape and dtype, because reading it would make the training thread wait for the device.
     """
     reader = _Reader()
     reader.read(batch, 0)
@@ -128,20 +135,12 @@ class _Reader:
 
 
 def _thinned(value: Any, itemsize: int) -> Any:
-    """A tensor or array that is not contiguous: all of it, or evenly spaced elements, so that few are
-    copied.
-    """
+    """All of a non-contiguous tensor or array, or evenly spaced elements, so that few are copied."""
     most, steps = _WHOLE_BYTES // itemsize, [1] * len(value.shape)
     while math.prod(-(-n // s) for n, s in zip(value.shape, steps, strict=True)) > most:
         widest = max(range(len(steps)), key=lambda d: -(-value.shape[d] // steps[d]))
         steps[widest] *= 2
     return value[tuple(slice(None, None, s) for s in steps)]
-
-
-# Its name among the objects of `state=`.
-BATCHES = "ckptd.batches"
-# Number of iterations with a fingerprint: the longest usual suffix; about 20 bytes each.
-_KEPT = 64
 
 
 class Positioned(Protocol):

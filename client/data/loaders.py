@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +35,9 @@ __all__ = [
 
 
 class After:
-    """A sampler whose iterators skip the first ``count`` indices. They start immediately, because the
-    inner sampler may draw random numbers then.
+    """A sampler whose iterators skip the first ``count`` indices.
+
+    They start immediately, because the inner sampler may draw random numbers then.
     """
 
     def __init__(self, inner: Any, count: int) -> None:
@@ -48,13 +50,7 @@ class After:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        return _passed(iter(self.inner), self.count)
-
-
-def _passed(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in range(count):
-        next(iterator, None)
-    yield from iterator
+        return itertools.islice(iter(self.inner), self.count, None)
 
 
 # Number of sources of a stream that are checked.

@@ -8,8 +8,7 @@ creates the iterator from the first and repeats the newest fetch from the second
 batch, the very first one possibly two, so the two newest batches are fetched again; earlier ones may be
 skipped without creating them.
 
-The random state is that of the global generators, and of the generators that the loader reaches
-(`ckptd.client.data.position`).
+The random state is that of the global generators, and of the generators that the loader reaches (`Reach`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ __all__ = ["DataPosition", "Reach", "log_refetched"]
 
 logger = get_logger(__name__)
 
-
+# Batches that must be fetched again: the one that the first fetch returns, and the one that it
+# creates in advance.
+_AGAIN = 2
 _LIBRARIES = frozenset(
     {
         "accelerate",
@@ -92,7 +93,12 @@ class _Found:
 
 
 class Reach:
-    """The state that a loader reaches.
+    """The state that determines a loader's batches, besides their indices and the global random generators.
+
+    It consists of the random generators that a dataset, sampler, collate function or transform holds as an
+    attribute, in a closure, or as a global of its module; of the epoch numbers and seeds of samplers; and
+    of plain attributes of the user's own samplers that change during iteration. They are found by
+    inspecting objects; nothing is called.
 
     Args:
         counts: include epoch numbers and seeds; False if the loop itself sets them for each epoch.
@@ -273,11 +279,6 @@ def _set_state(generator: Any, state: Any) -> None:
     else:
         version, internal, gauss = state
         generator.setstate((version, tuple(np.frombuffer(internal, dtype=np.uint32).tolist()), gauss))
-
-
-# Batches that must be fetched again: the one that the first fetch returns, and the one that it
-# creates in advance.
-_AGAIN = 2
 
 
 class DataPosition:
