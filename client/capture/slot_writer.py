@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.capture.live_tensors import CopySplit, LiveSources
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
+from ckptd.client.daemon_link.session import Session
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, PhasePlan
@@ -163,23 +164,6 @@ class Fill:
         self.changed |= self.split.names_of(self.samples.changed())[0]
 
 
-class Desk(Protocol):
-    """What snapshots need of the session with the daemon."""
-
-    @property
-    def connected(self) -> bool:
-        """False while the daemon is away and cannot tell what the other ranks still need."""
-        ...
-
-    def submit(self, work: Callable[[], Any]) -> bool:
-        """Run a closure off the training thread; False if it cannot be taken."""
-        ...
-
-    def flush(self, timeout_s: float) -> object:
-        """Wait until submitted work is done, at most so many seconds."""
-        ...
-
-
 class Capture:
     """Fills slots, one at a time.
 
@@ -202,7 +186,7 @@ class Capture:
         binding: LiveState,
         table: SlotTable,
         engine: CopyEngine,
-        session: Desk,
+        session: Session,
         *,
         num_operators: int,
         stats: Stats,
