@@ -334,11 +334,12 @@ class TokenCounter:
             **self._listed,
             **{n: t.tolist() for n, t in self._fused.items() if t is not None},
         }
-        observed = []
-        for op in operators:
-            name, index = op.expert or ("", 0)
-            before = self._seen[name][index] if name in self._seen else 0.0
-            observed.append(totals[name][index] - before if name in totals else 0.0)
+        observed = [0.0] * len(operators)
+        for i, op in enumerate(operators):
+            if op.expert is not None and op.expert[0] in totals:
+                name, index = op.expert
+                before = self._seen[name][index] if name in self._seen else 0.0
+                observed[i] = totals[name][index] - before
         self._seen = {n: list(v) for n, v in totals.items()}
         if len(self._smoothed) != len(observed):
             self._smoothed = [0.0] * len(observed)
