@@ -469,9 +469,8 @@ class Checkpointer:
         if source is not None:
             logger.warning("%s", start_unprotected(model, optimizer, masters, source))
         logger.error(
-            "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is "
-            "taken, none is resumed from "
-            "(DaemonOptions(required=False)): %s",
+            "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is taken, none "
+            "is resumed from (DaemonOptions(required=False)): %s",
             why,
         )
 

@@ -139,10 +139,9 @@ class PipelinePart:
         if step < start.plan.resume:
             if start.mine.feeds and self.log is None:
                 raise ValueError(
-                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} "
-                    "without its neighbours, but their logs have "
-                    "nowhere to go: call ckpt.log_boundaries(schedule) or ckpt.boundary_log() "
-                    "before the loop, as in the run before"
+                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} without its "
+                    "neighbours, but their logs have nowhere to go: call ckpt.log_boundaries(schedule) or "
+                    "ckpt.boundary_log() before the loop, as in the run before"
                 )
             return
         self.start = None

@@ -314,10 +314,9 @@ class LoopSide:
         stats.verified_tensors += replay.compared
         unverified = "" if found is None else found.unverified
         text = (
-            f"resumed at iteration {replay.end}: replayed "
-            f"{_count(stats.replayed_steps, 'iteration')} in {stats.replay_s:.2f} s "
-            f"(freezing: {replay.freezing}), compared {_count(replay.compared, 'tensor')}, "
-            f"{len(replay.mismatches)} mismatches"
+            f"resumed at iteration {replay.end}: replayed {_count(stats.replayed_steps, 'iteration')} in "
+            f"{stats.replay_s:.2f} s (freezing: {replay.freezing}), compared "
+            f"{_count(replay.compared, 'tensor')}, {len(replay.mismatches)} mismatches"
             + (f" (of the newest snapshot not all: {unverified})" if unverified else "")
         )
         self.resumed = text

@@ -169,10 +169,9 @@ class Buckets:
         }
         if any(self._carry_out(again, ranks)):
             raise RuntimeError(
-                "DistributedDataParallel could not be given the buckets of the run so far "
-                f"({failures}), nor a new reducer. "
-                "Remove hooks from its parameters until the Checkpointer is made, or start without "
-                "the snapshot"
+                f"DistributedDataParallel could not be given the buckets of the run so far ({failures}), nor "
+                "a new reducer. Remove hooks from its parameters until the Checkpointer is made, or start "
+                "without the snapshot"
             )
 
     def _plans(self, everyone: list[_RankFacts]) -> dict[str, _Plan]:

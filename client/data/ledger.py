@@ -226,15 +226,13 @@ class BatchLedger:
 def _other_batch(step: int, before: int, now: int) -> str:
     if before != now:
         return (
-            f"the batch of iteration {step} differs from the one before the crash: it took "
-            f"{before} fetches then and {now} now "
-            "(check the number of accumulated micro-batches, and that every batch is fetched in "
-            "the body of the loop)"
+            f"the batch of iteration {step} differs from the one before the crash: it took {before} fetches "
+            f"then and {now} now (check the number of accumulated micro-batches, and that every batch is "
+            "fetched in the body of the loop)"
         )
     return (
-        f"the batch of iteration {step} differs from the one before the crash. Usual causes: "
-        "samples use a random generator "
-        "that ckptd does not find (make it an attribute of the dataset, or use the global one of "
-        "torch, numpy or Python); the dataset, "
-        "batch size or number of workers has changed; files are listed in another order (sort them)"
+        f"the batch of iteration {step} differs from the one before the crash. Usual causes: samples use a "
+        "random generator that ckptd does not find (make it an attribute of the dataset, or use the global "
+        "one of torch, numpy or Python); the dataset, batch size or number of workers has changed; files "
+        "are listed in another order (sort them)"
     )

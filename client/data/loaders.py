@@ -102,15 +102,13 @@ def check_loader(
             return
         if stateful:
             raise ValueError(
-                f"the {type(loader).__name__} passed to batches() keeps its own position: pass it "
-                "in state=, too: "
-                "Checkpointer(..., state={'loader': loader})"
+                f"the {type(loader).__name__} passed to batches() keeps its own position: pass it in state=, "
+                "too: Checkpointer(..., state={'loader': loader})"
             )
         if isinstance(loader, Iterator):
             raise ValueError(
-                f"batches() got an iterator ({type(loader).__name__}), which cannot start again "
-                "after a failure: pass its loader "
-                "or dataset, batches(loader)"
+                f"batches() got an iterator ({type(loader).__name__}), which cannot start again after a "
+                "failure: pass its loader or dataset, batches(loader)"
             )
         return
     sure = skip or repeats_by_index(loader)
@@ -128,16 +126,14 @@ def _check_torch_loader(
         )
     if in_state and inner is not loader:
         raise ValueError(
-            f"state= contains the {kind} of Accelerate, whose state does not keep the order of its "
-            "samples: remove it from state=; batches(loader) "
-            "keeps its position"
+            f"state= contains the {kind} of Accelerate, whose state does not keep the order of its samples: "
+            "remove it from state=; batches(loader) keeps its position"
         )
     if in_state and inner.num_workers and not sure:
         raise ValueError(
-            f"state= contains a {kind} with num_workers={inner.num_workers}, whose state does not "
-            "contain its workers' random state: "
-            "remove it from state=; batches(loader) keeps its position. (If a sample depends only "
-            f"on its index: {option})"
+            f"state= contains a {kind} with num_workers={inner.num_workers}, whose state does not contain "
+            "its workers' random state: remove it from state=; batches(loader) keeps its position. (If a "
+            f"sample depends only on its index: {option})"
         )
     if inner.num_workers and inner.persistent_workers and not sure:
         raise ValueError(
@@ -170,9 +166,8 @@ def _check_seeds(data: Any) -> None:
         entropy = getattr(seeds, "entropy", None)
         if isinstance(entropy, int) and entropy >> 64:  # a seed from the operating system has 128 bits
             raise ValueError(
-                "the dataset is shuffled (or interleaved) without a seed, so the next start has "
-                "another order: pass a seed, "
-                "shuffle(seed=42)"
+                "the dataset is shuffled (or interleaved) without a seed, so the next start has another "
+                "order: pass a seed, shuffle(seed=42)"
             )
         left += [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", ())]
 
