@@ -163,7 +163,7 @@ class BatchLedger:
 
     @property
     def begun(self) -> bool:
-        """Whether the first step has begun; batches fetched earlier belong to no step."""
+        """True once the first step has begun; batches fetched earlier belong to no step."""
         return self._step is not None
 
     def begin(self, step: int) -> None:
@@ -188,9 +188,7 @@ class BatchLedger:
         self._seen.setdefault(self._step, []).append(found.value)
 
     def add(self, source: Positioned) -> dict[str, Any] | None:
-        """Add a source of batches, and move it to its recorded position. Sources are identified by the
-        order of these calls.
-        """
+        """Add a source of batches; returns its recorded position. The order of calls identifies sources."""
         at = len(self._sources)
         self._sources.append(source)
         return self._recorded[at] if at < len(self._recorded) else None
@@ -211,8 +209,9 @@ class BatchLedger:
             source.go_to(self._recorded[at] if at < len(self._recorded) else None)
 
     def differences(self, recorded: dict[str, Any]) -> list[str]:
-        """Descriptions of the differences from the recorded state. Names only the first batch that differs,
-        because later differences may follow from it.
+        """The differences from the recorded state, in words.
+
+        Only the first batch that differs is named, because later differences may follow from it.
         """
         before: dict[int, list[int]] = recorded["fingerprints"]
         for step in sorted(before.keys() & self._seen.keys()):

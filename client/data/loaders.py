@@ -58,15 +58,13 @@ _SOURCES = 256
 
 
 def torch_loader(loader: Any) -> DataLoader[Any] | None:
-    """The torch ``DataLoader`` (or torchdata's) behind ``loader``, which Accelerate's loaders wrap; None
-    for other objects.
-    """
+    """The torch (or torchdata) ``DataLoader``, also inside Accelerate's loaders; None for other objects."""
     inner = vars(loader).get("base_dataloader", loader) if hasattr(loader, "__dict__") else loader
     return inner if isinstance(inner, DataLoader) else None
 
 
 def repeats_by_index(loader: Any) -> bool:
-    """Whether a batch provably follows from its indices alone: stored samples, collated by torch."""
+    """True if a batch provably follows from its indices alone: stored samples, collated by torch."""
     inner = torch_loader(loader)
     if inner is None:
         return isinstance(loader, list | tuple | range)
@@ -144,9 +142,7 @@ def _check_torch_loader(
 
 
 def _hub_stream(data: Any) -> bool:
-    """Whether ``data`` is an ``IterableDataset`` of Hugging Face's ``datasets``, which can be iterated
-    again, with or without its state.
-    """
+    """True for an ``IterableDataset`` of Hugging Face's ``datasets``, which can be iterated repeatedly."""
     return any(
         kind.__module__.partition(".")[0] == "datasets" and kind.__name__ == "IterableDataset"
         for kind in type(data).__mro__
@@ -154,9 +150,7 @@ def _hub_stream(data: Any) -> bool:
 
 
 def _check_seeds(data: Any) -> None:
-    """Refuse a stream that was shuffled without a seed: the order of its shards is drawn when it is
-    built, and not stored.
-    """
+    """Refuse a stream shuffled without a seed: it draws its order when it is built, and stores it nowhere."""
     if not _hub_stream(data):
         return
     left, seen = [getattr(data, "_ex_iterable", None)], 0
@@ -197,9 +191,7 @@ def advice_for_state(item: Any) -> str:
 
 
 def forget_prepared(loader: Any) -> None:
-    """Drop an iterator that was created before its epoch began, from a random state that is lost
-    (torchdata's ``state_dict`` creates one).
-    """
+    """Drop an iterator that torchdata's ``state_dict`` created early, from a random state that is lost."""
     inner = torch_loader(loader)
     if inner is not None and getattr(inner, "_initial_iter_for_state_dict", False):
         inner._iterator = None
@@ -208,8 +200,7 @@ def forget_prepared(loader: Any) -> None:
 
 @contextlib.contextmanager
 def skipping(loader: Any, count: int) -> Iterator[After]:
-    """In the block, a new iterator over ``loader`` starts after ``count`` batches without creating them.
-    Create the iterator in the block.
+    """An iterator that is created in the block starts after ``count`` batches without creating them.
 
     Only for loaders that ``torch_loader`` accepts, over a dataset with indices.
     """
@@ -227,19 +218,17 @@ def skipping(loader: Any, count: int) -> Iterator[After]:
 
 
 def has_indices(loader: Any) -> bool:
-    """Whether batches can be skipped without creating them."""
+    """True if batches can be skipped without creating them."""
     inner = torch_loader(loader)
     return inner is not None and not isinstance(inner.dataset, IterableDataset)
 
 
 def makes_ahead(loader: Any) -> bool:
-    """Whether iterating may create a batch in this process before it is requested: torch's loaders do
-    not, Accelerate's do.
-    """
+    """True if iterating may create a batch here before it is requested: Accelerate's do, torch's do not."""
     return torch_loader(loader) is not loader and not isinstance(loader, list | tuple | range)
 
 
 def reuses_workers(loader: Any) -> bool:
-    """Whether the next epoch uses an existing iterator, which draws one random number less."""
+    """True if the next epoch uses an existing iterator, which draws one random number less."""
     inner = torch_loader(loader)
     return inner is not None and inner.persistent_workers and inner._iterator is not None

@@ -78,9 +78,7 @@ _GLOBAL = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._i
 
 @dataclass(slots=True)
 class _Found:
-    """An object at a path: a generator, or a plain attribute of ``owner`` with its value when it
-    was found.
-    """
+    """An object at a path: a generator, or a plain attribute of ``owner`` with its value at that time."""
 
     value: Any
     owner: Any = None
@@ -122,9 +120,7 @@ class Reach:
         self._known = list(self._find())
 
     def capture(self) -> dict[str, Any]:
-        """The states of the generators, and the plain attributes that have changed since the loader was
-        built; of types that ``state=`` accepts.
-        """
+        """Generator states, and plain attributes changed since the loader was built; fit for ``state=``."""
         state: dict[str, Any] = {}
         for path, found in self._known:
             if not found.name:
@@ -282,8 +278,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 class DataPosition:
-    """The epoch, the number of its batches returned so far, and the random states to repeat them; an
-    object for ``state=``.
+    """The epoch, the number of its batches so far, and the random states to repeat them; for ``state=``.
 
     Args:
         ahead: whether this process may create a batch before it is requested. If not, the state
@@ -317,9 +312,7 @@ class DataPosition:
         self._restore(self._at_epoch)
 
     def return_global_state(self) -> None:
-        """Restore only the global generators; the generators that the loader reaches stay with its
-        iterator.
-        """
+        """Restore only the global generators; those that the loader reaches stay with its iterator."""
         restore_rng(self._at_epoch)
 
     def about_to_fetch(self) -> dict[str, Any]:
@@ -332,9 +325,7 @@ class DataPosition:
         self._at_fetch = before
 
     def watch(self, iterator: Iterator[Any], note: Callable[[Any], object] | None = None) -> Iterator[Any]:
-        """Wrap ``iterator`` and count its batches; it can be called again after its end. Calls
-        ``note`` with each batch.
-        """
+        """Count the batches of ``iterator``, and call ``note`` with each; it may be called after its end."""
         return _Watched(self, iterator, note)
 
     @property
@@ -343,8 +334,7 @@ class DataPosition:
         return max(self.consumed - _AGAIN, 0)
 
     def fast_forward(self, fetch: Callable[[], object], skipped: int) -> None:
-        """Fetch the batches before this position again, except the ``skipped`` first ones, from a newly
-        created iterator.
+        """Fetch the batches before this position, except the ``skipped`` first, from a new iterator.
 
         Raises:
             ValueError: the data ends before the position.
