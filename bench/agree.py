@@ -36,8 +36,7 @@ from bench.scale import cluster, holdings
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.identity import Identity
 from ckptd.client.ranks.collectives import exchange
-from ckptd.client.ranks.store_barrier import arrive
-from ckptd.client.ranks.store_connection import own_connection
+from ckptd.client.ranks.store_barrier import arrive, own_connection
 from ckptd.core.placement import plan_placement
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
 from ckptd.core.recovery.held import from_wire, to_wire

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ckptd.transport.control.messages import Done, Forget
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import Done, Forget
+from ckptd.transport.wire import ControlClient
 from examples.moe_text.lab import SHARED_CORES, Daemon, daemon_folders
 
 __all__ = [

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.common import Metric, clock_ms, emit, median, parser, table
+from ckptd.core.elastic.allocation import allocate
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
+from ckptd.core.elastic.expert_placement import place, spread
 from ckptd.core.elastic.expert_transfers import plan_transfers
 from ckptd.core.elastic.mapping import held_now, map_nodes
-from ckptd.core.elastic.placement.allocation import allocate
-from ckptd.core.elastic.placement.expert_placement import place, spread
 from ckptd.core.elastic.token_dispatch import plan_dispatch
 from ckptd.cuda.dispatch import DeviceDispatcher, DeviceSends
 

@@ -42,8 +42,8 @@ from bench.common import (
     table,
 )
 from bench.overhead import Job, Worker, fraction, pinned_link_gb_per_s
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyItem, HostMemory
-from ckptd.cuda.select import make_engine
 from examples.moe_text.data import load_corpus
 from examples.moe_text.model import MoEConfig
 

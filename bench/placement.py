@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.common import clock_ms, emit, median, parser, table
+from ckptd.core.elastic.allocation import Allocation, allocate, straggler_factor
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
-from ckptd.core.elastic.placement.allocation import Allocation, allocate
-from ckptd.core.elastic.placement.balance import straggler_factor
-from ckptd.core.elastic.placement.expert_placement import compact, place, spread
-from ckptd.core.elastic.placement.survival import recovery_probability
+from ckptd.core.elastic.expert_placement import compact, place, spread
+from ckptd.core.elastic.survival import recovery_probability
 
 __all__ = ["by_placement", "main", "plot"]
 

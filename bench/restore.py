@@ -50,13 +50,13 @@ from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.core.slots.ring import SlotState
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine, CopyItem
-from ckptd.cuda.select import make_engine
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest, restore_snapshot
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 from ckptd.storage.stores.open_store import open_store
-from ckptd.transport.control.messages import GetStatus, Status
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import GetStatus, Status
+from ckptd.transport.wire import ControlClient
 from tests.storage.s3_server import BUCKET, S3Server, weed
 
 __all__ = ["main"]

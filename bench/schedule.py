@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from bench.common import clock_ms, emit, median, parser
-from ckptd.core.schedules.schedule import (
+from ckptd.core.schedule import (
     OperatorCost,
     OperatorKind,
     Schedule,

@@ -27,9 +27,8 @@ from ckptd.core.slots.segment_format import SlotHeader, encode_descriptor, write
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence import keeper_wire as w
-from ckptd.storage.images.image import seal
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout, seal
+from ckptd.storage.image_format import TensorEntry
 from tests.ckptd.persistence.slots import WINDOW, descriptor
 from tests.storage.s3_server import S3Server
 

@@ -17,11 +17,10 @@ import ckptd
 from ckptd.config.daemon_config import ConfigError, field_docs, load_config, render_toml
 from ckptd.config.runtime_dir import AlreadyRunning, UnusableFolder
 from ckptd.config.settings import DaemonConfig
-from ckptd.logs import set_up_logging
 from ckptd.node.daemon import Daemon
-from ckptd.printable import for_terminal
+from ckptd.printable import for_terminal, set_up_logging
 
-__all__ = ["EXIT_ALREADY_RUNNING", "EXIT_UNUSABLE", "EXIT_USAGE", "main"]
+__all__ = ["main"]
 
 EXIT_USAGE = 2
 EXIT_ALREADY_RUNNING = 3
@@ -41,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         loaded = load_config(flags, file=args.config)
     except ConfigError as error:
-        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
-        return EXIT_USAGE
+        return _fail(error, EXIT_USAGE)
     if args.print_config:
         print(render_toml(loaded), end="")
         return 0
@@ -57,12 +55,15 @@ def _run(config: DaemonConfig) -> int:
     try:
         Daemon(config).run()
     except AlreadyRunning as error:
-        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
-        return EXIT_ALREADY_RUNNING
+        return _fail(error, EXIT_ALREADY_RUNNING)
     except UnusableFolder as error:
-        print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
-        return EXIT_UNUSABLE
+        return _fail(error, EXIT_UNUSABLE)
     return 0
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"ckptd: {for_terminal(str(error))}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""What happened on this node: a bounded, numbered log that `ckptctl events` reads."""
+"""What happened on this node: a bounded, numbered log for `ckptctl events`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter, deque
 
 from ckptd.core.sessions import RankKey
 from ckptd.printable import one_line
-from ckptd.transport.control.messages import EventInfo, Events
+from ckptd.transport.messages import EventInfo, Events
 
 __all__ = ["EventLog"]
 
@@ -20,7 +20,7 @@ _MAX_KINDS = 256  # trainers may name kinds of their own; the table of counters 
 
 
 class EventLog:
-    """The newest events, each also written to the log; used from the daemon's loop thread."""
+    """The newest events, each also written to the log. On the daemon's loop thread."""
 
     def __init__(self, limit: int) -> None:
         self._events: deque[EventInfo] = deque(maxlen=limit)
@@ -28,9 +28,7 @@ class EventLog:
         self.counters: Counter[str] = Counter()
 
     def add(self, level: str, kind: str, message: str, key: RankKey | None = None) -> None:
-        """Record one event; level is info, warning or error. What trainers and peers say is made
-        safe to print here.
-        """
+        """Record one event, made safe to print; level is info, warning or error."""
         kind, message = one_line(kind), one_line(message)
         self._last_seq += 1
         self._events.append(

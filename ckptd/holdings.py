@@ -1,7 +1,7 @@
-"""Between the messages that carry holdings and the records that plans are made of.
+"""Conversion between inventory messages and the records that recovery plans are made of.
 
-The plan itself (`ckptd.core.recovery.global_plan`) is pure and knows no messages; here slot headers
-are unpacked, checked and joined with what their segment says.
+The plan itself (`ckptd.core.recovery.global_plan`) is pure and knows no messages; this module unpacks and
+checks slot headers, and joins them with their segment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from ckptd.core.recovery.global_plan import HeldRecords, SnapshotToLoad
-from ckptd.core.recovery.histories import History, history_of
+from ckptd.core.recovery.held import History, history_of
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
@@ -22,7 +22,7 @@ from ckptd.core.slots.segment_format import (
     unpack_slot_header,
 )
 from ckptd.errors import RemoteProtocolError
-from ckptd.transport.control.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
+from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldRecords]:
-    """What ``node`` told of its segments, for `ckptd.core.recovery.global_plan.plan_recovery`.
+    """A node's segments, for `ckptd.core.recovery.global_plan.plan_recovery`.
 
     Raises:
         RemoteProtocolError: a header is damaged or not that of a sealed slot, or anchors contradict it.
@@ -59,10 +59,10 @@ def held_from_segments(node: str, segments: Iterable[HeldSegment]) -> list[HeldR
 
 @dataclass(frozen=True, slots=True)
 class HeldHistory:
-    """The history of a run that counts, and what nodes hold of it.
+    """The newest history of a run, and what nodes hold of it.
 
     Args:
-        world_size: of its snapshots; 0: there are none.
+        world_size: of its snapshots; 0 if there are none.
     """
 
     history: History
@@ -73,23 +73,23 @@ class HeldHistory:
 
 
 def newest_history(seen: RunSeen) -> HeldHistory:
-    """What the nodes that were asked hold of the history that counts.
+    """What the nodes that answered hold of the newest history.
 
     Raises:
         RemoteProtocolError: see `held_from_segments`.
     """
     snapshots, logs, parked = list[HeldRecords](), list[HeldRecords](), list[HeldRecords]()
-    for told in seen.holdings:
-        snapshots += held_from_segments(told.node, told.segments)
-        logs += held_from_segments(told.node, told.logs)
-        parked += held_from_segments(told.node, told.parked)
-    records = [told.record for told in seen.holdings if told.record is not None]
+    for held in seen.holdings:
+        snapshots += held_from_segments(held.node, held.segments)
+        logs += held_from_segments(held.node, held.logs)
+        parked += held_from_segments(held.node, held.parked)
+    records = [held.record for held in seen.holdings if held.record is not None]
     epochs = [epoch for record in records for epoch in record.epochs]
-    answered = {told.node for told in seen.holdings}
+    answered = {held.node for held in seen.holdings}
     absent = {member.card.node for member in seen.members} - answered
     complete = not (absent or seen.silent or any(record.lost for record in records))
     history = history_of([*snapshots, *logs, *parked], epochs, complete=complete)
-    worlds = (segment.world_size for told in seen.holdings for segment in told.segments)
+    worlds = (segment.world_size for held in seen.holdings for segment in held.segments)
     return HeldHistory(
         history,
         history.held(snapshots),
@@ -109,8 +109,8 @@ _decoder = msgspec.msgpack.Decoder(_Told)
 def operators_id(descriptor: SegmentDescriptor) -> str:
     """Equal for segments whose operator ids mean the same; 32 hex digits.
 
-    The operator table stands in the trainer's part of the descriptor, a map, under "operators". Where
-    it has another form the whole of it counts: then nothing is taken for equal that might not be.
+    The operator table is in the trainer's part of the descriptor, a map, under "operators". In any other
+    form the whole part counts, so that nothing is taken for equal that might not be.
     """
     try:
         table = bytes(unpack(_decoder, descriptor.client).operators)
@@ -120,7 +120,7 @@ def operators_id(descriptor: SegmentDescriptor) -> str:
 
 
 def header_record(header: SlotHeader, generation: int, index: int, anchors: bytes) -> SlotRecord:
-    """A slot header with its anchors (a little-endian bitmap) as the pure cores see it."""
+    """A slot header with its anchors (a little-endian bitmap), as the core sees it."""
     return SlotRecord(
         generation=generation,
         index=index,
@@ -139,7 +139,7 @@ def header_record(header: SlotHeader, generation: int, index: int, anchors: byte
 
 
 def fetch_piece(piece: SnapshotToLoad, *, sealed_at_ns: int) -> FetchPiece:
-    """What to ask a daemon for, to have a copy of this snapshot."""
+    """The request for a copy of this snapshot."""
     record = piece.record
     header = SlotHeader(
         state=SlotState.SEALED,
@@ -173,7 +173,7 @@ def _record(node: str, segment: HeldSegment, slot: HeldSlot) -> SlotRecord:
 
 def _unbelievable(node: str, segment: HeldSegment, slot: HeldSlot, why: str) -> RemoteProtocolError:
     return RemoteProtocolError(
-        f"what it tells of a snapshot cannot be: {why}",
+        f"its report of a snapshot is impossible: {why}",
         operation="plan recovery",
         ids={"node": node, "segment": segment.name, "slot": slot.slot},
         hint="Check that all nodes run the same version of ckptd",

@@ -1,8 +1,8 @@
-"""A daemon for who has none: find the one of this user, or start one that outlives us.
+"""Finds the daemon of this user, or starts one that outlives this process.
 
-The started daemon is an ordinary `ckptd run` in a session of its own, so that no signal to the
-trainer's process group reaches it; it exits when nobody has needed it for an hour, and leaves the
-segments, which the next one adopts.
+The started daemon is an ordinary `ckptd run` in a session of its own, so that no signal to the trainer's
+process group reaches it. It exits when nobody has needed it for an hour, and leaves the segments, which the
+next one adopts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ckptd.config.daemon_config import ConfigError, load_config, trusted_users
 from ckptd.config.runtime_dir import UnusableFolder, is_operated, private_folder
 from ckptd.config.settings import given_settings
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.control.messages import Ping, Pong
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.messages import Ping, Pong
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
 __all__ = ["answers", "connect", "ensure_daemon", "unexpected"]
 
@@ -39,16 +39,17 @@ def ensure_daemon(
 ) -> str:
     """Endpoint of a daemon that answers; one is started if there is none.
 
-    Several processes may call this at once: one starts the daemon, all get the same endpoint. Where
-    an operator runs the daemon (`ckptd run`), none is started while that one is away: it would have
-    another store, other peers and another quota.
+    Several processes may call this at once: one starts the daemon, all get the same endpoint. If an
+    operator runs the daemon (`ckptd run`), none is started while that one is away: it would have another
+    store, other peers and another quota.
 
     Args:
         runtime_dir: folder of the daemon; default as for `ckptd run`.
         overrides: further settings for a daemon that is started, by key.
+
     Raises:
-        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log, or says
-            that an operator's is away.
+        DaemonUnavailable: none answers within `timeout_s`; the message ends with its log, or says that an
+            operator's is away.
     """
     flags = {key: str(value) for key, value in overrides.items()}
     flags.setdefault("idle_exit_s", str(_IDLE_EXIT_S))
@@ -78,7 +79,7 @@ def connect(endpoint: str, timeout_s: float) -> ControlClient:
     """A connection to a daemon that runs as one of the users whom this process trusts.
 
     Raises:
-        WireError: the endpoint cannot be used; ``untrusted``: somebody else may stand behind it.
+        WireError: the endpoint cannot be used; ``untrusted``: another user may have made it.
         DaemonUnavailable: CKPTD_DAEMON_USER names nobody.
     """
     try:
@@ -89,11 +90,11 @@ def connect(endpoint: str, timeout_s: float) -> ControlClient:
 
 
 def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
-    """Does a daemon of our protocol answer there?
+    """Whether a daemon of our protocol answers.
 
     Raises:
-        DaemonUnavailable: something answers that is of another protocol version, or somebody else
-            may stand behind it.
+        DaemonUnavailable: what answers has another protocol version, or another user may have made the
+            endpoint.
     """
     try:
         with connect(endpoint, timeout_s) as client:
@@ -111,11 +112,12 @@ def answers(endpoint: str, timeout_s: float = _PROBE_S) -> bool:
         ) from error
 
 
-def unexpected(told: Mapping[str, str]) -> str:
-    """How a daemon differs from what this process's environment says of one; "" if it does not.
+def unexpected(given: Mapping[str, str]) -> str:
+    """How a daemon differs from this process's environment; "" if it does not.
 
     Args:
-        told: its settings, as `given_settings` makes them.
+        given: its settings, as `given_settings` makes them.
+
     Raises:
         DaemonUnavailable: the environment has a setting that no daemon can have.
     """
@@ -127,13 +129,13 @@ def unexpected(told: Mapping[str, str]) -> str:
     return "; ".join(
         f"CKPTD_{key.upper()} is {here[key] or 'empty'!r} for this trainer and {text or 'empty'!r} "
         "for the daemon"
-        for key, text in sorted(told.items())
+        for key, text in sorted(given.items())
         if key in here and loaded.sources[key].startswith("environment") and here[key] != text
     )
 
 
 def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
-    """Whether a daemon answers; where an operator runs it, it is waited for.
+    """Whether a daemon answers; an operator's daemon is waited for.
 
     Raises:
         DaemonUnavailable: the operator's does not come back in time.
@@ -147,9 +149,8 @@ def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
                 f"the daemon on {endpoint} was started by an operator and is away; a trainer "
                 "starts none in its place",
                 operation="find daemon",
-                hint="start it again (`ckptd run`, or its service). If there is to be none any "
-                f"more, remove {operated}: trainers "
-                "then start their own",
+                hint="start it again (`ckptd run`, or its service). If there is to be none any more, remove "
+                f"{operated}: trainers then start their own",
             )
         time.sleep(0.1)
     return True
@@ -157,7 +158,7 @@ def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
 
 @contextmanager
 def _only_one(folder: Path, deadline: float) -> Iterator[None]:
-    """Hold the folder's start lock; the others wait for it, bounded."""
+    """Hold the folder's start lock; other processes wait for it, bounded."""
     fd = os.open(folder / ".start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while True:
@@ -182,7 +183,7 @@ def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: floa
     if log.exists() and log.stat().st_size > _LOG_LIMIT_BYTES:
         log.replace(folder / "ckptd.log.old")
     command = [sys.executable, "-m", "ckptd", "run"]
-    # Everybody on the host can read a command line: options, which may hold credentials, go another way.
+    # Everybody on the host can read a command line, and options may hold credentials: use the environment.
     settings = {"CKPTD_" + key.upper(): text for key, text in flags.items()}
     mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with open(os.open(log, mode, 0o600), "ab") as output:
@@ -209,7 +210,7 @@ def _start(folder: Path, endpoint: str, flags: Mapping[str, str], deadline: floa
 
 
 def _environment() -> dict[str, str]:
-    """Our environment; a package that is run from its sources stays importable anywhere."""
+    """Our environment; a package that runs from its sources stays importable anywhere."""
     root = str(Path(ckptd.__file__).resolve().parent.parent)
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         return dict(os.environ)

@@ -1,7 +1,8 @@
-"""What every part of one daemon shares: made once, when it starts."""
+"""What all parts of one daemon share; made once, at its start."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 from ckptd.config.settings import DaemonConfig
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.storage.images.image import DigestMap
+from ckptd.storage.image import DigestMap
 from ckptd.workers import Workers
 
 __all__ = ["DigestThreads", "NodeContext", "NodeWorkers", "Post"]
+
+logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -30,7 +33,7 @@ class NodeContext:
     events: EventLog
 
     post: Post
-    """Has something done soon on the daemon's loop thread; safe from any other."""
+    """Calls a function soon on the daemon's loop thread; safe from any thread."""
 
     boot_id: str = field(default_factory=lambda: secrets.token_hex(8))
     """New at each start."""
@@ -42,6 +45,20 @@ class NodeContext:
     def node_id(self) -> str:
         """The name of this node."""
         return self.store.node_id
+
+    def guarded(self, what: str, work: Callable[[], None]) -> None:
+        """Do periodic work; an error is logged and reported as an event."""
+        try:
+            work()
+        # Trouble with one run or replica must not keep the others from being looked after.
+        except Exception as error:
+            logger.exception("the periodic work failed: %s", what)
+            self.events.add("error", "internal", f"periodic work, {what}: {error!r}")
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Log an error, and report it as an event."""
+        logger.error("%s failed", what, exc_info=error)
+        self.events.add("error", "internal", f"{what}: {error!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +74,7 @@ class DigestThreads:
 
 @dataclass(frozen=True, slots=True)
 class NodeWorkers:
-    """The threads of a daemon beside its loop."""
+    """The threads of a daemon besides its loop."""
 
     sealers: Workers
     """Digest what trainers filled and what fetches brought."""

@@ -1,17 +1,30 @@
-"""What may be printed: text without credentials, and without characters that steer a terminal or
-forge a line of a log.
+"""Text that is safe to print, and log records made of it.
 
-Events, log lines, errors and what `ckptctl` prints pass here, wherever they come from: a trainer's
-notice, a peer's refusal, the error of a store's client.
+It has no credentials, and no characters that steer a terminal or forge a line of a log. Events, log lines,
+errors and the output of `ckptctl` pass here, wherever they come from: a trainer's notice, a peer's refusal,
+the error of a store's client.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
+import sys
+import time
 from typing import Any
 
-__all__ = ["HIDDEN", "for_json", "for_terminal", "hide_options", "hide_secrets", "one_line"]
+__all__ = [
+    "HIDDEN",
+    "TextFormatter",
+    "for_json",
+    "for_terminal",
+    "hide_options",
+    "hide_secrets",
+    "one_line",
+    "set_up_logging",
+]
+
 
 HIDDEN = "***"
 
@@ -24,7 +37,7 @@ _PAIR = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}=)[^&\s'\",;)}}]+")
 # "aws_secret_access_key": "…", as in options and in errors that repeat them
 _FIELD = re.compile(rf"(?i)({_SECRET}[\w.-]{{0,64}}['\"]\s{{0,8}}:\s{{0,8}})(\"[^\"]*\"|'[^']*')")
 _SECRET_NAME = re.compile(rf"(?i){_SECRET}|^key$|^auth$")
-# Controls of C0 and C1, other line ends, and what turns the direction of text.
+# Controls of C0 and C1, other line ends, and characters that change the direction of text.
 _CONTROL = r"\x00-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _STEERS = re.compile(f"[{_CONTROL}]")
 # Of a text of several lines: line ends are ours, and the one colour that we use and its end. Others
@@ -33,31 +46,29 @@ _STEERS_TERMINAL = re.compile(rf"(?!\n)(?!\x1b\[(?:0|97;48;5;[0-9]{{1,3}})m)[{_C
 
 
 def hide_secrets(text: str) -> str:
-    """The text with credentials in URLs, in pairs and in fields replaced."""
+    """Replace credentials in URLs, in pairs and in fields."""
     text = _USER.sub(f"{HIDDEN}@", text)
     text = _PAIR.sub(rf"\g<1>{HIDDEN}", text)
     return _FIELD.sub(rf'\g<1>"{HIDDEN}"', text)
 
 
 def one_line(text: str) -> str:
-    """The text as it can stand in an event or a line of a log: no secrets, controls escaped."""
+    """Text for an event or a line of a log: no secrets, controls escaped."""
     return _STEERS.sub(_escaped, hide_secrets(text))
 
 
 def for_terminal(text: str) -> str:
-    """The same for text of several lines."""
+    """Like `one_line`, for text of several lines."""
     return _STEERS_TERMINAL.sub(_escaped, hide_secrets(text))
 
 
 def for_json(encoded: str) -> str:
-    """A JSON document as it can be printed; it means the same. Encoders escape the controls below
-    U+0020 only, and a terminal heeds others.
-    """
+    """Escape a JSON document further: terminals obey more controls than encoders escape."""
     return _STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)
 
 
 def hide_options(options: str) -> str:
-    """A JSON object of options, with the values of secret ones replaced; at any depth."""
+    """Replace the values of secret options in a JSON object, at any depth."""
     try:
         return json.dumps(_hidden(json.loads(options)), ensure_ascii=False)
     except ValueError:
@@ -74,3 +85,43 @@ def _hidden(value: Any) -> Any:
 
 def _escaped(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line, whatever its message holds; a traceback follows on its own lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return for_terminal(super().formatException(ei))
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": f"{self._time(record)}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": one_line(record.getMessage()),
+        }
+        if record.exc_info:
+            fields["exception"] = for_terminal(self.formatException(record.exc_info))
+        return json.dumps(fields, ensure_ascii=False)
+
+    def _time(self, record: logging.LogRecord) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+
+
+def set_up_logging(level: str, style: str) -> None:
+    """Send records of `level` and above to stderr; `style` is text or json."""
+    handler = logging.StreamHandler(sys.stderr)
+    if style == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        text = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+        handler.setFormatter(TextFormatter(text, "%Y-%m-%d %H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

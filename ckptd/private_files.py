@@ -1,8 +1,8 @@
-"""Small files of which only their owner knows: keys, owners of ranks, records of runs. They appear
-complete, or not at all.
+"""Small files that only their owner may read: keys, owners of ranks, records of runs.
 
-The mode is 0600 whatever the umask is. A process that dies meanwhile leaves a file that nobody
-reads, `.<name>.<random>.tmp`. This module stands below all others: the engines import it, too.
+They appear complete, or not at all. The mode is 0600 whatever the umask is. A process that dies meanwhile
+leaves a file that nobody reads, `.<name>.<random>.tmp`. This module is below all others: the engines import
+it, too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["new_private_file", "replace_private_file", "sync_folder"]
 
 
 def new_private_file(path: Path, data: bytes) -> None:
-    """Write a file that is not there yet; it is on disk, with its name, when this returns.
+    """Write a file that does not exist yet; it is on disk, with its name, when this returns.
 
     Raises:
-        FileExistsError: it is there, and stays as it was.
+        FileExistsError: it exists, and is unchanged.
         OSError: it cannot be written.
     """
     with _written_aside(path, data, synced=True) as aside:
@@ -29,12 +29,13 @@ def new_private_file(path: Path, data: bytes) -> None:
 
 
 def replace_private_file(path: Path, data: bytes, *, synced: bool = True) -> None:
-    """Write a file, in place of the one that may be there.
+    """Write a file, in place of one that may exist.
 
     Args:
-        synced: it is on disk, with its name, when this returns; without, a power cut may undo it.
+        synced: it is on disk, with its name, when this returns; otherwise a power cut may undo it.
+
     Raises:
-        OSError: it cannot be written; the one before stays.
+        OSError: it cannot be written; the old one stays.
     """
     with _written_aside(path, data, synced=synced) as aside:
         aside.replace(path)
@@ -43,7 +44,6 @@ def replace_private_file(path: Path, data: bytes, *, synced: bool = True) -> Non
 
 
 def sync_folder(folder: Path | str) -> None:
-    """The names in it are on disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -53,12 +53,12 @@ def sync_folder(folder: Path | str) -> None:
 
 @contextlib.contextmanager
 def _written_aside(path: Path, data: bytes, *, synced: bool) -> Iterator[Path]:
-    """The data under a name that nobody reads, gone after the block."""
+    """Write the data under a name that nobody reads; the file is gone after the block."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         with open(os.open(aside, flags, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), 0o600)  # a umask may have taken the owner's rights
+            os.fchmod(file.fileno(), 0o600)  # a umask may have removed the owner's rights
             file.write(data)
             file.flush()
             if synced:

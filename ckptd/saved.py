@@ -1,4 +1,4 @@
-"""What a run can go back to: ``saved_iterations``."""
+"""Iterations that a run can go back to: ``saved_iterations``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ckptd.core.recovery.held import STORE_NODE
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.holdings import newest_history
 from ckptd.launch import connect
-from ckptd.transport.control.messages import GetStatus, RunSeen, SeeRun, Status
-from ckptd.transport.control.wire import RefusedError, RequestTimeout, WireError
+from ckptd.transport.messages import GetStatus, RunSeen, SeeRun, Status
+from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
 __all__ = ["SavedIteration", "saved_iterations"]
 
@@ -24,7 +24,7 @@ class SavedIteration:
     """An iteration that all ranks can go back to.
 
     Attributes:
-        replay_from: the first iteration that is run again for it, or to compare what is loaded.
+        replay_from: the first iteration that is run again for it, or to verify it.
         durable: whether storage alone has it.
     """
 
@@ -36,15 +36,17 @@ class SavedIteration:
 def saved_iterations(
     job: str, run: str, *, daemon: str | None = None, verify_iterations: int = VERIFY_ITERATIONS
 ) -> list[SavedIteration]:
-    """All that ``RecoveryOptions(resume_at=)`` can go back to, in memory, on peers and (the newest
-    few) in storage; newest first.
+    """The iterations that ``RecoveryOptions(resume_at=)`` can go back to, newest first.
+
+    They are in memory, on peers and (the newest few) in storage.
 
     Args:
-        job, run: as the first line of a trainer tells them.
+        job, run: as in the first line of a trainer's log.
         daemon: its endpoint; None: that of this user.
         verify_iterations: as of the ``Checkpointer`` that will go back.
+
     Raises:
-        DaemonUnavailable: none answers, or not as it should.
+        DaemonUnavailable: no daemon answers, or not as it should.
     """
     try:
         with connect(daemon or default_endpoint(), _ANSWER_S) as client:

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and tables of them."""
+"""Numbers and tables as people read them."""
 
 from __future__ import annotations
 

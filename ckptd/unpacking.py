@@ -1,9 +1,9 @@
-"""Reading msgpack that somebody else wrote: one function for all of it, with one error for whatever is wrong.
+"""Decoding msgpack from others: one function, and one error for everything that can be wrong.
 
-The decoder's types bound what may be in it (lengths of lists and texts, ranges of numbers). msgspec
-compares a length that is announced with the bytes that are there before it makes room, skips what
-no field takes without making it, and counts how deep it is. What is untyped (``Any``) may cost a
-hundred times its bytes: decoders for the messages of others have none.
+The decoder's types bound the content (lengths of lists and texts, ranges of numbers). msgspec compares an
+announced length with the bytes that exist before it allocates, skips fields that no type takes, and counts
+the depth. Untyped content (``Any``) may cost a hundred times its bytes: decoders for messages of others
+have none.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def unpack(
     """The value in ``data``.
 
     Raises:
-        ValueError: it is larger than ``max_bytes``, no msgpack, nested too deeply, or not what the
-            decoder takes.
+        ValueError: it is larger than ``max_bytes``, no msgpack, nested too deeply, or of another type.
     """
     if len(data) > max_bytes:
         raise ValueError(f"{len(data)} bytes; at most {max_bytes} are read")

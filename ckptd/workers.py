@@ -1,8 +1,7 @@
-"""A bounded pool of threads whose results are handed back on the thread that collects them."""
+"""A bounded pool of threads whose results are delivered on the thread that collects them."""
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Workers"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -25,7 +22,7 @@ class _Job:
 
 
 class Workers:
-    """Threads for what may take long; the submitting thread calls `collect` after each wake.
+    """Threads for work that may take long; the submitting thread calls `collect` after each wake.
 
     Args:
         wake: called from a worker when a result waits; must be safe from any thread.
@@ -50,7 +47,7 @@ class Workers:
         done: Callable[[Any], None],
         failed: Callable[[BaseException], None],
     ) -> bool:
-        """Run `task` on a worker, then `done` or `failed` in `collect`; false if full."""
+        """Run ``task`` on a worker, then ``done`` or ``failed`` in `collect`; false if the pool is full."""
         if self.pending >= self._limit:
             return False
         self.pending += 1
@@ -58,7 +55,7 @@ class Workers:
         return True
 
     def collect(self) -> None:
-        """Hand back every result that is there."""
+        """Deliver every result that waits."""
         while True:
             try:
                 job = self._finished.get_nowait()
@@ -71,7 +68,7 @@ class Workers:
                 job.done(job.result)
 
     def close(self, timeout_s: float) -> None:
-        """Let the threads end after the jobs at hand; those that do not are left behind."""
+        """End the threads after their current jobs; those that take longer are left behind."""
         for _ in self._threads:
             self._todo.put(None)
         deadline = time.monotonic() + timeout_s

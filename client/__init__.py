@@ -9,7 +9,7 @@ from ckptd.client.options import (
     SnapshotOptions,
 )
 from ckptd.client.recovery.replay import ReplayMismatch
-from ckptd.client.recovery.self_verification import Certificate
+from ckptd.client.recovery.verification import Certificate
 from ckptd.saved import SavedIteration, saved_iterations
 
 __all__ = [

@@ -1,9 +1,9 @@
 """``Checkpointer``: the whole integration, three lines in a training loop.
 
-The loop's top is the snapshot boundary: everything that a step changes (scheduler, scaler, bias
-updates, the copy-back from master weights) has happened there. At the optimizer's step the client
-waits for its own copies, and for nothing else. Training does not depend on us: after the attach,
-every failure of ours is a log line, a counter, and a degraded mode.
+The loop's top is the snapshot boundary: everything that a step changes (scheduler, scaler, bias updates,
+the copy-back from master weights) has happened there. At the optimizer's step the client waits for its own
+copies, and for nothing else. Training does not depend on us: after the attach, every failure of ours is a
+log line, a counter, and a degraded mode.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from torch import Tensor, nn
 from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.program import this_program
 from ckptd.client.capture.recorder import Recorder
-from ckptd.client.capture.step_scalars import StepScalars
-from ckptd.client.capture.step_state import Stateful
+from ckptd.client.capture.step_state import Stateful, StepScalars
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.data import Batches
 from ckptd.client.data.loaders import check_loader
 from ckptd.client.interchange.starting_weights import load_start, start_unprotected
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.parameter_names import is_compiled
-from ckptd.client.model.precision import PrecisionProbe
+from ckptd.client.model.live_state import is_compiled
 from ckptd.client.model.replicated_params import NOTHING_SHARED, agree_on_sharing
-from ckptd.client.model.tensor_sharding import placement_lines
 from ckptd.client.options import (
     CheckpointerOptions,
     DaemonOptions,
@@ -47,23 +44,19 @@ from ckptd.client.options import (
 )
 from ckptd.client.parking.park_signals import park_on_sigterm
 from ckptd.client.parking.parker import Parking
-from ckptd.client.pipeline.boundary_log import BoundaryLog
-from ckptd.client.pipeline.shared_values import shared_value
-from ckptd.client.pipeline.silent_log import SilentLog
+from ckptd.client.pipeline.boundary_log import BoundaryLog, SilentLog, shared_value
 from ckptd.client.pipeline.stage_hooks import stages_of
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.client.recovery.self_verification import Certificate, DenseState, certify
 from ckptd.client.recovery.start import Recovery, newest_window
-from ckptd.client.resume import heed_program, restore
-from ckptd.client.schedule.describe import describe_table
-from ckptd.client.schedule.expert_popularity import TokenCounter
+from ckptd.client.recovery.verification import Certificate, DenseState, certify
+from ckptd.client.schedule.measurements import PrecisionProbe, TokenCounter
 from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_bytes
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan, operator_costs
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, describe_table, operator_costs
 from ckptd.client.stats import Stats
 from ckptd.client.train_loop import SEAL_WAIT_S, LoopSide
-from ckptd.client.training_state import examine
-from ckptd.core.schedules.schedule import Ordering
-from ckptd.cuda.select import make_engine
+from ckptd.client.training_state import examine, placement_lines
+from ckptd.core.schedule import Ordering
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 
 __all__ = ["Checkpointer"]
@@ -72,27 +65,27 @@ logger = get_logger(__name__)
 
 
 class Checkpointer:
-    """Snapshot every iteration to the node's daemon; after a failure, resume at the exact bits.
+    """Snapshots every iteration to the node's daemon; after a failure, resumes at the exact bits.
 
-    Create it when model, optimizer and everything in ``state`` exist, and before data iterators are
-    created: it is here that a previous run is found and restored. Then loop over ``steps``.
+    Create it after model, optimizer and everything in ``state``, and before data iterators: its
+    constructor finds and restores a previous run. Then loop over ``steps``.
 
     Args:
         model: any module; operators (experts, gates, dense parts) are found in it.
         optimizer: the optimizer, or a list of them.
-        state: anything with ``state_dict``/``load_state_dict`` by name: schedulers, GradScaler,
+        state: objects with ``state_dict``/``load_state_dict`` by name: schedulers, GradScaler,
             stateful data loaders.
-        run: the name of the run, or `RunOptions`: job, rank, world size; from torchrun's
-            environment where not given.
+        run: the name of the run, or `RunOptions`: job, rank, world size; defaults come from
+            torchrun's environment.
         daemon: ``"auto"`` starts one if none answers; an endpoint (``ipc://…``); None turns
             everything off. Or `DaemonOptions`.
         snapshots: what is captured in which snapshot: policy, window, cost (`SnapshotOptions`).
         recovery: how a run resumes, and how that is verified (`RecoveryOptions`).
         layout: what the structure of model and optimizer does not say by itself (`LayoutOptions`).
     Raises:
-        ValueError: something passed is unusable; the message says what and what to do.
-        TypeError: a keyword that is none, or a group of options of another type; the message says
-            how it is passed.
+        ValueError: an argument is unusable; the message says which and what to do.
+        TypeError: an unknown keyword, or a group of options of another type; the message says how to
+            pass it.
         AttachRefused: the daemon refuses: memory, another trainer with this rank, another topology;
             with the numbers.
         DaemonUnavailable: no daemon answers.
@@ -138,16 +131,16 @@ class Checkpointer:
         self._operators = subject.operators
         self._program = this_program(subject.binding, subject.stateful)
         self._sharing = NOTHING_SHARED
-        shared = subject.sharing if layout.capture_once else NOTHING_SHARED
         self._engine = make_engine(subject.device, inline=bool(snapshots.inline_copy))
         self._recovery = Recovery(subject, self._engine, self._loop.tape, options.recovery)
         self._ranks = Collectives.of_job(self._identity, node=platform.node())
+        shared = subject.sharing if layout.capture_once else NOTHING_SHARED
         needed = needed_memory(self._binding, self._operators, snapshots, shared)
         try:
             try:
                 # A rank that is refused must not leave the others waiting for it.
                 with self._ranks.all_or_none():
-                    self._memory = RankMemory(
+                    memory = self._memory = RankMemory(
                         self._identity,
                         options.daemon,
                         needed,
@@ -155,29 +148,22 @@ class Checkpointer:
                         version=importlib.metadata.version("ckptd"),
                         stats=self._stats,
                     )
-                    self._precision = PrecisionProbe(self._binding.params)
-                    # Hooks within a compiled graph would break it: its experts are anchored in the
-                    # order of the model.
-                    counted = [] if is_compiled(model) else self._operators
-                    self._counter = TokenCounter(
-                        model, counted, Ordering(snapshots.ordering), snapshots.capacities
-                    )
-                    self._cleanup.callback(self._counter.close)
-                    self._buckets = Buckets(model)
+                    precision, counter = self._observe(model)
             except (AttachRefused, DaemonUnavailable) as error:
                 if options.daemon.required:
                     raise
                 self._go_on_unprotected(error, model, optimizer)
                 return
-            self._ranks = self._ranks.on_node(self._memory.session.node_id)
+            self._ranks = self._ranks.on_node(memory.session.node_id)
             if self._identity.world_size > 1:
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, snapshots)
                 self._sharing = agree_on_sharing(self._binding, shared.replicas, own_bytes, self._ranks)
-            self._protect(self._memory)
-            self._loop.rehearse(self._memory, self._engine, wanted=recovery.rehearse)
+            self._protect(memory, precision, counter)
+            if recovery.rehearse:
+                self._loop.rehearse()
             if recovery.park:
                 self._begin_parking()
-            self._restore(self._memory)
+            self._restore(memory)
             self._loop.install(model, self._cleanup, self)
             atexit.register(_close, weakref.ref(self))
         except BaseException:
@@ -187,13 +173,13 @@ class Checkpointer:
     # -- the loop --------------------------------------------------------------------------------
 
     def steps(self, total: int, *, start: int = 0) -> Generator[int, None, None]:
-        """The steps to run, ``[start, total)``; after a restore it begins where replay must begin.
+        """The steps to run, ``[start, total)``; after a restore they begin where replay must begin.
 
         Args:
-            start: the first step of a run that resumes nothing of ours and has not begun (one that
-                goes on from a checkpoint of somebody else's).
+            start: the first step of a new run that resumes nothing of ours (one that continues from
+                somebody else's checkpoint).
         Raises:
-            ReplayMismatch: a replayed step did not reproduce what was recorded (see ``on_mismatch``).
+            ReplayMismatch: a replayed step did not reproduce the recording (see ``on_mismatch``).
         """
         loop = self._loop
         loop.replaying.check_whole()
@@ -228,27 +214,23 @@ class Checkpointer:
 
     @property
     def step(self) -> int:
-        """The step that runs, or the next one."""
+        """The running step, or the next one."""
         return self._loop.step
 
     @property
     def replaying(self) -> bool:
-        """Whether this step is replayed: it was run before the failure, and what it computes now is
-        compared with what was recorded.
-        """
+        """True while steps are replayed: they ran before the failure, and are compared with the record."""
         return self._loop.replaying.frozen
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, **kwargs: Any
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``; that one is recorded too, however it was imported."""
+        """Same as ``torch.nn.utils.clip_grad_norm_``, which is recorded too, however it was imported."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, **kwargs)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """The body is a forward of the model; said where the model is not called as a module, as in
-        Lightning's ``training_step``.
-        """
+        """The body is a forward that does not call the model as a module (Lightning's ``training_step``)."""
         if self.off:
             yield
             return
@@ -259,18 +241,15 @@ class Checkpointer:
             self._loop.forward_ended()
 
     def record(self, kind: str, value: Any) -> Any:
-        """Keep a value that a replay with frozen operators could not recompute; in replay, the
-        recorded one is returned.
-        """
+        """Keep a value that a replay with frozen operators cannot recompute; a replay returns it."""
         return value if self.off else self._loop.tape.record(kind, value)
 
     def shared_value(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What all ranks compute together in this step and all have alike: a gradient norm over all
-        stages, a loss to show.
+        """A value that all ranks compute together in this step: a gradient norm over stages, a loss to show.
 
-        ``compute`` is called in normal life only. A replay, or a rank that runs alone after a
-        localized restart, gets what it returned then; so what it communicates does not join ranks
-        that could recover apart.
+        ``compute`` is called in normal operation only. A replay, or a rank that runs alone after a
+        localized restart, gets the value returned then; so its communication does not join ranks
+        that could recover separately.
 
         Raises:
             ValueError: it returned something that a snapshot cannot hold.
@@ -280,20 +259,19 @@ class Checkpointer:
         return shared_value(name, compute, self._loop.tape, self._pipeline.log)
 
     def batches(self, loader: Any, *, skip: bool | None = None) -> Iterator[Any]:
-        """Iterate over ``loader`` for ever, epoch after epoch; a successor goes on with the very
-        batch that follows.
+        """Iterate over ``loader`` forever, epoch after epoch; a restarted job continues with the next batch.
 
-        The loader need not be in ``state=``. After a failure the batches of the interrupted epoch
-        are fetched again and thrown away, up to the position: random numbers that a sample, or a
-        worker, draws are then the same. Call it for the same loaders in the same order in each
-        life, and fetch within the loop's body.
+        The loader need not be in ``state=``. After a failure the batches of the interrupted epoch are
+        fetched again up to the position and discarded, so that samples and workers draw the same
+        random numbers. Call it for the same loaders in the same order in each start, and fetch within
+        the loop's body.
 
         Args:
-            skip: True, a sample depends on its index and on torch's, numpy's and Python's global
-                random generators in this process only: the batches are passed over without being
-                made. None: where that is certain (stored tensors, torch's own collation).
+            skip: True: a sample depends only on its index and on torch's, numpy's and Python's global
+                random generators in this process, so batches are skipped without being created.
+                None: only if that is certain (stored tensors, torch's own collation).
         Raises:
-            ValueError: ``loader`` cannot be taken back to a position; the message says what to do.
+            ValueError: ``loader`` cannot be restored to a position; the message says what to do.
         """
         if self.off:
             return Batches(loader)
@@ -304,17 +282,15 @@ class Checkpointer:
         return found
 
     def note_batch(self, batch: Any) -> None:
-        """The running step trains on this batch, which does not come from ``batches``: it is to be
-        the same when the step is repeated.
-        """
+        """Note a batch of this step that does not come from ``batches``: a repeat must get the same one."""
         if not self.off:
             self._loop.ledger.note(batch)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """While the body runs (a large all-to-all, say), this node's daemon sends no snapshots to its peers.
+        """In the body (a large all-to-all, say), this node's daemon sends no snapshots to its peers.
 
-        A hint: it holds for half a second at most, so that replication cannot starve. Costs about a
+        A hint that holds for half a second at most, so that replication cannot starve. Costs about a
         microsecond.
         """
         table = self._memory.table if self._memory is not None else None
@@ -331,11 +307,12 @@ class Checkpointer:
     def log_boundaries(
         self, stages: Any, *, limit_bytes: int | None = None, replicate: bool = False
     ) -> SilentLog:
-        """Log what these stages send to other stages: a schedule of
-        ``torch.distributed.pipelining``, a stage, or several.
+        """Log what these stages send to other stages; returns the log, like ``boundary_log``.
 
-        Call it once, before the loop; ``close`` undoes it. Returns the log, as ``boundary_log`` does.
+        Call it once, before the loop; ``close`` undoes it.
 
+        Args:
+            stages: a schedule of ``torch.distributed.pipelining``, a stage, or several.
         Raises:
             ValueError: there is no stage in ``stages``, or it is logged already.
         """
@@ -350,12 +327,13 @@ class Checkpointer:
     def boundary_log(self, *, limit_bytes: int | None = None, replicate: bool = False) -> SilentLog:
         """The log for a pipeline of your own: call its ``activation`` and ``gradient`` with what you send.
 
+        Only the first call, which makes the log, heeds the arguments.
+
         Args:
-            limit_bytes: the most that it may take; None leaves it to the daemon's quota. Counts
-                where the log is made, as does the next one.
-            replicate: whether the nodes that hold replicas of this rank's snapshots are to hold its
-                log, too: it is then to be had when this node is lost. Takes as much of their
-                memory; one that has none holds no log, and training goes on.
+            limit_bytes: the most memory that it may take; None: the daemon's quota.
+            replicate: nodes with replicas of this rank's snapshots hold its log, too, so that it
+                survives the loss of this node. It takes as much of their memory; a node without
+                enough holds no log, and training goes on.
         """
         if self.off:
             return SilentLog()
@@ -378,48 +356,49 @@ class Checkpointer:
     # -- looking ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start: stalls in ms, bytes, snapshots, what was skipped and why."""
+        """Counters since the start: stalls in ms, bytes, snapshots, skipped snapshots by reason."""
         return self._stats.as_dict()
 
     def describe(self) -> str:
         """A table of the operators: kind, bytes anchored and not, phase."""
         if self.off:
             return "ckptd is off (daemon=None)"
-        plan = self._plan()
-        operators = plan.operators if plan is not None else self._operators
-        dtypes = plan.compute_dtypes if plan is not None else {}
-        costs = operator_costs(self._binding, operators, dtypes)
+        plan, identity = self._plan(), self._identity
+        operators, window = self._operators, "window: chosen after the first steps are measured"
+        dtypes, owners, schedule = {}, [], None
+        if plan is not None:
+            operators, dtypes, owners, schedule = (
+                plan.operators,
+                plan.compute_dtypes,
+                plan.owners,
+                plan.schedule,
+            )
+            window = f"window: {schedule.window} ({schedule.reason})"
         head = [
-            (
-                f"job {self._identity.job}, run {self._identity.run}, rank {self._identity.rank} of "
-                f"{self._identity.world_size}"
-            ),
+            f"job {identity.job}, run {identity.run}, rank {identity.rank} of {identity.world_size}",
             f"freezing in replay: {self._recovery.freezing} ({self._recovery.freezing_reason})",
-            f"window: {plan.schedule.window} ({plan.schedule.reason})"
-            if plan is not None
-            else "window: chosen after the first steps are measured",
+            window,
         ]
-        if self._identity.world_size > 1:
+        if identity.world_size > 1:
             head += placement_lines(self._binding)
         if self._loop.resumed:
             head.append(self._loop.resumed)
         head += self._pipeline.describe()
         if self._loop.parking is not None:
             head.append(self._loop.parking.describe())
-        owners = plan.owners if plan is not None else []
-        return describe_table(operators, costs, plan.schedule if plan is not None else None, owners, head)
+        costs = operator_costs(self._binding, operators, dtypes)
+        return describe_table(operators, costs, schedule, owners, head)
 
     def verify(self, run_step: Callable[[int], Any]) -> Certificate:
-        """Replay the newest window in process and compare with the live state: a certificate that
-        anyone can rerun.
+        """Replay the newest window in process, and certify that it reproduces the live state.
 
-        Call it between steps (after the optimizer's step, or after the loop), on all ranks at the
-        same step. ``run_step(step)`` must do what the loop's body does, with data that comes from
-        objects in ``state=`` (or from ``batches``). The live state is put back afterwards.
+        Call it between steps (after the optimizer's step, or after the loop), on all ranks at the same
+        step. ``run_step(step)`` must do the same as the loop's body, with data from objects in
+        ``state=`` or from ``batches``. The live state is restored afterwards.
 
         Raises:
-            ValueError: off, replaying, not all ranks run this iteration, or there is no complete
-                window yet (that all ranks have).
+            ValueError: off, replaying, not all ranks run this iteration, or no window is complete yet
+                on all ranks.
         """
         loop, memory = self._loop, self._memory
         recorder = loop.recorder
@@ -430,6 +409,11 @@ class Checkpointer:
                 "verify() needs all ranks, and not all of them run iterations before "
                 f"{start.plan.resume}, after a failure"
             )
+
+        def counted(step: int) -> Any:
+            loop.ledger.begin(step)  # the batches are those of the repeated steps
+            return run_step(step)
+
         if loop.parking is not None:
             loop.parking.closed_because("verify() runs")
         recorder.finish()
@@ -444,7 +428,7 @@ class Checkpointer:
                 replay,
                 DenseState(self._binding, self._subject.stateful),
                 loop.tape,
-                self._counted(run_step),
+                counted,
                 until=loop.step + 1 if loop.stepping else loop.step,
                 window=len(images),
                 playing=loop.verifying,
@@ -458,9 +442,7 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Detach from the daemon, which keeps the snapshots. The loop may go on unprotected, unless
-        it is being replayed.
-        """
+        """Detach from the daemon, which keeps the snapshots. The loop may continue, unless it replays."""
         if self._loop.parking is not None:
             self._loop.parking.leave("closed in the middle of a step")
         self._cleanup.close()
@@ -485,13 +467,22 @@ class Checkpointer:
         if source is not None:
             logger.warning("%s", start_unprotected(model, optimizer, masters, source))
         logger.error(
-            "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is "
-            "taken, none is resumed from "
-            "(DaemonOptions(required=False)): %s",
+            "TRAINING IS UNPROTECTED, and begins where the program begins it: no snapshot is taken, none "
+            "is resumed from (DaemonOptions(required=False)): %s",
             why,
         )
 
-    def _protect(self, memory: RankMemory) -> None:
+    def _observe(self, model: nn.Module) -> tuple[PrecisionProbe, TokenCounter]:
+        """Watch the model's forwards and its DDP wrappers."""
+        options = self._options.snapshots
+        # Hooks within a compiled graph would break it: its experts are anchored in the order of the model.
+        counted = [] if is_compiled(model) else self._operators
+        counter = TokenCounter(model, counted, Ordering(options.ordering), options.capacities)
+        self._cleanup.callback(counter.close)
+        self._buckets = Buckets(model)
+        return PrecisionProbe(self._binding.params), counter
+
+    def _protect(self, memory: RankMemory, precision: PrecisionProbe, counter: TokenCounter) -> None:
         context = RankContext(
             binding=self._binding,
             operators=self._operators,
@@ -499,8 +490,8 @@ class Checkpointer:
             engine=self._engine,
             options=self._options.snapshots,
             stats=self._stats,
-            counter=self._counter,
-            precision=self._precision,
+            counter=counter,
+            precision=precision,
             sharing=self._sharing,
         )
         stateful = self._subject.stateful
@@ -537,28 +528,10 @@ class Checkpointer:
             return
         if found.apart is not None:
             self._cleanup.callback(found.apart.close)
-        restore(
-            found,
-            self._loop,
-            memory,
-            engine=self._engine,
-            buckets=self._buckets,
-            ranks=self._ranks,
-            stats=self._stats,
-            started_s=started_s,
-        )
-        heed_program(found.replay, self._program, self._loop, self._subject, self._options.recovery)
+        self._loop.restore(found, self._buckets, started_s=started_s)
+        self._loop.heed_program(found.replay, self._program, self._options.recovery)
         self._operators = found.plan.operators
         self.resumed_from = found.replay.end
-
-    def _counted(self, run_step: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Steps of a verification, whose batches are those of the steps that they repeat."""
-
-        def counted(step: int) -> Any:
-            self._loop.ledger.begin(step)
-            return run_step(step)
-
-        return counted
 
     def _rewind(self) -> None:
         for batches in self._batches:

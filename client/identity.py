@@ -15,8 +15,7 @@ __all__ = ["Identity", "identify"]
 
 _DEFAULT_RUN = "default"
 _DIGEST_DIGITS = 8
-# What `torchrun --standalone` and the launcher's API make up where nobody gave an id: a UUID, or
-# one as a decimal number.
+# An id that `torchrun --standalone` or the launcher's API generates: a UUID, or one as a decimal number.
 _MADE_UP = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{30,39}")
 _ANCESTORS = 8
 
@@ -28,7 +27,7 @@ def _folder_now() -> Path:
         return Path(os.environ.get("PWD", "/"))
 
 
-# Before the program changes its folder, as Hydra does to a new one for every start.
+# Before the program changes its folder: Hydra uses a new one for every start.
 _begun_in = _folder_now()
 
 
@@ -37,7 +36,7 @@ class Identity:
     """``(job, run, rank)`` names one trainer's memory; ``world_size`` fences it.
 
     Attributes:
-        origin: where names come from that nobody passed; "" if all were passed.
+        origin: the source of names that were not passed; "" if all were.
     """
 
     job: str
@@ -47,12 +46,12 @@ class Identity:
     origin: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """As a line of the log begins."""
+        """The beginning of a log line."""
         origins = f" ({self.origin})" if self.origin else ""
         return f"job {self.job}, run {self.run}, rank {self.rank} of {self.world_size}{origins}"
 
     def metadata(self) -> dict[str, str]:
-        """As written into every image."""
+        """The metadata of every image."""
         return {
             "job": self.job,
             "run": self.run,
@@ -62,13 +61,11 @@ class Identity:
 
 
 def identify(job: str | None, run: str | None, rank: int | None, world_size: int | None) -> Identity:
-    """Complete what was given from torchrun's environment (``RANK``, ``WORLD_SIZE``,
-    ``TORCHELASTIC_RUN_ID``).
+    """Complete the arguments from torchrun's environment (``RANK``, ``WORLD_SIZE``, ``TORCHELASTIC_RUN_ID``).
 
-    The same command in the same folder has the same names each time. A job that nobody named is
-    named after its script, and told from others of that name by the script's path and the folder in
-    which it was started. A run is ``default`` where nobody chose an id: one that torchrun made up
-    is not used.
+    The same command in the same folder has the same names each time. An unnamed job is named after its
+    script, with a digest of the script's path and the folder in which it was started. A run without a
+    chosen id is ``default``: an id that torchrun generated is not used.
 
     Raises:
         ValueError: a name has other characters than letters, digits, ``.``, ``_`` and ``-``, or a
@@ -99,7 +96,7 @@ def _job_of_script() -> tuple[str, str]:
 
 
 def _run_of_launcher() -> tuple[str, bool]:
-    """The id of torchrun's rendezvous, or the default; and whether torchrun has made one up."""
+    """The id of torchrun's rendezvous, or the default; and whether torchrun generated an id."""
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if elastic in ("", "none"):
         return _DEFAULT_RUN, False
@@ -109,7 +106,7 @@ def _run_of_launcher() -> tuple[str, bool]:
 
 
 def _is_made_up(run_id: str) -> bool:
-    """Whether nobody chose this id: it looks random, and no command and no variable that led here has it."""
+    """True if the id looks random, and no command and no variable that led here has it."""
     if not _MADE_UP.fullmatch(run_id) or _environ_number("GROUP_WORLD_SIZE", 1) > 1:
         return False  # nodes that meet under an id were given it
     # Folders that torchrun makes for a worker are named after the id, too.
@@ -120,7 +117,7 @@ def _is_made_up(run_id: str) -> bool:
 
 
 def _commands_of_ancestors() -> list[str]:
-    """The command lines of the processes that started this one, as far as they can be read."""
+    """The readable command lines of the processes that started this one."""
     found: list[str] = []
     process = os.getppid()
     while process > 0 and len(found) < _ANCESTORS:

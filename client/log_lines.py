@@ -1,6 +1,4 @@
-"""The lines that a trainer prints: each begins with ``ckptd:``, whatever the logging set-up of the
-program is.
-"""
+"""The trainer's log lines: each begins with ``ckptd:``, whatever the program's logging set-up is."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ class _Lines(_Adapter):
 
 
 def get_logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
-    """The logger of this name; what is said to it begins with ``ckptd:``.
+    """The logger of this name, with the prefix ``ckptd:``.
 
-    In a program that has set up no logging, Python prints the bare text of warnings and errors:
-    among the program's own lines nobody could tell whose they are.
+    Without a logging set-up Python prints the bare text of warnings and errors; the prefix tells them
+    from the program's own lines.
     """
     return _Lines(logging.getLogger(name), {})

@@ -1,5 +1,4 @@
-"""The options of ``Checkpointer``, in groups: who trains, which daemon, what is captured when, how a
-run resumes, and how the model is laid out.
+"""The options of ``Checkpointer`` in groups: run, daemon, snapshots, recovery, and the model's layout.
 
 Each group is frozen and checks itself when it is made. All of its fields are keywords.
 """
@@ -13,13 +12,13 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
-from ckptd.core.schedules.schedule import Ordering
+from ckptd.core.schedule import Ordering
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ckptd.client.model.operators import Grouping
-    from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+    from ckptd.core.elastic.rebalance_policy import TimesConfig
 
 __all__ = [
     "CHECKPOINTER_GROUPS",
@@ -44,29 +43,29 @@ _PAGE = "docs/integration.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Who this trainer is. What is None comes from torchrun's environment.
+    """The identity of this trainer. None takes the value from torchrun's environment.
 
     Raises:
-        ValueError: a name or a number that cannot be used.
+        ValueError: a name or a number is unusable.
     """
 
     name: str | None = None
     """The run, 1 to 64 letters, digits, ``.``, ``_`` or ``-``. A start under the same job and run
-    resumes it. None: torchrun's ``--rdzv-id``, or ``default`` where nobody chose one."""
+    resumes it. None: torchrun's ``--rdzv-id`` if one was chosen, or ``default``."""
 
     job: str | None = None
-    """What is trained, in the same characters. None: named after the script and the folder in which
-    it was started."""
+    """The job, in the same characters. None: named after the script and the folder in which it was
+    started."""
 
     rank: int | None = None
-    """This process among those of the run, from 0. None: ``RANK``, or 0."""
+    """The number of this process in the run, from 0. None: ``RANK``, or 0."""
 
     world_size: int | None = None
-    """How many processes train this run together. None: ``WORLD_SIZE``, or 1. With 1 the process
-    asks no other rank, whatever process group there is."""
+    """The number of processes that train this run. None: ``WORLD_SIZE``, or 1. With 1 the process
+    asks no other rank, even if there is a process group."""
 
     topology: str = ""
-    """Any text that must be equal for a restart to be accepted, such as a parallel layout."""
+    """Any text, such as a parallel layout; a restart is accepted only with the same text."""
 
     def __post_init__(self) -> None:
         for what, name in (("run", self.name), ("job", self.job)):
@@ -86,32 +85,32 @@ class RunOptions:
             )
 
     def completed(self, **defaults: Any) -> Self:
-        """With these values where nothing was given."""
+        """A copy with these values in place of None."""
         return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonOptions:
-    """Which daemon keeps the snapshots.
+    """The daemon that keeps the snapshots.
 
     Raises:
-        ValueError: a value that cannot be used.
+        ValueError: a value is unusable.
     """
 
     endpoint: str | None = "auto"
     """``"auto"``: this user's daemon; one is started if none answers. ``"ipc:///path"``: the daemon
-    at that socket. None turns everything off: the loop runs as if ckptd were not there."""
+    at that socket. None turns everything off: the loop runs as without ckptd."""
 
     required: bool = True
-    """Whether a refused attach, or a daemon that does not answer, is an error. Otherwise all ranks
-    train on unprotected, as with ``daemon=None``: one line of the log says why, and the counter
+    """Treat a refused attach, or a daemon that does not answer, as an error. Otherwise all ranks
+    continue unprotected, as with ``daemon=None``: one log line says why, and the counter
     ``unprotected`` is 1."""
 
     timeout_s: float = 30.0
-    """How many seconds the start waits for the daemon."""
+    """Seconds for which the start waits for the daemon."""
 
     replicas: int | None = None
-    """On how many other nodes each snapshot is kept. None leaves it to the daemons' configuration."""
+    """The number of other nodes that keep each snapshot. None: the daemons' configuration."""
 
     def __post_init__(self) -> None:
         endpoint = self.endpoint
@@ -131,10 +130,10 @@ class DaemonOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotOptions:
-    """What is captured in which snapshot, and at what cost.
+    """The content and the cost of snapshots.
 
     Raises:
-        ValueError: a value that cannot be used, or two that exclude each other.
+        ValueError: a value is unusable, or two exclude each other.
     """
 
     policy: Literal["sliding", "aligned", "dense"] = "sliding"
@@ -142,31 +141,31 @@ class SnapshotOptions:
     ``"aligned"``: windows one after the other, as in MoEvement. ``"dense"``: everything in each."""
 
     window: int | None = None
-    """W, 1 to 64: over how many snapshots the whole state is spread. None measures the first steps
-    and chooses the smallest window whose snapshots fit between the top of the loop and the
+    """W, 1 to 64: the number of snapshots over which the whole state is spread. None measures the first
+    steps and chooses the smallest window whose snapshots fit between the top of the loop and the
     optimizer's step."""
 
     every: int = 1
-    """Take a snapshot every so many iterations. Above 1 with ``policy="dense"`` only."""
+    """The number of iterations between two snapshots. Above 1 with ``policy="dense"`` only."""
 
     ordering: Literal["hard", "soft", "decayed", "capacity"] = "hard"
-    """How the popularity of experts is measured; popular ones are anchored last. ``"hard"``: tokens
-    that were routed to an expert. ``"soft"``: the gate's probabilities. ``"decayed"``: tokens, of
-    which older ones count less. ``"capacity"``: by ``capacities``."""
+    """The measure of the popularity of experts; popular ones are anchored last. ``"hard"``: tokens
+    that were routed to an expert. ``"soft"``: the gate's probabilities. ``"decayed"``: tokens, older
+    ones with less weight. ``"capacity"``: by ``capacities``."""
 
     capacities: Mapping[str, float] | None = None
-    """For ``ordering="capacity"``: a number for each expert's operator, by its name."""
+    """For ``ordering="capacity"``: a number per expert, by the name of its operator."""
 
     max_overhead: float = 0.01
-    """On CPU, the share of an iteration that copies may take from the trainer's own cores. It
-    decides the window."""
+    """On CPU, the share of an iteration that copies may take from the trainer's own cores; it decides
+    the window."""
 
     inline_copy: bool | None = None
-    """On CPU, copy in the training thread (True) or beside it (False). None: whichever is measured
-    to be faster."""
+    """On CPU, copy in the training thread (True) or beside it (False). None: the faster one, by
+    measurement."""
 
     nan_check_every: int = 16
-    """Look for NaN in the weights of every that many snapshots. 0: never."""
+    """Look for NaN in the weights of every n-th snapshot. 0: never."""
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, "sliding", "aligned", "dense")
@@ -195,50 +194,48 @@ class SnapshotOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryOptions:
-    """How a run resumes after a failure, and what is prepared for it.
+    """How a run resumes after a failure, and the preparations for it.
 
     Raises:
-        ValueError: a value that cannot be used.
+        ValueError: a value is unusable.
     """
 
     resume_at: int | None = None
-    """Go back to this iteration, after a loss spike for example; ``saved_iterations`` lists those
-    that can be had. What is newer is given up. It counts for one start: where torchrun restarts the
-    workers by itself, it is ignored. None: the newest."""
+    """Go back to this iteration, after a loss spike for example; ``saved_iterations`` lists the choices.
+    Newer iterations are abandoned. It counts for one start: when torchrun restarts the workers by
+    itself, it is ignored. None: the newest."""
 
     on_mismatch: Literal["raise", "warn"] = "raise"
-    """What to do when a replayed step does not reproduce what was recorded."""
+    """The reaction to a replayed step that does not reproduce the recording."""
 
     verify_iterations: int = VERIFY_ITERATIONS
-    """A resume replays up to so many iterations more than it needs, from the snapshot before, and
-    compares the result with the newest snapshot. 0: no more than it needs, which is none with a
-    window of 1."""
+    """The most iterations that a resume replays beyond what it needs, from an earlier snapshot, to compare
+    the result with the newest one. 0: no more than it needs, which is none with a window of 1."""
 
     rehearse: bool = True
-    """Load the first snapshots into a copy of the optimizer, and compare its step with the live one:
-    state that no snapshot holds is then found (docs/optimizers.md). Once, where memory allows it."""
+    """Load the first snapshots into a copy of the optimizer, and compare its step with the live one.
+    This finds state that no snapshot holds (docs/optimizers.md). Once, if memory allows it."""
 
     freeze: Literal["auto", "drop", "inputs"] = "auto"
     """How operators are frozen in replay: ``"drop"`` discards their gradients, ``"inputs"`` does not
-    compute them. ``"auto"``: ``"inputs"`` where that is exact."""
+    compute them. ``"auto"``: ``"inputs"`` if that is exact."""
 
     param_groups: Literal["recorded", "script"] = "recorded"
-    """Whose options of parameter groups (learning rate, …) count where the script's differ from
-    those with which the run began: the ``"recorded"`` ones, or the ``"script"``'s, from the iteration
-    on at which the state is complete."""
+    """The options of parameter groups (learning rate, …) that count if the script's differ from those
+    with which the run began: the ``"recorded"`` ones, or the ``"script"``'s, from the iteration at which
+    the state is complete."""
 
     start_from: str | os.PathLike[str] | None = None
-    """A model to begin with where there is nothing to resume from: a folder or file of safetensors
-    with the model's own names, or what ``ckptctl import`` prints. Optimizer state is loaded where it
-    has some."""
+    """A model to begin with if there is nothing to resume from: a folder or file of safetensors with the
+    model's own names, or what ``ckptctl import`` prints. Optimizer state is loaded if it has any."""
 
     park: bool | None = None
-    """Keep memory into which this rank's whole state is copied when the job is torn down
-    (docs/parking.md). None: where this run logs boundaries and has several ranks."""
+    """Reserve memory into which this rank's whole state is copied when the job is torn down
+    (docs/parking.md). None: if this run logs boundaries and has several ranks."""
 
     park_after_s: float | None = None
-    """A step that lasts longer than so many seconds is parked, too. None: much longer than steps
-    have lasted so far."""
+    """Seconds after which a step that still runs is parked, too. None: much longer than steps have
+    lasted so far."""
 
     def __post_init__(self) -> None:
         if self.resume_at is not None and not _is_count(self.resume_at):
@@ -262,25 +259,25 @@ class RecoveryOptions:
 class LayoutOptions:
     """What the structure of model and optimizer does not say by itself.
 
-    Whether names and patterns match the model is checked by ``Checkpointer``.
+    ``Checkpointer`` checks whether names and patterns match the model.
     """
 
     operators: Grouping | None = None
-    """How parameters are grouped into operators: a dict from the operator's name to patterns of
+    """The grouping of parameters into operators: a dict from the operator's name to patterns of
     parameter names, or a function of name and tensor that returns the operator's name or None. None:
     experts, gates and dense parts are found in the model."""
 
     masters: Mapping[str, Tensor] | None = None
-    """``{parameter name: fp32 master}`` where the optimizer holds separate master weights. None finds
-    them by value."""
+    """``{parameter name: fp32 master}`` if the optimizer holds separate master weights. None finds them
+    by value."""
 
     replicated: Mapping[str, Any] | None = None
-    """What several ranks have alike though no wrapper says so: patterns of parameter names, each with
-    the process group (or one-dimensional ``DeviceMesh``) over which what matches is replicated."""
+    """Replicated parameters that no wrapper declares: patterns of parameter names, each with the process
+    group (or one-dimensional ``DeviceMesh``) over which matching parameters are replicated."""
 
     capture_once: bool = True
-    """What several ranks have alike is captured by one of them, so that bytes are spread evenly.
-    False: by each."""
+    """One rank captures each replicated parameter, so that bytes are spread evenly. False: each rank
+    captures all of its parameters."""
 
     def __post_init__(self) -> None:
         operators = self.operators
@@ -300,26 +297,27 @@ class LayoutOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementOptions:
-    """Where an ``ElasticJob`` places experts. The job checks it on all ranks at once, so that no rank
-    waits for another whose value cannot be used.
+    """Where an ``ElasticJob`` places experts.
+
+    The job checks it on all ranks at once, so that no rank waits for another with an unusable value.
     """
 
     threshold: int = 2
-    """On how many distinct nodes every expert shall be, as far as there are slots."""
+    """The number of distinct nodes for each expert, as far as there are slots."""
 
     max_straggler: float | None = 1.1
-    """How many times the mean load the busiest rank may have. None: survival counts alone."""
+    """The most load of the busiest rank, as a multiple of the mean. None: survival alone counts."""
 
     domain: str = ""
-    """The label of nodes that names what fails together, such as ``"rack"``. Empty: each node by
+    """The node label whose value names a failure domain, such as ``"rack"``. Empty: each node by
     itself."""
 
     when: TimesConfig | None = None
-    """When experts are placed anew by load while the ranks stay. None: never."""
+    """When experts are rebalanced by load while the ranks stay. None: never."""
 
 
 class OptionGroups(TypedDict, total=False):
-    """The keywords of ``Checkpointer`` that are options, for what passes them on."""
+    """The option keywords of ``Checkpointer``, for callers that pass them on."""
 
     run: str | RunOptions | None
     daemon: str | DaemonOptions | None
@@ -337,9 +335,9 @@ _GROUPS: Mapping[str, type] = {
     "placement": PlacementOptions,
 }
 CHECKPOINTER_GROUPS = ("run", "daemon", "snapshots", "recovery", "layout")
-# Where a name of its own says more than the keyword that was.
+# Earlier keywords with a better name now.
 _RENAMED = {"options": "param_groups"}
-# What a text stands for, where one is passed instead of the group.
+# The field that a text stands for if it is passed instead of the group.
 _SHORT = {"run": "name", "daemon": "endpoint"}
 
 
@@ -355,10 +353,10 @@ class CheckpointerOptions:
 
     @classmethod
     def of(cls, given: OptionGroups) -> Self:
-        """From keywords that `check_keywords` has let pass; a missing group has its defaults.
+        """From keywords that passed `check_keywords`; a missing group has its defaults.
 
         Raises:
-            ValueError: a name or an endpoint cannot be used.
+            ValueError: a name or an endpoint is unusable.
         """
         return cls(
             run=run_options(given.get("run")),
@@ -369,7 +367,7 @@ class CheckpointerOptions:
         )
 
     def keywords(self) -> OptionGroups:
-        """As ``Checkpointer`` takes them."""
+        """The keywords of ``Checkpointer``."""
         return OptionGroups(
             run=self.run,
             daemon=self.daemon,
@@ -395,9 +393,9 @@ def check_keywords(
     """Refuse keywords that are not ``groups``, and groups of another type.
 
     Args:
-        caller: what they were passed to, for the message.
+        caller: the callable that got them, for the message.
     Raises:
-        TypeError: says how it is passed.
+        TypeError: says how to pass them.
     """
     unknown = {name: value for name, value in given.items() if name not in groups}
     if unknown:
@@ -418,7 +416,7 @@ def check_keywords(
 def _not_a_keyword(
     caller: str, unknown: Mapping[str, Any], given: Mapping[str, Any], groups: Sequence[str]
 ) -> str:
-    """Which group has it, with what was passed; as Python would say it where none has."""
+    """The group that has it, with the passed value; if none has, Python's own words."""
     homes = {f.name: name for name in groups for f in fields(_GROUPS[name]) if f.name not in groups}
     moved: dict[str, dict[str, Any]] = {}
     for name, value in unknown.items():
@@ -442,7 +440,7 @@ def _call(kind: type, values: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A tensor, or a dict of them, is not printed."""
+    """Tensors, and dicts of them, are not printed."""
     simple = value is None or isinstance(value, str | int | float | bool)
     text = repr(value) if simple else "..."
     return text if len(text) <= _SHOWN_CHARACTERS else "..."

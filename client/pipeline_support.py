@@ -1,7 +1,6 @@
-"""What a `Checkpointer` does for the stages of a pipeline: log their boundaries, and run apart
-after a localized restart.
+"""The boundaries of pipeline stages: their log, and isolated stages after a localized restart.
 
-In every other job nothing of this is there, and each call returns at once.
+In every other job none of this exists, and each call returns at once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.stage_hooks import listen
 from ckptd.client.recovery.localized_recovery import LocalizedStart, end_localized
 from ckptd.client.stats import Stats
-from ckptd.cuda.select import make_engine
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import DaemonUnavailable
 
 __all__ = ["PipelinePart"]
@@ -33,16 +32,16 @@ logger = get_logger(__name__)
 
 
 class PipelinePart:
-    """The boundary log of this rank, and who is there in which iteration.
+    """The boundary log of this rank, and the ranks present in each iteration.
 
     Attributes:
-        log: None as long as nothing is logged.
-        start: after a localized restart, what came of the plan, until all ranks run together again.
+        log: None while nothing is logged.
+        start: a localized start, until all ranks run together again.
     """
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
-        self._apart: IsolatedStage | None = None
+        self._isolated: IsolatedStage | None = None
         self._logged: frozenset[int] = frozenset()
         self.log: BoundaryLog | None = None
         self.start: LocalizedStart | None = None
@@ -50,7 +49,7 @@ class PipelinePart:
     # -- setting up ------------------------------------------------------------------------------
 
     def open_log(self, memory: RankMemory, device: torch.device, **options: Any) -> BoundaryLog:
-        """Begin to log; ``options`` are those of `BoundaryLog`."""
+        """Start to log; ``options`` are those of `BoundaryLog`."""
         self.log = BoundaryLog(
             memory,
             make_engine(device, inline=True),
@@ -58,12 +57,11 @@ class PipelinePart:
             communication=_watch_communication(memory.identity),
             **options,
         )
-        self.log.isolated = self._apart
+        self.log.isolated = self._isolated
         return self.log
 
     def listen_to(self, stages: list[Any], log: BoundaryLog) -> contextlib.ExitStack:
-        """Have what these stages send logged, and, where ranks run apart, have them fed; closing
-        the result undoes it.
+        """Log what these stages send, and feed isolated ones; closing the result undoes it.
 
         Raises:
             ValueError: some are logged already.
@@ -73,9 +71,9 @@ class PipelinePart:
         self._logged |= {id(stage) for stage in stages}
         undo = contextlib.ExitStack()
         undo.enter_context(listen(stages, log))
-        if self._apart is not None:
-            # After the log, which is to see what is dropped.
-            self._apart.stand_in_for(stages)
+        if self._isolated is not None:
+            # After the log, which must see what is dropped.
+            self._isolated.stand_in_for(stages)
         return undo
 
     def run_isolated(
@@ -85,12 +83,12 @@ class PipelinePart:
 
         Args:
             rank: this one.
-            stages: what each of this rank's stages had found out.
+            stages: the recorded shapes of this rank's stages.
         Returns:
-            What of that is known.
+            The known shapes.
         Raises:
-            DaemonUnavailable: something is not, and this rank runs without its neighbours: its
-                schedule would ask them.
+            DaemonUnavailable: a shape is unknown, and this rank runs without its neighbours, which its
+                schedule would ask.
         """
         shapes = {int(index): found for index, found in stages.items() if found is not None}
         if start.mine.feeds and len(shapes) < len(stages):
@@ -101,7 +99,7 @@ class PipelinePart:
                 hint="the third start in a row recovers all ranks together",
             )
         self.start = start
-        self._apart = IsolatedStage(
+        self._isolated = IsolatedStage(
             (),
             rank,
             start.plan.bases,
@@ -115,26 +113,25 @@ class PipelinePart:
     # -- at the boundaries of steps --------------------------------------------------------------
 
     def begin(self, step: int, *, replaying: bool) -> None:
-        """The body of a step is about to run."""
+        """The body of a step begins."""
         if self.log is not None:
             self.log.begin(step, replaying=replaying)
 
     def end(self) -> Differences:
-        """It is over; what a replayed one sent otherwise than before."""
+        """The body ended; returns what a replayed one sent otherwise than before."""
         return Differences() if self.log is None else self.log.end()
 
     def abandon(self) -> None:
-        """It was left before its update."""
+        """The body was left before its update."""
         if self.log is not None:
             self.log.abandon()
 
     def end_localized(self, step: int, memory: RankMemory, wait: Callable[[], object]) -> None:
-        """The top of a step. At the first one after a localized restart that all ranks run,
-        ``wait`` is called: all come there.
+        """The top of a step; at the first one that all ranks run again, ``wait`` joins them.
 
         Raises:
-            ValueError: there is nobody to feed this rank: boundaries are not logged in this life.
-            DaemonUnavailable: not all ranks came there in time.
+            ValueError: nobody feeds this rank: boundaries are not logged in this life.
+            DaemonUnavailable: not all ranks came in time.
         """
         start = self.start
         if start is None:
@@ -142,10 +139,9 @@ class PipelinePart:
         if step < start.plan.resume:
             if start.mine.feeds and self.log is None:
                 raise ValueError(
-                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} "
-                    "without its neighbours, but their logs have "
-                    "nowhere to go: call ckpt.log_boundaries(schedule) or ckpt.boundary_log() "
-                    "before the loop, as in the run before"
+                    f"this rank runs iterations {start.mine.start} to {start.plan.resume - 1} without its "
+                    "neighbours, but their logs have nowhere to go: call ckpt.log_boundaries(schedule) or "
+                    "ckpt.boundary_log() before the loop, as in the run before"
                 )
             return
         self.start = None
@@ -157,7 +153,7 @@ class PipelinePart:
             memory.session.notice("info", "together", text)
 
     def aside(self) -> contextlib.AbstractContextManager[object]:
-        """What is sent in the body is no part of a step."""
+        """Messages sent in the body belong to no step."""
         return contextlib.nullcontext() if self.log is None else self.log.aside()
 
     # -- the rest --------------------------------------------------------------------------------
@@ -167,14 +163,14 @@ class PipelinePart:
         return [] if self.log is None else [self.log.describe(), *self.log.describe_domain()]
 
     def close(self) -> None:
-        """Log no more."""
+        """Stop logging."""
         if self.log is not None:
             self.log.close()
             self.log = None
 
 
 def _watch_communication(identity: Identity) -> Communication | None:
-    """None where ranks are not those of the process group: what is seen could not be told in our numbers."""
+    """None if ranks differ from those of the process group, whose numbers are seen."""
     if identity.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         return None
     here = (identity.rank, identity.world_size)

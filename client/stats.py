@@ -9,33 +9,31 @@ __all__ = ["Stats"]
 
 @dataclass(slots=True)
 class Stats:
-    """All times in the unit of the name's suffix; counts since the process started.
+    """Counts since the process started; times in the unit of the name's suffix.
 
-    Of a recovery: `attach_s` until the daemon has granted what there is, `recover_plan_s` to learn
-    who holds what and to agree, `fetch_first_s` and `fetch_last_s` from asking the daemon for what
-    lies elsewhere until the first and the last snapshot of it were seen here (0 if nothing was;
-    replay asks for a snapshot when it needs it), `restore_s` for all of the start up to the first
-    replayed iteration, `replay_s` from there until the state was dense.
+    Of a recovery: `attach_s` until the daemon has granted the memory, `recover_plan_s` to learn who holds
+    what and to agree, `fetch_first_s` and `fetch_last_s` from the request for remote snapshots until the
+    first and the last of them arrived (0 if none did; replay asks for a snapshot when it needs it),
+    `restore_s` for the whole start up to the first replayed iteration, `replay_s` from there until the
+    state was dense.
 
-    `unprotected`: 1 where the attach was refused and the user had said that training goes on all
-    the same. `daemon_changes`: how often a daemon with other settings (store, peers, quota) came
-    back in the place of the one before.
+    `unprotected`: 1 if the attach was refused and the user allowed training to continue.
+    `daemon_changes`: how often a daemon with other settings (store, peers, quota) replaced the one before.
 
-    `floor_overrides`: snapshots given away that a recovery together with the other ranks may have
-    needed; `grown`: how often the ring was made larger because another rank lagged behind or had a
-    longer window. `switches`: changes of the schedule that all ranks made together; `undecided`:
-    snapshots left out because this rank did not know in time whether there was one.
+    `floor_overrides`: overwritten snapshots that a recovery together with the other ranks may have needed.
+    `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
+    `switches`: schedule changes that all ranks made together. `undecided`: snapshots left out because this
+    rank did not know in time whether there was one.
 
-    Of the boundary log: `log_iterations`, `log_records` and `log_bytes` that were logged,
-    `log_slots` iterations that it holds at most and `log_memory_bytes` that it takes;
-    `log_overrides` iterations given away that a recovery together with the other ranks may have
-    needed, as with snapshots; `log_skipped` iterations that found no room, `log_failed` that could
-    not be copied, `log_outside` records that were sent outside of a step, `log_compared` records
-    that a replay sent again and `log_mismatches` among them.
+    Of the boundary log: logged `log_iterations`, `log_records` and `log_bytes`; its capacity of `log_slots`
+    iterations and its `log_memory_bytes`; `log_overrides` iterations overwritten that a recovery together
+    with the other ranks may have needed; `log_skipped` iterations without room, `log_failed` that could not
+    be copied, `log_outside` records sent outside of a step, `log_compared` records that a replay sent again
+    and `log_mismatches` among them.
 
-    Of parking: how often this rank's state was `parked`, the newest `parked_iteration` (-1: none),
-    the `park_ms` that the last one took, how often it was wanted and not possible (`park_refused`),
-    and the `park_memory_bytes` that are kept for it.
+    Of parking: how often this rank's state was `parked`, the newest `parked_iteration` (-1: none), the
+    `park_ms` of the last one, how often it was requested and impossible (`park_refused`), and the
+    `park_memory_bytes` that are kept for it.
     """
 
     snapshots: int = 0
@@ -93,9 +91,7 @@ class Stats:
     park_memory_bytes: int = 0
 
     def note_stall(self, boundary_s: float, wait_s: float) -> None:
-        """One step's share of the training thread: at the top of the loop, and before the
-        optimizer's step.
-        """
+        """Add one step's time in the training thread: at the loop's top, and before the optimizer's step."""
         self.boundary_ms_last, self.wait_ms_last = boundary_s * 1e3, wait_s * 1e3
         self.stall_ms_last = self.boundary_ms_last + self.wait_ms_last
         self.stall_ms_max = max(self.stall_ms_max, self.stall_ms_last)
@@ -104,6 +100,5 @@ class Stats:
 
     def as_dict(self) -> dict[str, float]:
         """All counters as numbers, with the mean stall."""
-        found = {k: float(v) for k, v in asdict(self).items()}
-        found["stall_ms_mean"] = self.stall_ms_sum / self.steps if self.steps else 0.0
-        return found
+        mean = self.stall_ms_sum / self.steps if self.steps else 0.0
+        return {**{k: float(v) for k, v in asdict(self).items()}, "stall_ms_mean": mean}

@@ -1,13 +1,13 @@
-"""Our side of the user's loop: what is done at the top of each step, before its first forward, and
-around the optimizer's step.
+"""Our side of the user's loop: at the top of a step, before its first forward, around the optimizer's step.
 
-The top is the snapshot boundary. A loop that is not protected (any more) has all of this too, and
-only its steps are counted.
+The top is the snapshot boundary. An unprotected loop has all of this, too, and only counts its steps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,52 +15,54 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptd.client.capture.ddp_buckets import Buckets
+from ckptd.client.capture.program import Program, apply_options, differences, options_differ
 from ckptd.client.capture.recorder import Recorder
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.data import BatchLedger
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
-from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.module_hooks import ModuleHook
-from ckptd.client.optimizers.step_closures import before_update
+from ckptd.client.model.hooks import ModuleHook, before_update
+from ckptd.client.options import RecoveryOptions
 from ckptd.client.parking.parker import Parking
-from ckptd.client.pipeline.stage_rehearsal import callables_of, rehearsal_tap, without_trace
+from ckptd.client.pipeline.stage_hooks import callables_of, rehearsal_tap, without_trace
 from ckptd.client.pipeline_support import PipelinePart
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.rehearsal import Rehearsal
 from ckptd.client.recovery.replay import Replay
-from ckptd.client.recovery.replay_support import ReplayPart
-from ckptd.client.recovery.start import Resumption
+from ckptd.client.recovery.start import ReplayPart, Resumption
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.stats import Stats
-from ckptd.client.step_guard import Guard
 from ckptd.client.training_state import TrainingState
-from ckptd.cuda.engine import CopyEngine
 
-__all__ = ["SEAL_WAIT_S", "LoopSide"]
+__all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "tell_differences"]
 
 logger = get_logger(__name__)
 
 SEAL_WAIT_S = 5.0
+RECORDED_COUNTS = (
+    "What was recorded counts. To go on with the script's options, pass "
+    'recovery=RecoveryOptions(param_groups="script"); to begin anew, run= a new name'
+)
+_FAILURES_IN_A_ROW = 3
 
 
 class LoopSide:
     """Follows the loop.
 
     Attributes:
-        step: the one that runs, or the next one.
-        stepping: whether the body of a recorded step runs.
-        ledger: what batches the steps have.
-        recorder: None where snapshots were given up, or nothing is protected (any more).
-        parking: None where nothing is parked.
-        rehearsal: of what a resume makes of the optimizers; None where it is over, or not wanted.
-        resumed: what a resume has replayed and compared, in words; "" before, and where none was.
-        silent: whether what runs is no step: a rehearsal of a pipeline's schedule, or a verification.
+        step: the running step, or the next one.
+        stepping: True while the body of a recorded step runs.
+        ledger: the batches of the steps.
+        recorder: None if snapshots were given up, or nothing is protected (any more).
+        parking: None if nothing is parked.
+        rehearsal: compares what a resume makes of the optimizers; None when it is over, or not wanted.
+        resumed: what a resume has replayed and compared, in words; empty before, and without one.
     """
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
-        self._guard: Guard | None = None
+        self._failures = 0  # of our side of a step, in a row
         self._memory: RankMemory | None = None
         self._owner: object = None
         self._updated = False
@@ -85,41 +87,29 @@ class LoopSide:
         *,
         ranks: Collectives,
     ) -> None:
-        """From here on the loop is protected, by these."""
-        self._binding: LiveState = subject.binding
-        self._stateful = subject.stateful
+        """Protect the loop from here on."""
+        self._binding, self._stateful = subject.binding, subject.stateful
         self._memory, self.recorder = context.memory, recorder
+        self._engine = context.engine
         self._counter, self._precision, self._ranks = context.counter, context.precision, ranks
-        self._guard = Guard(context.memory.session, self._stats)
 
     def park_with(self, parking: Parking) -> None:
         """From the next top on the state of a step can be parked."""
         assert self.recorder is not None
         self.parking = parking
-        self.recorder.tell_tops(parking)
+        self.recorder.set_top_listener(parking)
 
-    def do_when_exact(self, change: Callable[[], None]) -> None:
-        """Change the state once it is exact, before its iteration is run: no suffix spans that."""
-        self._when_exact = change
-
-    def rehearse(self, memory: RankMemory, engine: CopyEngine, *, wanted: bool) -> None:
-        """See what a resume would make of the optimizers, if that is wanted; before anything is restored."""
-        if wanted and self.recorder is not None:
-            self.rehearsal = Rehearsal(self._binding, memory, self.recorder, engine)
-
-    def resume(self, found: Resumption) -> None:
-        """What was found is loaded: the loop begins with its replay, and the snapshots go on from there."""
-        assert self.recorder is not None
-        self.replaying.resume(found)
-        self._counter.enabled = False
-        self.recorder.resume(found.plan, last=found.replay.end, phase=found.phase, sharing=found.sharing)
+    def rehearse(self) -> None:
+        """See what a resume would make of the optimizers; call it before anything is restored."""
+        if self.recorder is not None and self._memory is not None:
+            self.rehearsal = Rehearsal(self._binding, self._memory, self.recorder, self._engine)
 
     def install(self, model: nn.Module, keep: contextlib.ExitStack, owner: object) -> None:
-        """Put hooks and taps in; closing ``keep`` undoes it.
+        """Install hooks and taps; closing ``keep`` removes them.
 
         Args:
-            owner: lives as long as the hooks, though the user may have dropped it: it is to be
-                closed at the interpreter's end.
+            owner: kept alive by the hooks, though the user may have dropped it: it must be closed at
+                the interpreter's end.
         """
         self._owner = owner
         for optimizer in self._binding.optimizers:
@@ -137,14 +127,89 @@ class LoopSide:
 
     @property
     def silent(self) -> bool:
+        """True if what runs is no step: a rehearsal of a pipeline's schedule, or a verification."""
         return self._rehearses or self._verifies
+
+    # -- resuming --------------------------------------------------------------------------------
+
+    def restore(self, found: Resumption, buckets: Buckets, *, started_s: float) -> None:
+        """Load what a start has found; its replay begins at the first top. A collective call.
+
+        Args:
+            started_s: the beginning of the start (performance counter).
+        Raises:
+            DaemonUnavailable: another rank cannot resume; here it is that rank's own error.
+        """
+        replay, recorder, memory = found.replay, self.recorder, self._memory
+        assert recorder is not None
+        assert memory is not None
+        self._load(replay, buckets)
+        for segment in memory.table.segments:
+            self._engine.register(segment.memory, segment.regions())
+        self.replaying.resume(found)
+        self._counter.enabled = False
+        recorder.resume(found.plan, last=replay.end, phase=found.phase, sharing=found.sharing)
+        if found.apart is not None:
+            stages = replay.oldest_scalars.get("stages", {})
+            with self._ranks.all_or_none():
+                shapes = self.pipeline.run_isolated(memory.identity.rank, found.apart, stages)
+                recorder.scalars.know_stages(shapes)
+        stats = self._stats
+        stats.restore_s = time.perf_counter() - started_s
+        stats.restored_bytes = replay.bytes_loaded
+        compared = ""
+        if found.unverified:
+            what = "nothing" if replay.start == replay.end else "not all of the newest snapshot"
+            compared = f"; {what} can be compared with a replay ({found.unverified})"
+        text = (
+            f"{memory.identity}: resuming at iteration {replay.end}, replay begins at {replay.start}: "
+            f"{found.reason}; loaded {replay.bytes_loaded} bytes in {stats.restore_s:.3f} s, "
+            f"freezing: {replay.freezing}{compared}"
+        )
+        # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
+        logger.warning("%s", text)
+        memory.session.notice("info", "restored", text)
+
+    def _load(self, replay: Replay, buckets: Buckets) -> None:
+        with self._ranks.all_or_none():
+            replay.load_state()
+        # Ranks broadcast tensors from here on: a rank that fails before must not leave the others waiting.
+        with self._ranks.all_or_none():
+            replay.load_tensors()
+            layouts = replay.bucket_layouts
+        buckets.put_back(layouts, self._ranks)
+        if replay.buffer_senders is not None:
+            buckets.send_next(replay.buffer_senders)
+
+    def heed_program(self, replay: Replay, here: Program, options: RecoveryOptions) -> None:
+        """Report how this program differs from the one that began the run, and apply the right options."""
+        recorded: Program = replay.oldest_scalars.get("program", {})  # absent in what 0.4 recorded
+        recorder = self.recorder
+        assert recorder is not None
+        assert self._memory is not None
+        if not recorded:
+            return
+        what = RECORDED_COUNTS
+        if options.param_groups == "script":
+            what = f"The script's options count from iteration {replay.end} on"
+            if options_differ(recorded, here):
+                self._when_exact = partial(self._apply_options, recorded, here)
+        recorder.scalars.go_by(recorded)
+        tell_differences(recorded, here, what, rank=self._memory.identity.rank)
+
+    def _apply_options(self, recorded: Program, here: Program) -> None:
+        """The state is exact: from here on the script's options of parameter groups count."""
+        assert self.recorder is None or self.recorder.scalars.program is recorded
+        apply_options(self._binding, self._stateful, recorded, here)
+        if self.recorder is not None:
+            self.recorder.scalars.go_by(here)
+            # Later states do not follow from the snapshots before by a replay.
+            self.recorder.break_chain()
 
     # -- the steps -------------------------------------------------------------------------------
 
     def run(self, steps: range) -> Iterator[int]:
-        """The steps of a protected loop, each after its top; the top that follows the last one is
-        that of its snapshot.
-        """
+        """The steps of a protected loop, each after its top; a last top takes the last step's snapshot."""
         for step in self.bodies(steps):
             self._top(step)
             self.pipeline.begin(step, replaying=self.replaying.replay is not None)
@@ -153,7 +218,7 @@ class LoopSide:
         self._finish()
 
     def bodies(self, steps: range) -> Iterator[int]:
-        """Count the steps whose body is over, also where the loop is left in the middle of one."""
+        """Count the steps whose body is complete, also if the loop is left in the middle of one."""
         for step in steps:
             self.step, self._updated = step, False
             self.ledger.begin(step)
@@ -184,21 +249,39 @@ class LoopSide:
                 self._recovered()
         elif recorder is not None:
             self.stepping = False
-            self._survive(recorder, recorder.top, step)
+            if self._survive(recorder, recorder.top, step):
+                self._failures = 0
             self.stepping = True
         else:
-            self.tape.take()  # given up: what the taps still record is for nobody
+            self.tape.take()  # given up: nobody needs what the taps still record
 
     def _wait_for_all(self) -> None:
         if self.parking is not None:
-            # Who is told to end here is not to wait for a top that may be far; what was parked before stays.
+            # A park request must not wait for a top that may be far; what was parked before stays.
             self.parking.closed_because("not all ranks have come to where they run together")
         self._ranks.barrier()
 
-    def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> None:
-        assert self._guard is not None
-        if not self._guard.run(recorder, self.step, work, *args):
-            self.recorder = None
+    def _survive(self, recorder: Recorder, work: Callable[..., object], *args: object) -> bool:
+        """Run our side of a step: its errors must not reach the user's loop. True if it succeeded.
+
+        What is sealed stays; after a few failures in a row snapshots are given up for this run.
+        """
+        assert self._memory is not None
+        try:
+            work(*args)
+        except Exception as error:  # whatever it is, it is logged, and training goes on
+            self._failures += 1
+            session, step = self._memory.session, self.step
+            logger.error("snapshots failed at step %d (%d in a row)", step, self._failures, exc_info=error)
+            session.notice("error", "snapshot_failed", f"step {step}: {type(error).__name__}: {error}")
+            recorder.abort()
+            self._stats.failed += 1
+            if self._failures >= _FAILURES_IN_A_ROW:
+                logger.error("no more snapshots are taken in this run; training goes on unprotected")
+                recorder.give_up()
+                self.recorder = None
+            return False
+        return True
 
     def _recovered(self) -> None:
         """The state is dense again."""
@@ -230,10 +313,9 @@ class LoopSide:
         stats.verified_tensors += replay.compared
         unverified = "" if found is None else found.unverified
         text = (
-            f"resumed at iteration {replay.end}: replayed "
-            f"{_count(stats.replayed_steps, 'iteration')} in {stats.replay_s:.2f} s "
-            f"(freezing: {replay.freezing}), compared {_count(replay.compared, 'tensor')}, "
-            f"{len(replay.mismatches)} mismatches"
+            f"resumed at iteration {replay.end}: replayed {_count(stats.replayed_steps, 'iteration')} in "
+            f"{stats.replay_s:.2f} s (freezing: {replay.freezing}), compared "
+            f"{_count(replay.compared, 'tensor')}, {len(replay.mismatches)} mismatches"
             + (f" (of the newest snapshot not all: {unverified})" if unverified else "")
         )
         self.resumed = text
@@ -257,10 +339,10 @@ class LoopSide:
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         rehearse = None
-        if self._rehearses_resume:
-            assert self.rehearsal is not None
-            number = self._number_of(optimizer)
-            if self.rehearsal.enter(number):
+        if self.rehearsal is not None and self.recorder is not None and self.replaying.replay is None:
+            if self.rehearsal.over:
+                self.rehearsal = None
+            elif self.rehearsal.enter(number := self._number_of(optimizer)):
                 rehearse = partial(self.rehearsal.before_update, number, args, kwargs)
         return before_update(args, kwargs, partial(self._weights_are_about_to_change, rehearse))
 
@@ -268,21 +350,12 @@ class LoopSide:
         self.replaying.before_optimizer_step()
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.before_optimizer_step)
-        # In a replay there is no moment that could end, and the next top opens none: nobody is to
+        # In a replay there is no moment that could end, and the next top opens none: nobody must
         # wait for it.
         if self.parking is not None and self.replaying.replay is None:
             self.parking.before_update()
         if rehearse is not None:
             rehearse(loss)
-
-    @property
-    def _rehearses_resume(self) -> bool:
-        """Whether this update is to be rehearsed, too."""
-        if self.rehearsal is None or self.recorder is None or self.replaying.replay is not None:
-            return False
-        if self.rehearsal.over:
-            self.rehearsal = None
-        return self.rehearsal is not None
 
     def _number_of(self, optimizer: Any) -> int:
         return next(i for i, o in enumerate(self._binding.optimizers) if o is optimizer)
@@ -308,7 +381,7 @@ class LoopSide:
         self._precision.enter()
 
     def forward_ended(self, *called: Any) -> None:
-        """That call is over."""
+        """The call ended."""
         self._precision.leave()
         if self.recorder is not None and self._in_step():
             self._survive(self.recorder, self.recorder.forward_ended)
@@ -331,7 +404,7 @@ class LoopSide:
         finally:
             self._rehearses = False
 
-    # -- beside the loop -------------------------------------------------------------------------
+    # -- verification and the end ----------------------------------------------------------------
 
     @contextlib.contextmanager
     def verifying(self, replay: Replay) -> Iterator[None]:
@@ -358,6 +431,17 @@ class LoopSide:
             self.recorder.close()
             self.recorder = None
         self._memory = self._owner = None
+
+
+def tell_differences(recorded: Program, here: Program, what: str, *, rank: int) -> None:
+    """Log how two programs differ, with both values; rank 0 warns, the others inform.
+
+    Args:
+        what: the consequence.
+    """
+    if text := "; ".join(differences(recorded, here)):
+        level = logging.INFO if rank else logging.WARNING
+        logger.log(level, "THIS PROGRAM DIFFERS from the one that began the run: %s. %s", text, what)
 
 
 def _count(number: int, what: str) -> str:

@@ -1,17 +1,16 @@
-"""What a `Checkpointer` is given, looked at before any daemon is asked: what is to be protected,
-and whether it can be.
-"""
+"""What a `Checkpointer` protects: checks its arguments before any daemon is asked."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import values
 from ckptd.client.capture.step_state import Stateful
@@ -21,24 +20,23 @@ from ckptd.client.data.loaders import advice_for_state, check_in_state
 from ckptd.client.identity import Identity, identify
 from ckptd.client.model.freezing import choose_freezing
 from ckptd.client.model.live_state import LiveState, local
-from ckptd.client.model.operators import Grouping, Operator, ParameterRows, discover_operators
+from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
 from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
-from ckptd.client.model.tensor_sharding import check_sharded
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.schedules.schedule import OperatorKind
+from ckptd.core.schedule import OperatorKind
 
-__all__ = ["TrainingState", "check_state", "examine"]
+__all__ = ["TrainingState", "check_sharded", "check_state", "examine", "placement_lines"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """A model, its optimizers and the user's objects, as this rank of the job has them.
+    """A model, its optimizers and the user's objects on this rank of the job.
 
     Attributes:
-        freezing: how operators are frozen in a replay, and why.
-        sharing: what several ranks have alike. Told by structure, so the same on all ranks.
+        freezing: the mechanism that freezes operators in a replay, and the reason.
+        sharing: replicated parameters. Derived from structure, so equal on all ranks.
     """
 
     binding: LiveState
@@ -50,7 +48,7 @@ class TrainingState:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         params = self.binding.params.values()
         return next((local(p).device for p in params), torch.device("cpu"))
 
@@ -62,12 +60,12 @@ def examine(
     options: CheckpointerOptions,
     ledger: BatchLedger | None = None,
 ) -> TrainingState:
-    """Look at the arguments of `Checkpointer`.
+    """Check the arguments of `Checkpointer`.
 
     Args:
-        ledger: what batches the loop has; it is captured beside the user's objects.
+        ledger: the loop's batches; captured with the user's objects.
     Raises:
-        ValueError: something passed is unusable; the message says what and what to do.
+        ValueError: an argument is unusable; the message says which and what to do.
     """
     layout, run = options.layout, options.run
     stateful = check_state(state)
@@ -90,24 +88,34 @@ def examine(
         world_size=identity.world_size,
         spread=bool(binding.elsewhere),
     )
-    found = _all_operators(model, binding, layout.operators)
+    operators = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=layout.operators)
+    # One operator for each parameter that only an optimizer knows.
+    operators += [
+        Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra")
+        for n in binding.params
+        if n.startswith("extra/")
+    ]
     sharing = ReplicatedParams()
-    if identity.world_size > 1 and dist.is_available() and dist.is_initialized():
+    if identity.world_size > 1 and _has_process_group():
         sharing = ReplicatedParams(find_replicas(binding, layout.replicated, identity.rank))
-    return TrainingState(binding, stateful, identity, freezing, found, sharing)
+    return TrainingState(binding, stateful, identity, freezing, operators, sharing)
+
+
+def _has_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def agreed_identity(mine: Identity) -> Identity:
-    """This rank under the names that rank 0 has: a script may lie elsewhere on another node. A
-    collective call if there are several ranks.
+    """This rank with the names of rank 0: a script may lie in another place on another node.
+
+    A collective call if there are several ranks.
 
     Raises:
         ValueError: ranks were passed different names; on every rank.
         DaemonUnavailable: a rank did not come.
     """
-    # What several ranks without a process group lack is said at their first collective call.
-    there = dist.is_available() and dist.is_initialized()
-    if mine.world_size == 1 or not there or dist.get_world_size() != mine.world_size:
+    # The first collective call reports a process group that several ranks lack.
+    if mine.world_size == 1 or not _has_process_group() or dist.get_world_size() != mine.world_size:
         return mine
     # Under one name whatever the ranks are called, so that all come to the same barrier.
     ranks = Collectives.of_job(replace(mine, job="ckptd", run="names"), node=platform.node())
@@ -124,7 +132,7 @@ def agreed_identity(mine: Identity) -> Identity:
 
 
 def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
-    """Everything in ``state=`` can be captured, now rather than at the first snapshot."""
+    """Check that everything in ``state=`` can be captured, now rather than at the first snapshot."""
     if state is not None and not isinstance(state, Mapping):
         raise ValueError(
             f"state= is a {type(state).__name__}; pass a dict of named objects, such as {{'sched': sched}}"
@@ -142,8 +150,70 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     return found
 
 
-def _all_operators(model: nn.Module, binding: LiveState, grouping: Grouping | None) -> list[Operator]:
-    """The model's operators, and one for each parameter that only an optimizer knows."""
-    found = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=grouping)
-    extras = [n for n in binding.params if n.startswith("extra/")]
-    return found + [Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra") for n in extras]
+# -- sharded and replicated parameters, as wrappers and DTensors say; never guessed from values -----
+
+
+def placement_lines(binding: LiveState) -> list[str]:
+    """Lines for ``describe()``: the number of parameters by placement, with one name each."""
+    replicated = dict(_replicated(binding.model))
+    groups: dict[str, list[str]] = {}
+    for name, param in binding.params.items():
+        default = "told by no wrapper: each rank keeps its own"
+        how = _of_dtensor(param) or replicated.get(id(param), default)
+        groups.setdefault(how, []).append(name)
+    lines = [f"parameters {how}: {len(names)} ({names[0]})" for how, names in groups.items()]
+    for names, what in (
+        (binding.elsewhere, "updated on another rank, which keeps their optimizer state"),
+        (binding.inseparable, "anchored in every snapshot, because their update communicates"),
+    ):
+        if names:
+            lines.append(f"{what}: {len(names)} ({min(names)})")
+    return lines
+
+
+def check_sharded(binding: LiveState) -> None:
+    """Check that the model's FSDP2 parameters are the shards that the optimizer updates.
+
+    Raises:
+        ValueError: some are gathered now.
+    """
+    alone = [p for n, p in binding.params.items() if n.startswith("extra/") and hasattr(p, "to_local")]
+    if alone and any(_is_fsdp(module) for module in binding.model.modules()):
+        raise ValueError(
+            f"{len(alone)} shards that the optimizer updates are not in the model: its parameters are "
+            "gathered (a forward without backward leaves them so), or were not sharded yet when the "
+            "optimizer got them; call reshard() on the FSDP modules before Checkpointer, and make the "
+            "optimizer after fully_shard()"
+        )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _of_dtensor(param: Any) -> str:
+    """Text such as ``sharded along 0 over 2 ranks (dp)``; empty if it is no DTensor."""
+    if not hasattr(param, "placements"):
+        return ""
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names or [f"mesh axis {i}" for i in range(mesh.ndim)]
+    return ", ".join(
+        f"{_words(placement)} over {mesh.size(axis)} ranks ({names[axis]})"
+        for axis, placement in enumerate(param.placements)
+    )
+
+
+def _words(placement: Any) -> str:
+    if placement.is_replicate():
+        return "replicated"
+    return f"sharded along {placement.dim}" if hasattr(placement, "dim") else str(placement)
+
+
+def _replicated(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """The parameters whose gradients a DDP wrapper reduces."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            how = f"replicated over {module.process_group.size()} ranks (DistributedDataParallel)"
+            for name, param in module.module.named_parameters():
+                if name not in module.parameters_to_ignore:
+                    yield id(param), how

@@ -1,13 +1,11 @@
 """A closed set of value types as msgpack: what step scalars and the user's ``state=`` may contain.
 
-Values may be nested `MAX_DEPTH` deep: each level costs tens of kilobytes of the C stack, and a
-process whose stack is full dies without an error. The bound is the same for packing and for
-unpacking, so that what was packed can be read.
+Everything round-trips to an equal value of the same type: None, bool, int (of any size), float, str, bytes,
+list, tuple, dict, OrderedDict, Counter, set, frozenset, torch tensors, dtypes, devices and sizes, numpy
+arrays and scalars. Nothing else, and no pickle: others than its writer may read an image.
 
-Everything round-trips to an equal value of the same type: None, bool, int (of any size), float,
-str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, torch tensors, dtypes, devices
-and sizes, numpy arrays and scalars. Nothing else, and no pickle: an image may be read by others
-than its writer.
+Values may be nested `MAX_DEPTH` deep, in packing and in unpacking: each level costs tens of kilobytes of
+the C stack, and a process whose stack is full dies without an error.
 """
 
 from __future__ import annotations
@@ -53,9 +51,8 @@ class UnsupportedValue(ValueError):
         super().__init__(
             f"{path} cannot be held by a snapshot: {why}. Flatten it in state_dict()/load_state_dict()."
             if why
-            else f"{path} is a {kind}, which a snapshot cannot hold. Supported: None, bool, int, "
-            "float, str, bytes, list, tuple, "
-            "dict, set, torch tensors, numpy arrays and scalars. Convert it in "
+            else f"{path} is a {kind}, which a snapshot cannot hold. Supported: None, bool, int, float, str, "
+            "bytes, list, tuple, dict, set, torch tensors, numpy arrays and scalars. Convert it in "
             "state_dict()/load_state_dict()."
         )
 
@@ -87,21 +84,21 @@ def pack(value: object, path: str = "state") -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """The value that ``pack`` was given; tensors and arrays own their memory.
+    """The inverse of ``pack``; tensors and arrays own their memory.
 
     Raises:
-        ValueError: ``data`` is not what ``pack`` makes.
+        ValueError: ``pack`` did not make ``data``.
     """
     return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, use_list=True)
 
 
 def equal(a: object, b: object) -> bool:
-    """Whether two values are identical to the bit (NaN equals the same NaN; 0.0 is not -0.0)."""
+    """True if two values are identical to the bit (NaN equals the same NaN; 0.0 is not -0.0)."""
     return pack(a) == pack(b)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, uint8 ``[nbytes]``; a view where it is contiguous."""
+    """The bytes of a tensor, uint8 ``[nbytes]``; a view if it is contiguous."""
     flat = tensor.contiguous()
     # A single element may have any stride, as one of `x[::11]` has, and is contiguous all the same.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
@@ -138,12 +135,9 @@ def _to_tensor(parts: list[Any]) -> torch.Tensor:
     if not raw:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
-    # RNG states and the like live on the host; a device that is not here must not stop a restore.
-    return (
-        tensor.to(device)
-        if device != "cpu" and torch.device(device).type == "cuda" and torch.cuda.is_available()
-        else tensor
-    )
+    # A device that is not here must not stop a restore.
+    on_device = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    return tensor.to(device) if on_device else tensor
 
 
 def _array_parts(value: np.ndarray[Any, Any]) -> list[object]:
@@ -157,7 +151,7 @@ def _to_array(parts: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _ordered(values: Any) -> list[Any]:
-    """Sets have no order of their own; a stable one makes equal values pack to equal bytes."""
+    """A stable order of a set makes equal values pack to equal bytes."""
     return sorted(values, key=_packb)
 
 

@@ -1,22 +1,20 @@
-"""The GPU form of the token dispatcher: the same integers as ``ckptd.core.elastic.token_dispatch``,
-without the host.
+"""The GPU form of the token dispatcher: the same integers as ``ckptd.core.elastic.token_dispatch``, without
+the host.
 
 That module states the problem and the method. Here each step is a kernel over all ranks and experts
 (``dispatch_kernels``):
 
 1. *quotas*: tokens that each rank computes, and those of them that it has already;
-2. *match*, once within nodes if they are known, and once among all ranks: surplus and room of each
-   expert are laid out on two lines;
-3. *share*: what one rank sends to whom and gets from whom, from where its part of the lines meets
-   that of others.
 
-Nothing waits for the device, and nothing depends on the counts but the numbers themselves, so all
-of it can be captured in a CUDA graph. Therefore counts are not looked at: they must not be
-negative, nor add up to more than an int64 holds. What can be wrong in a placement is found when it
-is brought to the device, once.
+2. *match*, once within nodes if they are known, and once among all ranks: surplus and room of each expert are
+laid out on two lines;
 
-Triton is needed, which torch for CUDA brings along. It is imported, and kernels are compiled, when
-a placement is brought to a device.
+3. *share*: what one rank sends and gets, from the places where its part of the lines meets that of others.
+
+Nothing waits for the device, and nothing but the numbers depends on the counts, so all of it can be captured
+in a CUDA graph. Therefore counts are not checked: they must not be negative, nor add up to more than an int64
+holds. A placement is checked once, when it is brought to the device. Triton, which torch for CUDA includes,
+is imported then, and the kernels are compiled.
 
 Complexity: ``R * E`` each, 5 launches, 12 ``[R, E]`` of int64 of device memory for a plan and 3 for a share.
 
@@ -33,9 +31,9 @@ from torch import Tensor
 
 __all__ = ["DeviceDispatch", "DeviceDispatcher", "DeviceSends", "KernelsUnavailable"]
 
-# Numbers of a tile: 8 for each thread of the 4 warps that a program has by default.
+# Numbers of a tile: 8 for each thread of a program's default 4 warps.
 _TILE = 1024
-# Neighbouring columns that are read at once: 4 int64 are a sector of 32 bytes.
+# Neighbouring columns read at once: 4 int64 are a sector of 32 bytes.
 _COLUMNS = 4
 _MOST_NUMBERS = 1 << 31  # kernels count in int32
 
@@ -46,11 +44,11 @@ class KernelsUnavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSends:
-    """What one rank sends, itself included; int64 on the device.
+    """The tokens that one rank sends, to itself included; int64 on the device.
 
     Args:
         tokens: ``[R, E]``, tokens for each expert on each rank.
-        first: ``[R, E]``, which of this rank's tokens of that expert is the first of them; 0 where
+        first: ``[R, E]``, the index of the first of them among this rank's tokens of that expert; 0 if
             there are none.
     """
 
@@ -65,7 +63,7 @@ class _Leg:
     Args:
         order: ``[R]``, the ranks group by group.
         starts: where each group begins in ``order``, and ``R``.
-        largest: how many ranks the largest group has.
+        largest: the size of the largest group.
     """
 
     order: Tensor
@@ -74,14 +72,14 @@ class _Leg:
 
 
 class DeviceDispatcher:
-    """A placement on a device; made once, then it plans any number of calls.
+    """A placement on a device; made once, it plans any number of calls.
 
     Args:
         replicas: int64 ``[R, E]``, replicas of each expert on each rank.
         device: where the counts will be.
-        nodes: ``[R]``, the number of each rank's node; None: as if every rank were alone on one.
+        nodes: ``[R]``, the number of each rank's node; None: as if every rank had a node of its own.
     Raises:
-        ValueError: tensors that are no such thing, or an expert that no rank holds.
+        ValueError: invalid tensors, or an expert that no rank holds.
         KernelsUnavailable: Triton is not installed, or cannot compile or start the kernels.
     """
 
@@ -102,8 +100,8 @@ class DeviceDispatcher:
         """Decide where every token goes; the host does not wait for the device.
 
         Args:
-            tokens: int64 ``[R, E]`` on the device, tokens of each rank for each expert, none
-                negative; rows may lie apart.
+            tokens: int64 ``[R, E]`` on the device, tokens of each rank for each expert, none negative;
+                rows may have gaps between them.
         Raises:
             ValueError: another shape, dtype or device.
         """
@@ -126,13 +124,12 @@ class DeviceDispatcher:
         return DeviceDispatch(quotas, state[0, 0], state, lines, self)
 
     def _compile(self) -> None:
-        """Plan for no tokens at all, so that a machine that cannot is known by now, and the first
-        call is as fast as any.
+        """Plan for no tokens at all: a machine that cannot is known at once, and the first call is as fast as
+        any.
         """
         try:
             self.plan(torch.zeros_like(self._replicas)).share(0)
-        # Compilers, linkers and drivers are called here, whose errors have no common base; all of
-        # them mean that others must plan.
+        # The errors of compilers, linkers and drivers have no common base; each means that the CPU must plan.
         except Exception as error:
             raise KernelsUnavailable(f"{type(error).__name__}: {error}") from error
 
@@ -209,7 +206,7 @@ class DeviceDispatch:
 
     Args:
         quotas: ``[R, E]``, tokens that each rank computes for each expert.
-        kept: ``[R, E]``, those of them that were there already.
+        kept: ``[R, E]``, those of them that were on that rank already.
     """
 
     quotas: Tensor
@@ -219,7 +216,7 @@ class DeviceDispatch:
     _dispatcher: DeviceDispatcher
 
     def share(self, rank: int) -> tuple[DeviceSends, Tensor]:
-        """What ``rank`` sends, and ``[R, E]``, what it gets from each rank: both at once, in one launch.
+        """The result of `sends` and of `receives`, in one launch.
 
         Raises:
             ValueError: there is no such rank.
@@ -228,7 +225,7 @@ class DeviceDispatch:
         return DeviceSends(sent, first), received
 
     def sends(self, rank: int) -> DeviceSends:
-        """What ``rank`` sends to whom."""
+        """What ``rank`` sends to each rank."""
         return self.share(rank)[0]
 
     def receives(self, rank: int) -> Tensor:
@@ -289,5 +286,5 @@ def _blocks(size: int, block: int) -> int:
 
 
 def _warps(numbers: int) -> int:
-    """So that a thread has about 8 numbers of a tile, as far as a program may have that many."""
+    """About 8 numbers of a tile for each thread, as far as a program may have that many threads."""
     return max(4, min(32, numbers // 256))

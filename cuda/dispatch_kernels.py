@@ -1,12 +1,11 @@
 """The dispatcher's three Triton kernels; ``ckptd.cuda.dispatch`` says what they compute and calls them.
 
-All is integers in int64, none negative, so that ``//`` and ``%`` are those of Python. Tensors are
-row-major ``[R, E]``, *planes* of ``R * E`` numbers; sizes that do not fill a block are masked. No
-atomics and no order between programs: a repeat has the same bits.
+All numbers are int64, none negative, so ``//`` and ``%`` are those of Python. Tensors are row-major ``[R,
+E]``, *planes* of ``R * E`` numbers; sizes that do not fill a block are masked. There are no atomics and no
+order between programs, so a repetition has the same bits.
 
-- ``state[l, side]``: tokens that are dealt with before leg l, at the ranks that have them (side 0)
-  and at those that compute them (side 1). Before the first leg these are the tokens that stay where
-  they are.
+- ``state[l, side]``: tokens dealt with before leg l, at the ranks that have them (side 0) and at those that
+  compute them (side 1). Before the first leg these are the tokens that stay where they are.
 - ``lines[l, side]``: where the tokens of leg l begin on their group's line, on either side.
 
 Numbers that vary from call to call or between layers are not specialised on: one compilation serves them all.
@@ -17,13 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["match_kernel", "quotas_kernel", "share_kernel"]
-
 
 @triton.jit
 def _extras_before(upto, turn, rest, wrapped):
-    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn``
-    on, around.
+    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn`` on,
+    around.
     """
     straight = tl.minimum(tl.maximum(upto - turn, 0), rest - wrapped)
     return straight + tl.minimum(upto, wrapped)
@@ -44,8 +41,8 @@ def quotas_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Quotas, and what each rank keeps; a program has some ranks and all experts, since remainders
-    go round over the experts.
+    """Quotas, and what each rank keeps. A program has some ranks and all experts, since remainders go round
+    over the experts.
 
     Args:
         tokens: ``[R, E]`` with ``row`` numbers from one rank's to the next one's.
@@ -97,11 +94,11 @@ def match_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Match surplus with room within a group, as much as there is of both; a program has one group
-    and some experts.
+    """Match surplus with room within a group, as much as there is of both. A program has one group and some
+    experts.
 
-    Example: surplus 3, 0, 1 and room 0, 2, 0 begin at 0, 3, 3 and at 0, 0, 2; two tokens are
-    matched, both of the first rank.
+    Example: surplus 3, 0, 1 and room 0, 2, 0 begin at 0, 3, 3 and at 0, 0, 2; two tokens are matched, both of
+    the first rank.
 
     Args:
         order: ``[R]``, ranks group by group.
@@ -144,8 +141,8 @@ def _interval(state, lines, side, at, mask, plane):
 
 @triton.jit
 def _overlap(state, lines, side: tl.constexpr, mine, known, at, mask, plane):
-    """Where what lies at ``mine`` on this side meets what lies at ``at`` on the other, and how long
-    that is, if it is above zero.
+    """Where the interval ``mine`` on this side meets the interval ``at`` on the other, and the length of the
+    overlap if that is above zero.
     """
     begin, end = _interval(state, lines, side, mine, known, plane)
     begin_o, end_o = _interval(state, lines, 1 - side, at, mask, plane)
@@ -166,12 +163,12 @@ def share_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """What ``rank`` exchanges with every rank: what of its own interval lies where another rank's does.
+    """What ``rank`` exchanges with every rank: the overlaps of its own interval with those of the others.
 
     Args:
         groups: ``[LEGS, R]``, the group of each rank; on a leg tokens stay within it.
-        shared: three planes are written: tokens sent to each rank, the first of them, tokens
-            received from each rank.
+        shared: three planes are written: tokens sent to each rank, the first of them, tokens received
+            from each rank.
     """
     other = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)

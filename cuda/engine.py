@@ -1,9 +1,8 @@
 """Copy engines: tensors to and from a slot of host memory, off the training thread.
 
-``CpuEngine`` copies in a background thread; ``CudaEngine`` on a side stream into registered
-(pinned) memory, small tensors packed. Both have the interface of ``CopyEngine`` and pass the same
-tests. A copy is asynchronous: the sources must not change between ``begin`` and the return of
-``wait``.
+``CpuEngine`` copies in a background thread; ``CudaEngine`` (`ckptd.cuda.cuda_engine`) on a side stream into
+registered (pinned) memory. Both have the interface of ``CopyEngine`` and pass the same tests. A copy is
+asynchronous: the sources must not change between ``begin`` and the return of ``wait``.
 """
 
 from __future__ import annotations
@@ -27,17 +26,16 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["CopyEngine", "CopyItem", "CopyList", "CpuEngine", "HostMemory", "measure_bandwidth"]
 
-# Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it,
-# it would form a second OpenMP team in this process, and the trainer's threads would sleep at every
-# barrier instead of spinning (65 % slower on two cores); torch's number of threads is not ours to
-# change (that changes bits).
+# Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it, a second
+# OpenMP team in this process would make the trainer's threads sleep at every barrier instead of spinning (65
+# % slower on two cores). torch's number of threads is not ours to change: that changes bits.
 _SERIAL_NUMEL = 32_767
 
 
 @dataclass(frozen=True, slots=True)
 class CopyItem:
-    """Rows ``[start, stop)`` of ``tensor`` (all of it if ``start`` is None) at ``offset`` bytes
-    into the slot, as ``dtype``.
+    """Rows ``[start, stop)`` of ``tensor`` (all if ``start`` is None) at ``offset`` bytes into the slot, as
+    ``dtype``.
     """
 
     tensor: Tensor
@@ -52,12 +50,12 @@ class CopyItem:
 
 
 class CopyList(list[CopyItem]):
-    """Copies that are handed over again, as they are: an engine may keep what it has prepared for
-    them, while the list lives.
+    """Copies that are handed over again unchanged: an engine may keep a plan for them while the list
+    lives.
     """
 
     __slots__ = ("__weakref__",)
-    # The list itself counts, not what is in it.
+    # Compared by identity, not by content.
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -80,16 +78,16 @@ class HostMemory:
 
 
 class CopyEngine(Protocol):
-    """What capture and restore need of a device."""
+    """The operations that capture and restore need of a device."""
 
     # Where the sources are.
     device: torch.device
-    # Whether ``wait`` blocks the host until the bytes have arrived (or only orders the device's
-    # work after the copies).
+    # Whether ``wait`` blocks the host until the bytes have arrived (or only orders the device's work after
+    # them).
     host_waits: bool
-    # Whether copies are complete when ``begin`` returns: then nothing runs beside them but other threads.
+    # Whether copies are complete when ``begin`` returns; then only other threads run during them.
     inline: bool
-    # Seconds that the last completed copy took, from its first byte to its last.
+    # Duration of the last completed copy, from its first byte to its last, in seconds.
     last_copy_s: float
 
     def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
@@ -107,30 +105,28 @@ class CopyEngine(Protocol):
         late: Callable[[], Sequence[CopyItem]] = tuple,
         at_once: Sequence[CopyItem] = (),
     ) -> None:
-        """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any
-        thread, before ``wait`` returns.
+        """Start copying ``items`` to the slot at ``base``; ``done(error)`` is called once, on any thread,
+        before ``wait`` returns.
 
         Args:
-            late: further items, asked for when their turn comes, on any thread.
-            at_once: further items whose sources may change as soon as this returns: they are copied
-                by then, or later device work is ordered after them.
+            late: further items, called when their turn comes, on any thread.
+            at_once: further items whose sources may change as soon as this returns: they are copied by
+                then, or later device work is ordered after them.
         """
 
     def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
-        """Note in ``samples`` what the sources hold now (on a device: when the current stream gets here).
+        """Store in ``samples`` what the sources hold now (on a device: when the current stream gets here).
 
-        ``done(error)`` is called once, on any thread, after what was begun before has been told;
-        the host does not wait for a device. Memory is allocated only where ``samples`` are read for
-        the first time.
+        ``done(error)`` is called once, on any thread, after the callbacks of earlier operations; the host
+        does not wait for a device. Memory is allocated only when ``samples`` are read for the first time.
         """
 
     def wait(self) -> float:
-        """Return when the sources may change again: the copy in flight is complete, or later device
-        work is ordered after it.
+        """Return when the sources may change again: the copy in flight is complete, or later device work is
+        ordered after it.
 
-            Returns the seconds that training waited: the calling thread, here and now; or, where
-                only the device waits, its stream
-        at earlier calls, as far as the device has told since the last one.
+        Returns the seconds that training waited: the calling thread in this call; or, where only the device
+        waits, its stream at earlier calls, as far as known by now.
         """
 
     def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
@@ -231,7 +227,7 @@ class CpuEngine:
             try:
                 job()
             except Exception:
-                logger.exception("in the copy thread")  # it must live: the trainer waits for it at every step
+                logger.exception("in the copy thread")  # must live: the trainer waits for it at every step
             finally:
                 self._idle.set()
 
@@ -257,10 +253,10 @@ def _address(item: CopyItem) -> int | None:
 
 
 def _attempt(work: Callable[[], object]) -> BaseException | None:
-    """What went wrong, if anything did: the trainer must survive a failed copy."""
+    """The exception of ``work``, if any: the trainer must survive a failed copy."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - whoever is told of it decides
+    except Exception as error:  # noqa: BLE001 - the caller decides
         return error
     return None
 

@@ -1,20 +1,18 @@
-"""Samples: a few elements of every tensor that is copied, read where they lie, to tell whether a
-copy was torn.
+"""Samples: a few elements of every copied tensor, read in place, to find torn copies.
 
-Not every write moves a version counter: ``p.data.mul_(…)``, a numpy view, a kernel of one's own. So
-elements are read three times: at the top of the step, in the finished copy, and in the tensors
-before the optimizer's step. The copy is to hold what there was at the top; comparing it with the
-tensors alone would not tell, because a write that came before the copy is in both. And the tensors
-are still to hold it: where they do not, something wrote beside the copy, which may be torn where no
-sample is.
+Not every write moves a version counter: ``p.data.mul_(…)``, a numpy view, a foreign kernel. So elements are
+read three times: at the top of the step, in the finished copy, and in the tensors before the optimizer's
+step. The copy must hold the values of the top; comparing it with the tensors alone would not show a write
+before the copy, because that is in both. And the tensors must still hold them: if not, something wrote during
+the copy, which may be torn where no sample is.
 
-All of a snapshot's samples are read in one vectorised gather, so that thousands of small tensors
-cost what a few large ones do: the machine words at their addresses, out of one array that spans
-from the lowest address to the highest. Of what lies between nothing is read.
+All samples of a snapshot are read in one vectorised gather, so thousands of small tensors cost what a few
+large ones do: the machine words at their addresses, out of one array that spans from the lowest address to
+the highest. Nothing between them is read.
 
-Positions are the first and the last element and one of each stretch between them. They are another
-one in each snapshot, at distances of the golden ratio, so that whatever is written regularly comes
-upon one; and the same ones for the same number, so that a run can be repeated.
+Positions are the first and the last element, and one in each stretch between them. They change with each
+snapshot, at distances of the golden ratio, so that a regular write hits one in time. The same snapshot number
+gives the same positions, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["SamplePlan", "Sampled", "Samples"]
+__all__ = ["SamplePlan", "Samples"]
 
-# Of one tensor: so many, and one for each MiB more, within bounds. Reading a word takes about 10 ns
-# of the training thread where it is in no cache, wherever it is: 16,000 of them 150 us (2,000
-# tensors), 3,200 of them 50 us (50 tensors of a GiB each).
+# Samples of one tensor: the fewest, and one for each MiB more, within bounds. Reading an uncached word takes
+# about 10 ns of the training thread: 16,000 of them 150 us (2,000 tensors), 3,200 of them 50 us (50 tensors
+# of a GiB).
 _FEWEST = 8
 _MOST = 64
 _PER_SAMPLE_BYTES = 1 << 20
-# Of all tensors together, as far as each has two.
+# Of all tensors together, but at least two of each.
 _MOST_PER_KERNEL = 1 << 15
 
 _GOLDEN = 2_654_435_769  # 2**32 divided by the golden ratio
@@ -48,7 +46,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Sampled(Protocol):
-    """What is known of a copy: rows ``[start, stop)`` of ``tensor`` go to ``offset`` as ``dtype``."""
+    """The description of a copy: ``view()``, rows of ``tensor``, goes to ``offset`` as ``dtype``."""
 
     @property
     def tensor(self) -> Tensor: ...
@@ -62,9 +60,7 @@ class Sampled(Protocol):
 
 
 class AddressSpan:
-    """Memory from an address on, as numpy and torch take it from others: nothing is copied, and
-    nothing is looked at.
-    """
+    """Memory from an address on, as numpy and torch import it: nothing is copied or read."""
 
     def __init__(self, address: int, words: int, *, device: bool) -> None:
         about = {"data": (address, False), "shape": (words,), "typestr": "<i8", "version": 3}
@@ -72,17 +68,17 @@ class AddressSpan:
 
 
 class SamplePlan:
-    """Where the samples of some copies may lie; made once for as long as their tensors are the same ones.
+    """The possible samples of some copies; valid as long as their tensors are the same.
 
     Args:
-        items: what is copied, on one device; tensors elsewhere, and those without elements, have no samples.
+        items: the copies, on one device; tensors elsewhere, and empty ones, have no samples.
         device: where the tensors are.
     """
 
     def __init__(self, items: Sequence[Sampled], device: torch.device) -> None:
         self.device = device
         self._places: list[_Place] = [
-            _Place.of(number, item)
+            _Place(number, item)
             for number, item in enumerate(items)
             if item.nbytes and item.tensor.device.type == device.type
         ]
@@ -93,16 +89,16 @@ class SamplePlan:
             self._lay_out()
 
     def __len__(self) -> int:
-        """How many copies have samples."""
+        """The number of copies with samples."""
         return len(self._places)
 
     def draw(self, number: int, *, in_place: int = 0) -> Samples:
         """The samples of snapshot ``number``.
 
         Args:
-            in_place: so many of the first items were just found where they are by the caller; for the
-                first reading that is not looked at again. To ask thousands of tensors where they
-                are takes longer than all else here.
+            in_place: the caller has just found this many of the first items in their places, so the first
+                reading does not check them again. Checking thousands of tensors takes longer than all
+                else here.
         """
         checked = bisect_left(self._places, in_place, key=lambda place: place.number)
         if not self._places:
@@ -118,10 +114,10 @@ class SamplePlan:
         return Samples(self, element, addresses, (addresses - self.base) >> 3, checked)
 
     def moved(self, first: int = 0) -> bool:
-        """Whether a tensor's memory is not where it was: then it must not be read there any more.
+        """Whether a tensor's memory has moved; then it must not be read at the old place.
 
         Args:
-            first: of those that have samples, the first one that is looked at.
+            first: index of the first tensor to check, of those that have samples.
         """
         return list(map(Tensor.data_ptr, self._tensors[first:])) != self._at[first:]
 
@@ -134,33 +130,32 @@ class SamplePlan:
             self._span = torch.as_tensor(span, device=self.device) if there else np.asarray(span).view("u8")
         return self._span
 
-    # -- what Samples needs ------------------------------------------------------------------------
+    # -- for Samples -------------------------------------------------------------------------------
 
     def differ(self, samples: Samples, first: Words, last: Words) -> set[int]:
-        """The items of which a sampled element is another one in ``last`` than in ``first``."""
-        # A word may have neighbours of another tensor in it.
+        """The items with a sampled element that differs between ``first`` and ``last``."""
+        # A word may contain elements of another tensor.
         of = np.flatnonzero(first != last)
         addresses, masks = samples.addresses[of], self._masks[of]
         differs = _bits(first[of], addresses, masks) != _bits(last[of], addresses, masks)
         return self._items_of(self._owners[of][differs])
 
     def _items_of(self, owners: npt.NDArray[np.int32]) -> set[int]:
-        """The items' numbers in the list."""
         return {self._places[i].number for i in np.unique(owners).tolist()}
 
     def items_moved(self) -> set[int]:
-        """The items whose memory is not where it was."""
+        """The items whose memory has moved."""
         pairs = zip(self._places, self._at, strict=True)
         return {p.number for p, address in pairs if p.tensor.data_ptr() != address}
 
     def unlike(self, samples: Samples, words: Words, image: Words, base: int) -> set[int]:
-        """The items whose copies, in an image that begins at ``base`` in ``image``'s bytes, do not
-        hold what was found in ``words``.
+        """The items whose copies, in an image that begins at ``base`` of ``image``'s bytes, do not hold the
+        values of ``words``.
         """
         of: Any = slice(None)
-        if self._words_apart is not None and not base & 7:
-            # Where whole words are alike their elements are. Of the others a neighbour may differ.
-            there = np.take(image, samples.index + self._words_apart + (base >> 3))
+        if self._copy_shift is not None and not base & 7:
+            # Equal words have equal elements. In other words an element of another tensor may differ.
+            there = np.take(image, samples.index + self._copy_shift + (base >> 3))
             of = np.flatnonzero(there != words)
         position = self._offsets[of] + samples.element[of].view(np.int64) * self._image_sizes[of]
         position += base
@@ -192,7 +187,7 @@ class SamplePlan:
         self._image_sizes = each([p.image_dtype.itemsize for p in places])
         self._image_masks = each([p.image_mask for p in places], np.uint64)
         self._masks = each([p.mask for p in places], np.uint64)
-        # Where elements do not lie one after the other: how a number becomes steps along each dimension.
+        # Tensors with gaps: how an element's number becomes steps along each dimension.
         self._strided = np.flatnonzero(each([p.strides is not None for p in places], np.bool_))
         dims = max((len(p.shape) for p in places if p.strides is not None), default=1)
         strided = [p.padded(dims) for p in places if p.strides is not None]
@@ -204,10 +199,10 @@ class SamplePlan:
             for pair in sorted(pairs, key=str)
         ]
         self.base = min(p.start for p in places) & ~7
-        # From the word of a sample to that of its copy, where both lie alike in their words.
-        apart = self._offsets - self._starts + self.base
-        alike = all(p.strides is None and not p.casts for p in places) and not (apart & 7).any()
-        self._words_apart: Indices | None = apart >> 3 if alike else None
+        # From the word of a sample to that of its copy, where both have the same position in their words.
+        shift = self._offsets - self._starts + self.base
+        aligned = all(p.strides is None and not p.casts for p in places) and not (shift & 7).any()
+        self._copy_shift: Indices | None = shift >> 3 if aligned else None
         self._num_words = (max(p.highest for p in places) - self.base + 7) >> 3
 
     def _address_of(self, element: Words) -> Indices:
@@ -222,12 +217,13 @@ class SamplePlan:
 
 @dataclass(slots=True)
 class Samples:
-    """The samples of one snapshot: where they are, and what was found there each time that an
-    engine read them.
+    """The samples of one snapshot: their places, and the words found there at each reading of an engine.
 
-    ``element``: the number of each within its rows. ``index``: the words of ``plan.span`` that they
-    lie in. ``checked``: so many of the plan's first tensors are known to be where they were, until
-    the first reading. ``prepared``: what a device's engine keeps for reading again.
+    Args:
+        element: the number of each sample within its rows.
+        index: the words of ``plan.span`` that contain them.
+        checked: this many of the plan's first tensors are known to be in place, until the first reading.
+        prepared: what a device's engine keeps for the second reading.
     """
 
     plan: SamplePlan
@@ -240,8 +236,8 @@ class Samples:
     prepared: Any = None
 
     def can_be_read(self) -> bool:
-        """Whether there are any, all where they were; what has moved since the plan was made counts
-        as changed.
+        """Whether there are samples, all in place. What has moved since the plan was made counts as
+        changed.
         """
         checked, self.checked = self.checked, 0
         if self.plan.moved(checked):
@@ -249,65 +245,41 @@ class Samples:
         return bool(len(self.plan)) and not self.moved
 
     def changed(self) -> set[int]:
-        """Which items do not hold what they held when they were first read."""
+        """The items that do not hold the values of the first reading any more."""
         found = set(self.moved)
         if len(self.found) > 1 and not np.array_equal(self.found[0], self.found[-1]):
             found |= self.plan.differ(self, self.found[0], self.found[-1])
         return found
 
     def unlike(self, image: Words, base: int) -> set[int]:
-        """Which items' copies do not hold what the tensors held when they were first read.
+        """The items whose copies do not hold the values of the first reading.
 
         Args:
             image: the words of the memory that was copied to.
-            base: where in it the image begins, in bytes.
+            base: where the image begins in it, in bytes.
         """
         if not self.found:
             return set(self.moved)
         return self.moved | self.plan.unlike(self, self.found[0], image, base)
 
 
-@dataclass(slots=True)
 class _Place:
-    """An item as it lies in memory: ``elements`` from the address ``start`` on, each ``size``
-    bytes; with ``strides`` if they have gaps.
+    """An item in memory: ``elements`` from the address ``start`` on, each ``size`` bytes; with ``strides`` if
+    they have gaps.
     """
 
-    number: int
-    tensor: Tensor
-    start: int
-    elements: int
-    size: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    offset: int
-    image_dtype: torch.dtype
-    mask: int
-    image_mask: int
-
-    @classmethod
-    def of(cls, number: int, item: Sampled) -> _Place:
+    def __init__(self, number: int, item: Sampled) -> None:
         view = item.view()
-        size = view.element_size()
-        start, dense = view.data_ptr(), view.is_contiguous()
-        mask = (1 << 8 * size) - 1
-        image_mask = (1 << 8 * item.dtype.itemsize) - 1
-        if start % size and view.dtype is item.dtype:
-            # Elements may lie across two words: of each, as much as is certain to be in one.
-            mask = image_mask = (1 << 8 * (start & -start)) - 1
-        return cls(
-            number,
-            item.tensor,
-            start,
-            view.numel(),
-            size,
-            tuple(view.shape),
-            None if dense else view.stride(),
-            item.offset,
-            item.dtype,
-            mask,
-            image_mask,
-        )
+        self.number, self.tensor = number, item.tensor
+        self.offset, self.image_dtype = item.offset, item.dtype
+        self.start, self.elements, self.size = view.data_ptr(), view.numel(), view.element_size()
+        self.shape = tuple(view.shape)
+        self.strides = None if view.is_contiguous() else view.stride()
+        self.mask = (1 << 8 * self.size) - 1
+        self.image_mask = (1 << 8 * item.dtype.itemsize) - 1
+        if self.start % self.size and view.dtype is item.dtype:
+            # Elements may span two words: compare the part of each that is certain to be in one.
+            self.mask = self.image_mask = (1 << 8 * (self.start & -self.start)) - 1
 
     @property
     def casts(self) -> bool:
@@ -318,7 +290,7 @@ class _Place:
         return min(self.elements, max(fewest, min(_MOST, fewest + more)))
 
     def padded(self, dims: int) -> tuple[list[int], list[int], list[int]]:
-        """Divisors, sizes and strides in bytes of the dimensions, with ones before the first."""
+        """Divisors, sizes and strides in bytes of the dimensions, preceded by ones."""
         assert self.strides is not None
         shape = [1] * (dims - len(self.shape)) + list(self.shape)
         strides = [0] * (dims - len(self.shape)) + [s * self.size for s in self.strides]
@@ -336,8 +308,8 @@ class _Place:
 
 
 def _stretches(nth: Indices, elements: Indices, counts: Indices) -> tuple[Words, Words]:
-    """Where the stretch of each sample begins, and how many elements it has: the first one, the
-    last one, and equal parts between.
+    """Where the stretch of each sample begins, and its number of elements: the first element, the last one,
+    and equal parts between.
     """
     inner = np.maximum(counts - 2, 1)
     begin = 1 + (elements - 2) * (nth - 1) // inner
@@ -349,7 +321,7 @@ def _stretches(nth: Indices, elements: Indices, counts: Indices) -> tuple[Words,
 
 
 def _bits(words: Words, addresses: Indices, masks: Words) -> Words:
-    """The elements at these addresses, out of the words that they lie in."""
+    """The elements at these addresses, out of the words that contain them."""
     found: Words = words >> ((addresses & 7) << 3).view(np.uint64)
     found &= masks
     return found
@@ -358,8 +330,8 @@ def _bits(words: Words, addresses: Indices, masks: Words) -> Words:
 def _differ_when_cast(
     values: Words, copied: Words, source: torch.dtype, target: torch.dtype
 ) -> npt.NDArray[np.bool_]:
-    """Whether elements are not what a copy as another dtype makes of them. Which NaN that makes of
-    one depends on the kernel.
+    """Whether elements differ from what a copy as another dtype makes of them. A NaN may become any NaN,
+    depending on the kernel.
     """
     whole = torch.from_numpy(values.astype(_INTEGERS[source.itemsize])).view(source)
     narrow = torch.from_numpy(copied.astype(_INTEGERS[target.itemsize])).view(target)

@@ -1,12 +1,12 @@
-"""A model as a set of safetensors files, laid out as Hugging Face does: what a run may start from.
+"""A model as a set of safetensors files in the layout of Hugging Face, from which a run may start.
 
-``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
-``model.safetensors.index.json``; names are the model's own. Where there is optimizer state, it lies beside
-it in files called ``optimizer…`` alike, as ``state.<parameter>.<key>`` and ``master.<parameter>``.
+The files are ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
+``model.safetensors.index.json``; tensors have the model's own names. Optimizer state, if present, is in files
+``optimizer…`` with the same layout, as ``state.<parameter>.<key>`` and ``master.<parameter>``.
 
-``import.json``, written last by an import, makes a set complete: it lists the files with a digest for each
-tensor, and the options of parameter groups. A set without it (one that somebody downloaded) is read, too; it
-can then only be checked for what its headers say.
+An import writes ``import.json`` last, which makes the set complete: it lists the files with a digest of each
+tensor, and the options of parameter groups. A set without it (a downloaded one) can be read too; only the
+contents of its headers are checked then.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ import xxhash
 from msgspec import Meta
 
 from ckptd.storage.checkpoints.sealed_json import ManifestError, decode_sealed, seal_json
-from ckptd.storage.images.image_format import MAX_HEADER_BYTES, TensorEntry
-from ckptd.storage.images.safetensors_header import HeaderError, parse_safetensors_header
+from ckptd.storage.image_format import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    HeaderError,
+    TensorEntry,
+    parse_safetensors_header,
+)
 from ckptd.storage.stores.objects import ObjectStore, Range
 
 __all__ = [
@@ -52,20 +57,19 @@ IMPORT_FORMAT = "ckptd.import/1"
 MANIFEST = "import.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 _MAX_JSON_BYTES = 256 << 20
-_LENGTH_BYTES = 8
-# Modules that wrap others under a name of their own; a model's own names are without them, as in
+# Attributes under which wrappers hold the wrapped module. A model's own names do not contain them, as in
 # `torch.distributed.checkpoint.state_dict`.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _REPLICA = "module"
 
 
 class SetError(ValueError):
-    """The files are not a whole set, or not what they were."""
+    """The files are not a complete set, or were changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetTensor:
-    """A tensor of a set; ``offset`` counts from the beginning of its file, an empty digest is unknown."""
+    """A tensor of a set; ``offset`` counts from the beginning of its file; ``digest`` is empty if unknown."""
 
     name: str
     dtype: str
@@ -78,7 +82,7 @@ class SetTensor:
 
 @dataclass(frozen=True, slots=True)
 class SetFile:
-    """A file of a set as ``import.json`` tells of it: the digests are those of its tensors in data order."""
+    """A file of a set, as listed in ``import.json``: ``digests`` are those of its tensors in data order."""
 
     name: str
     size: int
@@ -86,28 +90,24 @@ class SetFile:
 
 
 class SetFiles(Protocol):
-    """Where the files of a set lie."""
+    """The place of a set's files."""
 
     @property
     def where(self) -> str:
-        """As people are told."""
+        """The place, for messages."""
 
     def size(self, name: str) -> int | None:
-        """How large a file is; None if it is not there."""
+        """The size of a file; None if it does not exist."""
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill the buffer from a file; SetError (or StoreError) if that cannot be done."""
+        """Fill the buffer from a file; raises SetError or StoreError if this fails."""
 
 
 class FolderFiles:
-    """In a folder."""
+    """The files in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @property
-    def where(self) -> str:
-        return str(self._folder)
+        self._folder, self.where = folder, str(folder)
 
     def size(self, name: str) -> int | None:
         path = self._folder / name
@@ -126,14 +126,10 @@ class FolderFiles:
 
 
 class StoreFiles:
-    """Below a prefix of a store."""
+    """The objects below a prefix of a store."""
 
     def __init__(self, store: ObjectStore, prefix: str, where: str) -> None:
-        self._store, self._prefix, self._where = store, prefix, where
-
-    @property
-    def where(self) -> str:
-        return self._where
+        self._store, self._prefix, self.where = store, prefix, where
 
     def size(self, name: str) -> int | None:
         info = self._store.info(self._prefix + name)
@@ -145,13 +141,13 @@ class StoreFiles:
 
 @dataclass(frozen=True)
 class ModelSet:
-    """What a set holds.
+    """The contents of a set.
 
     Attributes:
         model: the tensors by the model's own names.
-        optimizer: ``state.<parameter>.<key>`` and ``master.<parameter>``; empty where there is none.
-        groups: options of the parameter group by parameter, where they are known.
-        files: the names of all files, but ``import.json``.
+        optimizer: ``state.<parameter>.<key>`` and ``master.<parameter>``; may be empty.
+        groups: options of the parameter group by parameter, if known.
+        files: the names of all files except ``import.json``.
     """
 
     model: Mapping[str, SetTensor]
@@ -161,10 +157,10 @@ class ModelSet:
     _files: SetFiles = field(repr=False)
 
     def read(self, tensor: SetTensor, into: memoryview) -> None:
-        """Fill the buffer, of the tensor's size, and verify it where a digest is known.
+        """Read the tensor into ``into``, which has its size, and compare its digest if known.
 
         Raises:
-            SetError: the bytes cannot be had, or are not those that were imported.
+            SetError: the bytes cannot be read, or were changed since the import.
         """
         if tensor.nbytes:
             self._files.read(tensor.file, tensor.offset, into)
@@ -173,53 +169,53 @@ class ModelSet:
 
 
 def open_set(files: SetFiles, *, single: str = "", complete: bool = False) -> ModelSet:
-    """What is there, by manifest, index or name; headers are read, tensors are not.
+    """Open a set by its manifest, index or file name; reads the headers, not the tensors.
 
     Args:
-        single: the name of the only file, whatever else lies beside it.
-        complete: refuse a set without ``import.json``: one whose files are still being stored.
+        single: the name of the only file to open.
+        complete: refuse a set without ``import.json``, whose files may still be uploading.
     Raises:
-        SetError: it is no set, or not a whole one.
+        SetError: there is no set, or it is not complete.
     """
-    told = None if single else _read_manifest(files)
-    if told is None and complete:
+    manifest = None if single else _read_manifest(files)
+    if manifest is None and complete:
         raise SetError(f"{files.where} has no {MANIFEST}: nothing was imported, or not to the end")
+    listed = {} if manifest is None else {file.name: file for file in manifest.files}
     if single:
         parts = {MODEL: [single], OPTIMIZER: []}
-    elif told is not None:
-        names = [listed.name for listed in told.files]
-        parts = {part: [n for n in names if _part_of(n) == part] for part in (MODEL, OPTIMIZER)}
+    elif manifest is not None:
+        names = [file.name for file in manifest.files]
+        parts = {part: [name for name in names if _part_of(name) == part] for part in (MODEL, OPTIMIZER)}
     else:
-        parts = {part: _listed(files, part) for part in (MODEL, OPTIMIZER)}
+        parts = {part: _unlisted(files, part) for part in (MODEL, OPTIMIZER)}
     if not parts[MODEL]:
         raise SetError(
             f"{files.where} holds no {file_name(MODEL, 0, 1)} and no {index_name(MODEL)}: not a "
             "model in safetensors "
             "(`ckptctl import --format dcp` makes one of a checkpoint of torch.distributed)"
         )
-    known = {} if told is None else {listed.name: listed for listed in told.files}
-    found = {part: _tensors(files, names, known) for part, names in parts.items()}
+    found = {part: _tensors(files, names, listed) for part, names in parts.items()}
     return ModelSet(
         found[MODEL],
         found[OPTIMIZER],
-        {} if told is None else told.groups,
+        {} if manifest is None else manifest.groups,
         (*parts[MODEL], *parts[OPTIMIZER]),
         files,
     )
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name without what wraps the model: data parallelism (if around all of it), compiling,
-    recomputation.
+    """Each name without the wrappers of the model: compilation, recomputation, and data parallelism if it
+    wraps the whole model.
     """
-    plain = {name: _without(name, _WRAPPERS) for name in names}
+    plain = {name: ".".join([part for part in name.split(".") if part not in _WRAPPERS]) for name in names}
     while plain and all(name.startswith(_REPLICA + ".") for name in plain.values()):
         plain = {name: short.removeprefix(_REPLICA + ".") for name, short in plain.items()}
     return plain
 
 
 def plan_shards(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[TensorEntry]]:
-    """The tensors in their order, in files of at most ``max_bytes`` (a larger tensor has one of its own)."""
+    """Split the tensors, in order, into files of at most ``max_bytes``; a larger tensor is a file."""
     shards: list[list[TensorEntry]] = [[]]
     room = max_bytes
     for entry in entries:
@@ -232,21 +228,21 @@ def plan_shards(entries: Sequence[TensorEntry], max_bytes: int) -> list[list[Ten
 
 
 def file_name(part: str, index: int, count: int) -> str:
-    """What the file number ``index`` (from 0) of ``count`` is called."""
+    """The name of file number ``index`` (from 0) of ``count``."""
     if count == 1:
         return f"{part}.safetensors"
     return f"{part}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def index_name(part: str) -> str:
-    """What the index of several files is called."""
+    """The name of the index of several files."""
     return f"{part}.safetensors.index.json"
 
 
 def render_index(weights: Mapping[str, str], total_bytes: int) -> bytes:
-    """The index of several files: which holds which tensor."""
-    told = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weights.items()))}
-    return (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+    """The index of several files: the file name of each tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weights.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def render_import(
@@ -257,7 +253,7 @@ def render_import(
     created_at_ns: int,
     tool: str,
 ) -> bytes:
-    """``import.json``."""
+    """The contents of ``import.json``."""
     return seal_json(
         {
             "format": IMPORT_FORMAT,
@@ -313,8 +309,8 @@ def _read_small(files: SetFiles, name: str) -> bytes | None:
     return bytes(data)
 
 
-def _listed(files: SetFiles, part: str) -> list[str]:
-    """The files of one part that has no manifest."""
+def _unlisted(files: SetFiles, part: str) -> list[str]:
+    """The file names of one part of a set without a manifest."""
     data = _read_small(files, index_name(part))
     if data is None:
         name = file_name(part, 0, 1)
@@ -335,10 +331,10 @@ def _part_of(name: str) -> str:
     return OPTIMIZER if name.startswith(OPTIMIZER) else MODEL
 
 
-def _tensors(files: SetFiles, names: Iterable[str], known: Mapping[str, _WireFile]) -> dict[str, SetTensor]:
+def _tensors(files: SetFiles, names: Iterable[str], listed: Mapping[str, _WireFile]) -> dict[str, SetTensor]:
     found: dict[str, SetTensor] = {}
     for name in names:
-        for tensor in _file_tensors(files, name, known.get(name)):
+        for tensor in _file_tensors(files, name, listed.get(name)):
             if tensor.name in found:
                 raise SetError(
                     f"{files.where} has {tensor.name} twice: in {found[tensor.name].file} and {name}"
@@ -347,22 +343,22 @@ def _tensors(files: SetFiles, names: Iterable[str], known: Mapping[str, _WireFil
     return found
 
 
-def _file_tensors(files: SetFiles, name: str, told: _WireFile | None) -> list[SetTensor]:
+def _file_tensors(files: SetFiles, name: str, listed: _WireFile | None) -> list[SetTensor]:
     where = f"{files.where}/{name}"
     size = files.size(name)
     if size is None:
         raise SetError(f"{where} is missing")
-    if told is not None and told.size != size:
-        raise SetError(f"{where} has {size} bytes, {told.size} were imported")
-    if size < _LENGTH_BYTES:
+    if listed is not None and listed.size != size:
+        raise SetError(f"{where} has {size} bytes, {listed.size} were imported")
+    if size < LENGTH_BYTES:
         raise SetError(f"{where} is too short for a safetensors file")
-    length = bytearray(_LENGTH_BYTES)
+    length = bytearray(LENGTH_BYTES)
     files.read(name, 0, memoryview(length))
     header_len = int.from_bytes(length, "little")
-    if header_len > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+    if header_len > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise SetError(f"{where} is truncated, or no safetensors file")
     text = bytearray(header_len)
-    files.read(name, _LENGTH_BYTES, memoryview(text))
+    files.read(name, LENGTH_BYTES, memoryview(text))
     try:
         header = parse_safetensors_header(text)
     except HeaderError as error:
@@ -370,15 +366,11 @@ def _file_tensors(files: SetFiles, name: str, told: _WireFile | None) -> list[Se
     if header.end != size:
         raise SetError(f"{where} has {size} bytes, its tensors end at {header.end}")
     tensors = [SetTensor(t.name, t.dtype, t.shape, name, t.offset, t.nbytes) for t in header.tensors]
-    if told is None:
+    if listed is None:
         return tensors
-    if len(told.digests) != len(tensors):
-        raise SetError(f"{where} has {len(tensors)} tensors, {len(told.digests)} were imported")
+    if len(listed.digests) != len(tensors):
+        raise SetError(f"{where} has {len(tensors)} tensors, {len(listed.digests)} were imported")
     return [
         replace(tensor, digest=bytes.fromhex(digest))
-        for tensor, digest in zip(tensors, told.digests, strict=True)
+        for tensor, digest in zip(tensors, listed.digests, strict=True)
     ]
-
-
-def _without(name: str, wrappers: frozenset[str]) -> str:
-    return ".".join([part for part in name.split(".") if part not in wrappers])

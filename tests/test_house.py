@@ -62,7 +62,6 @@ PARAMETERS_MAX = 8
 MANY_PARAMETERS = {
     "client/model/snapshot_layout.py:build_phase",
     "client/pipeline/boundary_log.py:BoundaryLog.__init__",
-    "client/recovery/replay.py:Replay.__init__",
     "cuda/dispatch_kernels.py:match_kernel",
     "cuda/dispatch_kernels.py:quotas_kernel",
     "cuda/dispatch_kernels.py:share_kernel",

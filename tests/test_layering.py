@@ -64,8 +64,8 @@ def test_the_graph_sees_the_linked_folders(graph: grimp.ImportGraph) -> None:
     for module in (
         "ckptd.client.daemon_link.session",
         "ckptd.cuda.engine",
-        "ckptd.storage.images.image",
-        "ckptd.transport.control.wire",
+        "ckptd.storage.image",
+        "ckptd.transport.wire",
     ):
         assert module in graph.modules
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "paths.md"
 PATHS = 4
 # How often a path comes back to a file that it had left. Fewer is better; no more than these.
-RETURNS_MAX = [5, 5, 5, 4]
+RETURNS_MAX = [5, 5, 5, 5]
 
 
 @dataclass

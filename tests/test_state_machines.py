@@ -17,14 +17,14 @@ from ckptd.core.state_machine import Transitions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "state_machines.md"
 TABLES = {
-    "replay": ("ckptd.client.recovery.replay_progress", "TRANSITIONS"),
-    "schedule change": ("ckptd.core.schedules.switching", "TRANSITIONS"),
+    "replay": ("ckptd.client.recovery.replay", "TRANSITIONS"),
+    "schedule change": ("ckptd.core.switching", "TRANSITIONS"),
     "slot": ("ckptd.core.slots.slots", "TRANSITIONS"),
-    "parking copy": ("ckptd.client.parking.park_gate", "COPY_TRANSITIONS"),
-    "parking moment": ("ckptd.client.parking.park_gate", "MOMENT_TRANSITIONS"),
-    "persistence": ("ckptd.core.persistence.persister", "TRANSITIONS"),
+    "parking copy": ("ckptd.client.parking.parker", "COPY_TRANSITIONS"),
+    "parking moment": ("ckptd.client.parking.parker", "MOMENT_TRANSITIONS"),
+    "persistence": ("ckptd.core.persister", "TRANSITIONS"),
     "preparation": ("ckptd.client.schedule.schedule_change", "TRANSITIONS"),
-    "recorder": ("ckptd.client.capture.snapshot_chain", "TRANSITIONS"),
+    "recorder": ("ckptd.client.capture.recorder", "TRANSITIONS"),
     "replication": ("ckptd.core.replication.target", "TRANSITIONS"),
 }
 

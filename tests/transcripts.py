@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptd.core.schedules.switching import Change
-from ckptd.core.slots.slots import SlotRecord
-from ckptd.core.slots.snapshot_events import SnapshotKey
+from ckptd.core.slots.slots import SlotRecord, SnapshotKey
+from ckptd.core.switching import Change
 
 __all__ = ["Driver", "compare", "scenarios", "shown"]
 

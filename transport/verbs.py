@@ -1,36 +1,34 @@
-"""One-sided transfers over registered memory: the interface that every fabric implements (DESIGN §10).
+"""One-sided transfers over registered memory: the interface of every fabric (DESIGN §10).
 
-A process *registers* a buffer and hands the region's key to a peer, by a message; the peer *puts*
-bytes into the region or *gets* bytes out of it, without any code of the owner taking part. A
-transfer is cut into chunks, each an operation of its own that may be repeated, reordered or lost
-without harm: it names region, offset and length, and its bytes carry an xxh3_64 or, sealed, a tag.
-So a transfer survives a lost connection (chunks not yet acknowledged are sent again), and nothing
-is remembered between chunks.
+A process *registers* a buffer and sends the region's key to a peer. The peer *puts* bytes into the region or
+*gets* bytes out of it, without any code of the owner taking part. A transfer is cut into chunks. Each is an
+operation of its own that may be repeated, reordered or lost without harm: it names region, offset and length,
+and its bytes carry an xxh3_64 or, sealed, a tag. So a transfer survives a lost connection (unacknowledged
+chunks are sent again), and nothing is remembered between chunks.
 
-Contract, held by ``tests/transport/contract.py`` for every fabric:
+The contract, which ``tests/transport/contract.py`` holds for every fabric:
 
-* A put completes ``ok`` when every byte lies in the region and was verified there (by its digest;
-  by its tag on an encrypted stream); a get, when every byte lies in the target and was verified.
-  What failed says why (`Fault`), and never raises in the caller's thread.
-* A chunk that is not what was sent is not acknowledged. It is asked for again a few times, then the
-  transfer fails with ``DIGEST``. The owner of a region shows its content to others only after the
-  transfer, never before (a slot is ``filling``).
-* A request outside of the region, without its token, from another peer than the one it was
-  registered for, or after `Region.revoke`, touches no byte and is refused: ``REGION``, ``BOUNDS``
-  or ``ACCESS``. It is counted; it closes nothing.
-* Completions come exactly once, on a thread of the fabric, in any order. `Transfer.cancel`
-  completes with ``CANCELLED`` unless the transfer was complete already; after the completion no
-  byte of the caller's buffer is touched any more.
-* Chunks in flight are bounded by credits that the receiving side grants, so a slow receiver costs
-  its peers no memory.
+* A put completes ``ok`` when every byte lies in the region and was verified there (by its digest; by its tag
+  on an encrypted stream); a get, when every byte lies in the target and was verified. A failure says why
+  (`Fault`), and never raises in the caller's thread.
+* A chunk that arrives damaged is not acknowledged. It is asked for again a few times, then the transfer fails
+  with ``DIGEST``. The owner of a region shows its content to others only after the transfer, never before (a
+  slot is ``filling``).
+* A request outside of the region, without its token, from another peer than the registered one, or after
+  `Region.revoke`, touches no byte and is refused: ``REGION``, ``BOUNDS`` or ``ACCESS``. It is counted; it
+  closes nothing.
+* Completions come exactly once, on a thread of the fabric, in any order. `Transfer.cancel` completes with
+  ``CANCELLED`` unless the transfer was complete already; after the completion no byte of the caller's buffer
+  is touched any more.
+* Chunks in flight are bounded by credits that the receiving side grants, so a slow receiver costs its peers
+  no memory.
 
-Where both ends are on one host, and the region lies in a file that the peer can open, the bytes
-need not go over a network: `ckptd.transport.fabric.short_cut`. All of the above holds for such
-transfers, too, except that nothing is digested on a way that they do not take, and that what the
-network is spared does not count against its limits.
+Where both ends are on one host, and the peer can open the file of the region, the bytes need no network
+(`ckptd.transport.fabric.short_cut`). All of the above holds for such transfers too, except that their bytes
+are not digested, and do not count against the limits of the network.
 
-Control messages are two-sided and opaque here: bytes in, bytes out. They are authenticated like
-everything else.
+Control messages are two-sided and opaque here: bytes in, bytes out. They are authenticated like everything
+else.
 """
 
 from __future__ import annotations
@@ -63,13 +61,13 @@ class Fault(StrEnum):
 
     CANCELLED = "cancelled"
     DEADLINE = "deadline"  # not complete in time, the peer unreachable or slow
-    REGION = "region"  # no such region (any more), or the token is another's
+    REGION = "region"  # no such region (any more), or another token
     BOUNDS = "bounds"  # outside of the region
     ACCESS = "access"  # registered for another peer, or not for this operation
-    DIGEST = "digest"  # what arrives differs from what was sent, again and again
-    DAMAGED = "damaged"  # the holder has lost these bytes, and may have others of the region
+    DIGEST = "digest"  # the bytes arrive damaged, again and again
+    DAMAGED = "damaged"  # the holder has lost these bytes; it may have other parts of the region
     REFUSED = "refused"  # the peer does not take part: keys not trusted, another version
-    CLOSED = "closed"  # this fabric was closed
+    CLOSED = "closed"  # this fabric is closed
 
 
 class Access(Flag):
@@ -81,9 +79,7 @@ class Access(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """For whom a region is registered: one peer (its node id; "" for any that is authenticated),
-    one job, one run.
-    """
+    """The peers of a region: one peer (its node id; "" for any authenticated one), one job, one run."""
 
     peer: str
     job: str = ""
@@ -92,9 +88,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Where a buffer begins in a file, and which file that is: ``device`` and ``inode`` as
-    `os.stat` has them.
-    """
+    """Where a buffer begins in a file; ``device`` and ``inode`` as in `os.stat`."""
 
     path: str
     device: int
@@ -106,7 +100,7 @@ class FileRange:
 class RegionKey:
     """What a peer must know to reach a region; ``token`` is 16 random bytes, new with each registration.
 
-    ``file``, if it lies in one, lets a peer on the same host copy by itself.
+    ``file``, if the region lies in one, lets a peer on the same host copy by itself.
     """
 
     region: int
@@ -149,12 +143,12 @@ class FabricCounters:
     got_bytes: int = 0
     received_bytes: int = 0  # written by peers into our regions, over the network
     served_bytes: int = 0  # read by peers out of our regions, over the network
-    short_cut_bytes: int = 0  # of put_bytes and got_bytes: copied within this host, over no network
+    short_cut_bytes: int = 0  # of put_bytes and got_bytes: copied within this host
     chunk_retries: int = 0
     refused: int = 0  # requests refused: region, bounds, access
     bad_digests: int = 0
-    forged: int = 0  # encrypted streams that were broken off because somebody else's bytes came on them
-    garbage: int = 0  # frames that are nothing of ours
+    forged: int = 0  # encrypted streams broken off because of an attacker's bytes
+    garbage: int = 0  # frames that are none of ours
     unauthenticated: int = 0  # connections refused for their key
     revoked: int = 0  # connections and streams ended because their key is not trusted any more
     reconnects: int = 0
@@ -167,21 +161,18 @@ class Region(Protocol):
     def key(self) -> RegionKey: ...
 
     def revoke(self) -> bool:
-        """Refuse every further request from now on; returns at once, with whether nothing touches
-        the buffer any more.
+        """Refuse every further request; returns at once, with whether nothing touches the buffer any more.
 
-        Otherwise operations that began before may still read and write it, until a later call says
-        so or `close` has returned.
+        If not, operations that began before may still read and write it, until a later call returns true or
+        `close` has returned.
         """
 
     def break_off(self) -> None:
-        """After `revoke`: make what goes on end soon, as far as that is in our hands; takes a
-        second at most.
-        """
+        """After `revoke`: make operations end soon, as far as this process can; takes a second at most."""
 
     def close(self) -> None:
-        """Revoke, and wait until nothing touches the buffer any more: while a peer has stopped,
-        that may take long.
+        """Revoke, and wait until nothing touches the buffer any more. This may take long while a peer has
+        stopped.
         """
 
 
@@ -203,7 +194,7 @@ Answered = Callable[[bytes | Fault], None]
 
 
 class Peer(Protocol):
-    """One other node; connects, and connects again, by itself. All methods return at once."""
+    """One other node; connects, and reconnects, by itself. All methods return at once."""
 
     @property
     def address(self) -> PeerAddress: ...
@@ -231,19 +222,18 @@ class Peer(Protocol):
         """Fill ``target`` from the region, from ``offset`` bytes on."""
 
     def request(self, body: bytes, *, timeout_s: float, answered: Answered) -> None:
-        """Send a control message; ``answered`` is called once, with the reply or a fault
-        (``DEADLINE`` at the latest).
+        """Send a control message; ``answered`` is called once, with the reply or a fault (``DEADLINE`` at the
+        latest).
 
-        It is sent at most once: ``DEADLINE`` (also at once, when the connection breaks) leaves open
-        whether the peer acted on it.
+        It is sent at most once: after ``DEADLINE`` (also at once, when the connection breaks) whether the
+        peer acted on it is unknown.
         """
 
     def close(self) -> None:
-        """Give up the connections; what is in flight completes with ``CLOSED``."""
+        """Give up the connections; transfers in flight complete with ``CLOSED``."""
 
 
-# Called on a fabric's thread: the peer's node id, the body, and how to answer (once, from any
-# thread, or never).
+# Called on a fabric's thread: the peer's node, the body, and how to answer (once or never, from any thread).
 Serve = Callable[[str, bytes, Callable[[bytes], None]], None]
 
 
@@ -254,13 +244,11 @@ class Fabric(Protocol):
 
     @property
     def refused(self) -> dict[str, int]:
-        """Connections and messages that were turned away, by reason, and of the addresses with the most."""
+        """Refused connections and messages, by reason, and those of the addresses with the most."""
 
     @property
     def encryption(self) -> str:
-        """What the bytes of snapshots are encrypted with on their way to peers who want no other;
-        "plaintext" if with nothing.
-        """
+        """The cipher of snapshots on their way to peers with the same options, or "plaintext"."""
 
     @property
     def newest_forgery(self) -> str:
@@ -268,7 +256,7 @@ class Fabric(Protocol):
 
     @property
     def address(self) -> PeerAddress:
-        """What peers must be told to reach us."""
+        """The address for peers."""
 
     def register(
         self, buffer: memoryview, *, access: Access, scope: Scope, file: FileRange | None = None

@@ -45,10 +45,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.core.elastic.allocation import allocate, straggler_factor
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
-from ckptd.core.elastic.placement.allocation import allocate
-from ckptd.core.elastic.placement.balance import straggler_factor
-from ckptd.core.elastic.placement.expert_placement import place
+from ckptd.core.elastic.expert_placement import place
 
 __all__ = ["SKEWED", "Job", "fixed_straggler", "growing_part", "layer_loads", "placed"]
 

@@ -33,7 +33,7 @@ __all__ = ["Elastic", "Fixed", "Gather"]
 
 class Gather:
     """When nodes that came are used: ``gather_s`` after the last one, at most ``most_s`` after the
-    first, as `ckptd.core.elastic.placement.rebalance_policy` has it.
+    first, as `ckptd.core.elastic.rebalance_policy` has it.
     """
 
     def __init__(self, gather_s: float, most_s: float) -> None:

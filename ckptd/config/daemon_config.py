@@ -1,9 +1,9 @@
-"""Every setting of the daemon: one key in TOML, one `CKPTD_<KEY>`, one flag `--key`.
+"""The daemon's configuration: the settings of `DaemonConfig` from their sources.
 
-A value comes from, in rising precedence, the built-in default, the TOML file, the environment,
-the command line; whichever it was is remembered and named when the value is refused. This is the
-only module that reads the environment. `docs/configuration.md` carries the table that
-`render_table` makes from `DaemonConfig`, and a test holds the two together.
+Each setting is a key in TOML, an environment variable `CKPTD_<KEY>`, and a flag `--key`. In rising
+precedence, a value comes from the built-in default, the TOML file, the environment or the command line;
+an error names the source. This is the only module that reads the environment. A test compares the table
+in `docs/configuration.md` with `render_table`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptd.config.runtime_dir import UnusableFolder, group_number
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.state_machine import validate_always
 from ckptd.printable import HIDDEN, for_json, hide_options, hide_secrets
@@ -86,7 +87,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     names = _fields()
-    texts, facts = _read_toml(file or environ.get("CKPTD_CONFIG"), environ)
+    texts, read = _read_toml(file or environ.get("CKPTD_CONFIG"), environ)
     from_file = dict(texts)
     for key in names:
         variable = "CKPTD_" + key.upper()
@@ -98,7 +99,7 @@ def load_config(
         texts[key] = (text, "flag --" + key.replace("_", "-"))
     values = {key: _parse(key, text, source) for key, (text, source) in texts.items()}
     sources = {key: texts[key][1] if key in texts else "default" for key in names}
-    warnings = (*_slips(environ), *_exposed(from_file, values.get("trainer_group", ""), facts))
+    warnings = (*_slips(environ), *_exposed(from_file, values.get("trainer_group", ""), read))
     return LoadedConfig(_complete(values, environ), sources, warnings)
 
 
@@ -170,8 +171,9 @@ def render_table() -> str:
     """The settings as a Markdown table, for the documentation."""
     lines = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for key, field in _fields().items():
-        default = _default_text(field)
-        lines.append(f"| `{key}` | `{default}` | {_allowed(field)} | {field_docs()[key]} |")
+        default = field.metadata["shown"] or field.default
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        lines.append(f"| `{key}` | `{shown}` | {_allowed(key)} | {field_docs()[key]} |")
     return "\n".join(lines) + "\n"
 
 
@@ -208,23 +210,22 @@ def _builtin_runtime_dir(environ: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _FileFacts:
-    """The owner and mode of the configuration file that was read."""
+class _ConfigFile:
+    """The configuration file that was read."""
 
     path: Path
-    owner: int
-    group: int
-    mode: int
+    info: os.stat_result
+
+    @property
+    def mode(self) -> int:
+        """Its permissions."""
+        return stat.S_IMODE(self.info.st_mode)
 
 
 def _read_toml(
     file: str | None, environ: Mapping[str, str]
-) -> tuple[dict[str, tuple[str, str]], _FileFacts | None]:
-    """The texts of the settings with their sources, and the facts of the file; None if there is no file.
-
-    Raises:
-        ConfigError: the file cannot be read, other users can change it, or it contains an unknown setting.
-    """
+) -> tuple[dict[str, tuple[str, str]], _ConfigFile | None]:
+    """The texts of the settings with their sources, and the file; None: there is no file."""
     path = Path(file or DEFAULT_FILE)
     if file is None and not path.exists():
         return {}, None
@@ -234,29 +235,29 @@ def _read_toml(
             table = tomllib.loads(opened.read().decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-    facts = _FileFacts(path, info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode))
+    read = _ConfigFile(path, info)
     if not stat.S_ISCHR(info.st_mode):  # /dev/null contains no settings
-        _check_writers(facts, trusted_users(environ))
+        _check_writers(read, trusted_users(environ))
     found: dict[str, tuple[str, str]] = {}
     for key, value in table.items():
         if key not in _fields():
             raise ConfigError(f"unknown setting {key!r} in {path}{_did_you_mean(key)}")
         if not isinstance(value, str | int | float):
-            raise ConfigError(f"{key} = {value!r} in {path}: expected {_allowed(_fields()[key])}")
+            raise ConfigError(f"{key} = {value!r} in {path}: expected {_allowed(key)}")
         text = str(value).lower() if isinstance(value, bool) else str(value)
         found[key] = (text, f"file {path}")
-    return found, facts
+    return found, read
 
 
-def _check_writers(file: _FileFacts, users: Collection[int]) -> None:
+def _check_writers(file: _ConfigFile, users: Collection[int]) -> None:
     """Refuse a file that other users can write: it decides whom the daemon trusts, and where snapshots go."""
-    if file.owner not in users:
+    if file.info.st_uid not in users:
         raise ConfigError(
-            f"the configuration file {file.path} belongs to user {user_name(file.owner)}, expected "
+            f"the configuration file {file.path} belongs to user {user_name(file.info.st_uid)}, expected "
             f"root or {user_name(os.geteuid())}: run `chown {os.geteuid()} {file.path}`, or set "
             "CKPTD_DAEMON_USER if that user runs the daemon"
         )
-    if file.mode & 0o002 or (file.mode & 0o020 and not _is_private_group(file.group, file.owner)):
+    if file.mode & 0o002 or (file.mode & 0o020 and not _is_private_group(file.info.st_gid, file.info.st_uid)):
         raise ConfigError(
             f"other users can write to the configuration file {file.path} (mode {file.mode:04o}): run "
             f"`chmod go-w {file.path}`"
@@ -276,17 +277,19 @@ def _is_private_group(group: int, owner: int) -> bool:
 
 
 def _exposed(
-    texts: Mapping[str, tuple[str, str]], trainer_group: str, file: _FileFacts | None
+    texts: Mapping[str, tuple[str, str]], trainer_group: str, file: _ConfigFile | None
 ) -> tuple[str, ...]:
     """A warning if the file contains credentials and other users can read it."""
     secretive = [k for k in _SECRETIVE if k in texts and HIDDEN in _without_secrets(k, texts[k][0])]
     if file is None or not secretive:
         return ()
-    # root gives a file to a daemon of another user as root:ckptd 0640: then the group is the daemon's
-    # own.
-    owner_needs_no_group = file.owner == os.geteuid()
-    of_trainers = file.group in _group_ids(trainer_group)
-    theirs = owner_needs_no_group and not _is_private_group(file.group, file.owner)
+    # For a daemon of another user, root owns the file, as root:ckptd 0640: its group is the daemon's own.
+    owner_needs_no_group = file.info.st_uid == os.geteuid()
+    try:
+        of_trainers = file.info.st_gid == group_number(trainer_group)
+    except UnusableFolder:
+        of_trainers = False  # the start of the daemon reports the unknown group
+    theirs = owner_needs_no_group and not _is_private_group(file.info.st_gid, file.info.st_uid)
     group_reads = file.mode & 0o040 and (of_trainers or theirs)
     if not (file.mode & 0o004 or group_reads):
         return ()
@@ -297,25 +300,17 @@ def _exposed(
     return (f"{problem} credentials in {' and '.join(secretive)}: run `{remedy}`",)
 
 
-def _group_ids(name: str) -> tuple[int, ...]:
-    try:
-        return (int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid,) if name else ()
-    except KeyError:
-        return ()  # the start of the daemon reports it
-
-
 def _without_secrets(key: str, value: str) -> str:
     return (hide_options if key == "store_options" else hide_secrets)(value)
 
 
 def _parse(key: str, text: str, source: str) -> Any:
-    field = _fields()[key]
     try:
-        return field.metadata["parse"](text)
+        return _fields()[key].metadata["parse"](text)
     except (ValueError, OverflowError) as error:
         shown = key if key in _SECRETIVE else f"{key} = {text!r}"
         raise ConfigError(
-            f"{shown} (from {source}) cannot be used: expected {_allowed(field)} ({error})"
+            f"{shown} (from {source}) cannot be used: expected {_allowed(key)} ({error})"
         ) from error
 
 
@@ -323,13 +318,8 @@ def _fields() -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(DaemonConfig)}
 
 
-def _allowed(field: dataclasses.Field[Any]) -> str:
-    return str(field.metadata["allowed"])
-
-
-def _default_text(field: dataclasses.Field[Any]) -> str:
-    shown = field.metadata["shown"] or field.default
-    return str(shown).lower() if isinstance(shown, bool) else str(shown)
+def _allowed(key: str) -> str:
+    return str(_fields()[key].metadata["allowed"])
 
 
 def _did_you_mean(key: str) -> str:

@@ -1,25 +1,26 @@
-"""Who is attached, and who may attach: a table and one pure decision.
+"""The trainers of this node: which of them may attach, which are attached, and which are asked to park. Pure.
 
-`decide_attach` sees facts (segments on this node, who owns them, the numbers of the memory) and
-answers with `Admitted` or `Rejected`, both of which say why. It never looks anything up itself.
+`decide_attach` gets facts (the segments on this node and their owners, the numbers of the memory) and answers
+`Admitted` or `Rejected`, with reasons.
 
-Memory is promised at attach: an admitted rank counts with what it said it needs, even before it
-reserves, so that of eight ranks that each fit alone the one too many is told at its attach.
+Memory is promised at attach: an admitted rank counts with the bytes that it said it needs, even before it
+reserves them. So of eight ranks that each fit alone, the one too many is refused at its attach.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.transport.control.messages import Member, RefusalCode
+from ckptd.transport.messages import Member, Parks, RankParked, RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = [
     "Admitted",
     "AttachWish",
     "MemoryFacts",
+    "ParkRequests",
     "RankKey",
     "Rejected",
     "SegmentFacts",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 
-# What a trainer calls a job that nobody named: its script, and a digest of where it lies and was started.
+# The default name of a job: its script, and a digest of the folders in which it lies and was started.
 _NAMED_AFTER_SCRIPT = re.compile(r"(.+)-[0-9a-f]{8}")
 
 
@@ -50,7 +51,7 @@ class RankKey:
 
 @dataclass(frozen=True, slots=True)
 class AttachWish:
-    """What a trainer asks for. `held`: generations whose owner lock it holds itself."""
+    """A trainer's request to attach. `held`: generations whose owner lock it holds itself."""
 
     key: RankKey
     world_size: int
@@ -64,7 +65,7 @@ class AttachWish:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFacts:
-    """What matters of one segment when somebody wants to attach."""
+    """The facts about one segment that matter for an attach."""
 
     key: RankKey
     generation: int
@@ -73,14 +74,15 @@ class SegmentFacts:
     layout_version: int
     total_bytes: int
     owned: bool
-    ready: bool = True  # false while it is being made: it counts, but cannot be mapped
+    ready: bool = True  # false during its creation: it counts, but cannot be mapped
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """The numbers of the segment memory; `promised` is what live sessions may still take.
+    """The numbers of the segment memory.
 
-    `replica_bytes` is what replicas of other nodes' segments take of the quota.
+    `promised` is what live sessions said they need; `replica_bytes` is the part of the quota that replicas of
+    other nodes' segments use.
     """
 
     quota_bytes: int
@@ -93,7 +95,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The rank may attach; `generations` are its segments, `notes` what an operator may want."""
+    """The rank may attach; `generations` are its segments, `notes` are for the operator."""
 
     generations: tuple[int, ...]
     available_bytes: int
@@ -102,7 +104,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The rank may not attach, why, and what would help."""
+    """The rank may not attach, with the reason and a remedy."""
 
     code: RefusalCode
     message: str
@@ -111,10 +113,9 @@ class Rejected:
 
 @dataclass(slots=True)
 class TrainerSession:
-    """One attached trainer. `boot` facts come from its Hello and Attach; the rest moves.
+    """One attached trainer.
 
-    `pid` is the process as it is known here, `writer_pid` what it is in its own pid namespace and
-    writes into slots.
+    `pid` is its process in this pid namespace; `writer_pid` in its own one, which it writes into slots.
     """
 
     identity: bytes
@@ -127,12 +128,12 @@ class TrainerSession:
     writer_pid: int
     step: int = -1
     metrics: Mapping[str, float] = field(default_factory=dict)
-    parked_told: int = -1  # up to this sequence its parked states are told
-    owner_seen: bool = False  # the owner lock was held once: from then on its loss means death
+    parked_told: int = -1  # its parked states up to this sequence were reported
+    owner_seen: bool = False  # the owner lock was held once: since then its loss means death
 
 
 class SessionTable:
-    """The attached trainers, found by connection or by rank; at most `limit` of them."""
+    """The attached trainers, by connection or by rank; at most `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -153,17 +154,17 @@ class SessionTable:
         return next((s for s in self._by_identity.values() if s.key == key), None)
 
     def add(self, session: TrainerSession) -> None:
-        """Enter a session; it replaces an earlier one of the same connection."""
+        """Add a session; it replaces an earlier one of the same connection."""
         assert len(self) < self.limit or session.identity in self._by_identity
         self._by_identity[session.identity] = session
 
     def remove(self, session: TrainerSession) -> None:
-        """Forget a session; nothing happens if it is gone already."""
+        """Remove a session, unless it is gone already."""
         if self._by_identity.get(session.identity) is session:
             del self._by_identity[session.identity]
 
     def promised(self) -> dict[RankKey, int]:
-        """What each live session said it needs in all."""
+        """The bytes that each live session said it needs in all."""
         return {s.key: s.wish.needed_bytes for s in self._by_identity.values()}
 
 
@@ -175,11 +176,11 @@ def decide_attach(
     owner_pid: int | None = None,
     open_in: Collection[int] = (),
 ) -> Admitted | Rejected:
-    """May this trainer own this rank?
+    """Decide whether a trainer may own its rank.
 
     Args:
-        segments: every segment on this node, of whatever job.
-        owner_pid: process of a live session that owns the rank, if it is another one.
+        segments: every segment on this node, of any job.
+        owner_pid: the process of another live session that owns the rank.
         open_in: processes that have the rank's files open, for the message.
     """
     own = [s for s in segments if s.key == wish.key]
@@ -205,12 +206,12 @@ def reject_if_too_large(
     segments: Sequence[SegmentFacts],
     memory: MemoryFacts,
 ) -> Rejected | None:
-    """Does `needed_bytes` in all for this rank fit the quota and the filesystem? None: it does."""
+    """Check that `needed_bytes` in all for this rank fit the quota and the filesystem; None if they do."""
     how = f" ({needed_text})" if needed_text else ""
     others = _taken_by_others(key, segments, memory)
     own = sum(s.total_bytes for s in segments if s.key == key)
     if needed_bytes <= own:
-        return None  # it is there already, also if the quota was lowered since
+        return None  # the rank has it already, even if the quota was lowered since
     if needed_bytes > memory.quota_bytes - others:
         return Rejected(
             RefusalCode.QUOTA,
@@ -236,7 +237,7 @@ def reject_if_too_large(
 
 
 def wrong_members(members: Sequence[Member], world_size: int) -> str:
-    """Why these nodes with these ranks can be no run of this size; "" if they can."""
+    """The reason why these members cannot be a run of this size; "" if they can."""
     nodes: set[str] = set()
     ranks: set[int] = set()
     for member in members:
@@ -255,7 +256,7 @@ def wrong_members(members: Sequence[Member], world_size: int) -> str:
 
 
 def room_for_replicas(segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
-    """What is neither in use nor promised to a rank: bytes that a replica may take."""
+    """The bytes that a replica may take: neither in use nor promised to a rank."""
     in_quota = memory.quota_bytes - _taken_by_others(None, segments, memory)
     in_fs = memory.fs_available_bytes - _pending(None, segments, memory)
     return max(0, min(in_quota, in_fs))
@@ -273,7 +274,7 @@ def _rank_taken(key: RankKey, owner_pid: int | None, open_in: Collection[int]) -
 
 
 def _mismatch(wish: AttachWish, own: Sequence[SegmentFacts]) -> Rejected | None:
-    """Fence what the segments of this very rank say about themselves."""
+    """The refusal if segments of this rank are of another world size, topology, or layout."""
     for found in own:
         here = f"the snapshots of {wish.key} in memory (generation {found.generation})"
         if (found.world_size, found.topology) != (wish.world_size, wish.topology):
@@ -305,7 +306,7 @@ def _taken_by_others(key: RankKey | None, segments: Sequence[SegmentFacts], memo
 
 
 def _pending(but: RankKey | None, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
-    """What was promised to other ranks and is not taken from the filesystem yet."""
+    """The bytes that were promised to other ranks and are not used of the filesystem yet."""
     return sum(
         max(0, promised - sum(s.total_bytes for s in segments if s.key == other))
         for other, promised in memory.promised.items()
@@ -321,7 +322,7 @@ def _replicas(memory: MemoryFacts) -> str:
 def _ranks(
     but: RankKey | None, segments: Sequence[SegmentFacts], memory: MemoryFacts
 ) -> list[tuple[RankKey, int]]:
-    """Every other rank with what it has or was promised, whichever is more."""
+    """The bytes of every other rank: those that it has or was promised, whichever are more."""
     has: dict[RankKey, int] = dict.fromkeys(memory.promised, 0)
     for found in segments:
         has[found.key] = has.get(found.key, 0) + found.total_bytes
@@ -340,7 +341,7 @@ def _users(but: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) 
 
 
 def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts]) -> str:
-    """Name a run whose memory can be freed at once, the largest one without a live trainer."""
+    """The remedy: a run whose memory can be freed at once, the largest one without a live trainer."""
     alive = {(s.key.job, s.key.run) for s in segments if s.owned} | {(key.job, key.run)}
     free: dict[tuple[str, str], int] = {}
     for found in segments:
@@ -355,9 +356,7 @@ def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts]) -> str:
 
 
 def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, ...]:
-    """Segments of other runs of this job are there, and are not served: say so by name. So it is
-    with jobs of a script of this name.
-    """
+    """Notes on segments that are not served: of other runs of the job, and of jobs of the same script."""
     runs: dict[str, int] = {}
     others: dict[str, int] = {}
     for found in segments:
@@ -381,15 +380,79 @@ def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, .
 
 
 def _of_same_script(job: str, other: str) -> bool:
-    """Whether a script of one name gave both jobs theirs: with where it lies and was started, or
-    (before that was added) alone.
-    """
+    """Whether both jobs are named after the same script name, with a digest or (older versions) without."""
     told, here = _NAMED_AFTER_SCRIPT.fullmatch(job), _NAMED_AFTER_SCRIPT.fullmatch(other)
     return here is not None and here[1] == (job if told is None else told[1])
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
-    """Names with their bytes, the largest first; "" if there are none."""
+    """Names with their bytes, the largest first."""
     largest = sorted(sizes, key=lambda name: (-sizes[name], name))
     named = ", ".join(f"{name!r} ({format_bytes(sizes[name])})" for name in largest[:8])
     return named + (f" and {len(sizes) - 8} more" if len(sizes) > 8 else "")
+
+
+@dataclass(slots=True)
+class _Request:
+    number: int
+    until_s: float
+    answer: Callable[[Parks], None]
+    waits_for: set[RankKey]
+    heard: dict[RankKey, RankParked] = field(default_factory=dict)
+
+
+class ParkRequests:
+    """The open requests of ``ckptctl park``, and the ranks that have yet to answer.
+
+    A trainer learns of a request from the answer to its next ping; nothing is sent to one that did not ask. A
+    request ends when every rank has answered, is gone, or time is out; then its caller is answered once.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Request] = []
+        self._last = 0
+
+    def ask(self, ranks: Iterable[RankKey], until_s: float, answer: Callable[[Parks], None]) -> None:
+        """Ask these ranks; ``answer`` is called once, immediately if there are none."""
+        self._last += 1
+        self._open.append(_Request(self._last, until_s, answer, set(ranks)))
+        self._end_complete()
+
+    def number_for(self, rank: RankKey) -> int:
+        """The newest request that this rank has not answered; 0 if there is none."""
+        return max((r.number for r in self._open if rank in r.waits_for), default=0)
+
+    def outcome(self, rank: RankKey, number: int, iteration: int, reason: str) -> None:
+        """A rank is parked at this iteration (-1: not at all). That answers older requests, too."""
+        for request in self._open:
+            if request.number <= number:
+                self._hear(request, rank, iteration, reason)
+        self._end_complete()
+
+    def gone(self, rank: RankKey) -> None:
+        """A rank has left."""
+        for request in self._open:
+            self._hear(request, rank, -1, "its process ended before it said anything")
+        self._end_complete()
+
+    def tick(self, now_s: float) -> None:
+        """End the requests whose time is out."""
+        for request in self._open:
+            if now_s >= request.until_s:
+                for rank in list(request.waits_for):
+                    why = "no answer: it hangs, or its ckptd knows no parking"
+                    self._hear(request, rank, -1, why)
+        self._end_complete()
+
+    @staticmethod
+    def _hear(request: _Request, rank: RankKey, iteration: int, reason: str) -> None:
+        if rank in request.waits_for:
+            request.waits_for.discard(rank)
+            told = RankParked(rank.job, rank.run, rank.rank, iteration, reason)
+            request.heard[rank] = told
+
+    def _end_complete(self) -> None:
+        ended = [request for request in self._open if not request.waits_for]
+        self._open = [request for request in self._open if request.waits_for]
+        for request in ended:
+            request.answer(Parks(tuple(request.heard[rank] for rank in sorted(request.heard))))

@@ -1,13 +1,11 @@
-"""State machines as tables: the states and what each means, the legal transitions, and the check of
-invariants (pure).
+"""State machines as tables: states with their meaning, legal transitions, and the check of invariants. Pure.
 
-A module that owns a machine begins with its states, its events and one `Transitions`. Nothing else
-knows which state follows: an event that is not legal in a state raises `LocalProtocolError`, which
-names the machine, the state and the event. ``docs/state_machines.md`` is written from these tables.
+A module that owns a machine begins with its states, its events and one `Transitions`, and nothing else knows
+which state follows. An event that is not legal in a state raises `LocalProtocolError`, which names the
+machine, the state and the event. ``docs/state_machines.md`` is generated from these tables.
 
-Each owner has a ``_validate()``, which asserts what the documentation promises. A method that is
-`validated` calls it when it is over, if somebody has asked for that (`validate_always`): the tests and
-the simulations do.
+Each owner has a ``_validate()``, which asserts what the documentation promises. A method that is `validated`
+calls it at its end, if `validate_always` was called: by the tests and the simulations.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _validating = False
 
 
 class MachineState(StrEnum):
-    """A state and what it means, in one line: ``IDLE = "idle", "nothing is under way"``."""
+    """A state and its meaning, in one line: ``IDLE = "idle", "nothing is under way"``."""
 
     meaning: str
 
@@ -46,8 +44,8 @@ class Transitions(Generic[S, E]):
     """The legal transitions of one machine.
 
     Args:
-        machine: what it is called in errors and in the documentation.
-        table: the state that follows, by state and event.
+        machine: its name in errors and in the documentation.
+        table: the next state, by state and event.
     """
 
     def __init__(self, machine: str, table: Mapping[tuple[S, E], S]) -> None:
@@ -55,14 +53,14 @@ class Transitions(Generic[S, E]):
 
     @property
     def table(self) -> Mapping[tuple[S, E], S]:
-        """The state that follows, by state and event."""
+        """The next state, by state and event."""
         return MappingProxyType(self._table)
 
     def after(self, state: S, event: E, **ids: object) -> S:
-        """The state that follows.
+        """The next state.
 
         Args:
-            ids: what the machine is of, for the message.
+            ids: identify the machine in the message.
         Raises:
             LocalProtocolError: the event is not legal in this state.
         """
@@ -96,7 +94,7 @@ def validate_always(on: bool = True) -> None:
 
 
 def validating() -> bool:
-    """Whether somebody has asked for that."""
+    """Whether `validate_always` is on."""
     return _validating
 
 

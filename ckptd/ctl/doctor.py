@@ -5,12 +5,13 @@ Every check returns one `Diagnosis` and raises no exception. No check changes th
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import resource
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -20,6 +21,7 @@ import ckptd
 from ckptd.config.daemon_config import LoadedConfig, trusted_users
 from ckptd.config.runtime_dir import UnusableFolder, group_number
 from ckptd.config.settings import DaemonConfig
+from ckptd.ctl.command import EXIT_FAILED, CommandOutcome, settings_of
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
 from ckptd.memory.pages import filesystem_kind, is_in_memory
@@ -28,7 +30,7 @@ from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes
 
-__all__ = ["Diagnosis", "Grade", "as_rows", "diagnose"]
+__all__ = ["Grade", "run_doctor"]
 
 _FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30
@@ -47,42 +49,61 @@ class Grade(StrEnum):
 class Diagnosis:
     """The result of one check; `fix` is empty if nothing needs fixing."""
 
-    name: str
     grade: Grade
     detail: str
     fix: str = ""
 
 
-def diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[Diagnosis]:
+def _ok(detail: str, fix: str = "") -> Diagnosis:
+    return Diagnosis(Grade.OK, detail, fix)
+
+
+def _warn(detail: str, fix: str) -> Diagnosis:
+    return Diagnosis(Grade.WARN, detail, fix)
+
+
+def _fail(detail: str, fix: str) -> Diagnosis:
+    return Diagnosis(Grade.FAIL, detail, fix)
+
+
+def run_doctor(args: argparse.Namespace) -> CommandOutcome:
     """Run every check, the most important first.
 
     Raises:
         ConfigError: CKPTD_DAEMON_USER names no user.
     """
+    found = _diagnose(settings_of(args), os.environ)
+    width = max(map(len, found))
+    lines = []
+    for name, diagnosis in found.items():
+        lines.append(f"{diagnosis.grade:<4}  {name:<{width}}  {diagnosis.detail}")
+        if diagnosis.fix:
+            lines.append(f"      {'':<{width}}  -> {diagnosis.fix}")
+    answer = [{"name": name, **asdict(diagnosis)} for name, diagnosis in found.items()]
+    failed = any(diagnosis.grade is Grade.FAIL for diagnosis in found.values())
+    return CommandOutcome(answer, "\n".join(lines), EXIT_FAILED if failed else 0)
+
+
+def _diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> dict[str, Diagnosis]:
     config, users = loaded.config, trusted_users(environ)
-    checks: tuple[Callable[[], Diagnosis], ...] = (
-        lambda: check_daemon(config.listen),
-        lambda: check_settings(loaded.warnings),
-        lambda: check_folder("runtime folder", Path(config.runtime_dir), config.trainer_group, users),
-        lambda: check_folder("segment folder", Path(config.segment_dir), config.trainer_group, users),
-        lambda: check_segment_filesystem(config),
-        lambda: check_remove_ipc(Path(config.segment_dir)),
-        lambda: check_damaged_files(Path(config.segment_dir)),
-        lambda: check_memlock(config.mlock),
-        lambda: check_hugepages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
-        check_pidfd,
-        lambda: check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope")),
-        check_clock,
-        lambda: check_copy_tunable(environ),
-        lambda: check_peer_data(config),
-        check_versions,
-    )
-    return [check() for check in checks]
-
-
-def as_rows(findings: Iterable[Diagnosis]) -> list[dict[str, str]]:
-    """For `--json`."""
-    return [{key: str(value) for key, value in asdict(finding).items()} for finding in findings]
+    segment_dir = Path(config.segment_dir)
+    return {
+        "daemon": check_daemon(config.listen),
+        "settings": check_settings(loaded.warnings),
+        "runtime folder": check_folder(Path(config.runtime_dir), config.trainer_group, users),
+        "segment folder": check_folder(segment_dir, config.trainer_group, users),
+        "segment memory": check_segment_filesystem(config),
+        "logind": check_remove_ipc(segment_dir),
+        "damaged segments": check_damaged_files(segment_dir),
+        "memlock": check_memlock(config.mlock),
+        "huge pages": check_hugepages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        "pidfd": check_pidfd(),
+        "ptrace": check_ptrace(Path("/proc/sys/kernel/yama/ptrace_scope")),
+        "clock": check_clock(),
+        "copy speed": check_copy_tunable(environ),
+        "peer encryption": check_peer_data(config),
+        "versions": check_versions(),
+    }
 
 
 def check_daemon(endpoint: str) -> Diagnosis:
@@ -90,12 +111,10 @@ def check_daemon(endpoint: str) -> Diagnosis:
     try:
         running = answers(endpoint)
     except DaemonUnavailable as error:
-        return Diagnosis("daemon", Grade.FAIL, error.message, error.hint)
+        return _fail(error.message, error.hint)
     if running:
-        return Diagnosis("daemon", Grade.OK, f"answers on {endpoint}")
-    return Diagnosis(
-        "daemon",
-        Grade.WARN,
+        return _ok(f"answers on {endpoint}")
+    return _warn(
         f"no daemon answers on {endpoint}",
         'start `ckptd run` (or its systemd unit); with daemon="auto" a trainer starts its own',
     )
@@ -104,16 +123,12 @@ def check_daemon(endpoint: str) -> Diagnosis:
 def check_settings(warnings: Sequence[str]) -> Diagnosis:
     """Do the settings contain a probable mistake, or a path that other users can change?"""
     if not warnings:
-        return Diagnosis("settings", Grade.OK, "no warnings")
+        return _ok("no warnings")
     fixes = [text.partition(": run ")[2] for text in warnings if ": run " in text]
-    return Diagnosis(
-        "settings", Grade.WARN, "; ".join(warnings), "run " + " and ".join(fixes) if fixes else ""
-    )
+    return _warn("; ".join(warnings), "run " + " and ".join(fixes) if fixes else "")
 
 
-def check_folder(
-    name: str, folder: Path, trainer_group: str = "", users: Collection[int] | None = None
-) -> Diagnosis:
+def check_folder(folder: Path, trainer_group: str = "", users: Collection[int] | None = None) -> Diagnosis:
     """Does the folder belong to the daemon, and is it closed to all but its trainers?
 
     Args:
@@ -124,77 +139,72 @@ def check_folder(
         info = folder.lstat()
         group = group_number(trainer_group)
     except FileNotFoundError:
-        return _folder_to_be_made(name, folder)
+        return _folder_to_be_made(folder)
     except UnusableFolder as error:
-        return Diagnosis(
-            name, Grade.FAIL, str(error), "create the group, or set trainer_group to another one"
-        )
+        return _fail(str(error), "create the group, or set trainer_group to another one")
     except OSError as error:
-        return Diagnosis(name, Grade.FAIL, f"{folder}: {error.strerror}", "choose another folder")
+        return _fail(f"{folder}: {error.strerror}", "choose another folder")
     mode = stat.S_IMODE(info.st_mode)
     if not stat.S_ISDIR(info.st_mode):
-        return Diagnosis(name, Grade.FAIL, f"{folder} is not a folder", "remove it")
+        return _fail(f"{folder} is not a folder", "remove it")
     if info.st_uid not in (own_users() if users is None else users):
-        return Diagnosis(
-            name,
-            Grade.FAIL,
+        return _fail(
             f"{folder} belongs to user {info.st_uid}, this is user {os.geteuid()}",
             "if that user runs the daemon, set CKPTD_DAEMON_USER to it; else run as that user, or "
             "set CKPTD_RUNTIME_DIR and CKPTD_SEGMENT_DIR",
         )
     if mode & 0o022:
-        fix = f"run `chmod go-w {folder}`"
-        return Diagnosis(name, Grade.FAIL, f"{folder} has mode {mode:04o}", fix)
+        return _fail(f"{folder} has mode {mode:04o}", f"run `chmod go-w {folder}`")
     if mode & 0o005:
         detail = f"{folder} has mode {mode:04o}: all users can list the files in it"
-        return Diagnosis(name, Grade.WARN, detail, f"run `chmod o= {folder}`")
+        return _warn(detail, f"run `chmod o= {folder}`")
     if info.st_uid != os.geteuid():
-        return _folder_of_daemon_user(name, folder, info)
-    return _folder_of_ours(name, folder, info, group)
+        return _folder_of_daemon_user(folder, info)
+    return _folder_of_ours(folder, info, group)
 
 
-def _folder_of_ours(name: str, folder: Path, info: os.stat_result, group: int | None) -> Diagnosis:
+def _folder_to_be_made(folder: Path) -> Diagnosis:
+    parent = _nearest_existing(folder)
+    if os.access(parent, os.W_OK):
+        return _ok(f"{folder} will be created")
+    return _fail(f"{folder} cannot be created in {parent}", "choose a folder that you own")
+
+
+def _folder_of_ours(folder: Path, info: os.stat_result, group: int | None) -> Diagnosis:
     """The folder is ours and closed to other users: check that the group is trainer_group, or has
     no rights.
     """
     mode = stat.S_IMODE(info.st_mode)
     if group is None and mode & 0o050:
-        return Diagnosis(
-            name,
-            Grade.WARN,
+        return _warn(
             f"{folder} has mode {mode:04o}: members of group {info.st_gid} can list the files in it",
             f"run `chmod 700 {folder}`; if trainers run as other users, set trainer_group",
         )
     if group is None:
-        return Diagnosis(name, Grade.OK, f"{folder} is private (mode {mode:04o})")
+        return _ok(f"{folder} is private (mode {mode:04o})")
     if info.st_gid != group or mode & 0o050 != 0o050:
-        return Diagnosis(
-            name,
-            Grade.WARN,
+        return _warn(
             f"{folder} has group {info.st_gid} and mode {mode:04o}: members of trainer_group {group} "
             "cannot attach",
             "restart the daemon, which gives the folder to trainer_group",
         )
-    return Diagnosis(name, Grade.OK, f"{folder} is open to trainer_group {group} (mode {mode:04o})")
+    return _ok(f"{folder} is open to trainer_group {group} (mode {mode:04o})")
 
 
-def _folder_of_daemon_user(name: str, folder: Path, info: os.stat_result) -> Diagnosis:
+def _folder_of_daemon_user(folder: Path, info: os.stat_result) -> Diagnosis:
     """The folder of a daemon that runs as another, trusted user."""
     owner = f"{folder} belongs to the daemon's user {user_name(info.st_uid)}"
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return Diagnosis(
-            name,
-            Grade.FAIL,
-            f"{owner}, and this user may not enter it (group {info.st_gid}, mode "
-            f"{stat.S_IMODE(info.st_mode):04o})",
-            "set trainer_group for the daemon, and make this user a member of that group",
-        )
-    return Diagnosis(name, Grade.OK, f"{owner}, and this user may enter it")
+    if os.access(folder, os.R_OK | os.X_OK):
+        return _ok(f"{owner}, and this user may enter it")
+    mode = stat.S_IMODE(info.st_mode)
+    return _fail(
+        f"{owner}, and this user may not enter it (group {info.st_gid}, mode {mode:04o})",
+        "set trainer_group for the daemon, and make this user a member of that group",
+    )
 
 
 def check_segment_filesystem(config: DaemonConfig) -> Diagnosis:
     """Is the segment folder in memory, and is it large enough for the quota?"""
-    name = "segment memory"
     folder = _nearest_existing(Path(config.segment_dir))
     kind = filesystem_kind(folder)
     info = os.statvfs(folder)
@@ -207,31 +217,24 @@ def check_segment_filesystem(config: DaemonConfig) -> Diagnosis:
     )
     enlarge = "`mount -o remount,size=<bytes> /dev/shm`, `docker run --shm-size`, or an emptyDir"
     if not is_in_memory(kind) and not config.allow_disk_segments:
-        return Diagnosis(name, Grade.FAIL, detail, "set CKPTD_SEGMENT_DIR to a folder on a tmpfs")
+        return _fail(detail, "set CKPTD_SEGMENT_DIR to a folder on a tmpfs")
     if quota > total:
-        return Diagnosis(name, Grade.FAIL, detail, f"lower CKPTD_MEMORY, or enlarge it: {enlarge}")
+        return _fail(detail, f"lower CKPTD_MEMORY, or enlarge it: {enlarge}")
     if total < _SMALL_SHM_BYTES:
-        return Diagnosis(name, Grade.WARN, detail, f"enlarge it: {enlarge}")
+        return _warn(detail, f"enlarge it: {enlarge}")
     if total < physical_memory() // 4:
-        return Diagnosis(
-            name,
-            Grade.WARN,
-            detail,
-            f"segments can use less than a quarter of the memory: {enlarge}",
-        )
-    return Diagnosis(name, Grade.OK, detail)
+        return _warn(detail, f"segments can use less than a quarter of the memory: {enlarge}")
+    return _ok(detail)
 
 
 def check_damaged_files(folder: Path) -> Diagnosis:
     """Did the daemon put damaged segments aside?"""
     found = sorted(folder.glob("*.bad")) if folder.is_dir() else []
     if not found:
-        return Diagnosis("damaged segments", Grade.OK, "none")
+        return _ok("none")
     size = sum(path.stat().st_size for path in found)
     names = ", ".join(path.name for path in found[:4]) + (" …" if len(found) > 4 else "")
-    return Diagnosis(
-        "damaged segments",
-        Grade.WARN,
+    return _warn(
         f"{len(found)} files, {format_bytes(size)}: {names}",
         "`ckptctl events` shows the reason; `ckptctl forget JOB RUN` deletes them",
     )
@@ -244,22 +247,19 @@ def check_remove_ipc(folder: Path, *, root: Path = Path("/"), uid: int | None = 
         root: the folder below which logind's files are searched.
         uid: the user of the daemon; default: this one.
     """
-    name = "logind"
     uid = os.geteuid() if uid is None else uid
     if not (root / "run/systemd/system").is_dir():
-        return Diagnosis(name, Grade.OK, "this machine does not run systemd")
+        return _ok("this machine does not run systemd")
     if uid < _FIRST_LOGIN_USER:
-        return Diagnosis(name, Grade.OK, f"user {uid} is a system user: logind removes none of its files")
+        return _ok(f"user {uid} is a system user: logind removes none of its files")
     if (root / "var/lib/systemd/linger" / user_name(uid)).exists():
-        return Diagnosis(name, Grade.OK, f"user {uid} lingers: logind removes none of its files at logout")
+        return _ok(f"user {uid} lingers: logind removes none of its files at logout")
     setting, where = _remove_ipc(root)
     if setting in ("no", "false", "0", "off"):
-        return Diagnosis(name, Grade.OK, f"RemoveIPC={setting} ({where})")
+        return _ok(f"RemoveIPC={setting} ({where})")
     if not folder.is_relative_to("/dev/shm"):
-        return Diagnosis(name, Grade.OK, f"{folder} is not in /dev/shm, the folder that logind clears")
-    return Diagnosis(
-        name,
-        Grade.WARN,
+        return _ok(f"{folder} is not in /dev/shm, the folder that logind clears")
+    return _warn(
         f"RemoveIPC is {setting} ({where}): when the last login of user {uid} ends, logind removes "
         f"its files in /dev/shm, {folder} included",
         f"`loginctl enable-linger {user_name(uid)}`, or RemoveIPC=no in /etc/systemd/logind.conf, "
@@ -290,11 +290,15 @@ def check_memlock(setting: str) -> Diagnosis:
     text = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0 or setting == "off":
         root = " (does not apply to root)" if os.geteuid() == 0 else ""
-        return Diagnosis("memlock", Grade.OK, f"limit {text}{root}; mlock = {setting}")
-    swap = "no swap is on" if not _swap_is_on() else "swap is on"
-    grade = Grade.FAIL if setting == "on" else Grade.WARN if _swap_is_on() else Grade.OK
-    fix = "" if grade is Grade.OK else "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`"
-    return Diagnosis("memlock", grade, f"limit {text} (hard {hard}), {swap}; mlock = {setting}", fix)
+        return _ok(f"limit {text}{root}; mlock = {setting}")
+    swap_is_on = _swap_is_on()
+    detail = (
+        f"limit {text} (hard {hard}), {'swap is on' if swap_is_on else 'no swap is on'}; mlock = {setting}"
+    )
+    fix = "LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited`"
+    if setting == "on":
+        return _fail(detail, fix)
+    return _warn(detail, fix) if swap_is_on else _ok(detail)
 
 
 def check_hugepages(path: Path) -> Diagnosis:
@@ -302,13 +306,11 @@ def check_hugepages(path: Path) -> Diagnosis:
     try:
         text = path.read_text(encoding="ascii")
     except OSError:
-        return Diagnosis("huge pages", Grade.OK, "the kernel does not support them for shared memory")
+        return _ok("the kernel does not support them for shared memory")
     chosen = text[text.find("[") + 1 : text.find("]")]
     if chosen in ("always", "advise", "within_size", "force"):
-        return Diagnosis("huge pages", Grade.OK, f"shmem_enabled is {chosen}")
-    return Diagnosis(
-        "huge pages",
-        Grade.OK,
+        return _ok(f"shmem_enabled is {chosen}")
+    return _ok(
         f"shmem_enabled is {chosen}: attaching maps 4 KiB pages, which takes 50 to 80 ms per GiB",
         "optional: a tmpfs of its own, `mount -t tmpfs -o huge=advise,size=<bytes> ckptd <dir>`, "
         "as CKPTD_SEGMENT_DIR",
@@ -320,13 +322,11 @@ def check_pidfd() -> Diagnosis:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return Diagnosis(
-            "pidfd",
-            Grade.WARN,
+        return _warn(
             f"not available ({error.strerror}): the daemon detects dead trainers by their lock, within 1 s",
             "use Linux 5.3 or newer, and a seccomp profile that allows pidfd_open",
         )
-    return Diagnosis("pidfd", Grade.OK, "the daemon detects the death of a trainer immediately")
+    return _ok("the daemon detects the death of a trainer immediately")
 
 
 def check_ptrace(path: Path) -> Diagnosis:
@@ -334,8 +334,8 @@ def check_ptrace(path: Path) -> Diagnosis:
     try:
         scope = path.read_text(encoding="ascii").strip()
     except OSError:
-        return Diagnosis("ptrace", Grade.OK, "no Yama: processes of one user can read each other's memory")
-    return Diagnosis("ptrace", Grade.OK, f"yama ptrace_scope is {scope}; ckptd does not need ptrace")
+        return _ok("no Yama: processes of one user can read each other's memory")
+    return _ok(f"yama ptrace_scope is {scope}; ckptd does not need ptrace")
 
 
 def check_clock() -> Diagnosis:
@@ -344,17 +344,13 @@ def check_clock() -> Diagnosis:
     year = time.gmtime().tm_year
     drift = abs(_seconds_between(time.time, time.monotonic))
     if year < 2024 or boot_s < 0:
-        return Diagnosis(
-            "clock", Grade.WARN, f"the clock says year {year}", "start a time service (chrony, ntp)"
-        )
+        return _warn(f"the clock says year {year}", "start a time service (chrony, ntp)")
     if drift > 0.01:
-        return Diagnosis(
-            "clock",
-            Grade.WARN,
+        return _warn(
             f"the clock jumped by {drift:.3f} s during the check",
             "configure the time service to slew the clock instead of stepping it",
         )
-    return Diagnosis("clock", Grade.OK, "plausible and steady (not compared with other nodes)")
+    return _ok("plausible and steady (not compared with other nodes)")
 
 
 def check_copy_tunable(environ: Mapping[str, str]) -> Diagnosis:
@@ -363,12 +359,10 @@ def check_copy_tunable(environ: Mapping[str, str]) -> Diagnosis:
     """
     tunables = environ.get("GLIBC_TUNABLES", "")
     if _THRESHOLD_TUNABLE in tunables:
-        return Diagnosis("copy speed", Grade.OK, f"GLIBC_TUNABLES={tunables}")
+        return _ok(f"GLIBC_TUNABLES={tunables}")
     if platform.machine() not in ("x86_64", "AMD64"):
-        return Diagnosis("copy speed", Grade.OK, f"no setting needed on {platform.machine()}")
-    return Diagnosis(
-        "copy speed",
-        Grade.OK,
+        return _ok(f"no setting needed on {platform.machine()}")
+    return _ok(
         f"{_THRESHOLD_TUNABLE} is not set",
         f"optional: start trainers with GLIBC_TUNABLES={_THRESHOLD_TUNABLE}=0x40000",
     )
@@ -376,20 +370,19 @@ def check_copy_tunable(environ: Mapping[str, str]) -> Diagnosis:
 
 def check_peer_data(config: DaemonConfig) -> Diagnosis:
     """Are snapshots encrypted when they are sent to peers?"""
-    name = "peer encryption"
     if not config.peer_listen:
-        return Diagnosis(name, Grade.OK, "snapshots stay on this node")
+        return _ok("snapshots stay on this node")
     if config.peer_security == "plain":
-        return Diagnosis(name, Grade.WARN, "peers are not authenticated", "set peer_security to curve")
+        return _warn("peers are not authenticated", "set peer_security to curve")
     if config.peer_data == "zmq":
-        return Diagnosis(name, Grade.OK, "CURVE")
+        return _ok("CURVE")
     try:
         first = offered_ciphers(plaintext=config.peer_data == "stream-plaintext")[0]
     except ValueError as error:
-        return Diagnosis(name, Grade.FAIL, str(error), "pip install 'cryptography>=47'")
+        return _fail(str(error), "pip install 'cryptography>=47'")
     if first is Cipher.PLAINTEXT:
-        return Diagnosis(name, Grade.WARN, "snapshots are sent unencrypted", "set peer_data to stream")
-    return Diagnosis(name, Grade.OK, first.title)
+        return _warn("snapshots are sent unencrypted", "set peer_data to stream")
+    return _ok(first.title)
 
 
 def check_versions() -> Diagnosis:
@@ -401,22 +394,12 @@ def check_versions() -> Diagnosis:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             missing.append(name)
-    versions.append(f"linux {platform.release()}")
-    detail = ", ".join(versions)
-    if missing:
-        lacking = ", ".join(missing)
-        grade = Grade.WARN if missing == ["torch"] else Grade.FAIL
-        return Diagnosis("versions", grade, f"{detail}; not installed: {lacking}", f"pip install {lacking}")
-    return Diagnosis("versions", Grade.OK, detail)
-
-
-def _folder_to_be_made(name: str, folder: Path) -> Diagnosis:
-    parent = _nearest_existing(folder)
-    if os.access(parent, os.W_OK):
-        return Diagnosis(name, Grade.OK, f"{folder} will be created")
-    return Diagnosis(
-        name, Grade.FAIL, f"{folder} cannot be created in {parent}", "choose a folder that you own"
-    )
+    detail = ", ".join([*versions, f"linux {platform.release()}"])
+    if not missing:
+        return _ok(detail)
+    lacking = ", ".join(missing)
+    grade = Grade.WARN if missing == ["torch"] else Grade.FAIL
+    return Diagnosis(grade, f"{detail}; not installed: {lacking}", f"pip install {lacking}")
 
 
 def _nearest_existing(folder: Path) -> Path:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from ckptd.config.daemon_config import load_config
+from ckptd.ctl.command import Command, CommandOutcome, Commands
 from ckptd.storage.checkpoints.signing import create_signer, trust_signer
 from ckptd.transport.access.keys import (
     Keys,
@@ -26,24 +26,24 @@ from ckptd.transport.access.keys import (
 )
 from ckptd.units import format_age
 
-__all__ = ["add_keys_commands", "run_keys"]
+__all__ = ["add_keys_commands"]
 
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
 
 
-def add_keys_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `ckptctl keys`."""
-    commands = parser.add_subparsers(required=True, metavar="ACTION")
+def add_keys_commands(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add `keys` with its subcommands; ``common`` has the options that they share."""
+    keys = commands.add("keys", None, "manage this node's keys and the peers that it trusts")
+    actions = Commands(keys, "ACTION", common)
 
-    def add(name: str, text: str) -> Any:
-        sub = commands.add_parser(name, help=text, description=text, parents=[common])
-        sub.add_argument("--keys-dir", help="folder of the keys (default: as configured)")
-        sub.set_defaults(action=name)
-        return sub
+    def add(name: str, function: Command, text: str) -> argparse.ArgumentParser:
+        parser = actions.add(name, function, text)
+        parser.add_argument("--keys-dir", help="folder of the keys (default: as configured)")
+        return parser
 
-    add("new", "create this node's key pair and print the public key")
-    trusting = add("trust", "trust a node: it may connect to this one, and this one to it")
+    add("new", _new, "create this node's key pair and print the public key")
+    trusting = add("trust", _trust, "trust a node: it may connect to this one, and this one to it")
     trusting.add_argument("node", help="its node id")
     trusting.add_argument("key", help="its public key, or the file node.key that contains it")
     trusting.add_argument("--valid-days", type=float, help="days until the key expires (default: never)")
@@ -53,44 +53,38 @@ def add_keys_commands(parser: argparse.ArgumentParser, common: argparse.Argument
         default=0.0,
         help="hours for which the node's previous key stays valid, during its rotation (default: 0)",
     )
-    untrusting = add("untrust", "end the connections of a node and refuse new ones")
+    untrusting = add("untrust", _untrust, "end the connections of a node and refuse new ones")
     untrusting.add_argument("node", help="its node id")
-    add("rotate", "replace this node's key pair; its daemon uses the new one after a restart")
-    add("new-signer", "create the key that signs this node's checkpoints, and print the public key")
-    believing = add("trust-signer", "accept checkpoints that a node signed")
-    believing.add_argument("node", help="its name")
-    believing.add_argument("key", help="its public key: 64 hexadecimal digits")
-    add("list", "print this node's public key and the nodes that it trusts")
+    add("rotate", _rotate, "replace this node's key pair; its daemon uses the new one after a restart")
+    add(
+        "new-signer",
+        _new_signer,
+        "create the key that signs this node's checkpoints, and print the public key",
+    )
+    trusting = add("trust-signer", _trust_signer, "accept checkpoints that a node signed")
+    trusting.add_argument("node", help="its name")
+    trusting.add_argument("key", help="its public key: 64 hexadecimal digits")
+    add("list", _list, "print this node's public key and the nodes that it trusts")
 
 
-def run_keys(args: argparse.Namespace) -> tuple[Any, str]:
-    """Perform a subcommand; returns the answer for ``--json``, and its text.
-
-    Raises:
-        KeysError, SigningError: a key exists already, is missing or is malformed, or the node is not trusted.
-    """
-    folder = Path(args.keys_dir or load_config({}).config.keys_dir)
-    if args.action in ("new", "rotate"):
-        make = Keys.create if args.action == "new" else Keys.rotate
-        public = make(folder).public
-        return {"keys_dir": str(folder), "public_key": public}, public
-    if args.action == "trust":
-        return _trust(folder, args)
-    if args.action == "new-signer":
-        public = create_signer(folder)
-        return {"keys_dir": str(folder), "signer": public}, public
-    if args.action == "trust-signer":
-        trust_signer(folder, args.node, args.key)
-        text = f"checkpoints that {args.node} signed are accepted"
-        return {"keys_dir": str(folder), "node": args.node, "signer": args.key}, text
-    if args.action == "untrust":
-        untrust(folder, args.node)
-        return {"keys_dir": str(folder), "node": args.node}, f"{args.node} is no longer trusted"
-    return _list(folder)
+def _folder(args: argparse.Namespace) -> Path:
+    return Path(args.keys_dir or load_config({}).config.keys_dir)
 
 
-def _trust(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
-    key = _key_of(args.key)
+def _new(args: argparse.Namespace) -> CommandOutcome:
+    folder = _folder(args)
+    public = Keys.create(folder).public
+    return CommandOutcome({"keys_dir": str(folder), "public_key": public}, public)
+
+
+def _rotate(args: argparse.Namespace) -> CommandOutcome:
+    folder = _folder(args)
+    public = Keys.rotate(folder).public
+    return CommandOutcome({"keys_dir": str(folder), "public_key": public}, public)
+
+
+def _trust(args: argparse.Namespace) -> CommandOutcome:
+    folder, key = _folder(args), _key_of(args.key)
     trust(
         folder,
         args.node,
@@ -98,11 +92,31 @@ def _trust(folder: Path, args: argparse.Namespace) -> tuple[Any, str]:
         valid_for_s=None if args.valid_days is None else args.valid_days * _DAY_S,
         keep_previous_s=args.keep_previous_hours * _HOUR_S,
     )
-    text = f"{args.node} is trusted, with key {key}"
-    return {"keys_dir": str(folder), "node": args.node, "public_key": key}, text
+    answer = {"keys_dir": str(folder), "node": args.node, "public_key": key}
+    return CommandOutcome(answer, f"{args.node} is trusted, with key {key}")
 
 
-def _list(folder: Path) -> tuple[Any, str]:
+def _untrust(args: argparse.Namespace) -> CommandOutcome:
+    folder = _folder(args)
+    untrust(folder, args.node)
+    return CommandOutcome({"keys_dir": str(folder), "node": args.node}, f"{args.node} is no longer trusted")
+
+
+def _new_signer(args: argparse.Namespace) -> CommandOutcome:
+    folder = _folder(args)
+    public = create_signer(folder)
+    return CommandOutcome({"keys_dir": str(folder), "signer": public}, public)
+
+
+def _trust_signer(args: argparse.Namespace) -> CommandOutcome:
+    folder = _folder(args)
+    trust_signer(folder, args.node, args.key)
+    answer = {"keys_dir": str(folder), "node": args.node, "signer": args.key}
+    return CommandOutcome(answer, f"checkpoints that {args.node} signed are accepted")
+
+
+def _list(args: argparse.Namespace) -> CommandOutcome:
+    folder = _folder(args)
     public, now_s = Keys.load(folder).public, time.time()
     keys = trusted_keys(folder)
     lines = [f"this node: {public}", *(_shown(key, now_s) for key in keys)]
@@ -120,7 +134,7 @@ def _list(folder: Path) -> tuple[Any, str]:
             for key in keys
         ],
     }
-    return answer, "\n".join(lines)
+    return CommandOutcome(answer, "\n".join(lines))
 
 
 def _shown(key: TrustedKey, now_s: float) -> str:
@@ -137,15 +151,12 @@ def _key_of(text: str) -> str:
     path = Path(text)
     if not path.is_file():  # a key may contain characters of a path
         return checked_key(text)
-    for line in _read(path).splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeysError(f"cannot read {path}: {error}") from error
+    for line in lines:
         name, equals, value = line.strip().partition("=")
         if equals and name.strip() == "public-key":
             return checked_key(value.strip().strip('"'))
     raise KeysError(f"{path} contains no public key")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeysError(f"cannot read {path}: {error}") from error

@@ -4,31 +4,71 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan
 from ckptd.core.recovery.held import STORE_NODE, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized
 from ckptd.core.recovery.whatif import RankOutcome, WhatIf, what_if
+from ckptd.ctl.command import (
+    EXIT_FAILED,
+    CommandError,
+    CommandOutcome,
+    Commands,
+    add_lose,
+    add_verify_iterations,
+    ask,
+    connected,
+    records,
+)
 from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import held_from_segments, newest_history
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, RefusedError
-from ckptd.units import format_bytes, format_table
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError
+from ckptd.units import format_bytes
 
 __all__ = [
-    "as_json",
+    "add_peers_commands",
     "ask_what_if",
     "ask_whereabouts",
     "choose_run",
-    "render_drill",
-    "render_peers",
-    "render_what_if",
-    "run_drill",
+    "what_if_json",
+    "what_if_text",
 ]
 
 _STORE_S = 900.0  # stores can be slow; the daemon has its own limit for them
 _MAX_RANKS = 64
+
+
+def add_peers_commands(commands: Commands, which: argparse.ArgumentParser) -> None:
+    """Add `peers`, `whatif` and `drill`; ``which`` has the options ``--job``, ``--run`` and ``--rank``."""
+    commands.add("peers", _peers, "list the other nodes, the replicas and their lag")
+    text = "predict a recovery after the loss of nodes: sources, replay, lost iterations"
+    lose = commands.add("whatif", _what_if, text, which)
+    add_lose(lose)
+    add_verify_iterations(lose)
+    text = "rehearse the recovery of --rank from other nodes"
+    commands.add("drill", _drill, text, which, timeout_s=600.0)
+
+
+def _peers(args: argparse.Namespace) -> CommandOutcome:
+    found = ask(args, m.GetPeers(), m.Peers)
+    return CommandOutcome(found, _peers_text(found))
+
+
+def _what_if(args: argparse.Namespace) -> CommandOutcome:
+    with connected(args) as client:
+        found = ask_what_if(client, args, args.verify_iterations)
+    return CommandOutcome(what_if_json(found), what_if_text(found), 0 if found.recoverable else EXIT_FAILED)
+
+
+def _drill(args: argparse.Namespace) -> CommandOutcome:
+    """Rehearse the recovery of ``--rank``; blocks until the transfer has ended."""
+    with connected(args) as client:
+        job, run = choose_run(client, args)
+        report = client.ask(m.Drill(job, run, args.rank), m.DrillReport, timeout_s=args.timeout)
+    return CommandOutcome(report, _drill_text(report), 0 if report.recoverable else EXIT_FAILED)
 
 
 def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, str]:
@@ -57,7 +97,7 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
     ``verify_iterations``.
 
     Raises:
-        ValueError: a selector matches no node.
+        CommandError: a selector matches no node.
         RefusedError: the arguments match no run, or no node holds a snapshot of it.
     """
     job, run = choose_run(client, args)
@@ -72,17 +112,21 @@ def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iteratio
     if not homes:  # no trainer reported its members: the primaries show the homes
         homes = {h.rank: h.node for h in held.snapshots if h.own}
     labels = {member.card.node: member.card.labels for member in seen.members}
-    lose = args.lose.split(",")
+
+    def predict(known: RunHoldings) -> WhatIf:
+        try:
+            return what_if(known, held.world_size, homes, labels, args.lose.split(","))
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+
     try:
-        known = RunHoldings(held.snapshots, held.parked, held.logs, held.history.begun)
-        found = what_if(known, held.world_size, homes, labels, lose)
+        found = predict(RunHoldings(held.snapshots, held.parked, held.logs, held.history.begun))
         if found.recoverable or client.ask(m.GetStatus(), m.Status).durable is None:
             return found
         # Memory does not suffice: look at object storage, too.
         seen = client.ask(m.SeeRun(job, run, (), True), m.RunSeen, timeout_s=_STORE_S)
         durable = newest_history(seen)
-        known = RunHoldings(durable.snapshots, begun=durable.history.begun)
-        stored = what_if(known, held.world_size, homes, labels, lose)
+        stored = predict(RunHoldings(durable.snapshots, begun=durable.history.begun))
         return stored if stored.recoverable else found
     except RemoteProtocolError as error:
         raise RefusedError("internal", str(error)) from error
@@ -102,13 +146,7 @@ def ask_whereabouts(client: ControlClient, job: str, run: str, iteration: int) -
     return homes | {rank: tuple(sorted(nodes)) for rank, nodes in found.items()}
 
 
-def run_drill(client: ControlClient, args: argparse.Namespace) -> m.DrillReport:
-    """Rehearse the recovery of ``--rank``; blocks until the transfer has ended."""
-    job, run = choose_run(client, args)
-    return client.ask(m.Drill(job, run, args.rank), m.DrillReport, timeout_s=args.timeout)
-
-
-def as_json(answer: WhatIf) -> dict[str, Any]:
+def what_if_json(answer: WhatIf) -> dict[str, Any]:
     """A `WhatIf` as plain values.
 
     ``together`` is the global recovery; ``localized`` is the localized recovery (absent for a job
@@ -136,65 +174,57 @@ def as_json(answer: WhatIf) -> dict[str, Any]:
     return found
 
 
-def render_peers(answer: m.Peers) -> str:
+def _peers_text(answer: m.Peers) -> str:
     """The peers, the replication of the local ranks, and the replicas on this node."""
     listen = answer.endpoint or "no peer listener (CKPTD_PEER_LISTEN is not set): snapshots stay on this node"
+    head = f"node {answer.node}: {listen}"
+    if answer.public_key:
+        head += f", key {answer.public_key}"
+    if answer.encryption:
+        head += f"\nencryption of snapshots sent to peers: {answer.encryption}"
     peers = [
-        [
-            p.node,
-            p.endpoint,
-            ",".join(f"{k}={v}" for k, v in sorted(p.labels.items())) or "-",
-            "yes" if p.alive else "NO",
-            f"{p.silent_s:.1f} s",
-            format_bytes(p.free_bytes),
-        ]
+        {
+            "peer": p.node,
+            "endpoint": p.endpoint,
+            "labels": ",".join(f"{k}={v}" for k, v in sorted(p.labels.items())) or "-",
+            "alive": "yes" if p.alive else "NO",
+            "heard": f"{p.silent_s:.1f} s",
+            "free": format_bytes(p.free_bytes),
+        }
         for p in answer.peers
     ]
     targets = [
-        [
-            _whose(r),
-            t.node,
-            t.phase if t.alive else "lost",
-            str(t.held),
-            _iteration(t.current_up_to),
-            f"{t.lag_iterations} ({format_bytes(t.lag_bytes)})",
-            _iteration(r.floor),
-            t.reason or "-",
-        ]
+        {
+            "replicates": _whose(r),
+            "to": t.node,
+            "state": t.phase if t.alive else "lost",
+            "held": str(t.held),
+            "current to": _iteration(t.current_up_to),
+            "lag": f"{t.lag_iterations} ({format_bytes(t.lag_bytes)})",
+            "floor": _iteration(r.floor),
+            "last error": t.reason or "-",
+        }
         for r in answer.ranks
         for t in r.targets
     ]
     replicas = [
-        [
-            _whose(r),
-            format_bytes(r.total_bytes),
-            str(r.sealed),
-            _iteration(r.newest_iteration),
-        ]
+        {
+            "holds": _whose(r),
+            "size": format_bytes(r.total_bytes),
+            "snapshots": str(r.sealed),
+            "newest": _iteration(r.newest_iteration),
+        }
         for r in answer.replicas
     ]
-    moved = ", ".join(f"{name} {value}" for name, value in sorted(answer.counters.items()))
-    parts = [f"node {answer.node}: {listen}"]
-    if answer.public_key:
-        parts[0] += f", key {answer.public_key}"
-    if answer.encryption:
-        parts[0] += f"\nencryption of snapshots sent to peers: {answer.encryption}"
-    parts.append(
-        format_table(["peer", "endpoint", "labels", "alive", "heard", "free"], peers)
-        if peers
-        else "no peers known: trainers report them when they attach"
-    )
-    if targets:
-        head = ["replicates", "to", "state", "held", "current to", "lag", "floor", "last error"]
-        parts.append(format_table(head, targets))
-    if replicas:
-        parts.append(format_table(["holds", "size", "snapshots", "newest"], replicas))
-    if moved:
+    parts = [head, records(peers) if peers else "no peers known: trainers report them when they attach"]
+    parts += [records(rows) for rows in (targets, replicas) if rows]
+    if answer.counters:
+        moved = ", ".join(f"{name} {value}" for name, value in sorted(answer.counters.items()))
         parts.append(f"counters  {moved}")
     return "\n\n".join(parts)
 
 
-def render_what_if(answer: WhatIf) -> str:
+def what_if_text(answer: WhatIf) -> str:
     """The plan, and the recovery of each rank."""
     lost, localized = ", ".join(answer.lost_nodes), answer.localized
     is_localized = isinstance(localized, LocalizedPlan)
@@ -206,12 +236,9 @@ def render_what_if(answer: WhatIf) -> str:
     lines = [head + answer.reason + ("" if is_localized else _compared(answer.plan))]
     if isinstance(localized, NotLocalized):
         lines.append(f"all ranks recover (global recovery), because {localized.reason}")
-    head_row = ["rank", "home", "recovered from", "replayed", "lost", "moved"]
-    if is_localized:
-        head_row[2:3] = ["how", "recovered from", "fed by"]
-    rows = [_outcome_row(r, is_localized) for r in answer.ranks[:_MAX_RANKS]]
-    if rows:
-        lines += ["", format_table(head_row, rows)]
+    if answer.ranks:
+        rows = [_outcome_row(rank, is_localized) for rank in answer.ranks[:_MAX_RANKS]]
+        lines += ["", records(rows)]
     if len(answer.ranks) > _MAX_RANKS:
         lines.append(f"… and {len(answer.ranks) - _MAX_RANKS} more ranks (--json has all)")
     return "\n".join(lines)
@@ -225,22 +252,22 @@ def _compared(plan: RecoveryPlan | NoRecovery) -> str:
     return f"; no additional iteration verifies the loaded values: {plan.unverified}"
 
 
-def _outcome_row(rank: RankOutcome, is_localized: bool) -> list[str]:
-    how = f"copies rank {rank.copies}" if rank.copies >= 0 else rank.kind or "-"
-    fed = [f"rank {f.rank} {f.first}-{f.end - 1} ({', '.join(f.sources)})" for f in rank.fed_by]
-    return [
-        str(rank.rank),
-        rank.home + (" (lost)" if rank.home_lost else ""),
-        *([how] if is_localized else []),
-        ", ".join("storage" if s == STORE_NODE else s for s in rank.sources) or "-",
-        *(["; ".join(fed) or "-"] if is_localized else []),
-        str(rank.replayed),
-        str(rank.lost_iterations),
-        format_bytes(rank.moved_bytes),
-    ]
+def _outcome_row(rank: RankOutcome, is_localized: bool) -> Mapping[str, str]:
+    row = {"rank": str(rank.rank), "home": rank.home + (" (lost)" if rank.home_lost else "")}
+    if is_localized:
+        row["how"] = f"copies rank {rank.copies}" if rank.copies >= 0 else rank.kind or "-"
+    row["recovered from"] = ", ".join("storage" if s == STORE_NODE else s for s in rank.sources) or "-"
+    if is_localized:
+        fed = [f"rank {f.rank} {f.first}-{f.end - 1} ({', '.join(f.sources)})" for f in rank.fed_by]
+        row["fed by"] = "; ".join(fed) or "-"
+    return row | {
+        "replayed": str(rank.replayed),
+        "lost": str(rank.lost_iterations),
+        "moved": format_bytes(rank.moved_bytes),
+    }
 
 
-def render_drill(answer: m.DrillReport) -> str:
+def _drill_text(answer: m.DrillReport) -> str:
     """The result of the rehearsal."""
     if not answer.recoverable:
         return f"NOT RECOVERABLE from other nodes: {answer.reason}"

@@ -1,5 +1,6 @@
-"""A model out of one snapshot, and into a run: `ckptctl export` and `ckptctl import`.
+"""Export of a model from one snapshot, and import into a run: `ckptctl export` and `ckptctl import`.
 
-A `TensorSource` gives the tensors of one snapshot, be it in memory or in storage; `plan` says what
-they make; `files`, `safetensors_files` and `dcp` write it: complete and synced, or not at all.
+A `TensorSource` (`memory_source`, `store_source`) returns the tensors of one snapshot.
+`ckptd.core.export_plan` decides which tensors of the model they make, and under which names.
+`exports` and `dcp` write these; `importing` reads models of other tools.
 """

@@ -15,11 +15,10 @@ __all__ = ["Ask", "Contents", "DcpTensor", "ReadJob", "WriteJob", "Wrote"]
 
 
 class DcpTensor(msgspec.Struct, frozen=True):
-    """A tensor that can be asked for.
+    """A tensor that can be requested.
 
-    ``kind``: ``model``, ``optim`` or ``master`` (``param`` and ``key`` say of which parameter which
-    state), or
-    ``entry``: an entry of the snapshot that is for the child alone.
+    ``kind`` is ``model``; ``optim`` or ``master``, with the parameter (``param``) and the key of its
+    state (``key``); or ``entry``, an entry of the snapshot that only the child uses.
     """
 
     kind: str
@@ -33,8 +32,9 @@ class DcpTensor(msgspec.Struct, frozen=True):
 class WriteJob(msgspec.Struct, frozen=True):
     """Write these tensors to ``folder``, in this order.
 
-    ``names``: what each parameter is called; ``aliases``: under which other names the model has
-    one; ``groups``: (optimizer, group) of each, empty if unknown.
+    ``names`` maps parameters to their names in the export; ``aliases`` maps further names of tied
+    parameters to the exported one; ``groups`` has (optimizer, group) by parameter, and is empty if
+    the groups are not known.
     """
 
     folder: str
@@ -46,21 +46,21 @@ class WriteJob(msgspec.Struct, frozen=True):
 
 
 class Wrote(msgspec.Struct, frozen=True):
-    """What was written: how many tensors of optimizer state, and what whoever uses it should know."""
+    """The number of written tensors of optimizer state, and notes for the user."""
 
     optimizer_tensors: int
     notes: list[str]
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """The bytes of a tensor, please; or: it is done."""
+    """Requests the bytes of a tensor, or reports that the job is done."""
 
     index: int = -1
     done: Wrote | None = None
 
 
 class ReadJob(msgspec.Struct, frozen=True):
-    """Read the checkpoint in ``folder``; where in it the model and the optimizer are ("": at its root)."""
+    """Read the checkpoint in ``folder``, with the keys of the model and the optimizer ("": its root)."""
 
     folder: str
     model_key: str
@@ -68,7 +68,7 @@ class ReadJob(msgspec.Struct, frozen=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """What there is to read, and the options of parameter groups by parameter."""
+    """The tensors that can be read, the options of parameter groups by parameter, and notes."""
 
     tensors: list[DcpTensor]
     groups: dict[str, dict[str, Any]]

@@ -1,7 +1,7 @@
-"""A model from elsewhere as what a run starts from: rewritten as a set of safetensors files that is
-checked by digests.
+"""Import of a model of another tool as the starting point of a run: rewritten as a set of safetensors
+files that is verified by digests (`ckptd.storage.model_set`).
 
-``import.json`` is written last: what has none is no starting point. See `ckptd.storage.model_set`.
+``import.json`` is written last: a set without it is no starting point.
 """
 
 from __future__ import annotations
@@ -10,20 +10,27 @@ import mmap
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import ckptd
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
-from ckptd.export.dcp_wire import Ask, Contents, ReadJob
-from ckptd.export.exports import DEFAULT_SHARD_BYTES, Watch, unwatched
-from ckptd.export.files import check_target, new_folder
-from ckptd.export.safetensors_files import Moved, write_part, write_synced
-from ckptd.export.torch_process import Child, running
+from ckptd.core.export_plan import DamagedSnapshot, ExportError
+from ckptd.export.dcp import open_dcp
+from ckptd.export.exports import (
+    DEFAULT_SHARD_BYTES,
+    Moved,
+    Watch,
+    check_target,
+    new_folder,
+    unwatched,
+    write_part,
+    write_synced,
+)
 from ckptd.storage.checkpoints.names import run_prefix
-from ckptd.storage.images.image_format import DTYPE_SIZE, TensorEntry
+from ckptd.storage.image_format import DTYPE_SIZE, TensorEntry
 from ckptd.storage.model_set import (
     MANIFEST,
     MODEL,
@@ -32,30 +39,22 @@ from ckptd.storage.model_set import (
     ModelSet,
     SetError,
     SetFile,
+    SetTensor,
     open_set,
     render_import,
 )
 from ckptd.storage.stores.objects import ObjectStore
 
-__all__ = [
-    "IMPORT_FORMATS",
-    "ImportReport",
-    "ImportSource",
-    "import_prefix",
-    "import_to_folder",
-    "import_to_store",
-    "open_import",
-]
+__all__ = ["IMPORT_FORMATS", "ImportReport", "import_to_folder", "import_to_store", "open_import"]
 
 IMPORT_FORMATS = ("safetensors", "dcp")
 
-_CHILD = "ckptd.client.interchange.dcp_import"
 _METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What was imported; ``start_from`` is what a `Checkpointer` is told."""
+    """The result of an import; ``start_from`` is the value for `RecoveryOptions`."""
 
     start_from: str
     format: str
@@ -75,11 +74,11 @@ class ImportSource(Protocol):
 
     @property
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """The options of parameter groups by parameter, where they are known."""
+        """The options of parameter groups by parameter, as far as they are known."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What whoever imports it should know."""
+        """Notes for the user."""
 
     def entries(self, part: str) -> list[TensorEntry]:
         """The tensors of the model, or of the optimizer's state."""
@@ -88,37 +87,56 @@ class ImportSource(Protocol):
         """The bytes of one of them."""
 
 
-@contextmanager
 def open_import(
     path: Path, *, kind: str = "safetensors", model_key: str = "", optimizer_key: str = ""
-) -> Iterator[ImportSource]:
-    """A model at a path, of a kind that whoever asks has named: what lies there decides nothing.
+) -> AbstractContextManager[ImportSource]:
+    """Open the model at a path for a block. The caller names its format, which is never guessed from
+    the files.
 
     Args:
         kind: ``safetensors``, a folder or a file; or ``dcp``, a checkpoint of torch.distributed,
-            which holds pickles.
-        model_key, optimizer_key: under which keys of such a checkpoint they are.
+            which contains pickles.
+        model_key, optimizer_key: the keys of both in such a checkpoint.
     Raises:
-        ExportError: it is not of that kind.
+        ExportError: the path does not have this format.
     """
-    if kind == "dcp":
-        if not (path / ".metadata").is_file():
-            raise ExportError(f"{path} holds no .metadata: no checkpoint of torch.distributed")
-        with running(_CHILD) as child:
-            child.say(ReadJob(str(path.absolute()), model_key, optimizer_key))
-            yield _DcpSource(child)
-        return
+    return open_dcp(path, model_key, optimizer_key) if kind == "dcp" else _open_safetensors(path)
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[_SafetensorsSource]:
     single = path.name if path.is_file() else ""
     try:
         found = open_set(FolderFiles(path.parent if single else path), single=single)
     except SetError as error:
         raise ExportError(str(error)) from error
-    yield _HfSource(found)
+    yield _SafetensorsSource(found)
 
 
-def import_prefix(job: str, run: str) -> str:
-    """Below which an import lies in a store."""
-    return f"{run_prefix(job, run)}import/"
+class _SafetensorsSource:
+    """A set of safetensors files; a set that ckptd wrote may have optimizer state."""
+
+    kind = "hf"
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, found: ModelSet) -> None:
+        self._set = found
+        self.groups = found.groups
+
+    def entries(self, part: str) -> list[TensorEntry]:
+        return [TensorEntry(t.name, t.dtype, t.shape) for t in self._tensors(part).values()]
+
+    def data_of(self, part: str, name: str) -> Iterator[memoryview]:
+        tensor = self._tensors(part)[name]
+        into = memoryview(bytearray(tensor.nbytes))
+        try:
+            self._set.read(tensor, into)
+        except SetError as error:
+            raise DamagedSnapshot(str(error)) from error
+        yield into
+
+    def _tensors(self, part: str) -> Mapping[str, SetTensor]:
+        return self._set.model if part == MODEL else self._set.optimizer
 
 
 def import_to_folder(
@@ -127,8 +145,8 @@ def import_to_folder(
     """Write the set to a folder.
 
     Raises:
-        ExportError: the target exists, or there is no room.
-        DamagedSnapshot: what is imported is damaged; nothing is left.
+        ExportError: the target exists, or the disk is full.
+        DamagedSnapshot: the source is damaged; no file is left behind.
     """
     check_target(target, force=force, folder=True)
     total = _total(source)
@@ -150,15 +168,15 @@ def import_to_store(
     """Store the set below the run's name.
 
     Raises:
-        ExportError: there is one already.
-        StoreError: the store failed; what it has got is no starting point, and is replaced by the
-            next import.
+        ExportError: the store has an import of this run.
+        StoreError: the store failed; the objects stored so far are no starting point, and the next
+            import replaces them.
     """
-    prefix = import_prefix(job, run)
+    prefix = f"{run_prefix(job, run)}import/"
     if store.info(prefix + MANIFEST) is not None:
         if not force:
             raise ExportError(f"{shown_url}/{prefix} holds an import already; pass --force to replace it")
-        store.delete([prefix + MANIFEST])  # first of all: from here on it is none any more
+        store.delete([prefix + MANIFEST])  # first: without it the rest is no starting point
     store.delete([info.key for info in store.list(prefix)])
 
     def put(path: Path) -> None:
@@ -180,7 +198,7 @@ def import_to_store(
 
 
 def _write(source: ImportSource, folder: Path, moved: Moved, finished: Callable[[Path], None]) -> int:
-    """Write the set file by file, its manifest last; how many files it has."""
+    """Write the set file by file, its manifest last; returns the number of files without it."""
     files: list[SetFile] = []
     for part in (MODEL, OPTIMIZER):
         entries = sorted(source.entries(part), key=lambda e: -DTYPE_SIZE[e.dtype])
@@ -189,7 +207,7 @@ def _write(source: ImportSource, folder: Path, moved: Moved, finished: Callable[
                 folder,
                 part,
                 entries,
-                lambda name, part=part: source.data_of(part, name),  # type: ignore[misc]
+                partial(source.data_of, part),
                 metadata=_METADATA,
                 max_bytes=DEFAULT_SHARD_BYTES,
                 moved=moved,
@@ -206,61 +224,6 @@ def _write(source: ImportSource, folder: Path, moved: Moved, finished: Callable[
     write_synced(folder / MANIFEST, manifest)
     finished(folder / MANIFEST)
     return len(files)
-
-
-class _HfSource:
-    """A set of safetensors files; one of ours may have optimizer state."""
-
-    kind = "hf"
-    notes: tuple[str, ...] = ()
-
-    def __init__(self, found: ModelSet) -> None:
-        self._set = found
-        self.groups = found.groups
-
-    def entries(self, part: str) -> list[TensorEntry]:
-        tensors = self._tensors(part).values()
-        return [TensorEntry(t.name, t.dtype, t.shape) for t in tensors]
-
-    def data_of(self, part: str, name: str) -> Iterator[memoryview]:
-        tensor = self._tensors(part)[name]
-        into = memoryview(bytearray(tensor.nbytes))
-        try:
-            self._set.read(tensor, into)
-        except SetError as error:
-            raise DamagedSnapshot(str(error)) from error
-        yield into
-
-    def _tensors(self, part: str) -> Mapping[str, Any]:
-        return self._set.model if part == MODEL else self._set.optimizer
-
-
-class _DcpSource:
-    """A checkpoint that a child with torch reads."""
-
-    kind = "dcp"
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-        told = child.hear(Contents)
-        self.groups, self.notes = told.groups, tuple(told.notes)
-        self._found = {
-            part: {t.name: (i, TensorEntry(t.name, t.dtype, t.shape)) for i, t in numbered}
-            for part in (MODEL, OPTIMIZER)
-            for numbered in [
-                [(i, t) for i, t in enumerate(told.tensors) if (t.kind == "model") == (part == MODEL)]
-            ]
-        }
-
-    def entries(self, part: str) -> list[TensorEntry]:
-        return [entry for _, entry in self._found[part].values()]
-
-    def data_of(self, part: str, name: str) -> Iterator[memoryview]:
-        index, entry = self._found[part][name]
-        self._child.say(Ask(index))
-        into = memoryview(bytearray(entry.nbytes))
-        self._child.receive(into)
-        yield into
 
 
 def _total(source: ImportSource) -> int:

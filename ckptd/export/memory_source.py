@@ -1,37 +1,49 @@
-"""Snapshots in this node's memory as the source of an export: selected, held and verified, with the
-parameters that other ranks captured.
+"""Snapshots in this node's memory as the source of an export: selected, locked against reuse and verified,
+with the parameters that other ranks captured.
+
+The snapshots of other ranks are in the segments of ranks that train here, or in replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.joining import JoinedSnapshot, RankImage, join, lacking
-from ckptd.core.export.wording import ranges
-from ckptd.export.held_slots import (
-    SealedSlot,
-    held,
-    open_segments,
-    rank_image,
-    sealed_slots,
-    verify_slot,
+from ckptd.core.export_plan import (
+    DamagedSnapshot,
+    ExportError,
+    JoinedSnapshot,
+    RankImage,
+    SharedRows,
+    first_of,
+    join,
+    lacking,
+    named_ranks,
+    ranges,
 )
-from ckptd.export.ranks_here import (
-    RanksHere,
-    SharesMissing,
-    Whereabouts,
-    first_whole,
-    why_missing,
-)
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader, parse_replica_file_name, slot_lock_byte
+from ckptd.errors import SegmentError
 from ckptd.export.source import CHUNK_BYTES, Origin, facts_of
-from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment, open_segment
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError, ImageTensor
 
-__all__ = ["SlotSource", "nobody_knows", "open_slot"]
+__all__ = ["SlotSource", "nobody_knows", "open_segments", "open_slot", "sealed_slots"]
+
+_MOST_NAMED = 3
+
+# For an iteration of a run: the nodes that may hold each rank's snapshot, as far as known.
+Whereabouts = Callable[[str, str, int], Mapping[int, Sequence[str]]]
+
+
+def nobody_knows(job: str, run: str, iteration: int) -> Mapping[int, Sequence[str]]:
+    """A `Whereabouts` without a daemon: the nodes of other ranks' snapshots are not known."""
+    return {}
 
 
 class SlotSource:
@@ -55,11 +67,6 @@ class SlotSource:
         data = self._views[self._ranks[tensor.name]].data(tensor.name)
         for begin in range(0, len(data), CHUNK_BYTES):
             yield data[begin : begin + CHUNK_BYTES]
-
-
-def nobody_knows(job: str, run: str, iteration: int) -> Mapping[int, Sequence[str]]:
-    """A `Whereabouts` without a daemon: the nodes of other ranks' snapshots are not known."""
-    return {}
 
 
 @contextmanager
@@ -91,58 +98,8 @@ def open_slot(
             why = "; ".join(problems) if problems else "the folder contains no segment"
             raise ExportError(f"nothing to export in {segment_dir}: {why}")
         slots = _choose(segments, iteration, job, run, rank)
-        here = RanksHere(segment_dir, segments, opened)
-        yield _first_whole(slots, here, opened, whereabouts)
-
-
-def _first_whole(
-    slots: Sequence[SealedSlot], here: RanksHere, opened: ExitStack, whereabouts: Whereabouts
-) -> SlotSource:
-    """The first of these snapshots that this node holds completely; ``opened`` releases it.
-
-    Raises:
-        ExportError: none is complete; the reason is that of the first one.
-    """
-    first: SharesMissing | None = None
-    for slot in slots:
-        try:
-            return opened.enter_context(_whole(slot, here))
-        except SharesMissing as missing:
-            first = first or missing
-    assert first is not None, "there is a slot at least"
-    raise why_missing(first, whereabouts)
-
-
-@contextmanager
-def _whole(slot: SealedSlot, here: RanksHere) -> Iterator[SlotSource]:
-    """A snapshot with the parameters that other ranks captured for it, held and verified.
-
-    Raises:
-        SharesMissing: this node lacks some of them; nothing was read yet.
-    """
-    descriptor = slot.segment.descriptor
-    with held(slot) as view, ExitStack() as others:
-        facts = facts_of(descriptor.client, descriptor.rank)
-        lacks = lacking(view.entries, facts.shares)
-        copies = here.copies(slot, lacks)
-        verify_slot(slot)
-        views: dict[int, ImageView] = {descriptor.rank: view}
-        images: dict[int, RankImage] = {}
-        for rank, found in copies.items():
-            copy, views[rank] = others.enter_context(first_whole(found))
-            images[rank] = rank_image(views[rank], here.of(copy.segment.key))
-        own = rank_image(view, here.own(slot.segment.key))
-        joined = join(descriptor.rank, own, facts, lacks, images)
-        origin = Origin(
-            descriptor.job,
-            descriptor.run,
-            descriptor.rank,
-            descriptor.world_size,
-            slot.header.iteration,
-            "memory",
-            tuple(images),
-        )
-        yield SlotSource(origin, joined, views)
+        local = _LocalRanks(segment_dir, segments, opened)
+        yield _first_complete(slots, local, opened, whereabouts)
 
 
 def _choose(
@@ -162,15 +119,259 @@ def _choose(
     found = [slot for slot in slots if iteration in (None, slot.header.iteration)]
     if not found:
         known = {slot.header.iteration for slot in slots}
-        text = f"in memory are {ranges(known)}" if known else "there is none at all"
+        text = f"memory holds iterations {ranges(known)}" if known else "memory holds no sealed snapshot"
         which = "" if iteration is None else f" of iteration {iteration}"
         raise ExportError(f"no sealed snapshot{which} matches; {text}")
     keys = sorted({slot.segment.key for slot in found})
     if len(keys) > 1:
         names = "; ".join(map(str, keys))
-        what = "snapshots are" if iteration is None else f"iteration {iteration} is"
-        raise ExportError(f"{what} there for {names}: choose --job --run --rank")
+        what = "snapshots" if iteration is None else f"snapshots of iteration {iteration}"
+        raise ExportError(f"{names} have {what}: choose one with --job, --run and --rank")
     newest: dict[int, SealedSlot] = {}
     for slot in sorted(found, key=lambda slot: slot.header.sequence):
         newest[slot.header.iteration] = slot
     return [newest[number] for number in sorted(newest, reverse=True)]
+
+
+def _first_complete(
+    slots: Sequence[SealedSlot], local: _LocalRanks, opened: ExitStack, whereabouts: Whereabouts
+) -> SlotSource:
+    """The first of these snapshots that this node holds completely; ``opened`` releases it."""
+    first: _SharesMissing | None = None
+    for slot in slots:
+        try:
+            return opened.enter_context(_completed(slot, local))
+        except _SharesMissing as missing:
+            first = first or missing
+    assert first is not None, "there is a slot at least"
+    raise _why_missing(first, whereabouts)
+
+
+@contextmanager
+def _completed(slot: SealedSlot, local: _LocalRanks) -> Iterator[SlotSource]:
+    """A snapshot with the parameters that other ranks captured for it, locked and verified.
+
+    Raises:
+        _SharesMissing: this node lacks some of them; nothing was read yet.
+    """
+    descriptor = slot.segment.descriptor
+    with _locked(slot) as view, ExitStack() as others:
+        facts = facts_of(descriptor.client, descriptor.rank)
+        lacks = lacking(view.entries, facts.shares)
+        copies = local.copies(slot, lacks)
+        _verify_slot(slot)
+        views: dict[int, ImageView] = {descriptor.rank: view}
+        images: dict[int, RankImage] = {}
+        for rank, found in copies.items():
+            copy, views[rank] = others.enter_context(_first_verified(found))
+            images[rank] = _rank_image(views[rank], local.of(copy.segment.key))
+        own = _rank_image(view, local.own(slot.segment.key))
+        joined = join(descriptor.rank, own, facts, lacks, images)
+        origin = Origin(
+            descriptor.job,
+            descriptor.run,
+            descriptor.rank,
+            descriptor.world_size,
+            slot.header.iteration,
+            "memory",
+            tuple(images),
+        )
+        yield SlotSource(origin, joined, views)
+
+
+# -- sealed slots ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSlot:
+    """A snapshot in a slot, with its header at the time of reading."""
+
+    segment: Segment
+    index: int
+    header: SlotHeader
+
+    @property
+    def history(self) -> tuple[int, int, int]:
+        """Equal for snapshots of one iteration of one history."""
+        return self.header.iteration, self.header.epoch, self.header.epoch_start
+
+    def __str__(self) -> str:
+        """The name of the snapshot in messages."""
+        return f"rank {self.segment.key.rank}'s snapshot of iteration {self.header.iteration}"
+
+
+def open_segments(paths: Iterable[Path]) -> tuple[list[Segment], list[str]]:
+    """The segments that can be read, and the errors of the others."""
+    found: list[Segment] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            found.append(open_segment(path, readonly=True))
+        except (OSError, ValueError, SegmentError) as error:
+            problems.append(f"{path.name}: {error}")
+    return found, problems
+
+
+def sealed_slots(segments: Iterable[Segment]) -> list[SealedSlot]:
+    """All sealed slots."""
+    return [
+        SealedSlot(segment, index, header)
+        for segment in segments
+        for index, header in segment.headers()
+        if header.state is SlotState.SEALED
+    ]
+
+
+@contextmanager
+def _locked(slot: SealedSlot) -> Iterator[ImageView]:
+    """Lock the slot until the end of the block, and return its image, which is not verified yet."""
+    lock = slot_lock_byte(slot.index)
+    with locks.lock_file(slot.segment.path, lock, exclusive=False) as taken:
+        if not taken or slot.segment.header(slot.index) != slot.header:
+            raise ExportError(f"{slot} has just been overwritten; choose a newer one")
+        try:
+            view = ImageView(slot.segment.image(slot.index, slot.header))
+        except ImageError as error:
+            raise DamagedSnapshot(f"{slot} is damaged: {error}") from error
+        yield view
+
+
+def _verify_slot(slot: SealedSlot) -> None:
+    """Check that a locked slot is, bit for bit, the sealed image."""
+    try:
+        verify(slot.segment.image(slot.index, slot.header), slot.header.header_digest)
+    except ImageError as error:
+        raise DamagedSnapshot(f"{slot} is damaged: {error}") from error
+
+
+@contextmanager
+def _first_verified(copies: Sequence[SealedSlot]) -> Iterator[tuple[SealedSlot, ImageView]]:
+    """Lock the first copy that verifies, until the end of the block.
+
+    Raises:
+        ExportError, DamagedSnapshot: no copy verifies; the reason is that of the last one.
+    """
+    for number, slot in enumerate(copies):
+        with ExitStack() as stack:
+            try:
+                view = stack.enter_context(_locked(slot))
+                _verify_slot(slot)
+            except ExportError:
+                if number == len(copies) - 1:
+                    raise
+                continue
+            yield slot, view
+            return
+    raise AssertionError("there is a copy at least")
+
+
+def _rank_image(view: ImageView, segments: Iterable[Segment]) -> RankImage:
+    """The facts of a locked image, together with the other snapshots of its rank in these segments."""
+    dense = view.anchors == (1 << view.num_operators) - 1
+    return RankImage(view.entries, dense, [found.entries for found in _images(segments)])
+
+
+def _images(segments: Iterable[Segment]) -> Iterator[ImageView]:
+    for slot in sealed_slots(segments):
+        try:
+            view = ImageView(slot.segment.image(slot.index, slot.header))
+        except ImageError:
+            continue  # damaged or being overwritten: it would only have shown a dtype
+        if slot.segment.header(slot.index) == slot.header:
+            yield view
+
+
+# -- other ranks' snapshots -----------------------------------------------------------------------
+
+
+class _SharesMissing(Exception):
+    """This node does not hold the parameters that other ranks captured for a rank.
+
+    ``shares`` are the missing rows by rank, ``here`` the iterations of these ranks that this node holds.
+    """
+
+    def __init__(
+        self,
+        slot: SealedSlot,
+        shares: Mapping[int, Sequence[SharedRows]],
+        here: Mapping[int, Sequence[int]],
+    ) -> None:
+        super().__init__(slot, shares, here)
+        self.slot, self.shares, self.here = slot, shares, here
+
+
+class _LocalRanks:
+    """The segments and replicas of a folder, by rank; replicas are opened on first use.
+
+    Args:
+        segments: the segments of the folder that are open already; the caller closes them.
+        opened: closes the replicas opened here.
+    """
+
+    def __init__(self, folder: Path, segments: Iterable[Segment], opened: ExitStack) -> None:
+        self._folder, self._segments, self._opened = folder, list(segments), opened
+        self._of_rank: dict[RankKey, list[Segment]] = {}
+
+    def own(self, key: RankKey) -> list[Segment]:
+        """A rank's own segments."""
+        return [segment for segment in self._segments if segment.key == key]
+
+    def of(self, key: RankKey) -> list[Segment]:
+        """A rank's own segments, then its replicas."""
+        if key not in self._of_rank:
+            files = [path for path in sorted(self._folder.glob("*.rep")) if _is_of(path.name, key)]
+            replicas, _ = open_segments(files)
+            for replica in replicas:
+                self._opened.callback(replica.close)
+            self._of_rank[key] = self.own(key) + replicas
+        return self._of_rank[key]
+
+    def copies(
+        self, slot: SealedSlot, lacks: Mapping[int, Sequence[SharedRows]]
+    ) -> dict[int, list[SealedSlot]]:
+        """The copies on this node of other ranks' snapshots of the iteration (and epoch) of ``slot``, by
+        rank.
+
+        Raises:
+            _SharesMissing: this node has no copy of some rank.
+        """
+        own = slot.segment.key
+        sealed = {rank: sealed_slots(self.of(RankKey(own.job, own.run, rank))) for rank in lacks}
+        found = {r: [s for s in all_of if s.history == slot.history] for r, all_of in sealed.items()}
+        missing = {rank: lacks[rank] for rank in lacks if not found[rank]}
+        if missing:
+            here = {rank: sorted({s.header.iteration for s in sealed[rank]}) for rank in missing}
+            raise _SharesMissing(slot, missing, here)
+        return found
+
+
+def _is_of(name: str, key: RankKey) -> bool:
+    try:
+        named = parse_replica_file_name(name)
+    except ValueError:
+        return False  # not a name that a daemon gives
+    return (named.job, named.run, named.rank) == (key.job, key.run, key.rank)
+
+
+def _why_missing(missing: _SharesMissing, whereabouts: Whereabouts) -> ExportError:
+    """For a message: the missing parameters, the nodes that may hold them, and the remedy."""
+    slot, ranks = missing.slot, sorted(missing.shares)
+    key, iteration = slot.segment.key, slot.header.iteration
+    known = whereabouts(key.job, key.run, iteration)
+    params = list(dict.fromkeys(s.param for shares in missing.shares.values() for s in shares))
+    nodes = [
+        f"those of rank {rank} may be on {' or '.join(known[rank])}" for rank in ranks if known.get(rank)
+    ]
+    unknown = [rank for rank in ranks if not known.get(rank)]
+    if unknown:
+        nodes.append(f"this node does not know the nodes that hold those of {named_ranks(unknown)}")
+    held_here = [f"of rank {r} it holds {ranges(found)}" for r, found in missing.here.items() if found]
+    return ExportError(
+        f"{slot} is not whole: {named_ranks(ranks)} captured {first_of(params, _MOST_NAMED)} for "
+        "all ranks that "
+        f"have them, and this node's memory lacks their snapshots of iteration {iteration}"
+        f"{''.join(f'; {text}' for text in held_here)} ({'; '.join(nodes)}). Choose an iteration "
+        "that this node holds "
+        "completely, export on a node that holds all of it, or export from storage (--durable, or "
+        "--store URL)"
+    )

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.export_plan import SharedRows, SnapshotFacts
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.core.export_plan import ExportError, SharedRows, SnapshotFacts
+from ckptd.storage.image_format import ImageTensor
 from ckptd.unpacking import unpack
 
 __all__ = ["CHUNK_BYTES", "Origin", "TensorSource", "facts_of"]
@@ -74,8 +73,7 @@ class _TrainerFacts(msgspec.Struct, frozen=True):
     """The fields of the trainer's part of a segment's descriptor that an export needs; all are optional."""
 
     operators: list[Any] = []
-    # Beside `operators`: the rank whose images hold each of them, or -1: this rank's own. Absent:
-    # all are its own.
+    # For each operator the rank whose images contain it; -1: this rank. Absent: all are this rank's.
     owners: list[int] = []
     policy: str = "aligned"
     transient_buffers: list[str] = []

@@ -4,35 +4,54 @@ captured, and verified while they are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 import xxhash
 from blake3 import blake3
 
-from ckptd.core.export.export_errors import ExportError
-from ckptd.core.export.joining import JoinedSnapshot, join, lacking
+from ckptd.core.export_plan import (
+    DamagedSnapshot,
+    ExportError,
+    JoinedSnapshot,
+    RankImage,
+    join,
+    lacking,
+    named_ranks,
+)
 from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
-from ckptd.export.read_ahead import ReadAhead
-from ckptd.export.source import Origin, facts_of
-from ckptd.export.stored_images import StoredImage, open_image, open_images, rank_manifest
+from ckptd.export.source import CHUNK_BYTES, Origin, facts_of
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
-from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.checkpoints.reader import read_catalog
-from ckptd.storage.images.image_format import ImageTensor
-from ckptd.storage.stores.objects import ObjectStore
+from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.reader import (
+    SnapshotDamaged,
+    read_catalog,
+    read_image_bytes,
+    read_image_header,
+    read_manifest,
+    vouched_tensors,
+)
+from ckptd.storage.image_format import HeaderError, ImageTensor, ObjectHeader, parse_header
+from ckptd.storage.stores.objects import Damaged, ObjectMissing, ObjectStore
 
-__all__ = ["StoredSource", "open_stored"]
+__all__ = ["open_stored", "plan_spans"]
 
 _MOST_LISTED = 12
+_GAP_BYTES = 256 << 10  # one larger request is faster than two
+_THREADS = 8  # manifests and headers are small: their requests take the time
+_ADVICE = "`ckptctl checkpoints verify` names the damaged objects and the whole checkpoints"
 
 
 class StoredSource:
     """A snapshot of a committed checkpoint (a `TensorSource`).
 
     Args:
-        images: those in which its tensors lie, by rank.
+        images: the images that contain its tensors, by rank.
     """
 
     def __init__(
@@ -40,7 +59,7 @@ class StoredSource:
         store: ObjectStore,
         origin: Origin,
         joined: JoinedSnapshot,
-        images: Mapping[int, StoredImage],
+        images: Mapping[int, _StoredImage],
     ) -> None:
         self.origin, self.facts = origin, joined.facts
         self.tensors: Sequence[ImageTensor] = joined.tensors
@@ -52,7 +71,7 @@ class StoredSource:
             for tensor, digest in zip(image.header.tensors, image.header.digests, strict=True)
             if joined.ranks.get(tensor.name) == rank
         }
-        self._ahead = ReadAhead(lambda rank, begin, end: images[rank].read(store, begin, end))
+        self._ahead = _ReadAhead(lambda rank, begin, end: images[rank].read(store, begin, end))
 
     def close(self) -> None:
         """End the reading ahead."""
@@ -103,10 +122,10 @@ def open_stored(
     catalog = read_catalog(store, job, run)
     where = f"{shown_url}/{job}/{run}"
     checkpoint, manifest, snapshot = _find(store, catalog, iteration, rank, where)
-    own = open_image(store, manifest, snapshot)
+    own = _open_image(store, manifest, snapshot)
     facts = facts_of(_client_part(manifest.descriptor), manifest.rank)
     lacks = lacking(own.image.tensors, facts.shares)
-    others = open_images(store, checkpoint, snapshot, lacks) if lacks else {}
+    others = _open_images(store, checkpoint, snapshot, lacks) if lacks else {}
     joined = join(own.rank, own.image, facts, lacks, {r: i.image for r, i in others.items()})
     origin = Origin(job, run, own.rank, manifest.world_size, snapshot.iteration, shown_url, tuple(others))
     source = StoredSource(store, origin, joined, {own.rank: own, **others})
@@ -122,7 +141,8 @@ def _find(
     committed = [c for c in catalog.committed if iteration is None or c.id.end >= iteration]
     if iteration is None:
         committed = committed[:1]
-    # The checkpoint that ends there; or the first that passes by: they overlap, if at all, with later ones.
+    # The checkpoint that ends at the iteration, else the first one whose chain contains it: a
+    # checkpoint can overlap only with later ones.
     for checkpoint in sorted(committed, key=lambda c: c.id.end):
         manifest = _manifest(store, checkpoint, rank)
         for snapshot in reversed(manifest.snapshots):
@@ -149,11 +169,216 @@ def _manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: int | None
         )
     if rank is not None and rank not in checkpoint.manifests:
         raise ExportError(f"{checkpoint.id} has ranks 0 to {checkpoint.world_size - 1}, not {rank}")
-    return rank_manifest(store, checkpoint, rank or 0)
+    return _read_rank_manifest(store, checkpoint, rank or 0)
 
 
 def _client_part(descriptor: bytes) -> bytes:
     try:
         return decode_descriptor(descriptor).client
     except SegmentError:
-        return b""  # of another version: it only would have told more
+        return b""  # of another version; its facts are optional
+
+
+# -- images ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _StoredImage:
+    """One rank's image with a verified header; ``image`` contains its facts and those of the rank's
+    chain.
+
+    ``vouched``: BLAKE3 digests of its tensors, computed while the whole image was verified against the
+    cryptographic digest in the manifest; empty if it was not.
+    """
+
+    rank: int
+    snapshot: StoredSnapshot
+    header: ObjectHeader
+    image: RankImage
+    vouched: Mapping[str, bytes] = field(default_factory=dict)
+
+    def read(self, store: ObjectStore, begin: int, end: int) -> memoryview:
+        """These bytes; they are not verified.
+
+        Raises:
+            DamagedSnapshot: an object is missing, or too short.
+        """
+        into = memoryview(bytearray(end - begin))
+        with _damage_of(self.rank, self.snapshot.iteration):
+            read_image_bytes(store, self.snapshot, begin, into)
+        return into
+
+    def damaged(self, tensor: ImageTensor) -> DamagedSnapshot:
+        """An error: this tensor differs from the sealed one."""
+        return DamagedSnapshot(_text(self.rank, self.snapshot.iteration, repr(tensor.name)))
+
+
+def _read_rank_manifest(store: ObjectStore, checkpoint: StoredCheckpoint, rank: int) -> RankManifest:
+    """Read the manifest of a rank."""
+    try:
+        return read_manifest(store, checkpoint.manifests[rank].key)
+    except (ManifestError, ObjectMissing, Damaged) as error:
+        raise DamagedSnapshot(f"a manifest is damaged: {error}") from error
+
+
+def _open_image(
+    store: ObjectStore, manifest: RankManifest, snapshot: StoredSnapshot, *, whole: bool = True
+) -> _StoredImage:
+    """An image of the manifest's chain; reads the headers of the chain.
+
+    Args:
+        whole: read all of the image, and compare it with the cryptographic digest in the manifest.
+    """
+    headers: dict[int, ObjectHeader] = {}
+    vouched: Mapping[str, bytes] = {}
+    for each in manifest.snapshots:
+        with _damage_of(manifest.rank, each.iteration):
+            head = read_image_header(store, each)
+            headers[each.iteration] = parse_header(head)
+            if whole and each is snapshot:
+                vouched = vouched_tensors(store, each, head, headers[each.iteration])
+    header = headers[snapshot.iteration]
+    dense = snapshot.anchors == (1 << snapshot.num_operators) - 1
+    image = RankImage(header.tensors, dense, [found.tensors for found in headers.values()])
+    return _StoredImage(manifest.rank, snapshot, header, image, vouched)
+
+
+def _open_images(
+    store: ObjectStore,
+    checkpoint: StoredCheckpoint,
+    snapshot: StoredSnapshot,
+    ranks: Collection[int],
+) -> dict[int, _StoredImage]:
+    """The images of the same iteration as ``snapshot``, by rank.
+
+    The export needs only their shares, which may be a hundredth of the images. A whole image is
+    compared with its digest only if the manifest is signed: without a signature, whoever can change an
+    object can change the digest, too.
+    """
+    unknown = [rank for rank in ranks if rank not in checkpoint.manifests]
+    if unknown:
+        raise ExportError(
+            f"{named_ranks(unknown)} captured a part of the model, but {checkpoint.id} has ranks "
+            f"0 to {checkpoint.world_size - 1}; choose another checkpoint"
+        )
+
+    def opened(rank: int) -> _StoredImage:
+        manifest = _read_rank_manifest(store, checkpoint, rank)
+        return _open_image(store, manifest, _same(manifest, snapshot), whole=bool(manifest.signer))
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ranks") as pool:
+        return dict(zip(ranks, pool.map(opened, ranks), strict=True))
+
+
+def _same(manifest: RankManifest, snapshot: StoredSnapshot) -> StoredSnapshot:
+    # The manifests of one checkpoint have the same iterations, because their agreement covers these.
+    # It covers only the last epoch.
+    found = next(s for s in manifest.snapshots if s.iteration == snapshot.iteration)
+    if (found.epoch, found.epoch_start) != (snapshot.epoch, snapshot.epoch_start):
+        raise ExportError(
+            f"iteration {snapshot.iteration} of rank {manifest.rank} belongs to another history "
+            f"(epoch {found.epoch}, "
+            f"not {snapshot.epoch}); choose another iteration"
+        )
+    return found
+
+
+@contextmanager
+def _damage_of(rank: int, iteration: int) -> Iterator[None]:
+    """Convert read errors in the block to `DamagedSnapshot` of this snapshot."""
+    try:
+        yield
+    except (SnapshotDamaged, HeaderError, ObjectMissing, Damaged) as error:
+        raise DamagedSnapshot(_text(rank, iteration, str(error))) from error
+
+
+def _text(rank: int, iteration: int, what: str) -> str:
+    return f"the stored snapshot of iteration {iteration} of rank {rank} is damaged: {what}; {_ADVICE}"
+
+
+# -- reading ahead --------------------------------------------------------------------------------
+
+
+class _Span(NamedTuple):
+    """A range of one rank's image that is read at once."""
+
+    rank: int
+    begin: int
+    end: int
+
+
+class _ReadAhead:
+    """Keeps at most two spans of all images in memory: the present one and the next one.
+
+    Args:
+        read: returns bytes ``begin`` to ``end`` of a rank's image; also called in a background thread.
+    """
+
+    def __init__(self, read: Callable[[int, int, int], memoryview]) -> None:
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._spans: list[_Span] = []
+        self._coming: dict[int, Future[memoryview]] = {}
+        self._current = (_Span(-1, 0, 0), memoryview(b""))
+        self._next = 0
+
+    def close(self) -> None:
+        """End the reading ahead."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def prepare(self, order: Iterable[tuple[int, ImageTensor]]) -> None:
+        """Announce the tensors that will be read, each with the rank whose image contains it."""
+        self._spans = [
+            _Span(rank, begin, end)
+            for rank, run in groupby(order, key=lambda item: item[0])
+            for begin, end in plan_spans([tensor for _, tensor in run], CHUNK_BYTES)
+        ]
+        self._coming.clear()
+        self._current = (_Span(-1, 0, 0), memoryview(b""))
+        self._next = 0
+
+    def around(self, rank: int, at: int) -> tuple[int, memoryview]:
+        """The span of the rank's image that contains this byte, and its offset; requests the next one in the
+        background.
+        """
+        span, data = self._current
+        if not _holds(span, rank, at):
+            index = self._index_of(rank, at)
+            coming = self._coming.pop(index, None)
+            span = self._spans[index]
+            data = coming.result() if coming else self._read(*span)
+            self._current = span, data
+            self._next = index + 1
+            if self._next < len(self._spans):
+                following = self._thread.submit(self._read, *self._spans[self._next])
+                self._coming = {self._next: following}
+        return span.begin, data
+
+    def _index_of(self, rank: int, at: int) -> int:
+        """Usually the next one."""
+        if self._next < len(self._spans) and _holds(self._spans[self._next], rank, at):
+            return self._next
+        return next(i for i, span in enumerate(self._spans) if _holds(span, rank, at))
+
+
+def plan_spans(order: Iterable[ImageTensor], max_bytes: int) -> list[tuple[int, int]]:
+    """Plan the spans to read, in order: adjacent tensors at once, large tensors in parts.
+
+    Every byte of the tensors is in one span, and each part of a large tensor has whole items: it begins
+    at a multiple of ``max_bytes`` within the tensor.
+    """
+    spans: list[tuple[int, int]] = []
+    for tensor in order:
+        begin, end = tensor.offset, tensor.offset + tensor.nbytes
+        if begin == end:
+            continue
+        first, last = spans[-1] if spans else (-1, -1)
+        if last >= 0 and last <= begin <= last + _GAP_BYTES and end - first <= max_bytes:
+            spans[-1] = (first, end)
+            continue
+        spans += [(at, min(at + max_bytes, end)) for at in range(begin, end, max_bytes)]
+    return spans
+
+
+def _holds(span: _Span, rank: int, at: int) -> bool:
+    return span.rank == rank and span.begin <= at < span.end

@@ -1,1 +1,1 @@
-"""Host memory of a node: slots, rings and segment files, their bytes, pages and locks."""
+"""Host memory of a node: segment files and their slots, pages and locks."""

@@ -1,8 +1,8 @@
-"""What happens to slots and segments besides serving: seal, settle, scrub, expire, remove.
+"""Periodic work on slots and segments: seal, settle, scrub, expire, remove.
 
-A `Housekeeper` lives on the daemon's loop thread; the work itself runs on `workers`. It is driven
-by `tick`, about once a second, and looks at the files each time: a message that was lost, or
-that a daemon before this one got, costs at most a tick.
+A `Housekeeper` lives on the daemon's loop thread; workers do the work. `tick` is called about once a second
+and looks at the files each time, so a message that was lost, or that an earlier daemon got, costs at most a
+tick.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -20,11 +20,9 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
-from ckptd.memory.adoption import Adopted, tell_adopted
-from ckptd.memory.sealer import SealOutcome, SealVerdict, scrub_slot, seal_slot
-from ckptd.memory.segment_file import Segment, settle
+from ckptd.memory.segment_file import Adopted, Segment, settle, tell_adopted
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.memory.slot_doubts import SlotDoubts
+from ckptd.memory.slot_digests import SealOutcome, SealVerdict, SlotDoubts, scrub_slot, seal_slot
 from ckptd.units import format_age, format_bytes
 from ckptd.workers import Workers
 
@@ -32,12 +30,12 @@ __all__ = ["Housekeeper", "SlotListener"]
 
 logger = logging.getLogger(__name__)
 
-_SWEEP_AFTER_S = 2.0  # a filled slot that nobody announced is looked after so late
-_SETTLED_S = 30.0  # slots in active use are overwritten within this time, and are not scrubbed
+_SWEEP_AFTER_S = 2.0  # a filled slot is sealed after this time even if no message announced it
+_SETTLED_S = 30.0  # slots in active use are overwritten sooner, and are not scrubbed
 
 
 class SlotListener:
-    """Hears what becomes of slots; this one does nothing."""
+    """Called about slots; this one does nothing."""
 
     def snapshot_sealed(self, segment: Segment) -> None:
         """A snapshot was sealed."""
@@ -49,7 +47,7 @@ class SlotListener:
         """A slot was quarantined."""
 
     def replicas(self) -> Iterable[Segment]:
-        """What else is scrubbed: the replicas of other nodes' segments."""
+        """Further segments to scrub: replicas of other nodes' segments."""
         return ()
 
 
@@ -57,7 +55,7 @@ class Housekeeper:
     """Keeps the slots of a store in order.
 
     Args:
-        sealers: workers that digest; `digest_pool`, if given, spreads one image over threads.
+        sealers: workers that digest; ``digest_pool`` spreads one image over threads.
         slow: workers for unlinking and locking, which may take long.
     """
 
@@ -78,7 +76,7 @@ class Housekeeper:
         self._sealing: set[tuple[Segment, int]] = set()
         self._waiting: dict[tuple[Segment, int], tuple[int, float]] = {}  # sequence, seen since
         self._unsettled: set[Segment] = set()
-        self._doubts = SlotDoubts(sealers, events, self._map, self._examined)
+        self.doubts = SlotDoubts(sealers, events, self._map, self._examined)
         self._scrubs: deque[tuple[Segment, int, int]] = deque()
         self._scrubbing = False
         self._next_round_s = 0.0
@@ -86,11 +84,9 @@ class Housekeeper:
 
     @property
     def queued(self) -> int:
-        """How many slots wait to be sealed or are being sealed."""
         return len(self._sealing)
 
     def start(self, now_s: float) -> None:
-        """Adopt what an earlier daemon left, and say so."""
         self._adopted(self._store.adopt(now_s))
         self._next_round_s = now_s + self._config.scrub_interval_s
 
@@ -98,18 +94,12 @@ class Housekeeper:
         tell_adopted(self._events, found)
         for segment in found.segments:
             owner = "its trainer lives" if segment.detached_at_s is None else "without a trainer"
-            self._events.add(
-                "info",
-                "adopted",
-                f"{segment.key} generation {segment.generation} "
-                f"({format_bytes(segment.file_bytes)}, {owner})",
-                segment.key,
-            )
+            self._report("info", "adopted", segment, f"({format_bytes(segment.file_bytes)}, {owner})")
             self.settle(segment)
-            self._slow.submit(partial(self._store.lock_in_memory, segment), _nothing, self._slow_failed)
+            self._in_background(partial(self._store.lock_in_memory, segment))
 
     def tick(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
-        """Look after files and owners that went, slots that wait, runs that expired, the scrub."""
+        """Look after missing files and owners, waiting slots, expired runs, and the scrub."""
         self.look_at_folder(now_s)
         self._adopted(self._store.adopt_waiting(now_s))
         for segment in list(self._unsettled):
@@ -122,21 +112,20 @@ class Housekeeper:
             self._watch_owner(segment, now_s)
             self._sweep(segment, now_s, waiting)
         self._expire(now_s, live_runs)
-        self._doubts.tick(now_s)
+        self.doubts.tick(now_s)
         self._scrub(now_s)
 
     def look_at_folder(self, now_s: float) -> None:
-        """Make it again if it was removed, and write what was in it again. (That somebody removes a
-        single file is his wish.)
+        """Make the folder again if it was removed, and write its segments again.
+
+        (A single file that somebody removes is not written again: that may be intended.)
         """
         for segment in self._store.look_at_folder():
             if segment.cut or not self._rescued(segment, now_s):
                 self._vanished(segment)
 
     def settle(self, segment: Segment) -> None:
-        """Free what a dead trainer was filling and seal what it had filled; what cannot be done now
-        is done at a next tick.
-        """
+        """Free what a dead trainer was filling and seal what it had filled; retried at later ticks."""
         self._unsettled.discard(segment)
         if self._store.get(segment.key, segment.generation) is not segment:
             return  # it went meanwhile
@@ -147,21 +136,16 @@ class Housekeeper:
             self._events.count("settle_again")
             logger.warning("%s is settled later: %s", segment.path.name, error)
             return
-        where = f"{segment.key} generation {segment.generation}"
         for index in report.freed:
-            self._events.add("warning", "slot_freed", f"{where} slot {index} was being filled", segment.key)
+            self._report("warning", "slot_freed", segment, f"slot {index} was being filled")
         for index in report.damaged:
-            self._events.add(
-                "error",
-                "slot_damaged",
-                f"{where} slot {index} had a damaged header and is free now",
-                segment.key,
-            )
+            text = f"slot {index} had a damaged header and is free now"
+            self._report("error", "slot_damaged", segment, text)
         for index in report.to_seal:
             self.seal(segment, index)
 
     def seal(self, segment: Segment, index: int) -> None:
-        """Digest a filled slot on a worker; if the workers are full the next sweep comes back."""
+        """Digest a filled slot on a worker; if the workers are full, a later sweep tries again."""
         job = (segment, index)
         if job in self._sealing:
             return
@@ -180,15 +164,10 @@ class Housekeeper:
                     self.seal(segment, index)
 
     def remove(self, segment: Segment, why: str) -> None:
-        """Unlink a segment now and let a worker give its pages back."""
+        """Unlink a segment now; a worker gives its pages back."""
         self._store.remove(segment)
-        self._events.add(
-            "info",
-            "removed",
-            f"{segment.key} generation {segment.generation} ({format_bytes(segment.file_bytes)}): {why}",
-            segment.key,
-        )
-        self._slow.submit(segment.close, _nothing, self._slow_failed)
+        self._report("info", "removed", segment, f"({format_bytes(segment.file_bytes)}): {why}")
+        self._in_background(segment.close)
 
     def _sealed(self, segment: Segment, index: int, outcome: SealOutcome) -> None:
         self._sealing.discard((segment, index))
@@ -201,13 +180,8 @@ class Housekeeper:
             elif segment.is_log:
                 self._listener.log_sealed(segment)
         elif outcome.verdict is SealVerdict.DAMAGED:
-            self._events.add(
-                "error",
-                "slot_damaged",
-                f"{segment.key} generation {segment.generation} slot {index} holds no image "
-                f"(iteration {outcome.iteration}): {outcome.reason}; it is free now",
-                segment.key,
-            )
+            text = f"slot {index} holds no image (iteration {outcome.iteration}): {outcome.reason}"
+            self._report("error", "slot_damaged", segment, f"{text}; it is free now")
 
     def _seal_failed(self, segment: Segment, index: int, error: BaseException) -> None:
         self._sealing.discard((segment, index))
@@ -217,33 +191,29 @@ class Housekeeper:
         self._events.add("error", "seal_failed", f"{segment.key} slot {index}: {error!r}")
 
     def _watch_owner(self, segment: Segment, now_s: float) -> None:
-        owned = segment.owned()
-        if owned:
+        if segment.owned():
             segment.detached_at_s = None
         elif segment.detached_at_s is None:
             segment.detached_at_s = now_s
             self.settle(segment)
 
     def _vanished(self, segment: Segment) -> None:
-        """Only this segment is lost, whatever was done to it."""
+        """Report a segment whose file was removed, replaced or cut; only this segment is lost."""
         if not segment.cut:
             self._store.discard(segment)
-            text = f"{segment.path.name} was removed or replaced behind our back"
+            text = f"somebody removed or replaced {segment.path.name}"
             self._events.add("error", "segment_vanished", f"{text}; its snapshots are lost", segment.key)
             return
         size = os.fstat(segment.fd).st_size
         others = set(locks.holders_of(segment.path)) - {os.getpid()}
         self._store.remove(segment)
-        self._events.add(
-            "error",
-            "segment_cut",
-            f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process "
-            "that may write to it "
-            f"(open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its snapshots "
-            "are lost, and it is removed",
-            segment.key,
+        text = (
+            f"{segment.path.name} was cut from {segment.file_bytes} to {size} bytes by a process that may "
+            f"write to it (open in process {', '.join(map(str, sorted(others))) or 'unknown'}); its "
+            "snapshots are lost, and it is removed"
         )
-        self._slow.submit(segment.close, _nothing, self._slow_failed)
+        self._events.add("error", "segment_cut", text, segment.key)
+        self._in_background(segment.close)
 
     def _rescued(self, segment: Segment, now_s: float) -> bool:
         name, attached = segment.path.name, segment.owned()
@@ -266,8 +236,9 @@ class Housekeeper:
     def _sweep(
         self, segment: Segment, now_s: float, before: dict[tuple[Segment, int], tuple[int, float]]
     ) -> None:
-        """Seal what has been filled for a while. When it was filled its header tells, but by a
-        clock that may have been set since.
+        """Seal slots that have been filled for a while.
+
+        The header has the time of filling, but by a clock that may have been set since.
         """
         for index in range(segment.geometry.num_slots):
             header = segment.header(index)
@@ -281,17 +252,12 @@ class Housekeeper:
                     self.seal(segment, index)
 
     def _report_damage(self, segment: Segment, index: int) -> None:
-        """A header that is bad twice in a row is damaged; once, it may be half written."""
+        """Report a header that is damaged twice in a row; once, it may be half written."""
         if index in segment.damaged or segment.header(index) is not None:
             return
         segment.damaged.add(index)
-        self._events.add(
-            "error",
-            "slot_damaged",
-            f"{segment.key} generation {segment.generation} slot {index} has a damaged header; "
-            "it counts as free",
-            segment.key,
-        )
+        text = f"slot {index} has a damaged header; it counts as free"
+        self._report("error", "slot_damaged", segment, text)
 
     def _expire(self, now_s: float, live_runs: Collection[tuple[str, str]]) -> None:
         limit_s = self._config.retain_detached_s
@@ -308,7 +274,7 @@ class Housekeeper:
                 self.remove(segment, f"no trainer for {format_age(limit_s)}")
 
     def _scrub(self, now_s: float) -> None:
-        """One slot at a time, spread over the interval, and only while nothing waits to be sealed."""
+        """Scrub one slot at a time, spread over the interval, while no slot waits to be sealed."""
         interval_s = self._config.scrub_interval_s
         if interval_s == 0 or self._scrubbing or self._sealing or now_s < self._next_scrub_s:
             return
@@ -327,12 +293,6 @@ class Housekeeper:
             partial(self._scrub_failed, segment),
         )
 
-    def doubt(self, segment: Segment, index: int, sequence: int) -> None:
-        """Verify this slot out of turn and by its cryptographic digest, too: somebody who read it
-        says that it does not match. What cannot be verified now is verified at a later tick.
-        """
-        self._doubts.add(segment, index, sequence)
-
     def _worth_scrubbing(self, settled_s: float) -> list[tuple[Segment, int, int]]:
         now_ns = time.time_ns()
         before = now_ns - int(settled_s * 1e9)
@@ -340,7 +300,7 @@ class Housekeeper:
             (segment, index, header.sequence)
             for segment in (*self._store.everything(), *self._listener.replicas())
             for index, header in segment.headers()
-            # What was sealed in the future was so before the clock was set back.
+            # A slot that was sealed in the future was sealed before the clock was set back.
             if header.state is SlotState.SEALED and not before <= header.sealed_at_ns <= now_ns
         ]
 
@@ -352,13 +312,8 @@ class Housekeeper:
         self._events.count(f"scrub.{outcome.verdict}")
         if outcome.verdict is SealVerdict.DAMAGED:
             self._listener.slot_damaged(segment)
-            self._events.add(
-                "error",
-                "slot_quarantined",
-                f"{segment.key} generation {segment.generation} slot {index} "
-                f"(iteration {outcome.iteration}): {outcome.reason}; it is quarantined",
-                segment.key,
-            )
+            text = f"slot {index} (iteration {outcome.iteration}): {outcome.reason}; it is quarantined"
+            self._report("error", "slot_quarantined", segment, text)
 
     def _scrub_failed(self, segment: Segment, error: BaseException) -> None:
         self._scrubbing = False
@@ -367,10 +322,13 @@ class Housekeeper:
         logger.error("scrubbing %s failed", segment.path.name, exc_info=error)
         self._events.add("error", "scrub_failed", f"{segment.key}: {error!r}", segment.key)
 
-    def _slow_failed(self, error: BaseException) -> None:
+    def _report(self, level: str, kind: str, segment: Segment, text: str) -> None:
+        text = f"{segment.key} generation {segment.generation} {text}"
+        self._events.add(level, kind, text, segment.key)
+
+    def _in_background(self, task: Callable[[], None]) -> None:
+        self._slow.submit(task, lambda _: None, self._background_failed)
+
+    def _background_failed(self, error: BaseException) -> None:
         logger.error("a background task failed", exc_info=error)
         self._events.add("error", "background_failed", repr(error))
-
-
-def _nothing(_: object) -> None:
-    """The result is not needed."""

@@ -1,4 +1,4 @@
-"""What the daemon tells `ckptctl`: segments and slots as messages, read from the files alone."""
+"""Segments and slots as messages and records, read from the files alone."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.slots import NO_EPOCHS
 from ckptd.holdings import header_record, operators_id
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageError
-from ckptd.transport.control.messages import (
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageError
+from ckptd.transport.messages import (
     HeldSegment,
     HeldSlot,
     RankSnapshots,
@@ -57,67 +57,65 @@ _WITH_IMAGE = (SlotState.FILLED, SlotState.SEALED, SlotState.QUARANTINED)
 
 
 def segment_status(segment: Segment, now_s: float) -> SegmentStatus:
-    """One segment for `ckptctl status`."""
+    """One segment, for `ckptctl status`."""
     headers = dict(segment.headers())
     states = Counter(header.state.name.lower() for header in headers.values())
     if bad := segment.geometry.num_slots - len(headers):
         states["damaged"] = bad
     sealed = [h.iteration for h in headers.values() if h.state is SlotState.SEALED]
-    told = segment.descriptor
+    descriptor = segment.descriptor
     detached = segment.detached_at_s
     return SegmentStatus(
-        job=told.job,
-        run=told.run,
-        rank=told.rank,
-        world_size=told.world_size,
-        generation=told.generation,
+        job=descriptor.job,
+        run=descriptor.run,
+        rank=descriptor.rank,
+        world_size=descriptor.world_size,
+        generation=descriptor.generation,
         path=str(segment.path),
         total_bytes=segment.file_bytes,
         slot_bytes=segment.geometry.slot_bytes,
         num_slots=segment.geometry.num_slots,
         states=dict(states),
         newest_iteration=max(sealed, default=-1),
-        window=told.window,
-        num_operators=told.num_operators,
+        window=descriptor.window,
+        num_operators=descriptor.num_operators,
         owned=segment.owned(),
         mlocked=segment.mlocked,
         detached_s=0.0 if detached is None else now_s - detached,
-        node_id=told.node_id,
-        created_at_ns=told.created_at_ns,
-        kind=told.kind,
+        node_id=descriptor.node_id,
+        created_at_ns=descriptor.created_at_ns,
+        kind=descriptor.kind,
     )
 
 
 def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnapshots:
-    """The slot table of one rank, given its segments, the one that was filled last at the end; one
-    at least is of snapshots.
-    """
+    """The slot table of one rank, given its segments in the order of use; at least one holds snapshots."""
     logs = [segment for segment in segments if segment.is_log]
     parked = [segment for segment in segments if segment.descriptor.kind == "parked"]
     segments = [segment for segment in segments if segment.holds_snapshots]
-    told = segments[-1].descriptor
+    descriptor = segments[-1].descriptor
     records = records_of(segments)
-    suffix = find_suffix(records, told.num_operators)
-    names = operator_names(told.client, told.num_operators, told.rank) if operators else ()
+    suffix = find_suffix(records, descriptor.num_operators)
+    names = operator_names(descriptor.client, descriptor.num_operators, descriptor.rank) if operators else ()
     return RankSnapshots(
-        job=told.job,
-        run=told.run,
-        rank=told.rank,
-        world_size=told.world_size,
-        window=told.window,
-        num_operators=told.num_operators,
+        job=descriptor.job,
+        run=descriptor.run,
+        rank=descriptor.rank,
+        world_size=descriptor.world_size,
+        window=descriptor.window,
+        num_operators=descriptor.num_operators,
         slots=_slot_infos(segments),
         log=_slot_infos(logs),
         parked=_slot_infos(parked),
         suffix=(-1, -1) if isinstance(suffix, NoSuffix) else (suffix.start, suffix.end),
-        before=_before(records, suffix, told.num_operators),
+        before=_before(records, suffix, descriptor.num_operators),
         reason=suffix.reason,
         operators=names,
     )
 
 
 def _before(records: Sequence[SlotRecord], suffix: Suffix | NoSuffix, num_operators: int) -> int:
-    """The newest snapshot from which a replay computes what a suffix begins with; -1: there is none."""
+    """The newest snapshot from which a replay computes the start of a suffix; -1 if there is none."""
     if isinstance(suffix, NoSuffix):
         return -1
     newest = newest_by_iteration(records, NO_EPOCHS)
@@ -129,59 +127,52 @@ def records_of(segments: Iterable[Segment]) -> list[SlotRecord]:
     known = sorted(segments, key=Segment.last_filled)
     if not known:
         return []
-    alike = [s for s in known if s.descriptor.num_operators == known[-1].descriptor.num_operators]
-    return [slot_record(segment, index, header) for segment in alike for index, header in segment.headers()]
+    same = [s for s in known if s.descriptor.num_operators == known[-1].descriptor.num_operators]
+    return [slot_record(segment, index, header) for segment in same for index, header in segment.headers()]
 
 
 def slot_record(segment: Segment, index: int, header: SlotHeader) -> SlotRecord:
-    """One slot as the pure cores see it."""
-    anchors = _anchors(segment, index, header)
-    width = (segment.descriptor.num_operators + 7) // 8
-    return header_record(header, segment.generation, index, anchors.to_bytes(width, "little"))
+    """One slot, as the core sees it."""
+    return header_record(header, segment.generation, index, _packed_anchors(segment, index, header))
 
 
 def log_records(segment: Segment) -> list[SlotRecord]:
-    """The slots of a boundary log; nothing in them is anchored."""
+    """The slots of a boundary log; they anchor nothing."""
     return [header_record(header, segment.generation, index, b"") for index, header in segment.headers()]
 
 
 def held_slots(segment: Segment) -> tuple[HeldSlot, ...]:
-    """The sealed slots of a segment, for those who may want to read or replicate them."""
-    width = (segment.descriptor.num_operators + 7) // 8
+    """The sealed slots of a segment, for nodes that may read or replicate them."""
     return tuple(
-        HeldSlot(
-            index,
-            pack_slot_header(header),
-            _anchors(segment, index, header).to_bytes(width, "little"),
-        )
+        HeldSlot(index, pack_slot_header(header), _packed_anchors(segment, index, header))
         for index, header in segment.headers()
         if header.state is SlotState.SEALED
     )
 
 
 def held_segment(segment: Segment, *, own: bool) -> HeldSegment:
-    """A segment as the ranks tell each other; ``own`` is false for a replica."""
-    told = segment.descriptor
+    """A segment as nodes and ranks report it; ``own`` is false for a replica."""
+    descriptor = segment.descriptor
     return HeldSegment(
         name=segment.path.name,
-        rank=told.rank,
+        rank=descriptor.rank,
         own=own,
-        origin=origin_of(told),
-        generation=told.generation,
-        world_size=told.world_size,
-        window=told.window,
-        num_operators=told.num_operators,
-        operators_id=operators_id(told),
+        origin=origin_of(descriptor),
+        generation=descriptor.generation,
+        world_size=descriptor.world_size,
+        window=descriptor.window,
+        num_operators=descriptor.num_operators,
+        operators_id=operators_id(descriptor),
         slot_bytes=segment.geometry.slot_bytes,
         num_slots=segment.geometry.num_slots,
         slots=held_slots(segment),
-        facts=_facts(told),
+        facts=_facts(descriptor),
     )
 
 
-def _facts(told: SegmentDescriptor) -> bytes:
-    found = facts_of_log(told.client) if told.is_log else None
-    return b"" if found is None else facts_to_wire({told.rank: found})
+def _facts(descriptor: SegmentDescriptor) -> bytes:
+    found = facts_of_log(descriptor.client) if descriptor.is_log else None
+    return b"" if found is None else facts_to_wire({descriptor.rank: found})
 
 
 class _Operators(msgspec.Struct):
@@ -207,11 +198,11 @@ _text = msgspec.msgpack.Decoder(str)
 
 
 def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, ...]:
-    """Operator names out of the trainer's part of a descriptor, or numbers if it has none.
+    """Operator names from the trainer's part of a descriptor, or numbers if it has none.
 
-    That part is the client's own; all that is assumed is a map with a list under "operators", whose
-    items are names, or maps with a "name", or lists that begin with one. Where beside it "owners"
-    has the rank whose images hold each, and that is another one than ``rank``, the name says so.
+    That part belongs to the client. It may be a map with a list under "operators", whose items are names,
+    maps with a "name", or lists that begin with a name. If "owners" has another rank than ``rank`` for an
+    operator, whose images hold it, the name says so.
     """
     try:
         listed = unpack(_operators, client).operators
@@ -233,7 +224,7 @@ def operator_names(client: bytes, num_operators: int, rank: int) -> tuple[str, .
 
 
 def own_memory() -> tuple[int, int, int]:
-    """This process' resident bytes: anonymous, file-backed, shared (segments)."""
+    """This process's resident bytes: anonymous, file-backed, shared (segments)."""
     text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     found = dict(re.findall(r"^Rss(Anon|File|Shmem):\s+(\d+) kB$", text, re.MULTILINE))
     anon, file, shmem = (int(found.get(kind, 0)) * 1024 for kind in ("Anon", "File", "Shmem"))
@@ -266,26 +257,30 @@ def _slot_info(segment: Segment, index: int, header: SlotHeader) -> SlotInfo:
     )
 
 
+def _packed_anchors(segment: Segment, index: int, header: SlotHeader) -> bytes:
+    width = (segment.descriptor.num_operators + 7) // 8
+    return _anchors(segment, index, header).to_bytes(width, "little")
+
+
 def _anchors(segment: Segment, index: int, header: SlotHeader) -> int:
     if header.state not in _WITH_IMAGE:
         return 0
     try:
         anchors = ImageView(segment.image(index, header)).anchors
     except ImageError:
-        return 0  # damaged, or overwritten while we look; sealing and scrubbing report damage
+        return 0  # damaged, or being overwritten; sealing and scrubbing report damage
     now = segment.header(index)
     if now is None or now.sequence != header.sequence or now.state not in _WITH_IMAGE:
-        return 0  # begun anew while we looked: what was read may be of another snapshot
-    # A peer may send an image that is intact and has more operators than its segment: then it is of
-    # no use here.
+        return 0  # filled again meanwhile: what was read may be of another snapshot
+    # A peer may send an intact image with more operators than its segment; it is useless here.
     return 0 if anchors >> segment.descriptor.num_operators else anchors
 
 
 def _name_of(item: msgspec.Raw, number: int) -> str:
     try:
-        told = unpack(_item, item)
-        if isinstance(told, list):
-            told = unpack(_text, told[0])
+        found = unpack(_item, item)
+        if isinstance(found, list):
+            found = unpack(_text, found[0])
     except ValueError:
         return f"operator {number}"
-    return told.name if isinstance(told, _Named) else told
+    return found.name if isinstance(found, _Named) else found

@@ -1,9 +1,8 @@
-"""Byte-range locks that die with their holder: Linux open-file-description (OFD) locks.
+"""Byte-range locks that end with their holder: Linux open-file-description (OFD) locks.
 
-An OFD lock belongs to the open file description, not to the process: two `os.open` of the same
-file exclude each other even inside one process, and closing one of them releases only its own
-locks. A description is shared by `fork` (and `dup`), so a child that inherits it keeps the lock
-alive; whoever forks must close it in the child. Nothing here blocks.
+An OFD lock belongs to the open file description, not to the process: two `os.open` of one file exclude each
+other even inside one process, and closing one of them releases only its own locks. `fork` and `dup` share a
+description, so a child that inherits it keeps the lock; it must close it. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ __all__ = ["held", "holders_of", "is_locked", "lock_file", "try_lock", "unlock"]
 
 # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid; l_pid must be 0 for OFD.
 _FLOCK = struct.Struct("@hhqqi4x")
+_MAX_HOLDERS = 8  # in one message
 
 
 def try_lock(fd: int, byte: int, exclusive: bool) -> bool:
-    """Take the lock on one byte now, or return false if another description holds it.
+    """Take the lock on one byte now; false if another description holds it.
 
-    Locking again what this description already holds succeeds, and converts the lock.
-    `exclusive` needs a descriptor open for writing, a shared lock one open for reading.
+    Taking a lock that this description holds succeeds, and converts it. ``exclusive`` needs a descriptor
+    that is open for writing, a shared lock one that is open for reading.
     """
     kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
     try:
@@ -41,9 +41,9 @@ def unlock(fd: int, byte: int) -> None:
 
 
 def is_locked(fd: int, byte: int, exclusive: bool) -> bool:
-    """Would taking this lock fail now? Locks of this same description do not count.
+    """Whether taking this lock would fail now; locks of this description do not count.
 
-    The kernel does not tell who holds an OFD lock; `holders_of` finds candidates.
+    The kernel does not say who holds an OFD lock; `holders_of` finds candidates.
     """
     kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(kind, byte))
@@ -53,7 +53,7 @@ def is_locked(fd: int, byte: int, exclusive: bool) -> bool:
 
 @contextmanager
 def held(fd: int, byte: int, exclusive: bool) -> Iterator[bool]:
-    """Hold the lock in the block if it was free; the value says whether it was."""
+    """Hold the lock in the block if it was free; yields whether it was."""
     taken = try_lock(fd, byte, exclusive)
     try:
         yield taken
@@ -72,15 +72,15 @@ def lock_file(path: str | os.PathLike[str], byte: int, exclusive: bool) -> Itera
         os.close(fd)
 
 
-def holders_of(path: str | os.PathLike[str], limit: int = 8) -> list[int]:
-    """Processes that have the file open, as far as this user may see; for messages only."""
+def holders_of(path: str | os.PathLike[str]) -> list[int]:
+    """Processes that have the file open, as far as this user can see them; for messages only."""
     try:
         wanted = os.stat(path)
     except FileNotFoundError:
         return []
     found: list[int] = []
     for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda entry: int(entry.name)):
-        if len(found) == limit:
+        if len(found) == _MAX_HOLDERS:
             break
         if _has_open(entry / "fd", wanted):
             found.append(int(entry.name))

@@ -1,13 +1,11 @@
-"""What this node knows of replays that did not reproduce, and the slots that are quarantined for it
-(docs/replication.md §2.1).
+"""Failed replays of this node's runs, and the slots quarantined for them (docs/replication.md §2.1).
 
-One file per run beside its segments, so that it lives as long as they do: the trainer that found
-out is about to end, and the daemon may be restarted before the next one comes. It is written whole
-and renamed; one that cannot be read counts as none, which costs no more than another replay.
+One file per run is kept with its segments, so that it lives as long as they do: the trainer that found the
+failure is about to end, and the daemon may restart before the next one comes. The file is written as a
+whole and renamed; one that cannot be read counts as none, which costs one more replay.
 
-A slot of a quarantined snapshot changes its state, whoever's it is: of a rank of this node, or a
-replica. Nothing in it changes, until the ring needs its room; so somebody can look at it, or take
-the quarantine back.
+A slot of a quarantined snapshot only changes its state, in segments of ranks and in replicas. Its content
+stays until the ring needs its room, so that somebody can examine it, or lift the quarantine.
 """
 
 from __future__ import annotations
@@ -26,13 +24,12 @@ from ckptd.core.recovery.quarantine import (
     settled,
 )
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
-from ckptd.core.slots.segment_names import check_name
+from ckptd.core.slots.segment_format import check_name, set_slot_state, slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.private_files import replace_private_file
-from ckptd.transport.control.messages import ReplayFailure, RunFailures
+from ckptd.transport.messages import ReplayFailure, RunFailures
 from ckptd.unpacking import unpack
 
 __all__ = ["Quarantine"]
@@ -55,11 +52,11 @@ _decoder = msgspec.msgpack.Decoder(_File)
 
 
 class Quarantine:
-    """Failures by run, and the slots that follow from them. On the daemon's loop thread.
+    """Failed replays by run, and the quarantine of slots that follows. On the daemon's loop thread.
 
     Args:
-        segments: everything of a run that lies here, replicas included.
-        damaged: told of each segment in which a slot was quarantined.
+        segments: every segment of a run here, replicas included.
+        damaged: called with each segment in which a slot was quarantined.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class Quarantine:
         self._known: dict[RunKey, tuple[ReplayFailure, ...]] = {}
 
     def adopt(self) -> None:
-        """Read what an earlier daemon wrote."""
         for path in sorted(self._folder.glob(f"*{_END}")):
             job, _, run = path.name.removesuffix(_END).partition("~")
             try:
@@ -90,15 +86,14 @@ class Quarantine:
                 self._events.add("warning", "replays_unreadable", text)
 
     def failures(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
-        """What is known of a run."""
         return self._known.get((job, run), ())
 
     def marks(self, job: str, run: str) -> frozenset[Mark]:
-        """The snapshots of a run that are not to be used."""
+        """The snapshots of a run that must not be used."""
         return marks_of(self.failures(job, run))
 
-    def told(self, job: str, run: str) -> list[RunFailures]:
-        """What `ckptctl` shows; empty names mean all."""
+    def reports(self, job: str, run: str) -> list[RunFailures]:
+        """For `ckptctl`; empty names mean all."""
         return [
             RunFailures(*key, found)
             for key, found in sorted(self._known.items())
@@ -118,9 +113,7 @@ class Quarantine:
             self._apply(job, run)
 
     def tick(self) -> None:
-        """Look after slots that came here since (fetched, or sent by a peer); forget runs of which
-        nothing is here.
-        """
+        """Quarantine slots that arrived since; forget runs without segments here."""
         for job, run in list(self._known):
             if not any(True for _ in self._segments(job, run)):
                 self.forget(job, run)
@@ -128,9 +121,7 @@ class Quarantine:
                 self._apply(job, run)
 
     def lift(self, job: str, run: str) -> list[tuple[Segment, int, int]]:
-        """Take everything back; returns the slots (and their sequence numbers) that count again and
-        should be verified.
-        """
+        """Lift the quarantine of a run; returns slots and sequence numbers to verify now."""
         marks = self.marks(job, run)
         found: list[tuple[Segment, int, int]] = []
         for segment in self._segments(job, run):
@@ -142,12 +133,10 @@ class Quarantine:
         return found
 
     def forget(self, job: str, run: str) -> None:
-        """Nothing is known of the run any more."""
         if self._known.pop((job, run), None) is not None:
             self._path(job, run).unlink(missing_ok=True)
 
     def _apply(self, job: str, run: str) -> None:
-        """Quarantine the slots of marked snapshots."""
         marks = self.marks(job, run)
         if not marks:
             return
@@ -157,15 +146,14 @@ class Quarantine:
             if slots := _change(segment, marks, SlotState.SEALED, SlotState.QUARANTINED):
                 self._damaged(segment)
                 headers = [h for index in slots if (h := segment.header(index)) is not None]
-                told = ", ".join(str(h.iteration) for h in headers)
+                iterations = ", ".join(str(h.iteration) for h in headers)
                 text = (
-                    f"{segment.path.name}: the snapshots of iterations {told} are quarantined, "
+                    f"{segment.path.name}: the snapshots of iterations {iterations} are quarantined, "
                     "since no replay reproduces them"
                 )
                 self._events.add("error", "slots_quarantined", text, segment.key)
 
     def _keep(self, key: RunKey, failures: tuple[ReplayFailure, ...]) -> None:
-        """Remember, and write it down."""
         if not failures:
             self.forget(*key)
             return
@@ -183,9 +171,7 @@ class Quarantine:
 
 
 def _change(segment: Segment, marks: frozenset[Mark], old: SlotState, new: SlotState) -> list[int]:
-    """Give the slots of marked snapshots another state; returns which. One that somebody is about
-    to fill is left alone.
-    """
+    """Change the state of marked snapshots' slots, unless they are about to be filled; returns which."""
     changed: list[int] = []
     for index, seen in segment.headers():
         if seen.state is not old or (seen.iteration, seen.epoch) not in marks:

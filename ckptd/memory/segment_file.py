@@ -1,15 +1,16 @@
-"""One segment file, mapped: its slots' headers and images, and what is written beside them for
-whoever fills slots.
+"""Segment files, mapped: slots, hints for trainers, and the adoption of an earlier daemon's files.
 
 Slot states are changed here only under the slot's lock, or where no trainer can be writing.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,40 +19,52 @@ from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
+    QUIET_OFFSET,
+    REPLICA_ENDS,
     SLOT_HEADER_LEN,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     encode_descriptor,
     last_filled,
     origin_of,
+    parse_replica_file_name,
+    parse_segment_file_name,
     read_prologue,
     read_raw_slot_header,
+    read_ring_hint,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
     slot_view,
+    write_ring_hint,
     write_slot_header,
 )
-from ckptd.core.slots.segment_hints import QUIET_OFFSET, RingHint, read_ring_hint, write_ring_hint
-from ckptd.core.slots.segment_names import (
-    REPLICA_ENDS,
-    parse_replica_file_name,
-    parse_segment_file_name,
-)
 from ckptd.errors import SegmentError
+from ckptd.event_log import EventLog
 from ckptd.memory import locks
-from ckptd.memory.file_mapping import FileMapping
-from ckptd.storage.images.strong_digest import is_strong_digest
+from ckptd.memory.pages import FileMapping
+from ckptd.storage.strong_digest import is_strong_digest
 from ckptd.transport.access.local_trust import open_file
 
-__all__ = ["KEPT_DIGEST_AT", "Segment", "SettleReport", "open_segment", "settle"]
+__all__ = [
+    "ASIDE",
+    "KEPT_DIGEST_AT",
+    "Adopted",
+    "Adoption",
+    "Segment",
+    "SettleReport",
+    "open_segment",
+    "settle",
+    "tell_adopted",
+]
 
-# The cryptographic digest of an image is kept in the header page of its slot behind the header
-# (docs/architecture.md section 2). It has a checksum of its own and names the snapshot that it is of: what
-# is of another snapshot (the slot was filled again), was damaged, or was never written counts as unknown.
-# It does not follow from the image: somebody who changes an image in memory, together with the xxh3
-# digests that stand in it, does not change what was kept of it.
+
+# The cryptographic digest of an image is kept in its slot's header page, behind the header
+# (docs/architecture.md section 2). It has a checksum of its own and names its snapshot: a digest of
+# another snapshot (the slot was filled again) or a damaged one counts as none. It is not derived from
+# the image: somebody who changes an image in memory, and the xxh3 digests in it, does not change it.
 KEPT_DIGEST_AT = 128  # in the slot's header page
 _MAGIC = b"IMGD"
 _NUMBERS = {"blake3": 1, "sha256": 2}
@@ -66,7 +79,7 @@ assert KEPT_DIGEST_AT >= SLOT_HEADER_LEN
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One mapped segment file. `fd` asks about locks and never takes one."""
+    """One mapped segment file. ``fd`` queries locks and never takes one."""
 
     path: Path
     descriptor: SegmentDescriptor
@@ -80,17 +93,14 @@ class Segment:
 
     @property
     def key(self) -> RankKey:
-        """Whose it is."""
         return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
 
     @property
     def generation(self) -> int:
-        """Which of its rank's segments it is; newer is higher."""
         return self.descriptor.generation
 
     @property
     def is_log(self) -> bool:
-        """Whether it is a boundary log."""
         return self.descriptor.is_log
 
     @property
@@ -100,40 +110,44 @@ class Segment:
 
     @property
     def buffer(self) -> memoryview:
-        """All of the file, mapped."""
         return self.mapping.view
 
     @property
     def cut(self) -> bool:
-        """Did somebody make the file shorter than it was mapped? Nothing that was in it is to be
-        believed then.
-        """
+        """Whether somebody made the file shorter than its mapping; then none of its content is valid."""
         return self.mapping.cut or os.fstat(self.fd).st_size < self.file_bytes
 
     def in_place(self) -> bool:
-        """Is our file still the one with this name? False if somebody removed, replaced or cut it."""
+        """Whether the file of this name is still ours; false if it was removed, replaced or cut."""
         try:
             return self.path.stat().st_ino == os.fstat(self.fd).st_ino and not self.cut
         except FileNotFoundError:
             return False
 
     def owned(self) -> bool:
-        """Does a live process hold the owner lock?"""
+        """Whether a live process holds the owner lock."""
         return locks.is_locked(self.fd, OWNER_LOCK_BYTE, exclusive=True)
 
     def header(self, index: int) -> SlotHeader | None:
-        """Header of a slot; None if it is damaged."""
+        """The header of a slot; None if it is damaged."""
         return read_slot_header(self.buffer, self.geometry, index)
 
     def headers(self) -> Iterator[tuple[int, SlotHeader]]:
-        """The undamaged slot headers."""
         for index in range(self.geometry.num_slots):
             if (header := self.header(index)) is not None:
                 yield index, header
 
+    def sealed(self, index: int, sequence: int) -> SlotHeader | None:
+        """The header of a slot that is sealed and has this sequence number; else None."""
+        header = self.header(index)
+        if header is None or (header.state, header.sequence) != (SlotState.SEALED, sequence):
+            return None
+        return header
+
     def gives_away(self) -> bool:
-        """Has a trainer taken the lock of a slot that holds a snapshot still, to overwrite it? The
-        lock is asked for before the header is read.
+        """Whether a trainer has locked a slot with a snapshot, to overwrite it.
+
+        The lock is read before the header.
         """
         return self.fd >= 0 and any(
             locks.is_locked(self.fd, slot_lock_byte(index), exclusive=False)
@@ -143,35 +157,32 @@ class Segment:
         )
 
     def last_filled(self) -> tuple[tuple[int, int], int]:
-        """By what a rank's segments are put into the order of their use."""
+        """The key that sorts a rank's segments by their use."""
         return last_filled(header for _, header in self.headers()), self.generation
 
     @property
     def ring_hint(self) -> RingHint:
-        """What whoever fills slots was told."""
+        """The hints for the trainer, as they were written."""
         return read_ring_hint(self.buffer) if self.fd >= 0 else RingHint()
 
     def protect(self, hint: RingHint) -> None:
-        """Tell whoever fills slots which sealed snapshots to keep."""
+        """Tell the trainer which sealed snapshots to keep."""
         if self.fd >= 0 and self.ring_hint != hint:
             write_ring_hint(self.buffer, hint)
 
     @property
     def quiet(self) -> bool:
-        """Whether its trainer asks to leave the network alone."""
         return bool(self.buffer[QUIET_OFFSET])
 
     def end_quiet(self) -> None:
-        """Its trainer is gone."""
+        """Withdraw that request: the trainer is gone."""
         if self.fd >= 0:
             self.buffer[QUIET_OFFSET] = 0
 
     def raw_header(self, index: int) -> bytes:
-        """The bytes of a slot header, as they travel to peers."""
         return read_raw_slot_header(self.buffer, self.geometry, index)
 
     def raw_descriptor(self) -> bytes:
-        """The descriptor, as it travels to peers."""
         return encode_descriptor(self.descriptor)
 
     def image(self, index: int, header: SlotHeader) -> memoryview:
@@ -179,15 +190,40 @@ class Segment:
         return slot_view(self.buffer, self.geometry, index)[: header.image_len]
 
     def kept_digest(self, index: int, header: SlotHeader) -> str:
-        """The cryptographic digest that was kept of a slot's image; "" if none is known."""
-        return _kept_digest(self.buffer, self.geometry, index, header)
+        """The cryptographic digest kept for the image in a slot under this header; "" if there is none."""
+        data = bytes(self._digest_bytes(index))
+        magic, number = _FRONT.unpack_from(data)
+        if magic != _MAGIC or number not in _NAMES:
+            return ""
+        if _CRC.unpack_from(data, _LENGTH)[0] != zlib.crc32(data[:_LENGTH]):
+            return ""
+        if data[_FRONT.size : _LENGTH - _DIGEST_BYTES] != _snapshot(header):
+            return ""
+        return f"{_NAMES[number]}:{data[_LENGTH - _DIGEST_BYTES : _LENGTH].hex()}"
 
     def keep_digest(self, index: int, header: SlotHeader, digest: str) -> None:
-        """Keep it; "" forgets what was kept. The caller has the slot's lock."""
-        _keep_digest(self.buffer, self.geometry, index, header, digest)
+        """Keep the digest of the image in a slot under this header; "" forgets the one that was kept.
+
+        The caller has the slot's lock, at least for reading.
+
+        Raises:
+            ValueError: it is no digest.
+        """
+        if digest and not is_strong_digest(digest):
+            raise ValueError(f"{digest[:80]!r} is no digest")
+        data = bytes(_LENGTH + _CRC.size)
+        if digest:
+            name, _, text = digest.partition(":")
+            data = _FRONT.pack(_MAGIC, _NUMBERS[name]) + _snapshot(header) + bytes.fromhex(text)
+            data += _CRC.pack(zlib.crc32(data))
+        self._digest_bytes(index)[:] = data
+
+    def _digest_bytes(self, index: int) -> memoryview:
+        start = self.geometry.header_offset(index) + KEPT_DIGEST_AT
+        return self.buffer[start : start + _LENGTH + _CRC.size]
 
     def close(self) -> None:
-        """Give up the file and the mapping (that goes when the last view of a slot does).
+        """Close the file and the mapping (which lasts until the last view of a slot is gone).
 
         Unmapping the last mapping of an unlinked file frees its pages, which may take long.
         """
@@ -199,7 +235,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SettleReport:
-    """What `settle` found in one segment, by slot index."""
+    """What `settle` did in one segment, by slot index."""
 
     freed: tuple[int, ...]
     to_seal: tuple[int, ...]
@@ -207,16 +243,17 @@ class SettleReport:
 
 
 def open_segment(path: Path, *, readonly: bool = False, named: str = "") -> Segment:
-    """Map an existing segment file and check all that can be checked without its slots.
+    """Map an existing segment file; check everything but its slots.
 
     Args:
-        named: the name that its content must confirm, if it is not the one that it has.
+        named: the name that its content must confirm, if it is not the file's.
+
     Raises:
-        SegmentError: its content cannot be believed.
-        ValueError: its name contradicts its content, or it is not a file of this user.
+        SegmentError: its content is damaged.
+        ValueError: its name contradicts its content, or another user owns it.
         OSError: it cannot be opened.
     """
-    if readonly:  # of whoever's daemon, by `ckptctl export`
+    if readonly:  # `ckptctl export` reads segments of any trusted user's daemon
         fd = open_file(path, os.O_RDONLY, trusted_users())
     else:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -236,27 +273,22 @@ def open_segment(path: Path, *, readonly: bool = False, named: str = "") -> Segm
 
 
 def _check_file_name(name: str, descriptor: SegmentDescriptor) -> None:
-    told: tuple[object, ...] = (
-        descriptor.job,
-        descriptor.run,
-        descriptor.rank,
-        descriptor.generation,
-    )
+    said: tuple[object, ...] = (descriptor.job, descriptor.run, descriptor.rank, descriptor.generation)
     replica_end = REPLICA_ENDS.get(descriptor.kind)
     if replica_end is not None and name.endswith(replica_end):
-        told = (*told, origin_of(descriptor))
+        said = (*said, origin_of(descriptor))
         named: tuple[object, ...] = tuple(parse_replica_file_name(name, descriptor.kind))
     else:
         named = tuple(parse_segment_file_name(name, descriptor.kind))
-    if told != named:
-        raise ValueError(f"its descriptor says {told}, its name says {named}")
+    if said != named:
+        raise ValueError(f"its descriptor says {said}, its name says {named}")
 
 
 def settle(segment: Segment) -> SettleReport:
-    """Bring the slots of a segment whose trainer is gone (or not yet known) to rest.
+    """Bring the slots of a segment without a (known) trainer to rest.
 
-    A slot that was being filled is freed if nobody holds its lock; a damaged header is replaced
-    by a free one. Filled slots are only reported: digesting them takes time.
+    A slot that was being filled is freed if nobody holds its lock; a damaged header is replaced by a free
+    one. Filled slots are only reported: digesting them takes time.
     """
     freed: list[int] = []
     to_seal: list[int] = []
@@ -275,7 +307,7 @@ def settle(segment: Segment) -> SettleReport:
 
 
 def _free_under_lock(segment: Segment, index: int) -> bool:
-    """Free a filling or damaged slot if nobody is writing it; looks again under the lock."""
+    """Free a filling or damaged slot if nobody is writing to it; reads its header again under the lock."""
     with locks.lock_file(segment.path, slot_lock_byte(index), exclusive=True) as taken:
         if not taken:
             return False
@@ -289,44 +321,158 @@ def _free_under_lock(segment: Segment, index: int) -> bool:
         return True
 
 
-def _kept_digest(buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader) -> str:
-    """What was kept of the image that slot ``index`` holds under ``header``, as `strong_digest`
-    spells it; "" if nothing is known.
-    """
-    start = geometry.header_offset(index) + KEPT_DIGEST_AT
-    data = bytes(buf[start : start + _LENGTH + _CRC.size])
-    magic, number = _FRONT.unpack_from(data)
-    if magic != _MAGIC or number not in _NAMES:
-        return ""
-    if _CRC.unpack_from(data, _LENGTH)[0] != zlib.crc32(data[:_LENGTH]):
-        return ""
-    if data[_FRONT.size : _LENGTH - _DIGEST_BYTES] != _snapshot(header):
-        return ""
-    return f"{_NAMES[number]}:{data[_LENGTH - _DIGEST_BYTES : _LENGTH].hex()}"
-
-
-def _keep_digest(
-    buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader, digest: str
-) -> None:
-    """Keep the digest of the image that slot ``index`` holds under ``header``; "" forgets what was kept.
-
-    Whoever writes has the slot's lock, for reading at least.
-
-    Raises:
-        ValueError: it is no digest.
-    """
-    start = geometry.header_offset(index) + KEPT_DIGEST_AT
-    if not digest:
-        buf[start : start + _LENGTH + _CRC.size] = bytes(_LENGTH + _CRC.size)
-        return
-    if not is_strong_digest(digest):
-        raise ValueError(f"{digest[:80]!r} is no digest")
-    name, _, text = digest.partition(":")
-    data = _FRONT.pack(_MAGIC, _NUMBERS[name]) + _snapshot(header) + bytes.fromhex(text)
-    buf[start : start + _LENGTH + _CRC.size] = data + _CRC.pack(zlib.crc32(data))
-
-
 def _snapshot(header: SlotHeader) -> bytes:
     return _SNAPSHOT.pack(
         header.iteration, header.sequence, header.image_len, header.filled_at_ns, header.epoch
     )
+
+
+ASIDE = ".bad"  # the suffix of files that were put aside
+_SPARE_DESCRIPTORS = 64  # kept for the socket, peers and trainers; segments wait instead
+# Not a regular file: no segment of ours, now or later.
+_NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
+
+
+@dataclass(slots=True)
+class Adopted:
+    """The outcome of one look at the files."""
+
+    segments: list[Segment] = field(default_factory=list)
+    bad: list[tuple[Path, str]] = field(default_factory=list)  # put aside under this name, and why
+    back: list[Path] = field(default_factory=list)  # were put aside, and are whole
+    waiting: list[tuple[Path, str]] = field(default_factory=list)  # from now on, and why
+    damaged: list[tuple[Segment, int]] = field(default_factory=list)  # slots of replicas, freed
+
+    def and_then(self, later: Adopted) -> Adopted:
+        return Adopted(
+            self.segments + later.segments,
+            self.bad + later.bad,
+            self.back + later.back,
+            self.waiting + later.waiting,
+        )
+
+
+class Adoption:
+    """Takes over the files in a folder that an earlier daemon left.
+
+    Only a file's content proves that it is damaged; then it is put aside as ``*.bad``. A daemon without
+    free descriptors or memory, or a filesystem that fails for a moment, says nothing about a file: it
+    *waits* under its own name and is tried again. A file that was put aside gets its name back when it
+    turns out to be whole, unless its rank has newer segments: then its run has gone on without it.
+
+    Args:
+        ends: the suffixes of the files.
+        superseded: whether a file that was put aside is older than other segments of its rank.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ends: Collection[str],
+        *,
+        superseded: Callable[[SegmentDescriptor], bool] = lambda descriptor: False,
+    ) -> None:
+        self._folder, self._ends, self._superseded = folder, ends, superseded
+        self._waiting: set[Path] = set()
+
+    def begin(self) -> Adopted:
+        return self._look(self._named(""))
+
+    def come_back(self) -> Adopted:
+        """Open the files that were put aside; call it after `begin`."""
+        return self._look(self._named(ASIDE))
+
+    def again(self) -> Adopted:
+        return self._look(sorted(self._waiting)) if self._waiting else Adopted()
+
+    def waits_for(self, prefix: str) -> list[str]:
+        return sorted(path.name for path in self._waiting if path.name.startswith(prefix))
+
+    def forget(self, prefix: str) -> int:
+        gone = {path for path in self._waiting if path.name.startswith(prefix)}
+        for path in gone:
+            path.unlink(missing_ok=True)
+        self._waiting -= gone
+        return len(gone)
+
+    def _named(self, suffix: str) -> list[Path]:
+        return sorted(p for end in self._ends for p in self._folder.glob(f"*{end}{suffix}"))
+
+    def _look(self, paths: Iterable[Path]) -> Adopted:
+        found = Adopted()
+        for path in paths:
+            try:
+                self._open(path, found)
+            except FileNotFoundError:
+                self._waiting.discard(path)  # somebody removed it
+            except OSError as error:
+                if path not in self._waiting:
+                    self._waiting.add(path)
+                    found.waiting.append((path, error.strerror or str(error)))
+        return found
+
+    def _open(self, path: Path, found: Adopted) -> None:
+        if path.name.endswith(ASIDE):
+            self._restore(path, found)
+            return
+        try:
+            _check_descriptors()
+            segment = open_segment(path)
+        except (OSError, ValueError, SegmentError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_FILE:
+                raise
+            aside = path.with_name(path.name + ASIDE)
+            path.replace(aside)
+            found.bad.append((aside, str(error)))
+        else:
+            found.segments.append(segment)
+        self._waiting.discard(path)
+
+    def _restore(self, path: Path, found: Adopted) -> None:
+        """Give a file that was put aside its name back, if it is whole and the name is free."""
+        name = path.with_name(path.name.removesuffix(ASIDE))
+        self._waiting.discard(path)
+        if name.exists():
+            return
+        _check_descriptors()
+        try:
+            segment = open_segment(path, named=name.name)
+        except (ValueError, SegmentError):
+            return
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return
+            raise
+        if self._superseded(segment.descriptor):
+            segment.close()
+            return
+        path.rename(name)
+        segment.path = name
+        found.segments.append(segment)
+        found.back.append(name)
+
+
+def tell_adopted(events: EventLog, found: Adopted) -> None:
+    """Add events for everything out of the ordinary."""
+    for path, why in found.bad:
+        events.add("error", "bad_segment", f"{path.name} is put aside: {why}")
+    for path, why in found.waiting:
+        events.add(
+            "error",
+            "segment_waits",
+            f"{path.name} cannot be opened now ({why}): it stays as it is, is tried again every second, and "
+            "its run waits for it; mend the cause, or give it up with `ckptctl forget JOB RUN`",
+        )
+    for path in found.back:
+        events.add("info", "segment_back", f"{path.name} had been put aside, and is whole")
+
+
+def _check_descriptors() -> None:
+    """Raise OSError if too few descriptors are left for a segment, which takes two."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    used = len(os.listdir("/proc/self/fd"))
+    if used + _SPARE_DESCRIPTORS > limit:
+        text = f"{used} of {limit} descriptors are in use; raise the limit of open files"
+        raise OSError(errno.EMFILE, text)

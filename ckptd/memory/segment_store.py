@@ -1,58 +1,66 @@
-"""The segment files of this node: made within the memory there is, adopted after a restart.
+"""The segments of this node: planned, admitted, made, catalogued and removed.
 
-The files are the only truth; a `SegmentStore` is what one finds by looking at them. A file gets
-its name when it is complete, so a crash leaves a temporary (removed at the next start) and never
-half a segment. A file that cannot be believed is put aside as `*.bad`, not deleted; one that cannot
-be had now waits (`ckptd.memory.adoption`).
+The files are the only truth; a `SegmentStore` describes them. A file gets its name when it is complete, so
+a crash leaves a temporary file (removed at the next start) and never half a segment. A file that is damaged
+is put aside as `*.bad`, not deleted; one that cannot be opened now waits (`Adoption`).
 
-Every segment has a purpose (`Purpose`). All purposes share the folder, the quota and one life:
-`SegmentPlan`, `promise` (its bytes count from now on), `build`, then `enter`, or `cancel`; at last
-`remove`. `ckptd.memory.segment_maker` goes through these. Most methods are about what ranks of this
-node fill; replicas of other nodes' segments and copies that are read have catalogs of their own
-(`ckptd.peers.replicas.replica_store`, `ckptd.restore.remote_copy_files`), which know names and
-nothing of memory.
+Every segment has a purpose (`Purpose`). All purposes share the folder, the quota and one life, driven by a
+`SegmentMaker`: `SegmentPlan`, `promise` (its bytes count from now on), `build`, then `enter` or `cancel`;
+at last `remove`. Most methods are about segments that ranks of this node fill; replicas and copies for
+readers have catalogs of their own (`ReplicaStore`, `ReaderCopies`), which know names and nothing of memory.
 
-Boundary logs and parked state of a rank live beside its snapshots and count and age alike. But
-whoever looks for snapshots must not come upon one: iterating, `of_rank` and `of_run` leave them out;
-`everything` and its like are for those who look after memory, whatever is in it. Generations of a
-rank are counted over all kinds.
-
-`promise` and `enter` are quick and belong to the daemon's loop thread, `build` may take seconds
-(it touches every page) and belongs to a worker.
+Boundary logs and parked state of a rank count and age like its snapshots. But a search for snapshots must
+not find them: iteration, `of_rank` and `of_run` leave them out; `everything` and the like are for managing
+memory, whatever it holds. Generations of a rank are counted over all kinds.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from ckptd.core.sessions import AttachWish, MemoryFacts, RankKey, SegmentFacts
+from ckptd.core.sessions import (
+    AttachWish,
+    MemoryFacts,
+    RankKey,
+    SegmentFacts,
+    reject_if_too_large,
+    room_for_replicas,
+)
 from ckptd.core.slots.segment_format import (
+    FILE_ENDS,
     SegmentDescriptor,
     SegmentGeometry,
     encode_descriptor,
     plan_geometry,
+    segment_file_name,
     write_prologue,
 )
-from ckptd.core.slots.segment_names import FILE_ENDS, segment_file_name
-from ckptd.memory.adoption import ASIDE, Adopted, Adoption
-from ckptd.memory.file_mapping import FileMapping
-from ckptd.memory.pages import allocate, populate, try_mlock
-from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.event_log import EventLog
+from ckptd.memory.pages import FileMapping, allocate, populate, try_mlock
+from ckptd.memory.segment_file import ASIDE, Adopted, Adoption, Segment, open_segment
+from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
+from ckptd.workers import Workers
 
-__all__ = ["CannotReserve", "Purpose", "SegmentPlan", "SegmentStore"]
+__all__ = ["CannotReserve", "Purpose", "SegmentMaker", "SegmentPlan", "SegmentStore"]
+
+logger = logging.getLogger(__name__)
+
+
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class CannotReserve(RuntimeError):
-    """There is no memory for it; code, message and hint are those of the refusal."""
+    """There is no memory; code, message and hint are those of the refusal."""
 
     def __init__(self, code: RefusalCode, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -60,16 +68,16 @@ class CannotReserve(RuntimeError):
 
 
 class Purpose(StrEnum):
-    """What a segment is on this node for."""
+    """What a segment on this node is for."""
 
     RANK = "rank"
-    """A rank of this node fills it: with snapshots, a boundary log or parked state."""
+    """A rank of this node fills it with snapshots, a boundary log or parked state."""
     REPLICA = "replica"
     """A peer fills it."""
     COPY = "copy"
-    """A rank of this node reads in it what another rank holds."""
+    """A rank of this node reads it; its content is another rank's."""
     DRILL = "drill"
-    """A rehearsal: nobody sees it, and nobody keeps it."""
+    """A rehearsal fills it, and drops it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,32 +89,28 @@ class SegmentPlan:
     path: Path
     purpose: Purpose = Purpose.RANK
     reader: AttachWish | None = None
-    """Of a copy: how the rank attached that reads it."""
+    """For a copy: how its reader attached."""
     number: int = -1
-    """Of a copy: stands where a generation would."""
+    """For a copy: its number, in the place of a generation."""
 
     @property
     def key(self) -> RankKey:
-        """Whose content it will have."""
         return RankKey(self.descriptor.job, self.descriptor.run, self.descriptor.rank)
 
     @property
     def charged_to(self) -> RankKey | None:
-        """The rank of this node whose memory it is; None: what is left over is for it."""
+        """The rank of this node that pays for it; None: it gets only memory that is left over."""
         if self.reader is not None:
             return self.reader.key
         return self.key if self.purpose is Purpose.RANK else None
 
     @property
     def temporary(self) -> Path:
-        """Its file until it is complete."""
-        return self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        return _temporary(self.path)
 
 
 @dataclass(slots=True)
 class _Held:
-    """What was promised; the segment, once it was made."""
-
     plan: SegmentPlan
     segment: Segment | None = None
 
@@ -117,13 +121,16 @@ class _Held:
 
 
 class SegmentStore:
-    """Every segment under one folder. All methods but `build` belong to one thread.
+    """Every segment in one folder.
+
+    `build` may take seconds (it touches every page) and belongs to a worker; all other methods belong to
+    the daemon's loop thread.
 
     Args:
-        folder: an existing folder on which this store has the only claim.
-        mlock: auto, on or off, as in the configuration.
+        folder: an existing folder that this store has claimed.
+        mlock: auto, on or off, as configured.
         group: may write to segments, and read replicas.
-        remake_folder: makes the folder and claims it again, when somebody has removed it.
+        remake_folder: makes and claims the folder again, if somebody has removed it.
     """
 
     def __init__(
@@ -143,43 +150,42 @@ class SegmentStore:
         self._mlock, self._group = mlock, group
         self._hugepages = hugepages
         self._remake_folder = remake_folder
-        # By file name.
+        # By purpose and file name.
         self._held: dict[Purpose, dict[str, _Held]] = {purpose: {} for purpose in Purpose}
-        # Those of ranks by run, rank and generation: this is asked for at every beat, of every rank,
-        # however many runs are held.
+        # Segments of ranks by run, rank and generation: looked up at every beat for every rank, however
+        # many runs there are.
         self._runs: dict[tuple[str, str], dict[RankKey, dict[int, Segment]]] = {}
         self._adoption = Adoption(folder, FILE_ENDS.values(), superseded=self._superseded)
-        # What live sessions said that they need in all, by rank.
+        # The memory that live sessions asked for, by rank.
         self.promised: Callable[[], Mapping[RankKey, int]] = dict
 
     # -- of any purpose --------------------------------------------------------------------------
 
     def all_for(self, purpose: Purpose) -> list[Segment]:
-        """What was made for this, by name."""
         held = self._held[purpose]
         return [s for name in sorted(held) if (s := held[name].segment) is not None]
 
     def named(self, name: str, *purposes: Purpose) -> Segment | None:
-        """The segment in this file, if it was made for one of these (of none: for whatever)."""
+        """The segment in this file, if it has one of these purposes (none given: any)."""
         found = (self._held[purpose].get(name) for purpose in purposes or Purpose)
         return next((held.segment for held in found if held is not None), None)
 
     def plans_for(self, purpose: Purpose) -> Iterator[tuple[SegmentPlan, Segment | None]]:
-        """What was promised for this, and what was made of it."""
+        """What was promised for a purpose, with the segment if it is made."""
         return ((held.plan, held.segment) for held in list(self._held[purpose].values()))
 
     def bytes_for(self, *purposes: Purpose) -> int:
-        """What these take, what is still being made included."""
+        """The bytes of these purposes, including segments that are being made."""
         return sum(held.size_bytes for p in purposes for held in self._held[p].values())
 
     @property
     def used_bytes(self) -> int:
-        """What all segments take of the quota, those still being made included."""
         return self.bytes_for(*Purpose)
 
     def facts(self) -> list[SegmentFacts]:
-        """What counts as memory of ranks of this node, for their admission; what is still being made
-        counts with its bytes, and a copy is not offered to anybody.
+        """The memory of this node's ranks, for admission.
+
+        What is being made counts; a copy is not offered to any rank.
         """
         ranks = self._held[Purpose.RANK].values()
         copies = [_copy_facts(held) for held in self._held[Purpose.COPY].values()]
@@ -189,9 +195,9 @@ class SegmentStore:
 
     @property
     def memory(self) -> MemoryFacts:
-        """The numbers of the memory under all segments, now."""
+        """The state of the memory under all segments, now."""
         info = os.statvfs(self.folder)
-        # What plans have yet to allocate is not gone from the filesystem.
+        # Plans have not allocated all their bytes yet.
         missing = sum(
             _missing_bytes(held.plan)
             for of_purpose in self._held.values()
@@ -212,14 +218,13 @@ class SegmentStore:
         self._held[plan.purpose][plan.path.name] = _Held(plan)
 
     def cancel(self, plan: SegmentPlan) -> None:
-        """The plan came to nothing."""
         self._held[plan.purpose].pop(plan.path.name, None)
 
     def build(self, plan: SegmentPlan) -> Segment:
-        """Make the file: every page allocated, touched and perhaps locked. May take seconds.
+        """Make the file: allocate and touch every page, perhaps lock them. May take seconds.
 
         Raises:
-            CannotReserve: the filesystem is full, or locking was demanded and is not allowed.
+            CannotReserve: the filesystem is full, or locking is required and not allowed.
         """
         temporary = plan.temporary
         try:
@@ -230,14 +235,12 @@ class SegmentStore:
             temporary.unlink(missing_ok=True)
 
     def enter(self, plan: SegmentPlan, segment: Segment) -> None:
-        """The plan has become this segment."""
         self._held[plan.purpose][plan.path.name] = _Held(plan, segment)
         if plan.purpose is Purpose.RANK:
             of_run = self._runs.setdefault((segment.key.job, segment.key.run), {})
             of_run.setdefault(segment.key, {})[segment.generation] = segment
 
     def enter_found(self, segment: Segment, purpose: Purpose) -> None:
-        """A file that was there already."""
         plan = SegmentPlan(segment.descriptor, segment.geometry, segment.path, purpose)
         self.enter(plan, segment)
 
@@ -247,7 +250,7 @@ class SegmentStore:
         segment.path.unlink(missing_ok=True)
 
     def discard(self, segment: Segment) -> None:
-        """Forget a segment and leave its file alone."""
+        """Forget a segment, and leave its file alone."""
         for of_purpose in self._held.values():
             held = of_purpose.get(segment.path.name)
             if held is not None and held.segment is segment:
@@ -275,55 +278,48 @@ class SegmentStore:
         return sum(1 for _ in self)
 
     def get(self, key: RankKey, generation: int) -> Segment | None:
-        """One segment of a rank, whatever it holds."""
         return self._of_rank(key).get(generation)
 
     def of_rank(self, key: RankKey) -> list[Segment]:
         """The segments with a rank's snapshots, the one that was filled last at the end.
 
-        Not by generation: one may be made ahead of the change of schedule that it is for, and lie
-        empty until then.
+        Not by generation: a segment may be made ahead of the schedule change that it is for, and be empty
+        until then.
         """
         found = [s for s in self._of_rank(key).values() if s.holds_snapshots]
-        # To order them every slot header is read.
+        # The order needs every slot header.
         return found if len(found) < 2 else sorted(found, key=Segment.last_filled)
 
     def of_run(self, job: str, run: str) -> list[Segment]:
-        """The segments with a run's snapshots."""
         return [s for s in self.all_of_run(job, run) if s.holds_snapshots]
 
     def everything(self) -> list[Segment]:
-        """Every segment of a rank, boundary logs and parked state included."""
+        """Every segment of a rank, of any kind."""
         return [segment for run in sorted(self._runs) for segment in self.all_of_run(*run)]
 
     def all_of_rank(self, key: RankKey) -> list[Segment]:
-        """Whatever there is of a rank, oldest generation first."""
+        """Every segment of a rank, oldest generation first."""
         found = self._of_rank(key)
         return [found[generation] for generation in sorted(found)]
 
     def all_of_run(self, job: str, run: str) -> list[Segment]:
-        """Whatever there is of a run."""
         ranks = self._runs.get((job, run), {})
         return [segment for key in sorted(ranks) for segment in self.all_of_rank(key)]
 
     def logs_of_run(self, job: str, run: str) -> list[Segment]:
-        """The boundary logs of a run."""
         return [s for s in self.all_of_run(job, run) if s.is_log]
 
     def replicated_logs_of(self, key: RankKey) -> list[Segment]:
-        """The boundary logs of a rank of which replicas are wanted, oldest generation first."""
+        """The boundary logs of a rank that are replicated, oldest generation first."""
         return [s for s in self.all_of_rank(key) if s.is_log and s.descriptor.replicated]
 
     def parks_of_run(self, job: str, run: str) -> list[Segment]:
-        """The parked states of a run."""
         return [s for s in self.all_of_run(job, run) if s.descriptor.kind == "parked"]
 
     def look_at_folder(self) -> list[Segment]:
-        """Have it made again if somebody has removed it, as logind does at the end of a user's last
-        login (RemoveIPC).
+        """Make the folder again if somebody has removed it; returns the segments whose files went with it.
 
-        Returns:
-            Segments whose files went with it.
+        logind removes it at the end of a user's last login (RemoveIPC).
         """
         if self.folder.is_dir():
             return []
@@ -331,25 +327,24 @@ class SegmentStore:
         return self.everything()
 
     def rescue(self, segment: Segment) -> Segment:
-        """A new file with this name and what is still mapped of one that somebody has removed. It
-        takes its place; a trainer that has the removed one mapped goes on with that.
+        """Write a removed segment again, from what is still mapped, and put it in the place of the old one.
 
-        Blocks for as long as the copy takes: it is for a rare mishap.
+        A trainer that has the removed file mapped goes on with that. Blocks for as long as the copy takes:
+        it is for a rare mishap.
 
         Raises:
             OSError: there is no room, or the name is taken.
             SegmentError: what is mapped is no segment any more.
         """
-        temporary = segment.path.with_name(f".{segment.path.name}.{os.getpid()}.tmp")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(temporary, flags, 0o600)
+        temporary = _temporary(segment.path)
+        fd = os.open(temporary, _NEW_FILE, 0o600)
         try:
             allocate(fd, segment.file_bytes)
             FileMapping(fd, segment.file_bytes).view[:] = segment.buffer
             if self._group is not None:
                 os.fchown(fd, -1, self._group)
                 os.fchmod(fd, 0o660)
-            os.link(temporary, segment.path)  # never over a file that is there
+            os.link(temporary, segment.path)  # a rename would replace an existing file
             found = open_segment(segment.path)
         finally:
             os.close(fd)
@@ -360,18 +355,16 @@ class SegmentStore:
         return found
 
     def adopt(self, now_s: float) -> Adopted:
-        """Take over the files of an earlier daemon."""
         for leftover in self.folder.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         first = self._take_over(self._adoption.begin(), now_s)
         return first.and_then(self._take_over(self._adoption.come_back(), now_s))
 
     def adopt_waiting(self, now_s: float) -> Adopted:
-        """Try again what could not be had before."""
         return self._take_over(self._adoption.again(), now_s)
 
     def waits_for(self, job: str, run: str) -> list[str]:
-        """The files of a run that are here, and could not be taken over yet."""
+        """The files of a run that are here and could not be opened yet."""
         return self._adoption.waits_for(f"{job}~{run}~")
 
     def _take_over(self, found: Adopted, now_s: float) -> Adopted:
@@ -380,15 +373,15 @@ class SegmentStore:
             self.enter_found(segment, Purpose.RANK)
         return found
 
-    def _superseded(self, told: SegmentDescriptor) -> bool:
-        """Whether its rank went on without it, in a segment that was made later."""
-        key = RankKey(told.job, told.run, told.rank)
-        return max(self._generations(key), default=-1) > told.generation or any(
-            segment.descriptor.created_at_ns > told.created_at_ns for segment in self.all_of_rank(key)
+    def _superseded(self, old: SegmentDescriptor) -> bool:
+        """Whether its rank has a newer segment."""
+        key = RankKey(old.job, old.run, old.rank)
+        return max(self._generations(key), default=-1) > old.generation or any(
+            segment.descriptor.created_at_ns > old.created_at_ns for segment in self.all_of_rank(key)
         )
 
     def _generations(self, key: RankKey, *, aside: bool = False) -> list[int]:
-        """Of all files of a rank, also of those that wait; ``aside``: and of those that were put aside."""
+        """The generations of all files of a rank; ``aside``: also of files put aside."""
         stem = f"{key.job}~{key.run}~r{key.rank}~g"
         found = []
         for path in self.folder.glob(f"{stem}*"):
@@ -399,7 +392,7 @@ class SegmentStore:
         return found
 
     def plan(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> SegmentPlan:
-        """Lay out the next generation of a rank; nothing is promised yet.
+        """Lay out the next generation of a rank; no memory is promised yet.
 
         Raises:
             ValueError: numbers or names that no segment can have.
@@ -407,7 +400,7 @@ class SegmentStore:
         key = RankKey(descriptor.job, descriptor.run, descriptor.rank)
         held = self._held[Purpose.RANK].values()
         known = [h.plan.descriptor.generation for h in held if h.plan.key == key]
-        # What waits, or was put aside, has its number still: it may come back.
+        # A file that waits or was put aside keeps its number: it may come back.
         known += self._generations(key, aside=True)
         final = msgspec.structs.replace(
             descriptor,
@@ -420,7 +413,7 @@ class SegmentStore:
         return SegmentPlan(final, geometry, self.folder / name)
 
     def create(self, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int) -> Segment:
-        """Plan, build and enter in one go."""
+        """Plan, build and enter in one call."""
         plan = self.plan(descriptor, num_slots, slot_bytes)
         self.promise(plan)
         try:
@@ -432,14 +425,14 @@ class SegmentStore:
         return segment
 
     def remove_bad(self, job: str, run: str) -> int:
-        """Delete what was put aside of a run, or waits to be taken over; returns how many files."""
+        """Delete the files of a run that wait or were put aside; returns how many."""
         found = list(self.folder.glob(f"{job}~{run}~*{ASIDE}"))
         for path in found:
             path.unlink(missing_ok=True)
         return len(found) + self._adoption.forget(f"{job}~{run}~")
 
     def lock_in_memory(self, segment: Segment) -> None:
-        """mlock as configured; a failure is recorded in `segment.mlocked` and tolerated."""
+        """Lock a segment as configured; a failure is recorded in ``segment.mlocked`` and tolerated."""
         if self._mlock != "off" and not segment.mlocked:
             segment.mlocked = try_mlock(segment.buffer) is None
 
@@ -447,8 +440,7 @@ class SegmentStore:
         return self._runs.get((key.job, key.run), {}).get(key, {})
 
     def _build(self, plan: SegmentPlan, temporary: Path) -> Segment:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(temporary, flags, 0o600)
+        fd = os.open(temporary, _NEW_FILE, 0o600)
         try:
             file_bytes = allocate(fd, plan.geometry.total_bytes)
             mapping = FileMapping(fd, file_bytes)
@@ -473,13 +465,17 @@ class SegmentStore:
         return Segment(plan.path, plan.descriptor, plan.geometry, mapping, fd, file_bytes, mlocked=mlocked)
 
 
-def _facts(told: SegmentDescriptor, held: _Held, owned: bool = False) -> SegmentFacts:
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _facts(descriptor: SegmentDescriptor, held: _Held, owned: bool = False) -> SegmentFacts:
     return SegmentFacts(
-        key=RankKey(told.job, told.run, told.rank),
-        generation=told.generation,
-        world_size=told.world_size,
-        topology=told.topology,
-        layout_version=told.layout_version,
+        key=RankKey(descriptor.job, descriptor.run, descriptor.rank),
+        generation=descriptor.generation,
+        world_size=descriptor.world_size,
+        topology=descriptor.topology,
+        layout_version=descriptor.layout_version,
         total_bytes=held.size_bytes,
         owned=owned,
         ready=held.segment is not None,
@@ -489,7 +485,7 @@ def _facts(told: SegmentDescriptor, held: _Held, owned: bool = False) -> Segment
 def _copy_facts(held: _Held) -> SegmentFacts:
     """Memory of the reader's that is not offered to it."""
     reader = held.plan.reader
-    assert reader is not None, "somebody reads it"
+    assert reader is not None, "a copy has a reader"
     return SegmentFacts(
         key=reader.key,
         generation=held.plan.number,
@@ -503,9 +499,7 @@ def _copy_facts(held: _Held) -> SegmentFacts:
 
 
 def _missing_bytes(plan: SegmentPlan) -> int:
-    """What a plan has yet to take from the filesystem; it still counts as a plan when it was made,
-    until it is entered.
-    """
+    """What a plan has yet to allocate; a segment that was made still counts as a plan until it is entered."""
     if plan.path.exists():
         return 0
     try:
@@ -526,3 +520,118 @@ def _no_room(plan: SegmentPlan, folder: Path, error: OSError) -> CannotReserve:
         "enlarge it (`mount -o remount,size=<bytes> /dev/shm`, or `docker run --shm-size`), or "
         "set CKPTD_SEGMENT_DIR to a larger tmpfs",
     )
+
+
+class SegmentMaker:
+    """Makes segments of any purpose, and gives their memory back.
+
+    A plan is admitted or refused, its bytes are promised, a worker builds the file, and it is entered in
+    the store or the promise is cancelled. The caller learns of a refusal from what `make` returns, and of
+    anything later by one of two callbacks, on the daemon's loop thread.
+
+    A rank of this node is admitted by what it was promised when it attached, and by what it has. A segment
+    that no rank pays for (replicas, drills) gets only memory that is left over.
+
+    Args:
+        slow: workers that may touch every page.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        events: EventLog,
+        slow: Workers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._events, self._slow, self._clock = store, events, slow, clock
+
+    def make(
+        self,
+        plan: SegmentPlan,
+        *,
+        made: Callable[[Segment], None],
+        refused: Callable[[Refused], None],
+        what: str = "",
+        final: bool = True,
+    ) -> Refused | None:
+        """Begin to make a segment; returns a refusal, or calls ``made`` or ``refused`` later.
+
+        Args:
+            what: describes the segment in a refusal.
+            final: whether to report a refusal: less is not tried afterwards.
+        """
+        if (refusal := self.refusal(plan, what)) is not None:
+            if final:
+                self._report(plan, refusal)
+            return refusal
+        self._store.promise(plan)
+        started = self._slow.submit(
+            partial(self._store.build, plan),
+            partial(self._built, plan, made),
+            partial(self._not_built, plan, refused),
+        )
+        if not started:
+            self._store.cancel(plan)
+            return Refused(RefusalCode.IN_USE, "too many segments are being made", "try again")
+        return None
+
+    def refusal(self, plan: SegmentPlan, what: str = "") -> Refused | None:
+        """Why there is no memory for it; None if there is."""
+        facts, memory = self._store.facts(), self._store.memory
+        needed = plan.geometry.total_bytes
+        if (rank := plan.charged_to) is not None:
+            own = sum(fact.total_bytes for fact in facts if fact.key == rank)
+            owned = f" beside {format_bytes(own)} that it has" if own else ""
+            no = reject_if_too_large(rank, own + needed, what + owned, facts, memory)
+            return None if no is None else Refused(no.code, no.message, no.hint)
+        free = room_for_replicas(facts, memory)
+        if needed <= free:
+            return None
+        text = (
+            f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
+            f"{format_bytes(memory.quota_bytes)} here {format_bytes(free)} is free"
+            f"{_promised(memory.promised)}"
+        )
+        return Refused(RefusalCode.QUOTA, text, "raise its CKPTD_MEMORY")
+
+    def give_back(self, segment: Segment) -> None:
+        """Unlink and forget a segment now; a worker gives its pages back."""
+        self._store.remove(segment)
+        self.close(segment)
+
+    def close(self, segment: Segment) -> None:
+        """Give the pages of a removed segment back on a worker: that may take long."""
+        self._slow.submit(segment.close, lambda _: None, partial(self._not_closed, segment.path.name))
+
+    def _built(self, plan: SegmentPlan, made: Callable[[Segment], None], segment: Segment) -> None:
+        if plan.purpose is Purpose.RANK:
+            segment.detached_at_s = self._clock()  # until its trainer takes the owner lock
+        self._store.enter(plan, segment)
+        made(segment)
+
+    def _not_built(self, plan: SegmentPlan, refused: Callable[[Refused], None], error: BaseException) -> None:
+        self._store.cancel(plan)
+        if isinstance(error, CannotReserve):
+            refusal = Refused(error.code, error.message, error.hint)
+            self._report(plan, refusal)
+        else:
+            logger.error("making %s failed", plan.path.name, exc_info=error)
+            self._events.add("error", "reserve_failed", f"{plan.key}: {error!r}", plan.charged_to)
+            refusal = Refused(RefusalCode.INTERNAL, f"making the segment failed: {error!r}")
+        refused(refusal)
+
+    def _report(self, plan: SegmentPlan, refusal: Refused) -> None:
+        if plan.purpose is Purpose.REPLICA:
+            self._events.add("warning", "replica_refused", refusal.message, plan.key)
+        elif plan.purpose is not Purpose.DRILL:  # the report of a drill says it
+            kind = f"refused.{refusal.code}"
+            self._events.add("warning", kind, refusal.message, plan.charged_to)
+
+    def _not_closed(self, name: str, error: BaseException) -> None:
+        logger.error("closing %s failed", name, exc_info=error)
+        self._events.add("error", "background_failed", f"closing {name}: {error!r}")
+
+
+def _promised(promised: Mapping[RankKey, int]) -> str:
+    total = sum(promised.values())
+    return f" ({format_bytes(total)} is promised to its own ranks)" if total else ""

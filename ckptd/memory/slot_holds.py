@@ -1,6 +1,4 @@
-"""Slots of one rank that stay as they are while they are read: each under a read lock of a
-description of its own.
-"""
+"""Slots of one rank that do not change while they are read: each has a read lock of its own description."""
 
 from __future__ import annotations
 
@@ -9,9 +7,9 @@ import os
 from dataclasses import dataclass
 
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_format import slot_lock_byte
-from ckptd.core.slots.snapshot_events import SnapshotKey
+from ckptd.core.slots.slots import SnapshotKey
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
@@ -23,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeldSnapshot:
-    """Where a held snapshot lies; ``fd`` is the description that has the lock."""
+    """Where a held snapshot is; ``fd`` is the description with the lock."""
 
     segment: Segment
     index: int
@@ -31,14 +29,14 @@ class HeldSnapshot:
 
 
 class SlotHolds:
-    """What one user of a rank's slots holds: the trainer passes over these slots until they are released."""
+    """The slots that one reader of a rank's snapshots holds; the trainer passes them over."""
 
     def __init__(self, store: SegmentStore, rank: RankKey) -> None:
         self._store, self._rank = store, rank
         self._held: dict[SnapshotKey, HeldSnapshot] = {}
 
     def hold(self, key: SnapshotKey, record: SlotRecord) -> bool:
-        """Hold the slot if it has this snapshot still; false if the trainer was quicker."""
+        """Hold the slot if it still has this snapshot; false if the trainer has reused it."""
         if key in self._held:
             return True
         segment = self._store.get(self._rank, key.generation)
@@ -58,23 +56,18 @@ class SlotHolds:
         return False
 
     def get(self, key: SnapshotKey) -> HeldSnapshot | None:
-        """Where it lies; None if it is not held."""
         return self._held.get(key)
 
     def release(self, key: SnapshotKey) -> None:
-        """Let the slot go, if it is held."""
         held = self._held.pop(key, None)
         if held is not None:
             os.close(held.fd)
 
     def release_all(self) -> None:
-        """Let everything go."""
         for key in list(self._held):
             self.release(key)
 
 
 def _is_there(segment: Segment, index: int, key: SnapshotKey) -> bool:
-    header = segment.header(index)
-    if header is None or header.state is not SlotState.SEALED:
-        return False
-    return (header.iteration, header.epoch, header.sequence) == key[1:]
+    header = segment.sealed(index, key.sequence)
+    return header is not None and (header.iteration, header.epoch) == (key.iteration, key.epoch)

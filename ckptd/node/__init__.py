@@ -1,1 +1,1 @@
-"""The daemon of a node: configuration, life, sessions of trainers, and what it answers."""
+"""The daemon of a node: its process, the sessions of trainers, and its answers."""

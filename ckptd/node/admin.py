@@ -1,11 +1,13 @@
-"""The daemon's answers to `ckptctl`: what there is, what happened, and forgetting a run."""
+"""The daemon's answers to `ckptctl`: status, snapshots, events, elastic placements, and forgetting a run."""
 
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from dataclasses import asdict
 
 import ckptd
-from ckptd.core.sessions import SessionTable, TrainerSession
+from ckptd.core.sessions import RankKey, SessionTable, TrainerSession
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
@@ -13,15 +15,53 @@ from ckptd.node.peering import Peering
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.storage.stores.store_base import public_url
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.transport import messages as m
+from ckptd.transport.messages import Elastic, ElasticTold, RefusalCode, SeenElastic
 from ckptd.units import format_bytes
 
-__all__ = ["Admin", "openers"]
+__all__ = ["Admin", "ElasticFacts", "openers"]
+
+
+RUNS_MAX = 16  # a placement of 64 layers on 1,024 nodes is some megabytes
+
+
+class ElasticFacts:
+    """The last placement that an elastic job reported, by run; of too many runs, the most recent.
+
+    No recovery needs it, so it is kept in this process only; trainers report it anew with each
+    measured load.
+    """
+
+    def __init__(self) -> None:
+        self._reports: OrderedDict[tuple[str, str], tuple[int, float, Elastic]] = OrderedDict()
+
+    def tell(self, key: RankKey, elastic: Elastic, now_s: float) -> None:
+        """Replace the report of a run; any of its ranks may send one."""
+        run = key.job, key.run
+        self._reports[run] = key.rank, now_s, elastic
+        self._reports.move_to_end(run)
+        while len(self._reports) > RUNS_MAX:
+            self._reports.popitem(last=False)
+
+    def forget(self, job: str, run: str) -> None:
+        """Drop the report of a run that is over."""
+        self._reports.pop((job, run), None)
+
+    def seen(self, job: str, run: str, now_s: float) -> SeenElastic:
+        """The reports, by name; empty names mean all."""
+        return SeenElastic(
+            tuple(
+                ElasticTold(name, its_run, rank, max(0.0, now_s - at_s), elastic)
+                for (name, its_run), (rank, at_s, elastic) in sorted(
+                    self._reports.items(), key=lambda item: item[0]
+                )
+                if job in ("", name) and run in ("", its_run)
+            )
+        )
 
 
 class Admin:
-    """Reads sessions, segments and events; only `forget` and `unquarantine` change anything."""
+    """Reads sessions, segments and events; only `forget` and `unquarantine` make changes."""
 
     def __init__(
         self,
@@ -37,7 +77,7 @@ class Admin:
         self._started_s = node.clock()
 
     def status(self) -> m.Status:
-        """Everything `ckptctl status` shows."""
+        """Everything that `ckptctl status` shows."""
         now_s = self._clock()
         promised = self._sessions.promised()
         memory = self._store.memory
@@ -74,22 +114,7 @@ class Admin:
             uploaded_bytes=counters["persisted_bytes"],
             spared_bytes=counters["persist_spared_bytes"],
             ranks=tuple(
-                m.DurableRank(
-                    job=key.job,
-                    run=key.run,
-                    rank=key.rank,
-                    committed=state.committed,
-                    lag_iterations=state.lag_iterations,
-                    under_way=state.under_way,
-                    stored=state.stored,
-                    of=state.of,
-                    stride=state.stride,
-                    skipped=state.skipped,
-                    abandoned=state.abandoned,
-                    uploaded_bytes=state.uploaded_bytes,
-                    last_s=state.last_s,
-                    reason=state.reason,
-                )
+                m.DurableRank(key.job, key.run, key.rank, **asdict(state))
                 for key, state in tier.states().items()
             ),
         )
@@ -112,7 +137,7 @@ class Admin:
         )
 
     def snapshots(self, message: m.GetSnapshots) -> m.Snapshots:
-        """The slot tables of the ranks that were asked for."""
+        """The slot tables of ranks; empty names, and rank -1, mean all."""
         keys = {
             segment.key
             for segment in self._store
@@ -125,7 +150,7 @@ class Admin:
                 inventory.rank_snapshots(self._store.all_of_rank(key), operators=message.operators)
                 for key in sorted(keys)
             ),
-            tuple(self._peering.quarantine.told(message.job, message.run)),
+            tuple(self._peering.quarantine.reports(message.job, message.run)),
         )
 
     def events(self, message: m.GetEvents) -> m.Events:
@@ -133,7 +158,7 @@ class Admin:
         return self._events.page(message.since, message.limit)
 
     def unquarantine(self, message: m.Unquarantine) -> m.Done | m.Refused:
-        """What replays had quarantined here counts again, after its digests were verified once more."""
+        """Lift the quarantine of a run's snapshots, and verify their digests once more."""
         name = f"{message.job}/{message.run}"
         if not self._peering.quarantine.failures(message.job, message.run):
             return m.Refused(RefusalCode.NOT_FOUND, f"no failed replay of {name} is known here")
@@ -141,13 +166,13 @@ class Admin:
             return refused
         slots = self._peering.quarantine.lift(message.job, message.run)
         for segment, index, sequence in slots:
-            self._housekeeper.doubt(segment, index, sequence)
+            self._housekeeper.doubts.add(segment, index, sequence)
         text = f"{name}: {len(slots)} snapshots of this node are no longer quarantined"
         self._events.add("warning", "unquarantined", text)
         return m.Done(text)
 
     def _in_use(self, job: str, run: str) -> m.Refused | None:
-        """Why nothing can be done to a run now: it has live trainers."""
+        """A refusal if the run has live trainers."""
         alive = [s for s in self._sessions if (s.key.job, s.key.run) == (job, run)]
         owned = [segment for segment in self._store.all_of_run(job, run) if segment.owned()]
         if not alive and not owned:
@@ -181,6 +206,6 @@ class Admin:
 
 
 def openers(segments: list[Segment]) -> list[int]:
-    """The other processes that have these files open, as far as this user may see."""
+    """The other processes that have these files open, as far as this user can see them."""
     found = {pid for segment in segments for pid in locks.holders_of(segment.path)}
     return sorted(found - {os.getpid()})

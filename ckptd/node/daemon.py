@@ -1,12 +1,12 @@
-"""The daemon's shell: folders, socket, process watch, signals, and one loop around `Service`.
+"""The daemon's process: folders, socket, signals, and one loop around `Service`.
 
-One thread serves everything; workers only digest, touch and unlink. What arrives on the socket is
-data: whatever is not a message of ours is counted and, where it can be, answered. Only the folder
-locks decide who is the daemon, so a socket file left behind by a killed one is no obstacle.
+One thread serves everything; workers only digest, touch and unlink. Bytes on the socket that are no message
+are counted and, where possible, answered. Only the folder locks decide which process is the daemon, so the
+socket file of a killed daemon is no obstacle.
 
-Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM or SIGINT close the
-socket (clients see it at once), seal what is filled, exit. A SIGKILL at any point costs nothing:
-the segment files are the state.
+Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM or SIGINT close the socket
+(clients see it at once), seal what is filled, exit. A SIGKILL at any point loses nothing: the segment files
+are the state.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import logging
 import os
 import queue
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 
 import zmq
 
 from ckptd.config.daemon_config import notify_settings
 from ckptd.config.runtime_dir import (
+    AlreadyRunning,
     claim,
     forget_operator,
     group_number,
@@ -33,11 +36,12 @@ from ckptd.config.runtime_dir import (
     private_folder,
 )
 from ckptd.config.settings import DaemonConfig
+from ckptd.errors import DaemonUnavailable
 from ckptd.event_log import EventLog
+from ckptd.launch import connect
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.node.daemon_handover import take_over
 from ckptd.node.node_limits import (
     check_descriptors,
     check_filesystem,
@@ -46,18 +50,20 @@ from ckptd.node.node_limits import (
     raise_descriptor_limit,
 )
 from ckptd.node.peering import Peering
-from ckptd.node.process_watch import PidfdWatcher
-from ckptd.node.sdnotify import Notifier
 from ckptd.node.service import Service
 from ckptd.node.trainer_socket import TrainerSocket
+from ckptd.node.trainers import PidfdWatcher
 from ckptd.node_context import DigestThreads, NodeContext, NodeWorkers
 from ckptd.persistence.tier import StorageTier
+from ckptd.transport.messages import Done, StepAside
+from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
-__all__ = ["Daemon"]
+__all__ = ["Daemon", "Notifier", "take_over"]
 
 logger = logging.getLogger(__name__)
+
 
 _TICK_S = 1.0
 _SOONEST_S = 0.01  # a retry that is due again at once must not spin
@@ -69,7 +75,7 @@ class Daemon(SlotListener):
 
     Raises:
         AlreadyRunning: another daemon uses one of the folders.
-        UnusableFolder: a folder is not ours, or not in memory.
+        UnusableFolder: a folder belongs to another user, or is not in memory.
     """
 
     def __init__(self, config: DaemonConfig) -> None:
@@ -111,7 +117,7 @@ class Daemon(SlotListener):
         node = NodeContext(config, store, self._events, self._post)
         digests = DigestThreads(None if pool is None else pool.map, digesters)
         workers = NodeWorkers(self._sealers, self._slow, digests)
-        self._peering = Peering(node, workers, doubt=self._housekeeper.doubt)
+        self._peering = Peering(node, workers, doubt=self._housekeeper.doubts.add)
         self._tier = self._make_tier(node) if config.store else None
         self._service = Service(
             node,
@@ -134,7 +140,7 @@ class Daemon(SlotListener):
         tier = StorageTier(
             node,
             ranks_of=lambda job, run: self._service.trainers.ranks_of(job, run),
-            span_of=peering.span_of,
+            span_of=peering.runs.span_of,
             replicas=peering.replicas,
         )
         peering.use_store(tier.link)
@@ -143,21 +149,20 @@ class Daemon(SlotListener):
     # -- from the housekeeper --------------------------------------------------------------------
 
     def snapshot_sealed(self, segment: Segment) -> None:
-        """It goes to peers and to storage."""
-        self._peering.sealed(segment)
+        """Send it to peers and to storage."""
+        self._peering.runs.sealed(segment)
         if self._tier is not None:
             self._tier.changed(segment.key)
 
     def log_sealed(self, segment: Segment) -> None:
-        """It goes to peers."""
-        self._peering.log_sealed(segment)
+        """Send it to peers."""
+        self._peering.runs.log_sealed(segment)
 
     def slot_damaged(self, segment: Segment) -> None:
-        """If it is a replica's, its sender must send it again."""
+        """The sender of a replica must send it again."""
         self._peering.damaged(segment)
 
     def replicas(self) -> Iterable[Segment]:
-        """Replicas are scrubbed, too."""
         return self._peering.replicas.everything()
 
     # -- its life --------------------------------------------------------------------------------
@@ -168,7 +173,7 @@ class Daemon(SlotListener):
         self._wake()
 
     def run(self) -> None:
-        """Serve until a signal, or until nobody has been here for `idle_exit_s`."""
+        """Serve until a signal, or until no trainer has been here for ``idle_exit_s``."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._housekeeper.start(time.monotonic())
@@ -184,23 +189,21 @@ class Daemon(SlotListener):
             self._close()
 
     def _remake_folder(self) -> None:
-        """The segment folder was removed under us.
+        """Make and claim the segment folder again: somebody removed it.
 
         Raises:
-            AlreadyRunning: another daemon has made it anew, and uses it.
+            AlreadyRunning: another daemon has made the folder, and uses it.
             UnusableFolder: it cannot be made.
         """
         folder = private_folder(self._config.segment_dir, "segment folder", self._group)
         self._claims.append(claim(folder, "segment folder", self._config.listen))
-        self._events.add(
-            "error",
-            "segment_folder_removed",
-            f"somebody removed the segment folder {folder}; it is made again. The usual cause is "
-            "logind, which removes all of a user in "
-            "/dev/shm when the last login ends: run the daemon as a system user, set RemoveIPC=no "
-            "in /etc/systemd/logind.conf, or "
-            f"`loginctl enable-linger {getpass.getuser()}`; `ckptctl doctor` looks for it",
+        text = (
+            f"somebody removed the segment folder {folder}; it is made again. The usual cause is logind, "
+            "which removes a user's files in /dev/shm when the last login ends: run the daemon as a system "
+            "user, set RemoveIPC=no in /etc/systemd/logind.conf, or run "
+            f"`loginctl enable-linger {getpass.getuser()}`; `ckptctl doctor` checks it"
         )
+        self._events.add("error", "segment_folder_removed", text)
 
     def _serve(self) -> None:
         next_tick_s = 0.0
@@ -216,9 +219,9 @@ class Daemon(SlotListener):
             self._wait(max(0.0, until_s - time.monotonic()))
 
     def _due(self, now_s: float) -> float:
-        """What peers wait for until now; returns when to come back."""
+        """Retry what is due for peers; returns when to come back."""
         due: list[float] = []
-        self._guarded(lambda: due.append(self._peering.wake(now_s)))
+        self._guarded(lambda: due.append(self._peering.runs.wake(now_s)))
         return due[0] if due else float("inf")
 
     def _tick(self) -> None:
@@ -232,7 +235,7 @@ class Daemon(SlotListener):
             self._events.add("error", "internal", f"periodic work: {error!r}")
 
     def _wait(self, timeout_s: float) -> None:
-        """Serve what comes within the timeout."""
+        """Serve events that come within the timeout."""
         ready = dict(self._poller.poll(int(timeout_s * 1000) + 1))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -244,7 +247,7 @@ class Daemon(SlotListener):
             self._trainers.receive()
 
     def _post(self, work: Callable[[], None]) -> None:
-        """Have something done soon on this thread; safe from any other."""
+        """Call a function soon on this thread; safe from any thread."""
         self._posted.put(work)
         self._wake()
 
@@ -261,7 +264,7 @@ class Daemon(SlotListener):
             self._events.add("error", "internal", f"a callback failed: {error!r}")
 
     def _close(self) -> None:
-        """Stop listening, seal what is filled, give everything back; bounded."""
+        """Stop listening, seal what is filled, release everything; bounded in time."""
         self._notifier.send("STOPPING=1")
         self._events.add("info", "stopping", self._stop_reason or "an error")
         self._poller.unregister(self._trainers.socket)
@@ -271,7 +274,7 @@ class Daemon(SlotListener):
         while self._busy() and time.monotonic() < deadline:
             self._wait(0.1)
             if self._tier is not None:
-                self._guarded(self._tier.tick)  # else what failed is not tried again
+                self._guarded(self._tier.tick)  # retries what failed
         if left := self._housekeeper.queued:
             logger.warning("%d slots are not sealed yet; the next start does it", left)
         if self._tier is not None:
@@ -287,13 +290,76 @@ class Daemon(SlotListener):
         logger.info("stopped: %s", self._stop_reason)
 
     def _busy(self) -> bool:
-        """Whether something is under way that an orderly stop waits for."""
+        """Whether an orderly stop has to wait for seals or uploads."""
         return self._housekeeper.queued > 0 or not (self._tier is None or self._tier.idle)
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Who stops it at a terminal does not run it any more; SIGTERM comes before an upgrade, too.
+        # An operator who presses Ctrl-C does not run it any more; SIGTERM may precede an upgrade.
         self._interrupted = number == signal.SIGINT
         self.stop(signal.Signals(number).name)
+
+
+_ASK_S = 2.0
+_LOOK_S = 0.1
+_BEYOND_DRAIN_S = 5.0
+
+
+def take_over(folder: Path, what: str, config: DaemonConfig) -> int:
+    """Lock a folder; a daemon that a trainer started is asked to end, and waited for.
+
+    It leaves its memory. One that ends anyway is waited for, too.
+
+    Raises:
+        AlreadyRunning: another daemon uses the folder, and goes on.
+    """
+    deadline = time.monotonic() + config.drain_timeout_s + _BEYOND_DRAIN_S
+    warned = False
+    while True:
+        try:
+            return claim(folder, what, config.listen)
+        except AlreadyRunning as error:
+            if config.started_by_trainer or not _goes(error) or time.monotonic() > deadline:
+                raise
+            if not warned:
+                warned = True
+                logger.warning("waiting for the end of the daemon that uses the %s %s", what, folder)
+        time.sleep(_LOOK_S)
+
+
+def _goes(holder: AlreadyRunning) -> bool:
+    """Ask the lock's holder to end; false if it refuses. A silent one is starting or ending."""
+    if not holder.endpoint:
+        return False  # it has just started, or its version does not write the endpoint
+    try:
+        with connect(holder.endpoint, _ASK_S) as client:
+            client.ask(StepAside(), Done)
+    except RequestTimeout:
+        return True
+    except (RefusedError, WireError, DaemonUnavailable) as error:
+        logger.info("the daemon on %s does not make way: %s", holder.endpoint, error)
+        return False
+    return True
+
+
+class Notifier:
+    """Sends lines such as READY=1 to systemd's notification socket; without a socket it does nothing."""
+
+    def __init__(self, address: str | None) -> None:
+        self._address: str | None = None
+        if address:
+            # A leading @ stands for the zero byte of Linux' abstract namespace.
+            self._address = "\0" + address[1:] if address.startswith("@") else address
+
+    def send(self, *lines: str) -> None:
+        """Send lines in one datagram; a manager that does not listen is only logged."""
+        if self._address is None:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+                sock.setblocking(False)
+                sock.sendto("\n".join(lines).encode(), self._address)
+        except OSError as error:
+            logger.warning("service manager not notified of %s: %s", lines[0], error)

@@ -1,4 +1,4 @@
-"""What a daemon may take of its machine: threads, descriptors, memory."""
+"""What a daemon may use of its machine: threads, descriptors, memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import resource
 from pathlib import Path
 
-from ckptd.config.config_values import parse_memory
 from ckptd.config.runtime_dir import UnusableFolder
+from ckptd.config.settings import parse_memory
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.transport.access.local_door import ENOUGH_DESCRIPTORS
+from ckptd.transport.access.doorkeeper import ENOUGH_DESCRIPTORS
 
 __all__ = [
     "check_descriptors",
@@ -26,14 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def default_digest_threads(cpus: int) -> int:
-    """Half of a small machine's processors, four; on a large one, which has several GPUs to keep up
-    with, an eighth, up to 16.
-    """
+    """Half of the processors, up to four; on a large machine an eighth, up to 16, for several GPUs."""
     return max(1, min(4, cpus // 2), min(16, cpus // 8))
 
 
 def raise_descriptor_limit() -> None:
-    """Use all the descriptors that the system lets this process have."""
+    """Raise the limit of open files to its maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -46,17 +44,16 @@ def check_descriptors(events: EventLog) -> None:
     """Warn of a limit of open files that strangers could use up."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < ENOUGH_DESCRIPTORS:
-        events.add(
-            "warning",
-            "few_descriptors",
-            f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS} somebody "
-            "who opens connections faster "
-            "than they are closed can end it. Raise the hard limit of open files (LimitNOFILE=, ulimit -n)",
+        text = (
+            f"this daemon may open {limit} files; with fewer than {ENOUGH_DESCRIPTORS}, somebody who opens "
+            "connections faster than they are closed can end it. Raise the hard limit of open files "
+            "(LimitNOFILE=, ulimit -n)"
         )
+        events.add("warning", "few_descriptors", text)
 
 
 def physical_memory() -> int:
-    """Bytes this process may use: what is built in, or less if a memory cgroup says so."""
+    """Bytes that this process may use: all physical memory, or less if a memory cgroup says so."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -69,7 +66,7 @@ def physical_memory() -> int:
 
 
 def quota_bytes(memory: str, folder: Path) -> int:
-    """The quota that a `memory` setting means for segments in this folder."""
+    """The quota for segments that a `memory` setting means for this folder."""
     value = parse_memory(memory)
     if isinstance(value, int):
         return value
@@ -78,10 +75,10 @@ def quota_bytes(memory: str, folder: Path) -> int:
 
 
 def check_filesystem(folder: Path, allow_disk: bool) -> None:
-    """Refuse a segment folder that is on a disk, unless the operator allows it.
+    """Refuse a segment folder on a disk, unless the operator allows it.
 
     Raises:
-        UnusableFolder: it is.
+        UnusableFolder: the folder is on a disk.
     """
     kind = filesystem_kind(folder)
     if is_in_memory(kind) or allow_disk:

@@ -1,59 +1,47 @@
-"""This node among the others: who can be reached, which runs it takes part in, what it fetches.
+"""This node among others: connections, runs, replicas and fetches of one daemon.
 
-Everything here runs on the daemon's loop thread; the fabric's threads hand over what arrives
-through `post`. Without a peer listener nothing is connected and snapshots stay on this node;
-fetching still works for what lies here.
+Everything here runs on the daemon's loop thread; the fabric's threads pass requests on through
+`NodeContext.post`. Without a peer listener, the node has no connections and snapshots stay on it;
+fetches still work for what this node holds itself.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.replication.access import RunAccess
-from ckptd.core.replication.replicas import Promise
+from ckptd.core.replication.known_runs import RunAccess
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
-from ckptd.memory.adoption import Adopted, tell_adopted
-from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.replay_failures import Quarantine
-from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_maker import SegmentMaker
-from ckptd.memory.slot_doubts import Doubt
+from ckptd.memory.segment_file import Adopted, Segment, tell_adopted
+from ckptd.memory.segment_store import SegmentMaker
+from ckptd.memory.slot_digests import Doubt, ImageDigests
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.peers.fabric import FabricWatch, make_fabric, static_peers
-from ckptd.peers.holder import Holder
-from ckptd.peers.inbox import PeerInbox
-from ckptd.peers.peer_link import PeerLink
+from ckptd.peers.fabric import FabricWatch, QuietGate, make_fabric, static_peers
+from ckptd.peers.peer_link import Holder, PeerLink
 from ckptd.peers.peer_nodes import Neighbours
-from ckptd.peers.quiet import QuietGate
-from ckptd.peers.record_updates import RecordUpdates
-from ckptd.peers.replicas.access_guard import RunGuard
-from ckptd.peers.replicas.host_parts import HostWorkers
-from ckptd.peers.replicas.replica_server import Host, local_holdings
-from ckptd.peers.replicas.replica_store import ReplicaStore
-from ckptd.peers.run_news import RunNews
+from ckptd.peers.peer_requests import PeerInbox, RunGuard
+from ckptd.peers.replica_leases import HostWorkers
+from ckptd.peers.replica_server import Host, local_holdings
+from ckptd.peers.replica_store import ReplicaStore
+from ckptd.peers.run_directory import RunDirectory
 from ckptd.peers.run_records import RunRecords
-from ckptd.peers.runs import Run
-from ckptd.peers.survey import RunSurvey
+from ckptd.peers.run_survey import RecordUpdates, RunSurvey
 from ckptd.persistence.store_link import StoreLink
 from ckptd.restore.fetches import Fetches
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import (
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import (
     Drill,
     DrillReport,
     GetHoldings,
     Holdings,
     HostedReplica,
-    Join,
-    Member,
     NodeCard,
     Peers,
-    ReplayFailure,
     RunSeen,
     SeeRun,
 )
@@ -62,14 +50,18 @@ from ckptd.workers import Workers
 
 __all__ = ["Peering"]
 
-logger = logging.getLogger(__name__)
-
-_RUN_IDLE_S = 3600.0  # a run that joined and has had no segment here since
 _WAITS = 16_384  # more than tickets and reads together
 
 
 class Peering:
-    """Connections, runs, replicas and fetches of one daemon.
+    """Connects the parts of a daemon that deal with other nodes.
+
+    Attributes:
+        runs: the runs in which this node takes part.
+        access: who may act on which run.
+        records: who takes part in each run, in files.
+        replicas: other nodes' snapshots.
+        quarantine: snapshots that no replay reproduces.
 
     Raises:
         UnusableFolder: the peer listener cannot be opened, or its security is not configured.
@@ -78,135 +70,109 @@ class Peering:
     def __init__(self, node: NodeContext, workers: NodeWorkers, *, doubt: Doubt) -> None:
         store, events = node.store, node.events
         self._node, self._config, self._store, self._events = node, node.config, store, events
-        self._clock, self.doubt = node.clock, doubt
         self.maker = SegmentMaker(store, events, workers.slow, node.clock)
         self.replicas = ReplicaStore(store)
         self.quarantine = Quarantine(
             store.folder,
             events,
-            segments=lambda job, run: (
-                *store.all_of_run(job, run),
-                *self.replicas.all_of_run(job, run),
-            ),
+            segments=lambda job, run: (*store.all_of_run(job, run), *self.replicas.all_of_run(job, run)),
             damaged=self._quarantined,
         )
-        self.runs: dict[tuple[str, str], Run] = {}
         self.records = RunRecords(store.folder, events)
         self._quiet = QuietGate()
-        self._inbox = PeerInbox(node, self._serve)
+        inbox = PeerInbox(node, self._serve)
         self.fabric: Fabric | None = make_fabric(
-            node.config, node.node_id, self._inbox.arrived, self._quiet, self._turned_away
+            node.config, node.node_id, inbox.arrived, self._quiet, self._turned_away
         )
         self._watch = None if self.fabric is None else FabricWatch(self.fabric, node)
         self._static = static_peers(node.config)
-        access = RunAccess(
+        self.access = RunAccess(
             node.node_id,
             [card.node for card in self._static],
             record_of=self.records.of,
             holds=self._holds,
             everybody=node.config.peer_access == "trusted",
         )
-        self._guard = RunGuard(access, events, record_of=self.records.of, clock=node.clock)
-        self.neighbours = Neighbours(node, self.fabric, self)
-        self._news = RunNews(node, self.records, link=self.neighbours.link, note_epoch=self._note_epoch)
-        self._updates = RecordUpdates(
-            node.node_id,
-            record_of=self.records.of,
-            reach=self._reach,
-            learn=self._news.learn,
-            clock=node.clock,
-        )
-        self._stored: StoreLink | None = None
-        self.fetches = Fetches(node, self.maker, self.replicas, workers, link=self._holder, doubt=doubt)
-        self._digesters = self._own_workers("image-digest")
-        self._digests = ImageDigests(
+        self._guard = RunGuard(self.access, events, record_of=self.records.of, clock=node.clock)
+        self._digesters, self._settlers = self._own_workers("image-digest"), self._own_workers("settle")
+        digests = ImageDigests(
             self._digesters,
             events,
             threads=workers.digests.count,
             map_fn=workers.digests.map_fn,
             doubt=doubt,
         )
-        self._settlers = self._own_workers("settle")
+        self.neighbours = Neighbours(node, self.fabric, self)
+        self.runs = RunDirectory(
+            node,
+            self.records,
+            self.neighbours,
+            vouch=digests.want,
+            static=self._static,
+            note_epoch=self._note_epoch,
+        )
+        self._updates = RecordUpdates(
+            node.node_id,
+            record_of=self.records.of,
+            reach=self._reach,
+            learn=self.runs.learn,
+            clock=node.clock,
+        )
+        self._stored: StoreLink | None = None
+        self.fetches = Fetches(node, self.maker, self.replicas, workers, link=self._holder, doubt=doubt)
         self.host: Host | None = None
         if self.fabric is not None:
             self.host = Host(
                 node,
                 self.fabric,
                 self.replicas,
-                HostWorkers(self._digesters, self.maker, self._settlers, workers.digests),
-                owner=self,
-                vouch=self._digests.want,
+                HostWorkers(self._digesters, self.maker, self._settlers, digests.want, workers.digests),
                 records=self.records,
+                promise_of=self.runs.promise_of,
+                holdings=self.holdings,
+                doubt=doubt,
             )
 
     def _own_workers(self, name: str) -> Workers:
-        """Two threads; what they have done is collected on the loop thread."""
+        """Two threads; their results are collected on the loop thread."""
         made = Workers(name, 2, _WAITS, lambda: self._node.post(made.collect))
         return made
 
     @property
     def slack(self) -> int:
-        """Slots that a trainer's ring should have for snapshots that wait for peers."""
+        """The slots of a trainer's ring that are for snapshots waiting to be replicated."""
         return 0 if self.fabric is None else self._config.replication_slack
 
-    def join(self, key: RankKey, message: Join) -> str:
-        """A local rank tells who takes part in its run. Returns why it is refused, or "".
+    # -- what is held of a run -------------------------------------------------------------------
 
-        Raises:
-            OSError: that cannot be written beside the segments, where it must be before the first
-                snapshot is taken.
-        """
-        message = self._with_static_peers(message)
-        record = self.records.of(key.job, key.run)
-        if record is not None and message.epoch < record.epoch:
-            return f"epoch {message.epoch} of {key} is over: epoch {record.epoch} has begun here"
-        self.records.joined(key.job, key.run, message)  # before anything of this epoch can be lost
-        self.neighbours.meet(member.card for member in message.members)
-        run = self.runs.get((key.job, key.run))
-        if run is None:
-            run = self.runs[key.job, key.run] = Run(
-                key.job,
-                key.run,
-                self._node,
-                link=self.neighbours.link,
-                vouch=self._digests.want,
-            )
-        if refused := run.join(key, message):
-            return refused
-        self._take_note(run)
-        self._tell_idle(run)
-        self._note_epoch(key.job, key.run, message.epoch, message.epoch_start)
-        for node in self.neighbours.lost:  # before this epoch began, and still
-            run.peer_lost(node, "it has not answered for long")
-        return ""
+    def holdings(self, job: str, run: str) -> Holdings:
+        """Everything sealed that this node holds of a run."""
+        record, failures = self.records.of(job, run), self.quarantine.failures(job, run)
+        return local_holdings(self._store, self.replicas, job, run, record, failures)
 
     def see_run(self, message: SeeRun, answer: Callable[[RunSeen], None]) -> None:
-        """What is held of a run: here, and on nodes that took part before and have no rank now."""
+        """Answer with what is held of a run: here, on its present and former nodes, and in storage."""
         self.neighbours.meet(self._static)
-        self.admit(message.job, message.run, message.known)
+        self.access.admit(message.job, message.run, message.known, now_s=self._node.clock())
         RunSurvey(
             GetHoldings(message.job, message.run, nodes=message.known),
             self.holdings(message.job, message.run),
             self._static,
             self._reach,
-            partial(self._with_stored, message, answer) if message.storage else answer,
+            partial(self._add_stored, message, answer) if message.storage else answer,
             known=message.known,
             refused=self._survey_refused,
         )
 
-    def admit(self, job: str, run: str, nodes: Iterable[str]) -> None:
-        """A local trainer, or the operator, says that these nodes take part in a start of the run."""
-        self._guard.access.admit(job, run, nodes, now_s=self._clock())
-
     def _survey_refused(self, node: str, reason: str) -> None:
-        self._events.add("warning", "peer_refused", f"{node} does not tell what it holds: {reason}")
+        self._events.add("warning", "peer_refused", f"{node} refuses to report what it holds: {reason}")
 
     def _reach(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
         self.neighbours.meet(cards)
         return self.neighbours.to_ask(cards)
 
-    def _with_stored(self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen) -> None:
-        """And what is durable."""
+    def _add_stored(self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen) -> None:
+        """Add what is in storage."""
         if self._stored is None:
             answer(seen)
             return
@@ -224,16 +190,10 @@ class Peering:
         )
 
     def use_store(self, link: StoreLink) -> None:
-        """What is durable can be had from there."""
+        """Look for snapshots in storage, too."""
         self._stored = link
 
-    def span_of(self, job: str, run: str) -> int:
-        """How many snapshots the longest suffix of a run has, as far as it is known here."""
-        found = self.runs.get((job, run))
-        return 1 if found is None else found.span
-
     def _holder(self, node: str) -> Holder | None:
-        """Whoever may hold snapshots: a node, or storage."""
         return self._stored if node == STORE_NODE else self.neighbours.link(node)
 
     def drill(self, message: Drill, answer: Callable[[DrillReport], None]) -> None:
@@ -241,57 +201,34 @@ class Peering:
         key = RankKey(message.job, message.run, message.rank)
         self.see_run(SeeRun(message.job, message.run), self.fetches.drill(key, answer))
 
-    def sealed(self, segment: Segment) -> None:
-        """A snapshot of one of our ranks was sealed."""
-        run = self.runs.get((segment.key.job, segment.key.run))
-        if run is not None:
-            run.sealed(segment.key.rank)
-            self._take_note(run)
-
-    def log_sealed(self, segment: Segment) -> None:
-        """A slot of a boundary log of one of our ranks was sealed."""
-        run = self.runs.get((segment.key.job, segment.key.run))
-        if run is not None and segment.descriptor.replicated:
-            run.logged(segment.key.rank)
-
-    def changed(self, key: RankKey) -> None:
-        """What there is of one of our ranks changed: a snapshot was sealed, or a generation, of
-        whatever kind, went.
-        """
-        run = self.runs.get((key.job, key.run))
-        if run is not None:
-            run.sealed(key.rank)
-            run.logged(key.rank)
+    # -- segments and runs of this node ----------------------------------------------------------
 
     def damaged(self, segment: Segment) -> None:
-        """A slot here was quarantined: if it is a replica's, its sender must send it again."""
+        """A slot here was quarantined: the sender of a replica must send it again."""
         if self.host is not None:
-            self.host.damaged(segment)
+            self.host.leases.damaged(segment)
 
     def _quarantined(self, segment: Segment) -> None:
-        """Snapshots here do not count any more."""
         self.damaged(segment)
-        self.changed(segment.key)
+        self.runs.changed(segment.key)
 
     def leave(self, key: RankKey, *, final: bool) -> None:
-        """A trainer ended. Its snapshots stay, and go on to peers, unless its run is over."""
+        """A trainer ended. Its snapshots stay and are still replicated, unless its run is over."""
         self.fetches.leave(key)
         if final:
             self.forget(key.job, key.run)
 
     def knows(self, job: str, run: str) -> bool:
-        """Whether anything but that it was forgotten is known of who takes part in a run."""
+        """Whether a run has a record that says more than that the run was forgotten."""
         record = self.records.of(job, run)
         return record is not None and (record.lost or record.newest_epoch > record.forgotten)
 
     def forget(self, job: str, run: str) -> int:
         """End a run here and free its replicas; returns their bytes."""
-        found = self.runs.pop((job, run), None)
-        if found is not None:
-            self._end(found)
+        self.runs.end(job, run)
         self.records.forget(job, run)
         self.quarantine.forget(job, run)
-        self._guard.access.forget(job, run)
+        self.access.forget(job, run)
         freed = 0
         self.replicas.forget_waiting(job, run)
         for segment in self.replicas.all_of_run(job, run):
@@ -300,35 +237,12 @@ class Peering:
                 self.host.remove(segment, "its run was forgotten")
         return freed
 
-    def holdings(self, job: str, run: str) -> Holdings:
-        """Everything sealed that this node holds of a run."""
-        record, failures = self.records.of(job, run), self.quarantine.failures(job, run)
-        return local_holdings(self._store, self.replicas, job, run, record, failures)
-
-    @property
-    def fabric_counters(self) -> dict[str, int]:
-        """Of the fabric; none without a peer listener."""
-        return {} if self._watch is None else self._watch.counters
-
-    def status(self) -> Peers:
-        """Everything `ckptctl peers` shows."""
-        now_s = self._clock()
-        card = self.neighbours.card
-        return Peers(
-            node=card.node,
-            endpoint=card.endpoint,
-            public_key=card.public_key,
-            peers=self.neighbours.status(now_s),
-            ranks=tuple(s for run in self.runs.values() for s in run.status(now_s)),
-            replicas=tuple(_hosted(segment) for segment in self.replicas.everything()),
-            counters=self.fabric_counters,
-            encryption="" if self.fabric is None else self.fabric.encryption,
-        )
+    def waits_for(self, job: str, run: str) -> list[str]:
+        """Files of a run that are here and cannot be opened yet, so that nobody knows their content."""
+        return self._store.waits_for(job, run) + self.replicas.waits_for(job, run)
 
     def adopt(self) -> None:
-        """Take over the replicas that an earlier daemon left; what it had brought for trainers to
-        read goes.
-        """
+        """Take over an earlier daemon's replicas and records; remove its copies for readers."""
         self.fetches.copies.sweep()
         self.records.adopt()
         self._updates.adopted([(record.job, record.run) for record in self.records])
@@ -355,38 +269,57 @@ class Peering:
         if self.host is not None:
             self.host.note_epoch(job, run, epoch, start)
 
-    def waits_for(self, job: str, run: str) -> list[str]:
-        """The files of a run that are here, and could not be taken over yet: nobody can tell what
-        is in them.
-        """
-        return self._store.waits_for(job, run) + self.replicas.waits_for(job, run)
+    def _holds(self, job: str, run: str) -> bool:
+        return bool(self._store.all_of_run(job, run) or self.replicas.all_of_run(job, run))
+
+    def _is_wanted(self, job: str, run: str) -> bool:
+        """Whether the record of a run is kept: it has joined, or something of it is here."""
+        return (job, run) in self.runs.by_name or self._holds(job, run)
+
+    # -- for the operator ------------------------------------------------------------------------
+
+    @property
+    def fabric_counters(self) -> dict[str, int]:
+        """Counters of the fabric; empty without a peer listener."""
+        return {} if self._watch is None else self._watch.counters
+
+    def status(self) -> Peers:
+        """Everything that `ckptctl peers` shows."""
+        now_s = self._node.clock()
+        card = self.neighbours.card
+        return Peers(
+            node=card.node,
+            endpoint=card.endpoint,
+            public_key=card.public_key,
+            peers=self.neighbours.status(now_s),
+            ranks=tuple(s for run in self.runs.by_name.values() for s in run.status(now_s)),
+            replicas=tuple(_hosted(segment) for segment in self.replicas.everything()),
+            counters=self.fabric_counters,
+            encryption="" if self.fabric is None else self.fabric.encryption,
+        )
+
+    # -- as time passes --------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """Hellos, deadlines, and what time brings to runs, replicas and fetches."""
-        self._guarded("adopt", self._adopt_waiting)
-        self._guarded("quiet", lambda: self._quiet.watch(self._store))
-        self._guarded("neighbours", lambda: self.neighbours.tick(now_s))
-        for run in list(self.runs.values()):
-            self._guarded(f"run {run.job}/{run.run}", partial(self._tick_run, run, now_s))
+        """Do the periodic work of each part; a part that fails does not keep the others from theirs."""
+        guarded, retain_s = self._node.guarded, self._config.retain_detached_s
+        guarded("adopt", self._adopt_waiting)
+        guarded("quiet", lambda: self._quiet.watch(self._store))
+        guarded("neighbours", lambda: self.neighbours.tick(now_s))
+        self.runs.tick(now_s)
         if self.host is not None:
-            self._guarded("replicas", partial(self.host.tick, now_s))
-        retain_s = self._config.retain_detached_s
-        self._guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
-        self._guarded("updates", self._updates.tick)
-        self._guarded("fetches", self.fetches.tick)
-        self._guarded("quarantine", self.quarantine.tick)
+            guarded("replicas", partial(self.host.tick, now_s))
+        guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
+        guarded("updates", self._updates.tick)
+        guarded("fetches", self.fetches.tick)
+        guarded("quarantine", self.quarantine.tick)
         if self._watch is not None:
             self._watch.tick(now_s)
 
-    def wake(self, now_s: float) -> float:
-        """Between ticks: try again what is due; returns when to come back (infinity: at the next tick)."""
-        return min((run.wake(now_s) for run in self.runs.values()), default=float("inf"))
-
     def close(self) -> None:
-        """End everything; what peers have here of us they lose with the fabric."""
+        """End everything; what peers hold open here ends with the fabric."""
         self.fetches.close()
-        for run in self.runs.values():
-            run.close()
+        self.runs.close()
         if self.fabric is not None:
             self.fabric.close()
         if self.host is not None:  # last: nothing touches its slots any more
@@ -394,84 +327,28 @@ class Peering:
         self._settlers.close(timeout_s=0.0)
         self._digesters.close(timeout_s=0.0)
 
-    def _tick_run(self, run: Run, now_s: float) -> None:
-        run.tick()
-        self._take_note(run)
-        self._tell_idle(run)
-        if now_s - run.joined_at_s > _RUN_IDLE_S and not self._store.of_run(run.job, run.run):
-            # Its segments expired long ago. Replicas of others stay: the host knows when they may go.
-            del self.runs[run.job, run.run]
-            self._end(run)
-
-    def _is_wanted(self, job: str, run: str) -> bool:
-        """Whether anything of a run is here."""
-        return (job, run) in self.runs or self._holds(job, run)
-
-    def _holds(self, job: str, run: str) -> bool:
-        return bool(self._store.all_of_run(job, run) or self.replicas.all_of_run(job, run))
-
-    def _take_note(self, run: Run) -> None:
-        """Keep beside the segments what the next daemon must know of a run."""
-        try:
-            if run.recoverable:
-                self.records.note_recoverable(run.job, run.run)
-            if run.has_own_floor:
-                self.records.note_floor(run.job, run.run)
-        except OSError as error:  # tried again at the next tick
-            self._events.count("run_records_failed")
-            logger.warning("the record of %s/%s cannot be written: %s", run.job, run.run, error)
-
-    def _tell_idle(self, run: Run) -> None:
-        """One of the nodes that have ranks tells the others who takes part."""
-        if run.speaks:
-            self._news.tell(run.job, run.run)
-
-    def _end(self, run: Run) -> None:
-        """No longer replicate a run; peers need not keep its replicas for us."""
-        self._news.ended(run.job, run.run)
-        run.close()
-        self.neighbours.tell_all(p.EndRun(run.job, run.run))
-
-    def _guarded(self, what: str, work: Callable[[], None]) -> None:
-        try:
-            work()
-        # Trouble with one run or replica must not keep the others from being looked after.
-        except Exception as error:
-            logger.exception("the periodic work failed: %s", what)
-            self._events.add("error", "internal", f"periodic work, {what}: {error!r}")
-
-    def _with_static_peers(self, message: Join) -> Join:
-        """The configured nodes take part in every run, without ranks."""
-        known = {member.card.node for member in message.members}
-        lent = tuple(Member(card, ()) for card in self._static if card.node not in known)
-        return msgspec.structs.replace(message, members=(*message.members, *lent))
-
-    # -- neighbours ------------------------------------------------------------------------------
+    # -- listener of the neighbours --------------------------------------------------------------
 
     def needed_nodes(self) -> set[str]:
-        """The nodes that take part in a run of this node, and those that are configured."""
-        members = (member.card.node for run in self.runs.values() for member in run.members)
-        return {card.node for card in self._static} | set(members)
+        """Nodes whose connections are kept although they do not answer."""
+        return self.runs.nodes()
 
     def node_lost(self, node: str, reason: str) -> None:
-        """A node does not answer: others take over what it was to do."""
+        """A node does not answer: others take over its part."""
         if self.host is not None:
             self.host.peer_gone(node)
         self.fetches.peer_lost(node)
-        for run in self.runs.values():
-            run.peer_lost(node, reason)
+        self.runs.peer_lost(node, reason)
 
     def node_back(self, node: str) -> None:
-        """It answers again."""
-        for run in self.runs.values():
-            run.peer_back(node)
+        """A lost node answers again."""
+        self.runs.peer_back(node)
 
     def node_restarted(self, node: str, boot_id: str) -> None:
-        """Another daemon answers there; its new life may have come to us before we noticed."""
+        """Another daemon answers there; requests of this boot may have come before we noticed."""
         if self.host is not None:
             self.host.peer_gone(node, but_boot=boot_id)
-        for run in self.runs.values():
-            run.peer_restarted(node)
+        self.runs.peer_restarted(node)
 
     # -- from the fabric -------------------------------------------------------------------------
 
@@ -480,67 +357,45 @@ class Peering:
         self._node.post(lambda: self._events.add("warning", "turned_away", text))
 
     def _serve(self, peer: str, body: bytes, answer: Callable[[bytes], None]) -> None:
+        """Serve a request of a peer; each one is checked by the guard first."""
+
+        def reply(message: p.PeerReply) -> None:
+            answer(p.encode_peer(message))
+
         try:
             message = p.decode_peer(body)
         except ValueError as error:
             self._events.count("peer_garbage")
-            answer(p.encode_peer(p.PeerRefused("bad_message", str(error)[:4000])))
+            reply(p.PeerRefused("bad_message", str(error)[:4000]))
             return
-        reply = partial(_encoded, answer)
         refused = self._guard.refusal(peer, message)
         if refused is not None:
             reply(refused)
             self._updates.refused(message)
         elif isinstance(message, p.PeerHello):
             if self.host is not None:
-                self.host.heard(peer, message.boot_id)
+                self.host.leases.heard(peer, message.boot_id)
             reply(self.neighbours.welcome(message, self.replicas.free_bytes))
         elif isinstance(message, p.Floor):
-            self._floor_message(peer, message)
+            self.runs.floor_message(peer, message)
             reply(p.PeerDone())
         elif isinstance(message, p.TellRun):
-            reply(self._news.learn_from_member(peer, message.record))
+            reply(self.runs.learn_from_member(peer, message.record))
         elif self.host is None or not self.host.serve(peer, message, reply):
             text = f"{type(message).__name__} is no request"
             reply(p.PeerRefused("bad_message", text))
 
-    def _floor_message(self, peer: str, message: p.Floor) -> None:
-        """A boot that may be over tells nothing; what a new one tells comes again with its next heartbeat."""
-        run = self.runs.get((message.job, message.run))
-        if run is None:
-            return
-        if message.boot_id != self.neighbours.boot_of(peer):
-            self._events.count("floor.other_boot")
-            self.neighbours.look_at(peer)
-            return
-        run.floor_message(peer, message)
-
-    # -- for the host ----------------------------------------------------------------------------
-
-    def promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
-        """What is known to be agreed on of a run: in which epoch, what, and the span."""
-        found = self.runs.get((job, run))
-        return (-1, Promise(), 1) if found is None else (found.epoch, found.promise, found.span)
-
-    def failures_of(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
-        """The replays of a run that did not reproduce."""
-        return self.quarantine.failures(job, run)
-
 
 def _hosted(segment: Segment) -> HostedReplica:
-    told = segment.descriptor
+    descriptor = segment.descriptor
     sealed = [h.iteration for _, h in segment.headers() if h.state is SlotState.SEALED]
     return HostedReplica(
         segment.path.name,
-        told.job,
-        told.run,
-        told.rank,
+        descriptor.job,
+        descriptor.run,
+        descriptor.rank,
         segment.file_bytes,
         len(sealed),
         max(sealed, default=-1),
-        told.kind,
+        descriptor.kind,
     )
-
-
-def _encoded(answer: Callable[[bytes], None], reply: p.PeerReply) -> None:
-    answer(p.encode_peer(reply))

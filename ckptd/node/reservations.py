@@ -1,37 +1,75 @@
-"""Segments that trainers ask for: empty ones, and ones that are filled from other nodes
-(docs/replication.md §7).
+"""Segments that trainers ask for (docs/replication.md §7).
 
-On the daemon's loop thread; the answer follows when the memory is there (`SegmentMaker`).
+Empty ones, ones filled from other nodes, and copies of what other ranks have. On the daemon's loop thread;
+the answer follows when the memory is there (`SegmentMaker`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from ckptd.core.sessions import AttachWish, TrainerSession
+from ckptd.core.sessions import AttachWish, RankKey, TrainerSession
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
 from ckptd.errors import SegmentError
-from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_maker import SegmentMaker
-from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
-from ckptd.restore.descriptor_search import FoundDescriptor
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.node_context import NodeContext
+from ckptd.restore.fetches import FoundDescriptor
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["Answer", "Reservations", "segment_info"]
 
 Answer = Callable[[m.Reply], None]
 
+_GONE = "the nodes that held it are gone: start again, the ranks then plan anew"
+_PLAN_ANEW = "a node reports what cannot be true: see `ckptctl peers`, and start again"
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A trainer's request for snapshots, and how to answer it."""
+
+    session: TrainerSession
+    message: m.Fetch
+    answer: Answer
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is for reading what a rank has, and not for the trainer's own ring."""
+        return bool(self.message.kind)
+
+    @property
+    def source(self) -> RankKey:
+        """The rank whose segment is fetched."""
+        key = self.session.key
+        return RankKey(key.job, key.run, self.message.rank) if self.is_copy else key
+
+    @property
+    def image_lens(self) -> list[int]:
+        """The lengths of the images whose header can be read."""
+        return [h.image_len for p in self.message.pieces if (h := unpack_slot_header(p.header)) is not None]
+
+    def refuse(self, code: RefusalCode, text: str, hint: str = "") -> None:
+        self.answer(m.Refused(code, text, hint))
+
 
 class Reservations:
-    """Lays out segments for attached ranks, has them made and filled, and answers."""
+    """Lays out segments for attached ranks, has them made and filled, and answers.
 
-    def __init__(self, store: SegmentStore, maker: SegmentMaker, events: EventLog, peering: Peering) -> None:
-        self._store, self._maker, self._events, self._peering = store, maker, events, peering
+    Args:
+        attached: whether a session has not ended meanwhile.
+    """
+
+    def __init__(
+        self, node: NodeContext, peering: Peering, *, attached: Callable[[TrainerSession], bool]
+    ) -> None:
+        self._store, self._events = node.store, node.events
+        self._peering, self._maker, self._fetches = peering, peering.maker, peering.fetches
+        self._attached = attached
 
     def reserve(
         self, session: TrainerSession, message: m.Reserve | m.ReserveBeside, answer: Answer
@@ -44,14 +82,8 @@ class Reservations:
         if descriptor.holds_snapshots == isinstance(message, m.ReserveBeside):
             text = f"{type(message).__name__} with the descriptor of a segment for {descriptor.kind}"
             return m.Refused(RefusalCode.BAD_DESCRIPTOR, text)
-        return self._make(
-            session,
-            descriptor,
-            message.num_slots,
-            message.slot_bytes,
-            lambda segment: answer(m.Reserved(segment_info(segment), segment.mlocked)),
-            answer,
-        )
+        answered = partial(_answer_segment, answer)
+        return self._make(session, descriptor, message.num_slots, message.slot_bytes, answered, answer)
 
     def _make(
         self,
@@ -64,11 +96,10 @@ class Reservations:
         *,
         final: bool = True,
     ) -> m.Reply | None:
-        """Begin to make the next generation of a rank; ``made`` or a refusal follows later, or one
-        is returned.
+        """Begin to make the next generation of a rank; ``made`` or a refusal follows, or one is returned.
 
         Args:
-            final: whether to tell of a refusal, because less is not asked for afterwards.
+            final: whether to report a refusal: less is not tried afterwards.
         """
         try:
             plan = self._store.plan(descriptor, num_slots, slot_bytes)
@@ -80,67 +111,103 @@ class Reservations:
         return self._maker.make(plan, what=what, made=partial(self._made, made), refused=answer, final=final)
 
     def _made(self, made: Callable[[Segment], None], segment: Segment) -> None:
-        self._events.add(
-            "info",
-            "reserved",
-            f"{segment.key} generation {segment.generation}: {segment.geometry.num_slots} slots of "
-            f"{format_bytes(segment.geometry.slot_bytes)}"
-            f"{', locked in memory' if segment.mlocked else ''}",
-            segment.key,
-        )
+        num_slots, slot_bytes = segment.geometry.num_slots, segment.geometry.slot_bytes
+        locked = ", locked in memory" if segment.mlocked else ""
+        what = f"{segment.key} generation {segment.generation}"
+        text = f"{what}: {num_slots} slots of {format_bytes(slot_bytes)}{locked}"
+        self._events.add("info", "reserved", text, segment.key)
         made(segment)
 
     def fetch(self, session: TrainerSession, message: m.Fetch, answer: Answer) -> m.Reply | None:
-        """Make a segment like the one that the holders have, and begin to fill it; answers as
-        `reserve` does.
+        """Make a segment like that of the source, and begin to fill it; answers as `reserve` does.
+
+        Without a ``kind`` in the message it is the next generation of the rank. With one, it is a
+        copy that only this rank reads, of what another rank of the run has.
         """
-        images = [h.image_len for p in message.pieces if (h := unpack_slot_header(p.header))]
-        if len(images) < len(message.pieces):
-            return m.Refused(RefusalCode.BAD_MESSAGE, "a slot header in it is damaged")
-
-        def described(found: FoundDescriptor | str) -> None:
-            if isinstance(found, str):
-                hint = "the nodes that held it are gone: start again, the ranks then plan anew"
-                answer(m.Refused(RefusalCode.NOT_FOUND, found, hint))
-                return
-            if not found.descriptor.holds_snapshots:
-                text = f"what is to be fetched holds {found.descriptor.kind}, not snapshots"
-                answer(m.Refused(RefusalCode.BAD_MESSAGE, text))
-                return
-            if not all(0 < image_len <= found.slot_bytes for image_len in images):
-                text = f"images of {min(images)} to {max(images)} bytes, slots of {found.slot_bytes}"
-                hint = "a node tells what cannot be: see `ckptctl peers`, and plan anew"
-                answer(m.Refused(RefusalCode.BAD_MESSAGE, f"{text} bytes", hint))
-                return
-            least = len(message.pieces) + 2
-            make = partial(
-                self._make,
-                session,
-                found.descriptor,
-                slot_bytes=found.slot_bytes,
-                made=lambda segment: self._begin_fetch(segment, message, answer),
-                answer=answer,
-            )
-            # As much room as the holder has, or, on a node with less memory, as little as will do.
-            refused = None
-            if found.num_slots > least:
-                refused = make(num_slots=found.num_slots, final=False)
-            if found.num_slots <= least or refused is not None:
-                refused = make(num_slots=least)
-            if refused is not None:
-                answer(refused)
-
+        request = _Request(session, message, answer)
+        if (wrong := _bad_request(request)) is not None:
+            return m.Refused(RefusalCode.BAD_MESSAGE, wrong)
         self._peering.neighbours.meet(message.cards)
-        self._peering.fetches.find_descriptor(session.key, message.pieces[0].sources, described)
+        sources = message.pieces[0].sources
+        self._fetches.find_descriptor(request.source, sources, partial(self._described, request))
         return None
 
-    def _begin_fetch(self, segment: Segment, message: m.Fetch, answer: Answer) -> None:
-        self._peering.fetches.fetch(segment, message.pieces)
-        answer(m.Reserved(segment_info(segment), segment.mlocked))
+    def _described(self, request: _Request, found: FoundDescriptor | str) -> None:
+        if isinstance(found, str):
+            request.refuse(RefusalCode.NOT_FOUND, found, _GONE)
+            return
+        if not request.is_copy and not found.descriptor.holds_snapshots:
+            text = f"the segment to be fetched holds {found.descriptor.kind}, not snapshots"
+            request.refuse(RefusalCode.BAD_MESSAGE, text)
+            return
+        if request.is_copy and (wrong := _unlike(found.descriptor, request)) is not None:
+            request.refuse(RefusalCode.BAD_MESSAGE, wrong, _PLAN_ANEW)
+            return
+        images = request.image_lens
+        if not all(0 < length <= found.slot_bytes for length in images):
+            text = f"images of {min(images)} to {max(images)} bytes, slots of {found.slot_bytes} bytes"
+            request.refuse(RefusalCode.BAD_MESSAGE, text, _PLAN_ANEW)
+            return
+        if request.is_copy:
+            self._make_copy(request, found.descriptor, len(images), max(images))
+        else:
+            self._make_generation(request, found)
+
+    def _make_generation(self, request: _Request, found: FoundDescriptor) -> None:
+        """As many slots as the source has; on a node with less memory, as few as will do."""
+        least = len(request.message.pieces) + 2
+        make = partial(
+            self._make,
+            request.session,
+            found.descriptor,
+            slot_bytes=found.slot_bytes,
+            made=partial(self._begin_fetch, request),
+            answer=request.answer,
+        )
+        refused = None
+        if found.num_slots > least:
+            refused = make(num_slots=found.num_slots, final=False)
+        if found.num_slots <= least or refused is not None:
+            refused = make(num_slots=least)
+        if refused is not None:
+            request.answer(refused)
+
+    def _begin_fetch(self, request: _Request, segment: Segment) -> None:
+        self._fetches.fetch(segment, request.message.pieces)
+        _answer_segment(request.answer, segment)
+
+    def _make_copy(
+        self, request: _Request, descriptor: SegmentDescriptor, num_slots: int, slot_bytes: int
+    ) -> None:
+        copies = self._fetches.copies
+        try:
+            plan = copies.plan(request.session.wish, descriptor, num_slots, slot_bytes)
+        except ValueError as error:
+            request.refuse(RefusalCode.BAD_MESSAGE, str(error))
+            return
+        what = f"{num_slots} slots of {format_bytes(slot_bytes)} to read what {request.source} has"
+        made = partial(self._copy_made, request, plan.number)
+        refusal = self._maker.make(plan, what=what, made=made, refused=request.answer)
+        if refusal is not None:
+            request.answer(refusal)
+
+    def _copy_made(self, request: _Request, number: int, segment: Segment) -> None:
+        reader = request.session.key
+        if not self._attached(request.session):  # nobody would ever drop it
+            self._maker.give_back(segment)
+            request.refuse(RefusalCode.NO_SESSION, f"{reader} has left meanwhile")
+            return
+        size = format_bytes(segment.file_bytes)
+        text = f"{reader}: a copy of {request.source} ({request.message.kind}, {size})"
+        self._events.add("info", "reserved", text, reader)
+        self._fetches.fetch_copy(reader, number, segment, request.message.pieces)
+        geometry = segment.geometry
+        info = m.SegmentInfo(str(segment.path), number, geometry.slot_bytes, geometry.num_slots)
+        request.answer(m.Reserved(info, segment.mlocked))
 
     def fetch_state(self, session: TrainerSession, message: m.GetFetch) -> m.Reply:
-        """How far a fetch is."""
-        job = self._peering.fetches.of(session.key, message.generation)
+        """The progress of a fetch."""
+        job = self._fetches.of(session.key, message.generation)
         if job is None:
             text = f"nothing is fetched into generation {message.generation} of {session.key}"
             return m.Refused(RefusalCode.NOT_FOUND, text, "the daemon was restarted: start again")
@@ -149,12 +216,12 @@ class Reservations:
 
 def segment_info(segment: Segment) -> m.SegmentInfo:
     """Where a trainer finds its segment."""
-    return m.SegmentInfo(
-        path=str(segment.path),
-        generation=segment.generation,
-        slot_bytes=segment.geometry.slot_bytes,
-        num_slots=segment.geometry.num_slots,
-    )
+    geometry = segment.geometry
+    return m.SegmentInfo(str(segment.path), segment.generation, geometry.slot_bytes, geometry.num_slots)
+
+
+def _answer_segment(answer: Answer, segment: Segment) -> None:
+    answer(m.Reserved(segment_info(segment), segment.mlocked))
 
 
 def _contradiction(descriptor: SegmentDescriptor, wish: AttachWish) -> str | None:
@@ -168,7 +235,45 @@ def _contradiction(descriptor: SegmentDescriptor, wish: AttachWish) -> str | Non
         ("topology", descriptor.topology, wish.topology),
         ("layout_version", descriptor.layout_version, wish.layout_version),
     )
-    for name, told, attached in pairs:
-        if told != attached:
-            return f"the descriptor says {name} {told!r}, the session attached with {attached!r}"
+    for name, found, attached in pairs:
+        if found != attached:
+            return f"the descriptor says {name} {found!r}, the session attached with {attached!r}"
+    return None
+
+
+def _bad_request(request: _Request) -> str | None:
+    """Why a fetch is refused, if it is.
+
+    A trainer reads what ranks of its own run have, and all pieces are of one rank.
+    """
+    message, world_size = request.message, request.session.wish.world_size
+    if request.is_copy and not 0 <= message.rank < world_size:
+        return f"rank {message.rank} of a run with {world_size} ranks"
+    if len(request.image_lens) < len(message.pieces):
+        return "a slot header in the request is damaged"
+    if not request.is_copy:
+        return None
+    source = request.source
+    names = f"{source.job}~{source.run}~r{source.rank}~g"
+    for piece in message.pieces:
+        for each in piece.sources:
+            if not each.segment.startswith(names):
+                return f"{each.segment} on {each.node} is no segment of {source}"
+    return None
+
+
+def _unlike(descriptor: SegmentDescriptor, request: _Request) -> str | None:
+    """How the segment that was found differs from the one that was asked for, if it does."""
+    wish, source = request.session.wish, request.source
+    pairs = (
+        ("job", descriptor.job, source.job),
+        ("run", descriptor.run, source.run),
+        ("rank", descriptor.rank, source.rank),
+        ("kind", descriptor.kind, request.message.kind),
+        ("world_size", descriptor.world_size, wish.world_size),
+        ("layout_version", descriptor.layout_version, wish.layout_version),
+    )
+    for name, found, wanted in pairs:
+        if found != wanted:
+            return f"the segment to be read has {name} {found!r}, the request is for {wanted!r}"
     return None

@@ -1,53 +1,42 @@
-"""What the daemon answers to each message, and what it does as time passes.
+"""The daemon's answer to each message, and its periodic work.
 
-A `Service` lives on the daemon's loop thread and never blocks: what may take long (making a
-segment, digesting, unlinking) goes to workers, whose results come back through `collect`. The
-rules of admission are in `ckptd.core.sessions`; the truth about memory is in the segment files.
+A `Service` lives on the daemon's loop thread and never blocks: workers do what may take long (making
+a segment, digesting, unlinking), and their results come back through `collect`. The rules of
+admission are in `ckptd.core.sessions`; the truth about memory is in the segment files.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ckptd.core.recovery.quarantine import open_failures
-from ckptd.core.sessions import (
-    TrainerSession,
-    wrong_members,
-)
+from ckptd.core.sessions import TrainerSession, wrong_members
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.node.admin import Admin
-from ckptd.node.elastic_placements import ElasticFacts
+from ckptd.node.admin import Admin, ElasticFacts
 from ckptd.node.peering import Peering
-from ckptd.node.process_watch import PidWatcher
 from ckptd.node.reservations import Answer, Reservations
-from ckptd.node.trainers import Trainers
+from ckptd.node.trainers import PidWatcher, Trainers
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
-from ckptd.restore.remote_copies import ForReading
-from ckptd.restore.store_restore import Bringing
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.restore.store_restore import StoreRestore
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
 from ckptd.units import format_bytes
 
 __all__ = ["Service"]
-
-logger = logging.getLogger(__name__)
 
 _MAX_UNANSWERED = 64  # requests of one connection; a client has one at a time, and some that it gave up
 
 
 class Service:
-    """The daemon's sessions and segments behind one `handle` and one `tick`.
+    """Serves messages by `handle`, and does the periodic work in `tick`.
 
     Args:
-        node: its folder is claimed and its segments are adopted by `start`.
-        housekeeper: seals, settles, scrubs and expires.
-        tier: what becomes durable, where there is a store.
-        stop: ends this daemon, told why; called when it makes way for another.
+        tier: None where no store is configured.
+        stop: ends this daemon for a reason; called when it makes way for another one.
     """
 
     def __init__(
@@ -66,25 +55,22 @@ class Service:
         self._housekeeper, self._peering = housekeeper, peering
         self.trainers = Trainers(node, housekeeper, watcher, peering)
         self.sessions = self.trainers.sessions
-        self._reserving = Reservations(store, peering.maker, events, peering)
-        self._for_reading = ForReading(
-            peering.maker,
-            peering.fetches,
-            events,
-            meet=peering.neighbours.meet,
+        self._reservations = Reservations(
+            node,
+            peering,
             attached=lambda session: self.sessions.of_identity(session.identity) is session,
         )
         link = None if tier is None else tier.link
-        self._bringing = Bringing(link, store, peering.maker, peering.fetches, housekeeper)
+        self._store_restore = StoreRestore(link, store, peering.maker, peering.fetches, housekeeper)
         store.promised = self.sessions.promised
         self._admin = admin = Admin(node, self.sessions, housekeeper, peering, tier)
         self._unanswered: Counter[bytes] = Counter()
         self._elastic = ElasticFacts()
         self._busy_s = clock()
-        # What a trainer asks, once it is attached.
+        # Messages of attached trainers.
         self._of_session: dict[type, Callable[[TrainerSession, Any, Answer], m.Reply | None]] = {
-            m.Reserve: self._reserving.reserve,
-            m.ReserveBeside: self._reserving.reserve,
+            m.Reserve: self._reservations.reserve,
+            m.ReserveBeside: self._reservations.reserve,
             m.Filled: self._filled,
             m.Drop: self._drop,
             m.Report: self._report,
@@ -94,32 +80,32 @@ class Service:
             m.Detach: self._detach,
             m.Join: self._join,
             m.TellReplay: self._tell_replay,
-            m.Fetch: self._fetch,
-            m.GetFetch: self._fetch_state,
+            m.Fetch: self._reservations.fetch,
+            m.GetFetch: lambda session, message, _: self._reservations.fetch_state(session, message),
         }
-        # What any connection may ask.
+        # Messages of any connection.
         self._of_anybody: dict[type, Callable[[Any, Answer], m.Reply | None]] = {
             m.SeeRun: peering.see_run,
-            m.GetPeers: lambda _message, _answer: peering.status(),
+            m.GetPeers: lambda _message, _: peering.status(),
             m.Drill: peering.drill,
-            m.GetStatus: lambda _message, _answer: admin.status(),
-            m.GetSnapshots: lambda message, _answer: admin.snapshots(message),
-            m.GetEvents: lambda message, _answer: admin.events(message),
+            m.GetStatus: lambda _message, _: admin.status(),
+            m.GetSnapshots: lambda message, _: admin.snapshots(message),
+            m.GetEvents: lambda message, _: admin.events(message),
             m.GetElastic: self._see_elastic,
-            m.GetDurableWorlds: lambda message, _answer: self._bringing.look(message),
-            m.BringStored: lambda message, _answer: self._bringing.bring(message),
+            m.GetDurableWorlds: lambda message, _: self._store_restore.look(message),
+            m.BringStored: lambda message, _: self._store_restore.restore(message),
             m.Park: self._park,
             m.Forget: self._forget,
             m.StepAside: self._step_aside,
-            m.Unquarantine: lambda message, _answer: admin.unquarantine(message),
+            m.Unquarantine: lambda message, _: admin.unquarantine(message),
             m.AdmitNodes: self._admit_nodes,
         }
 
     def handle(self, identity: bytes, message: m.Message, answer: Answer, process: int = -1) -> None:
-        """Serve one message; `answer` is called once, now or later, or never for a one-way one.
+        """Serve one message; `answer` is called once, now or later, or never for a one-way message.
 
         Args:
-            process: that sent it, as `peer_process` has it.
+            process: the sender, as `peer_process` returns it.
         """
         if isinstance(message, m.Hello):
             answer(self.trainers.hello(identity, message, process))
@@ -140,7 +126,7 @@ class Service:
     def _handler(
         self, identity: bytes, message: m.Message, session: TrainerSession | None
     ) -> Callable[[Answer], m.Reply | None]:
-        """What serves a message; an answer may be returned, or given later."""
+        """The function that serves a message; it returns the answer, or gives it later."""
         kind = type(message)
         if isinstance(message, m.Attach):
             return lambda _: self.trainers.attach(identity, message)
@@ -156,7 +142,7 @@ class Service:
         return partial(of_session, session, message)
 
     def _counted(self, identity: bytes, message: m.Message, answer: Answer) -> Answer | None:
-        """The answer, which is counted until it is given; None if too many are wanted already."""
+        """The answer, counted until it is given; None if too many answers are outstanding."""
         if isinstance(message, m.OneWay):
             return answer
         if self._unanswered[identity] >= _MAX_UNANSWERED:
@@ -176,7 +162,7 @@ class Service:
         return answered
 
     def tick(self) -> None:
-        """What time brings: dead owners, expired runs, slots that wait, the scrub."""
+        """Do the periodic work of trainers, segments, peers and storage."""
         now_s = self._clock()
         self.trainers.tick(now_s)
         self._housekeeper.tick(now_s, {(s.key.job, s.key.run) for s in self.sessions})
@@ -188,7 +174,7 @@ class Service:
 
     @property
     def idle_s(self) -> float:
-        """For how long no trainer has been here."""
+        """Seconds since the last trainer was attached."""
         return self._clock() - self._busy_s
 
     # -- trainers --------------------------------------------------------------------------------
@@ -220,7 +206,7 @@ class Service:
             text = f"{session.key} has no generation {message.generation}"
             return m.Refused(RefusalCode.NOT_FOUND, text)
         self._housekeeper.remove(segment, "its trainer no longer needs it")
-        self._peering.changed(session.key)
+        self._peering.runs.changed(session.key)
         return m.Done(f"freed {format_bytes(segment.file_bytes)}")
 
     def _report(self, session: TrainerSession, message: m.Report, _: Answer) -> m.Reply | None:
@@ -253,7 +239,7 @@ class Service:
         return self._elastic.seen(message.job, message.run, self._clock())
 
     def _admit_nodes(self, message: m.AdmitNodes, _: Answer) -> m.Reply:
-        self._peering.admit(message.job, message.run, message.nodes)
+        self._peering.access.admit(message.job, message.run, message.nodes, now_s=self._clock())
         names = ", ".join(message.nodes)
         return m.Done(f"{names} may act on {message.job}/{message.run} for an hour")
 
@@ -269,7 +255,7 @@ class Service:
         final = ", and its run is over" if message.final else ""
         self._events.add("info", "detached", f"process {session.pid} left {session.key}{final}", session.key)
         self._peering.leave(session.key, final=message.final)
-        # What a replay did not reproduce is not to replace what is durable.
+        # Snapshots that no replay reproduced must not replace durable ones.
         doubted = open_failures(self._peering.quarantine.failures(session.key.job, session.key.run))
         if self._tier is not None and not message.final and not doubted:
             self._tier.leave(session.key)
@@ -283,13 +269,13 @@ class Service:
 
     def _join(self, session: TrainerSession, message: m.Join, _: Answer) -> m.Reply:
         if wrong := wrong_members(message.members, session.wish.world_size):
-            text = f"who takes part in the run of {session.key} cannot be: {wrong}"
+            text = f"the members of the run of {session.key} are impossible: {wrong}"
             self._events.add("warning", "refused.members", text, session.key)
-            return m.Refused(RefusalCode.BAD_MESSAGE, text, "every rank tells the same nodes, once")
+            return m.Refused(RefusalCode.BAD_MESSAGE, text, "every rank must name the same nodes, each once")
         try:
-            refused = self._peering.join(session.key, message)
+            refused = self._peering.runs.join(session.key, message)
         except OSError as error:
-            text = f"who takes part in {session.key.job}/{session.key.run} cannot be written: {error}"
+            text = f"the members of {session.key.job}/{session.key.run} cannot be written: {error}"
             self._events.add("error", "run_not_recorded", text, session.key)
             return m.Refused(
                 RefusalCode.SEGMENT_FS,
@@ -311,14 +297,6 @@ class Service:
     def _tell_replay(self, session: TrainerSession, message: m.TellReplay, _: Answer) -> m.Reply:
         self._peering.quarantine.tell(session.key.job, session.key.run, message.failure)
         return m.Done()
-
-    def _fetch(self, session: TrainerSession, message: m.Fetch, answer: Answer) -> m.Reply | None:
-        if message.kind:
-            return self._for_reading.begin(session, message, answer)
-        return self._reserving.fetch(session, message, answer)
-
-    def _fetch_state(self, session: TrainerSession, message: m.GetFetch, _: Answer) -> m.Reply:
-        return self._reserving.fetch_state(session, message)
 
     def _ping(self, session: TrainerSession | None) -> m.Reply:
         wanted = 0 if session is None else self.trainers.parks.number_for(session.key)

@@ -1,4 +1,4 @@
-"""The socket on which trainers and `ckptctl` reach the daemon: framing, answers, and what is no message."""
+"""The socket on which trainers and `ckptctl` reach the daemon: framing, answers, and garbage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import zmq
 
 from ckptd.config.runtime_dir import UnusableFolder, give_to_group
 from ckptd.node_context import NodeContext
-from ckptd.transport.access.doorkeeper import fd_of_frame
-from ckptd.transport.access.local_door import LocalDoor, local_limits
+from ckptd.transport.access.doorkeeper import LocalDoor, fd_of_frame, local_limits
 from ckptd.transport.access.local_trust import check_way, own_users
 from ckptd.transport.access.refusals import RefusalLog
-from ckptd.transport.control.messages import Message, RefusalCode, Refused, Reply
-from ckptd.transport.control.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
+from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.verbs import FabricCounters
+from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
 
 __all__ = ["TrainerSocket"]
 
@@ -28,18 +27,18 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 256  # messages served before looking at anything else
 _QUEUE = 1024  # messages kept per client that does not read
-_BACKLOG = 1024  # connections that wait to be accepted: beyond, a client has to try again
+_BACKLOG = 1024  # connections that wait to be accepted; further clients have to try again
 _GARBAGE_LOG_S = 10.0
 
 _Serve = Callable[[bytes, Message, Callable[[Reply], None], int], None]
 
 
 class TrainerSocket:
-    """Listens where the configuration says; on the daemon's loop thread.
+    """Listens at the configured endpoint; on the daemon's loop thread.
 
     Args:
-        group: whose members may connect beside ourselves; None: nobody.
-        serve: called with each message: who sent it, how it is answered, and the process that sent it.
+        group: its members may connect besides this user; None: nobody else.
+        serve: called with each message: sender, message, how to answer it, and the sender's process.
     """
 
     def __init__(self, node: NodeContext, group: int | None, serve: _Serve) -> None:
@@ -53,14 +52,14 @@ class TrainerSocket:
 
     @property
     def refused(self) -> dict[str, int]:
-        """Connections and messages that were turned away, by reason."""
+        """Connections and messages that were refused, by reason."""
         return self._refusals.shown()
 
     def open(self) -> zmq.Socket[bytes]:
         """Listen.
 
         Raises:
-            UnusableFolder: nobody can listen there, or others can change the way to it.
+            UnusableFolder: the endpoint cannot be bound, or other users can change the path to it.
         """
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -99,16 +98,18 @@ class TrainerSocket:
             self.socket = None
 
     def end(self) -> None:
-        """Give everything back, after `close`."""
+        """Release everything, after `close`."""
         self._context.term()
-        _remove_socket(self._listen)
+        path = self._listen.removeprefix("ipc://")
+        if path.startswith("/"):
+            Path(path).unlink(missing_ok=True)
 
     def _turned_away(self, text: str) -> None:
-        """A line about local connections, from any thread."""
+        """Report a refused local connection, from any thread."""
         self._node.post(lambda: self._node.events.add("warning", "turned_away", f"local: {text}"))
 
     def receive(self) -> None:
-        """Serve what has come, up to a batch of it."""
+        """Serve the messages that have arrived, up to a batch."""
         assert self.socket is not None
         assert self._door is not None
         for _ in range(_BATCH):
@@ -152,7 +153,7 @@ class TrainerSocket:
             logger.info("an answer could not be delivered: %s", error)
 
     def _garbage(self, identity: bytes, error: WireError) -> None:
-        """Count it, log it now and then, and answer if there is somebody to answer."""
+        """Count it, log it now and then, and answer if it has an envelope."""
         self._node.events.count(f"garbage.{error.code}")
         now_s = time.monotonic()
         if now_s - self._garbage_logged_s > _GARBAGE_LOG_S:
@@ -163,9 +164,3 @@ class TrainerSocket:
             code = RefusalCode.PROTOCOL if other_version else RefusalCode.BAD_MESSAGE
             hint = "run the same ckptd version on both sides" if other_version else ""
             self._answer(identity, error.envelope.id, Refused(code, str(error), hint))
-
-
-def _remove_socket(endpoint: str) -> None:
-    path = endpoint.removeprefix("ipc://")
-    if path.startswith("/"):
-        Path(path).unlink(missing_ok=True)

@@ -1,38 +1,114 @@
-"""The trainers of this node: who says hello, who is admitted as which rank, and who is gone.
+"""The trainers of this node: connections, admission as ranks, owner tokens, and ends of processes.
 
 On the daemon's loop thread. The rules of admission are in `ckptd.core.sessions`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
 import os
+import select
 from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
 
 import ckptd
 from ckptd.config.settings import given_settings
-from ckptd.core.park_requests import ParkRequests
 from ckptd.core.sessions import (
     Admitted,
     AttachWish,
+    ParkRequests,
     RankKey,
     Rejected,
     SessionTable,
     TrainerSession,
     decide_attach,
 )
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.admin import openers
-from ckptd.node.park_events import ParkEvents
 from ckptd.node.peering import Peering
-from ckptd.node.process_watch import PidWatcher
-from ckptd.node.rank_owners import OwnerTokens
 from ckptd.node.reservations import segment_info
 from ckptd.node_context import NodeContext
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import RefusalCode
+from ckptd.private_files import replace_private_file
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
+from ckptd.unpacking import unpack
 
-__all__ = ["Trainers"]
+__all__ = ["OwnerTokens", "ParkEvents", "PidWatcher", "PidfdWatcher", "Trainers"]
+
+logger = logging.getLogger(__name__)
+
+
+class PidWatcher(Protocol):
+    """Reports the ends of processes."""
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        """Call ``ended`` once when the process ends; false if it cannot be watched."""
+
+    def has_ended(self, pid: int) -> bool:
+        """Whether a watched process has ended, even if ``ended`` was not called yet."""
+
+    def forget(self, pid: int) -> None:
+        """Stop watching; nothing happens if the process was not watched."""
+
+
+class PidfdWatcher:
+    """Watches processes of this user, children or not, through their pidfds."""
+
+    def __init__(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        self._by_fd: dict[int, tuple[int, list[Callable[[], None]]]] = {}
+        self._by_pid: dict[int, int] = {}
+
+    def watch(self, pid: int, ended: Callable[[], None]) -> bool:
+        if pid not in self._by_pid:
+            try:
+                fd = os.pidfd_open(pid)
+            except OSError as error:  # gone already, another namespace, or an old kernel
+                logger.info("process %d cannot be watched: %s", pid, error)
+                return False
+            self._by_pid[pid] = fd
+            self._by_fd[fd] = (pid, [])
+            self._poller.register(fd, zmq.POLLIN)
+        self._by_fd[self._by_pid[pid]][1].append(ended)
+        return True
+
+    def has_ended(self, pid: int) -> bool:
+        fd = self._by_pid.get(pid)
+        if fd is None:
+            return False
+        now = select.poll()  # not select(): the descriptor may be beyond its 1024
+        now.register(fd, select.POLLIN)
+        return bool(now.poll(0))
+
+    def forget(self, pid: int) -> None:
+        fd = self._by_pid.pop(pid, None)
+        if fd is not None:
+            del self._by_fd[fd]
+            self._poller.unregister(fd)
+            os.close(fd)
+
+    def run(self, ready: Container[object], call: Callable[[Callable[[], None]], None]) -> None:
+        """Call the callbacks of processes that have ended."""
+        for fd in [fd for fd in self._by_fd if fd in ready]:
+            pid, callbacks = self._by_fd[fd]
+            self.forget(pid)
+            for ended in callbacks:
+                call(ended)
+
 
 _MAX_STRANGERS = 4096  # connections that said Hello; the least recent one is forgotten first
 _SILENT_S = 120.0  # a trainer that cannot be watched and owns nothing is gone after so long
@@ -42,8 +118,8 @@ class Trainers:
     """Sessions of attached trainers.
 
     Attributes:
-        parks: requests to park, and what came of them.
-        park_events: what is told of parked state.
+        parks: requests to park, and their outcomes.
+        park_events: events about parked state.
     """
 
     def __init__(
@@ -58,7 +134,7 @@ class Trainers:
         self._owners = OwnerTokens(node.store.folder)
 
     def tick(self, now_s: float) -> None:
-        """Find those that ended and cannot be watched."""
+        """End the sessions of trainers that are gone and could not be watched."""
         for session in self.sessions:
             if session.watched_by != "pidfd" and self._is_gone(session, now_s):
                 self.gone(session, "its owner lock is free")
@@ -66,11 +142,10 @@ class Trainers:
         self.park_events.tick()
 
     def ranks_of(self, job: str, run: str) -> list[int]:
-        """The ranks of a run that are attached here."""
         return [s.key.rank for s in self.sessions if (s.key.job, s.key.run) == (job, run)]
 
     def hello(self, identity: bytes, message: m.Hello, process: int) -> m.Reply:
-        """A process says who it is; see `Service.handle`."""
+        """Remember who a connection is; the answer describes this daemon."""
         self._hellos[identity] = message, process
         self._hellos.move_to_end(identity)
         while len(self._hellos) > _MAX_STRANGERS:
@@ -87,7 +162,7 @@ class Trainers:
         )
 
     def attach(self, identity: bytes, message: m.Attach) -> m.Reply:
-        """Admit a trainer as its rank, or tell it why not."""
+        """Admit a trainer as its rank, or refuse it with a reason."""
         hello, process = self._hellos.get(identity, (None, -1))
         if hello is None:
             return m.Refused(RefusalCode.NO_SESSION, "Attach without Hello", "say Hello first")
@@ -106,9 +181,8 @@ class Trainers:
         if waiting := self._peering.waits_for(message.job, message.run):
             return m.Refused(
                 RefusalCode.NOT_READY,
-                f"{len(waiting)} files of {message.job}/{message.run} cannot be opened now, such "
-                f"as {waiting[0]}: "
-                "what is in them is not known yet",
+                f"{len(waiting)} files of {message.job}/{message.run} cannot be opened now, such as "
+                f"{waiting[0]}: their content is not known yet",
                 "`ckptctl events` says why (segment_waits); `ckptctl forget` gives them up",
             )
         owner = self._current_owner(wish)
@@ -148,7 +222,7 @@ class Trainers:
         if previous is not None:
             self.sessions.remove(previous)
         now_s = self._clock()
-        # What the process says of itself only counts where the kernel does not say who it is.
+        # The process's own statement counts only if the kernel does not name the process.
         pid = process if process > 0 else hello.pid
         visible = process > 0 or (process < 0 and _same_pid_namespace(hello))
         session = TrainerSession(
@@ -165,37 +239,31 @@ class Trainers:
             self._events.add("error", "owner_unwritten", text, wish.key)
         for note in decision.notes:
             self._events.add("info", "stale_run", note, wish.key)
-        self._events.add(
-            "info",
-            "attached",
-            f"process {pid} is {wish.key} of {wish.world_size}, with "
-            f"{len(decision.generations)} segments in memory (watched by {session.watched_by})",
-            wish.key,
+        text = (
+            f"process {pid} is {wish.key} of {wish.world_size}, with {len(decision.generations)} segments in "
+            f"memory (watched by {session.watched_by})"
         )
+        self._events.add("info", "attached", text, wish.key)
         got = [self._store.get(wish.key, generation) for generation in decision.generations]
         found = [segment for segment in got if segment is not None]
-        beside = [segment for segment in found if not segment.holds_snapshots]
+        auxiliary = [segment for segment in found if not segment.holds_snapshots]
         return m.Attached(
             segments=tuple(segment_info(segment) for segment in found if segment.holds_snapshots),
             quota_bytes=self._store.quota_bytes,
-            # For snapshots: what this rank's own logs and parked states take is not to be had for them.
-            available_bytes=max(0, decision.available_bytes - sum(s.file_bytes for s in beside)),
+            # For snapshots: not the memory that this rank's own logs and parked states have.
+            available_bytes=max(0, decision.available_bytes - sum(s.file_bytes for s in auxiliary)),
             replication_slack=self._peering.slack,
             persists=self._persists,
-            logs=tuple(segment_info(s) for s in beside if s.is_log),
-            parked=tuple(segment_info(s) for s in beside if not s.is_log),
+            logs=tuple(segment_info(s) for s in auxiliary if s.is_log),
+            parked=tuple(segment_info(s) for s in auxiliary if not s.is_log),
             notes=decision.notes,
         )
 
     def gone(self, session: TrainerSession, why: str) -> None:
-        """A trainer ended without a word: free what it was filling, seal what it had filled."""
+        """A trainer ended without detaching: free what it was filling, seal what it had filled."""
         self.retire(session)
-        self._events.add(
-            "warning",
-            "trainer_gone",
-            f"process {session.pid} of {session.key} is gone ({why}) at step {session.step}",
-            session.key,
-        )
+        text = f"process {session.pid} of {session.key} is gone ({why}) at step {session.step}"
+        self._events.add("warning", "trainer_gone", text, session.key)
         self._peering.leave(session.key, final=False)
         for segment in self._store.all_of_rank(session.key):
             segment.end_quiet()
@@ -203,7 +271,7 @@ class Trainers:
         self.park_events.ended(session)
 
     def _current_owner(self, wish: AttachWish) -> TrainerSession | None:
-        """The live session of a rank; one whose process has just ended is retired first."""
+        """The live session of a rank; a session whose process has just ended is retired first."""
         owner = self.sessions.of_rank(wish.key)
         if owner is None or self._owners.prove(wish.key, wish.token):
             return owner
@@ -216,7 +284,6 @@ class Trainers:
         return owner
 
     def retire(self, session: TrainerSession) -> None:
-        """Its session is over."""
         self.sessions.remove(session)
         self._owners.remove(session.key)
         self.parks.gone(session.key)
@@ -228,25 +295,167 @@ class Trainers:
             self.gone(session, "its process ended")
 
     def _is_gone(self, session: TrainerSession, now_s: float) -> bool:
-        """For trainers that cannot be watched: the owner lock was there and is there no more."""
+        """For trainers that cannot be watched: the owner lock was held, and is free now."""
         if any(segment.owned() for segment in self._store.all_of_rank(session.key)):
             session.owner_seen = True
             return False
         return session.owner_seen or now_s - session.last_seen_s > _SILENT_S
 
     def _openers(self, key: RankKey) -> list[int]:
-        """Processes that have an owned segment of this rank open, for a refusal's message."""
+        """Other processes that have an owned segment of this rank open, for a refusal's message."""
         return openers([segment for segment in self._store.all_of_rank(key) if segment.owned()])
 
 
 def _same_pid_namespace(hello: m.Hello) -> bool:
-    """A pid from another container means another process here."""
     return hello.pid_namespace in ("", pid_namespace())
 
 
 def pid_namespace() -> str:
-    """The kernel's name of this process' pid namespace; empty where it cannot be read."""
+    """The kernel's name of this process's pid namespace; "" if it cannot be read."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+_Row = tuple[str, str, int, bytes]
+_decoder = msgspec.msgpack.Decoder(list[_Row])
+_LIMIT_BYTES = 64 << 20  # more than max_sessions can be
+
+
+class OwnerTokens:
+    """Proves which process owns which rank, by a token that only this process and its daemon know.
+
+    A trainer makes a random token at its start, and shows it at each attach. A process that shows the token
+    of a live rank is that rank's process on a new connection; any other is another process, whatever
+    process id it claims and whatever locks it claims to hold.
+
+    The tokens' SHA-256 digests are kept in ``.owners`` in the segment folder (mode 0600), so that a
+    restarted daemon knows the owners of the segments that it adopts: msgpack of an array of ``[job, run,
+    rank, sha256]``, replaced as a whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ".owners"
+        self._known = self._read()
+
+    def prove(self, key: RankKey, token: bytes) -> bool:
+        """Whether this is the token of the rank's owner."""
+        known = self._known.get(key)
+        return known is not None and token != b"" and hmac.compare_digest(known, _digest(token))
+
+    def enter(self, key: RankKey, token: bytes, live: Container[RankKey]) -> str:
+        """A process with this token is attached as a rank; returns an error if it was not written.
+
+        Args:
+            live: ranks that have an owner; digests of other ranks are dropped.
+        """
+        digest = _digest(token)
+        if self._known.get(key) == digest:
+            return ""
+        self._known = {known: kept for known, kept in self._known.items() if known in live}
+        self._known[key] = digest
+        return self._write()
+
+    def remove(self, key: RankKey) -> None:
+        if self._known.pop(key, None) is not None:
+            self._write()
+
+    def _read(self) -> dict[RankKey, bytes]:
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(fd, "rb") as file:
+                rows = unpack(_decoder, file.read(_LIMIT_BYTES), max_bytes=_LIMIT_BYTES)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            logger.warning("the owners of adopted segments are not known: %s", error)
+            return {}
+        return {RankKey(job, run, rank): digest for job, run, rank, digest in rows}
+
+    def _write(self) -> str:
+        rows = [(key.job, key.run, key.rank, digest) for key, digest in self._known.items()]
+        try:
+            # A power cut takes the segments, too.
+            replace_private_file(self._path, msgspec.msgpack.encode(rows), synced=False)
+        except OSError as error:
+            logger.warning("the owners of ranks were not written to %s: %s", self._path, error)
+            return str(error)
+        return ""
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+_THERE = (SlotState.FILLED, SlotState.SEALED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    session: TrainerSession
+    segment: Segment
+    index: int
+    sequence: int
+
+
+class ParkEvents:
+    """Adds the event `parked` for a trainer that ended before it could send its notice.
+
+    A trainer seals what it parks by itself, in a hurry: its process may be gone before its notice is read.
+    So when a session ends, each state that its process parked without a notice gets an event, once; a state
+    that is only filled gets it when it is sealed.
+    """
+
+    def __init__(self, store: SegmentStore, events: EventLog) -> None:
+        self._store, self._events = store, events
+        self._left: list[_Left] = []
+
+    def begun(self, session: TrainerSession, before: TrainerSession | None) -> None:
+        """A session begins; ``before``: the session of the same process on another connection.
+
+        Parked states that exist already are of an earlier process, which may have had the same process id,
+        unless this process says that it goes on.
+        """
+        if before is not None:
+            session.parked_told = before.parked_told
+        elif not session.wish.held:
+            self.heard(session)
+
+    def heard(self, session: TrainerSession) -> None:
+        """The trainer sent its notice, after sealing what it parked."""
+        found = [header.sequence for _, _, header in self._parked_by(session)]
+        session.parked_told = max(found, default=session.parked_told)
+
+    def ended(self, session: TrainerSession) -> None:
+        """The trainer is gone or has left: report what it parked since its last notice."""
+        self._left += [
+            _Left(session, segment, index, header.sequence)
+            for segment, index, header in self._parked_by(session)
+            if header.sequence > session.parked_told
+        ]
+        self.tick()
+
+    def tick(self) -> None:
+        self._left = [left for left in self._left if self._waits(left)]
+
+    def _waits(self, left: _Left) -> bool:
+        if left.segment not in self._store.all_of_rank(left.session.key):
+            return False
+        header = left.segment.header(left.index)
+        if header is None or header.sequence != left.sequence or header.state not in _THERE:
+            return False
+        if header.state is SlotState.FILLED:
+            return True
+        pid = left.session.pid
+        text = f"parked at iteration {header.iteration}: process {pid} ended before it could report it"
+        self._events.add("info", "parked", text, left.session.key)
+        return False
+
+    def _parked_by(self, session: TrainerSession) -> Iterator[tuple[Segment, int, SlotHeader]]:
+        """States that this process has parked and not overwritten since."""
+        for segment in self._store.all_of_rank(session.key):
+            if segment.descriptor.kind == "parked":
+                for index, header in segment.headers():
+                    if header.state in _THERE and header.writer_pid == session.writer_pid:
+                        yield segment, index, header

@@ -1,1 +1,1 @@
-"""The shells between this node and others: who can be reached, replicas sent, hosted, lent and read."""
+"""This node among others: connections, members of runs, and replicas that are sent, hosted and read."""

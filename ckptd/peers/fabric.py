@@ -1,27 +1,28 @@
-"""The fabric that a daemon's configuration asks for."""
+"""The fabric that a daemon's configuration asks for, and its counters."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ckptd.config.config_values import parse_bytes, parse_peers
 from ckptd.config.runtime_dir import UnusableFolder
-from ckptd.config.settings import DaemonConfig
+from ckptd.config.settings import DaemonConfig, parse_bytes, parse_peers
+from ckptd.memory.segment_file import Segment
 from ckptd.node_context import NodeContext
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys, KeysError, trusted
-from ckptd.transport.control.messages import NodeCard
 from ckptd.transport.fabric.zmq_fabric import FabricOptions, ZmqFabric
+from ckptd.transport.messages import NodeCard
 from ckptd.transport.tcp.stream_fabric import StreamFabric, StreamOptions
 from ckptd.transport.tcp.stream_server import LIMITS
 from ckptd.transport.verbs import Fabric, Serve
 
-__all__ = ["FabricWatch", "make_fabric", "port_limits", "static_peers"]
+__all__ = ["FabricWatch", "QuietGate", "make_fabric", "port_limits", "static_peers"]
 
-# An event for all since the last one: who forges streams does not fill the log.
+
+# One event for all since the last one, so that forged streams do not fill the log.
 _FORGED_EVERY_S = 10.0
 _PLAINTEXT = (
     "snapshots travel to and from peers unencrypted: whoever reads the network reads them, and whoever "
@@ -30,7 +31,7 @@ _PLAINTEXT = (
 
 
 def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
-    """How to reach the nodes that the configuration names; none without a peer listener.
+    """Addresses of the configured nodes; none without a peer listener.
 
     Raises:
         UnusableFolder: the key of one is not trusted.
@@ -47,11 +48,10 @@ def static_peers(config: DaemonConfig) -> tuple[NodeCard, ...]:
 
 
 def port_limits(descriptors: int) -> tuple[AdmissionLimits, AdmissionLimits]:
-    """What the connections of others may take of this many descriptors: on the control port, and on
-    the data port.
+    """Limits of incoming connections: on the control port, and on the data port.
 
-    Half at most, with all strangers: the rest is for segments, trainers and the connections that
-    this node makes. Without a limit (``RLIM_INFINITY``, which is -1), each gets the most.
+    Together at most half of ``descriptors``, with all strangers: the rest is for segments, trainers and
+    outgoing connections. Without a limit (``RLIM_INFINITY``, which is -1), each gets its maximum.
     """
     if descriptors == resource.RLIM_INFINITY:
         descriptors = 1 << 20
@@ -77,14 +77,17 @@ def make_fabric(
     config: DaemonConfig,
     node: str,
     serve: Serve,
-    gate: Callable[[], bool] | None = None,
-    tell: Callable[[str], None] | None = None,
+    gate: Callable[[], bool],
+    tell: Callable[[str], None],
 ) -> Fabric | None:
-    """Listen for peers; None if the configuration has no ``peer_listen``. While ``gate`` is false,
-    puts are held back. ``tell`` gets the lines about connections that were refused.
+    """Listen for peers; None if the configuration has no ``peer_listen``.
+
+    Args:
+        gate: puts are delayed while it returns false.
+        tell: called with lines about refused connections.
 
     Raises:
-        UnusableFolder: no keys, or an address that cannot be listened on or is not safe to.
+        UnusableFolder: there are no keys, or the address cannot be listened on or is not safe.
     """
     if not config.peer_listen:
         return None
@@ -127,7 +130,7 @@ def make_fabric(
 
 
 class FabricWatch:
-    """What an operator is told of a fabric: its counters, forged streams, and that nothing is encrypted."""
+    """Reports a fabric to the operator: its counters, forged streams, and missing encryption."""
 
     def __init__(self, fabric: Fabric, node: NodeContext) -> None:
         self._fabric, self._events = fabric, node.events
@@ -142,21 +145,45 @@ class FabricWatch:
     def counters(self) -> dict[str, int]:
         """Bytes moved, requests refused, garbage, strangers."""
         counters = asdict(self._fabric.counters).items()
-        # Told also when it is 0: that nothing takes the short cut is what one looks for.
+        # Shown even if it is 0: operators look for transfers that do not take the short cut.
         shown = {name: n for name, n in counters if n or name == "short_cut_bytes"}
         return {f"fabric.{name}": n for name, n in (shown | self._fabric.refused).items()}
 
     def tick(self, now_s: float) -> None:
-        """Tell of forged streams, now and then."""
+        """Report forged streams, at most once every 10 s."""
         new = self._fabric.counters.forged - self._forged
         if new and now_s >= self._due_s:
             self._forged += new
             self._due_s = now_s + _FORGED_EVERY_S
             text = (
-                f"{new} data streams brought something that the peer did not send, and were broken "
-                "off; the last "
-                f"{self._fabric.newest_forgery}. Nothing of it is kept, and what they carried is "
-                "sent again. Somebody "
-                "changes packets on the way, or something damages them past TCP's checksum."
+                f"{new} data streams carried bytes that the peer did not send, and were closed; the last "
+                f"{self._fabric.newest_forgery}. These bytes are discarded, and the transfers are repeated. "
+                "Somebody changes packets on the way, or something damages them past TCP's checksum."
             )
             self._events.add("error", "stream_forged", text)
+
+
+class QuietGate:
+    """Closed while a trainer of this node asks for a quiet network.
+
+    The fabric's thread calls it before every chunk that is put; the request is a hint in shared memory, so
+    that a trainer can set it in a microsecond. The fabric delays puts for half a second at most: a trainer
+    that forgets to withdraw its request costs no more.
+    """
+
+    def __init__(self) -> None:
+        self._segments: tuple[Segment, ...] = ()
+
+    def watch(self, segments: Iterable[Segment]) -> None:
+        """Follow the hints of these segments only (loop thread)."""
+        self._segments = tuple(segments)
+
+    def __call__(self) -> bool:
+        return not any(_asks(segment) for segment in self._segments)
+
+
+def _asks(segment: Segment) -> bool:
+    try:
+        return segment.quiet
+    except ValueError:  # the loop thread has unmapped it: its trainer is gone
+        return False

@@ -1,36 +1,77 @@
-"""Typed questions to one peer, over a fabric's control messages; answers come on the daemon's loop thread."""
+"""Typed requests to a peer, and transfers; answers come on the daemon's loop thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ckptd.node_context import Post
-from ckptd.transport.control.peer_messages import (
+from ckptd.transport.peer_messages import (
     PeerMessage,
     PeerRefused,
     PeerReply,
+    ReadOpened,
+    SlotGranted,
     decode_peer,
     encode_peer,
 )
-from ckptd.transport.verbs import Done, Fault, Peer, PeerAddress, RegionKey, Transfer
+from ckptd.transport.verbs import Done, Fault, FileRange, Peer, PeerAddress, RegionKey, Transfer
 
-__all__ = ["AnswerPeer", "PeerLink"]
+__all__ = ["AnswerPeer", "Holder", "PeerLink", "region_of"]
+
+
+class Holder(Protocol):
+    """A source of snapshots: `PeerLink`, or `ckptd.persistence.store_link.StoreLink`."""
+
+    boot_id: str
+
+    def ask(
+        self,
+        message: Any,
+        expect: type[Any],
+        done: Callable[[Any], None],
+        failed: Callable[[str, str], None],
+        *,
+        timeout_s: float = ...,
+    ) -> None:
+        """Send a request; exactly one of ``done(reply)`` and ``failed(code, reason)`` is called, later."""
+
+    def tell(self, message: Any) -> None:
+        """Send a message that needs no answer."""
+
+    def get(
+        self,
+        source: RegionKey,
+        target: memoryview,
+        *,
+        offset: int,
+        deadline_s: float,
+        done: Done,
+    ) -> Transfer:
+        """Fill ``target`` from the region, from ``offset`` on."""
+
+
+def region_of(reply: SlotGranted | ReadOpened) -> RegionKey:
+    """The region that a peer granted."""
+    at = reply.file
+    file = None if at is None else FileRange(at.path, at.device, at.inode, at.offset)
+    return RegionKey(reply.region, reply.token, reply.length, file)
+
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
-# Answers a question of a peer, now or later, once.
+# Answers a request of a peer once, now or later.
 AnswerPeer = Callable[[PeerReply], None]
 
 ASK_TIMEOUT_S = 10.0
 
 
 class PeerLink:
-    """One peer, as the loop thread sees it.
+    """The connection to one peer; every callback comes on the loop thread.
 
     Args:
-        post: how completions get back to the loop thread.
+        post: calls a function on the loop thread.
         boot_id: of this daemon; what the peer does for us ends with it.
     """
 
@@ -61,8 +102,8 @@ class PeerLink:
         self._peer.request(encode_peer(message), timeout_s=timeout_s, answered=answered)
 
     def tell(self, message: PeerMessage) -> None:
-        """Send what needs no answer; lost if the peer is away."""
-        self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=_ignore)
+        """Send a message without an answer; it is lost if the peer is away."""
+        self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=lambda _: None)
 
     def put(self, source: memoryview, target: RegionKey, *, deadline_s: float, done: Done) -> Transfer:
         """`Peer.put`; ``done`` is called on the loop thread."""
@@ -115,7 +156,3 @@ def _deliver(
         failed(reply.code, f"{reply.message} ({reply.hint})" if reply.hint else reply.message)
     else:
         failed("bad_message", f"answered with {type(reply).__name__}")
-
-
-def _ignore(_: bytes | Fault) -> None:
-    """The message needs no answer."""

@@ -1,16 +1,15 @@
-"""The nodes that this one talks to: how they are reached, and whether they answer.
+"""Connections to other nodes, and whether they answer.
 
-A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again;
-one that answers with another boot id was restarted, and knows neither leases nor tickets of before.
+A neighbour that has not answered a hello for ``peer_deadline_s`` is *lost* until it answers again. One that
+answers with another boot id was restarted, and has neither leases nor tickets of before.
 
-Which of two boots of a node is the newer one is told by these answers alone, and by no clock: a
-node has one daemon at a time, and a hello is asked only when the one before is over, so whoever
-answers it lived after whoever answered that. What comes by itself from another boot than the one
-that answered last may be of an earlier one, however late, and is not acted on.
+These answers alone, and no clock, decide which of two boots of a node is newer: a node has one daemon at a
+time, and a hello is sent only when the one before is over, so each answer is from a boot at least as new as
+the last. A message from a boot that did not answer last may be from an earlier one, however late, and is
+ignored.
 
-A node whose place in every run was taken, and that does not answer either, is forgotten: each that
-is known costs a connection with three descriptors, and on machines that are replaced for months
-these would otherwise be used up.
+A node without a part in any run that does not answer is forgotten: each known node costs a connection with
+three descriptors, and on machines that are replaced for months these would be used up.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ from functools import partial
 from typing import Protocol
 
 import ckptd
-from ckptd.config.config_values import parse_labels
+from ckptd.config.settings import parse_labels
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import NodeCard, PeerStatus
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import NodeCard, PeerStatus
 from ckptd.transport.verbs import Fabric, PeerAddress
 
 __all__ = ["NeighbourListener", "Neighbours"]
 
 _HELLOS_PER_DEADLINE = 10
 _SURVEY_S = 3.0
-_SURVEY_SILENT_S = 0.5  # one that missed its last hellos is probably what the job is recovering from
-_FORGET_DEADLINES = 4  # without an answer, until a node that has no part in any run is forgotten
+_SURVEY_SILENT_S = 0.5  # the job is probably recovering from the loss of a node that missed its last hellos
+_FORGET_DEADLINES = 4  # without an answer, until a node without a part in any run is forgotten
 _MAX_PEERS = 65_536
-_PEER_DESCRIPTORS = 4  # three of our connection to it, and one of its connection to us
-_OTHER_DESCRIPTORS = 128  # for trainers, segments and what moves data
+_PEER_DESCRIPTORS = 4  # three for our connection to it, one for its connection to us
+_OTHER_DESCRIPTORS = 128  # for trainers, segments and transfers
 
 
 class NeighbourListener(Protocol):
-    """Who needs nodes, and is told of them."""
+    """Needs nodes, and is called when they are lost and found."""
 
     def needed_nodes(self) -> Container[str]:
-        """Nodes that have a part in a run, or are configured; others are forgotten when they do not
-        answer.
-        """
+        """Nodes with a part in a run, and configured ones; others are forgotten when they do not answer."""
 
     def node_lost(self, node: str, reason: str) -> None:
         """A node does not answer."""
@@ -74,7 +71,7 @@ class Neighbours:
     """Connections by node, kept alive by hellos.
 
     Args:
-        fabric: None without a peer listener: then nobody is met.
+        fabric: None without a peer listener: then no node is connected.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class Neighbours:
 
     @property
     def card(self) -> NodeCard:
-        """How others reach this node."""
         address = PeerAddress(self._node, "") if self._fabric is None else self._fabric.address
         return NodeCard(
             self._node,
@@ -105,7 +101,6 @@ class Neighbours:
 
     @property
     def lost(self) -> list[str]:
-        """Nodes that do not answer."""
         return [node for node, neighbour in self._known.items() if neighbour.lost]
 
     def meet(self, cards: Iterable[NodeCard]) -> None:
@@ -121,24 +116,23 @@ class Neighbours:
         return None if neighbour is None else neighbour.link
 
     def boot_of(self, node: str) -> str:
-        """The newest boot of a node that is known to have lived; "" if it never answered."""
+        """The newest known boot of a node; "" if it never answered."""
         neighbour = self._known.get(node)
         return "" if neighbour is None else neighbour.boot_id
 
     def look_at(self, node: str) -> None:
-        """Something came from another boot of it: ask who lives there now, unless that is asked already."""
+        """Send a hello now, unless one is outstanding: another boot of the node has sent something."""
         neighbour = self._known.get(node)
         if neighbour is not None:
             neighbour.next_hello_s = float("-inf")
             self._look_after(node, neighbour, self._clock())
 
     def tell_all(self, message: p.PeerMessage) -> None:
-        """Send everybody what needs no answer."""
         for neighbour in self._known.values():
             neighbour.link.tell(message)
 
     def to_ask(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
-        """Those of them that were met, and for how long an answer of each is worth waiting."""
+        """The nodes that are connected, and how many seconds to wait for an answer of each."""
         return [
             (card, neighbour.link, self._patience_s(neighbour))
             for card in cards
@@ -146,7 +140,6 @@ class Neighbours:
         ]
 
     def status(self, now_s: float) -> tuple[PeerStatus, ...]:
-        """Everybody, by name."""
         return tuple(
             PeerStatus(
                 node,
@@ -178,7 +171,7 @@ class Neighbours:
         )
 
     def tick(self, now_s: float) -> None:
-        """Hellos, deadlines, and who is forgotten."""
+        """Send hellos, notice lost nodes, forget nodes that are not needed."""
         needed = self._listener.needed_nodes()
         for node, neighbour in list(self._known.items()):
             silent_s = now_s - neighbour.last_heard_s
@@ -201,14 +194,12 @@ class Neighbours:
         self._known[card.node] = fresh
         if known is not None:
             known.link.close()
-            fresh.boot_id = known.boot_id  # else nobody would notice that it was restarted
-            if known.lost:  # it gets its time anew
+            fresh.boot_id = known.boot_id  # so that a restart is noticed
+            if known.lost:  # its deadline starts again
                 self._listener.node_back(card.node)
 
     def _has_room(self, node: str, wanted: Container[str]) -> bool:
-        """Whether one more may be known; whoever has no part in any run and was silent longest
-        makes room for it.
-        """
+        """Whether one more node may be connected; the longest silent unneeded node makes room."""
         most = _most_peers()
         needed = self._listener.needed_nodes() if len(self._known) >= most else ()
         while len(self._known) >= most:
@@ -229,7 +220,7 @@ class Neighbours:
         return not full
 
     def _forget(self, node: str, why: str) -> None:
-        """Close what it takes; if it has a part in a run again, it is met again."""
+        """Close the connection; a node that has a part in a run again is connected again."""
         neighbour = self._known[node]
         self._lose(node, neighbour, why)
         del self._known[node]
@@ -261,7 +252,7 @@ class Neighbours:
 
     def _heard(self, node: str, neighbour: _Neighbour, welcome: p.PeerWelcome) -> None:
         if self._known.get(node) is not neighbour:
-            return  # from an address that it had before
+            return  # an answer from its former address
         neighbour.asking = False
         neighbour.last_heard_s = self._clock()
         neighbour.free_bytes = welcome.free_bytes
@@ -295,7 +286,6 @@ class Neighbours:
 
 
 def _most_peers() -> int:
-    """How many nodes can be known with the descriptors that this process may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _MAX_PEERS

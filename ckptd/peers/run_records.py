@@ -1,13 +1,12 @@
-"""Who takes part in each run, kept in files beside the segments (docs/replication.md section 2a).
+"""Who takes part in each run, in files beside the segments (docs/replication.md section 2a).
 
-A run that is restarted asks everybody who took part before what is held of it. If that were known
-to the daemon's memory alone, the restart of one daemon would make a run begin anew that only had to
-wait. So a record is written before a rank is told that it has joined, hence before its first
-snapshot, and the next daemon goes on from it.
+A run that restarts asks all its former nodes what they hold. If a daemon kept its members in memory only, a
+daemon's restart would make such a run begin anew. So a record is written before a rank learns that it has
+joined, hence before its first snapshot, and the next daemon reads it.
 
-The file gets its name when it is complete, and is flushed where the folder is on a disk. One that
-is damaged is put aside and means that nobody here knows who takes part; never that nobody does. All
-methods belong to the daemon's loop thread.
+A file gets its name when it is complete, and is flushed where the folder is on a disk. A damaged file is
+put aside and means that this node does not know who takes part; never that nobody does. All methods belong
+to the daemon's loop thread.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from ckptd.core.slots.segment_names import check_name
+from ckptd.core.slots.segment_format import check_name
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.private_files import replace_private_file
-from ckptd.transport.control.messages import Join, NodeCard, RunRecord
+from ckptd.transport.messages import Join, NodeCard, RunRecord
 from ckptd.unpacking import unpack
 
 __all__ = ["RunRecords", "decode_record", "encode_record"]
@@ -44,10 +43,10 @@ Epochs = tuple[tuple[int, int, int], ...]
 
 
 class RunRecords:
-    """Records by run; everything that changes one writes its file before it returns.
+    """Records by run; a method that changes one writes its file before it returns.
 
     Raises:
-        OSError: from whatever writes: the filesystem is full, or gone. Nothing has changed then.
+        OSError: from every method that writes: the filesystem is full, or gone. Nothing has changed then.
     """
 
     def __init__(self, folder: Path, events: EventLog) -> None:
@@ -60,11 +59,10 @@ class RunRecords:
         return iter(list(self._records.values()))
 
     def of(self, job: str, run: str) -> RunRecord | None:
-        """What is known of a run; None: it was never heard of."""
         return self._records.get((job, run))
 
     def adopt(self) -> None:
-        """Take over the files of an earlier daemon."""
+        """Read the files of an earlier daemon."""
         for path in sorted(self._folder.glob(f"*{RECORD_ENDS}")):
             job, _, run = path.name.removesuffix(RECORD_ENDS).partition("~")
             try:
@@ -81,16 +79,16 @@ class RunRecords:
                 self._records[job, run] = record
 
     def joined(self, job: str, run: str, message: Join) -> None:
-        """A local rank tells who takes part from now on."""
+        """A local rank says who takes part from now on."""
         before = self._known(job, run)
         if before.epoch == message.epoch and before.members == message.members:
             return
         here = {member.card.node for member in message.members}
         others = [card for card in before.cards if card.node not in here]
         begun = message.epoch != before.epoch
-        # What was complete counts in the new history if that goes on from there.
+        # A complete suffix counts in the new history if that continues from it.
         recoverable = message.epoch_start >= 0 if begun else before.recoverable
-        told = msgspec.structs.replace(
+        fresh = msgspec.structs.replace(
             before,
             epoch=message.epoch,
             epoch_start=message.epoch_start,
@@ -100,10 +98,10 @@ class RunRecords:
             recoverable=recoverable,
             lost=False,
         )
-        self._write(told)
+        self._write(fresh)
 
-    def told(self, record: RunRecord) -> None:
-        """A peer tells who takes part in a run of which no rank is here."""
+    def learned(self, record: RunRecord) -> None:
+        """A peer says who takes part in a run without a rank here."""
         before = self._known(record.job, record.run)
         epochs = before.epochs
         for epoch in record.epochs:
@@ -117,7 +115,7 @@ class RunRecords:
             self._write(fresh)
 
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> None:
-        """A recovery began this epoch; who takes part in it was not told."""
+        """A recovery began this epoch; its members are not known."""
         before = self._known(job, run)
         epochs = _with_epoch(before.epochs, epoch, start, -1)
         if epochs != before.epochs:
@@ -130,13 +128,13 @@ class RunRecords:
             self._write(msgspec.structs.replace(before, recoverable=True))
 
     def note_floor(self, job: str, run: str) -> None:
-        """The present history has a floor of its own: what earlier members hold is not needed any more."""
+        """The present history has a floor of its own: former members are not needed any more."""
         before = self.of(job, run)
         if before is not None and before.former:
             self._write(msgspec.structs.replace(before, former=()))
 
     def forget(self, job: str, run: str) -> None:
-        """Who took part is forgotten, by command or because the run is over.
+        """Forget who took part, by command or because the run is over.
 
         The highest epoch stays for a while: what a node that is away still holds must be older than
         whatever begins now.
@@ -152,9 +150,7 @@ class RunRecords:
         path.with_name(path.name + ".bad").unlink(missing_ok=True)
 
     def expire(self, now_s: float, retain_s: float, wanted: Callable[[str, str], bool]) -> None:
-        """Drop the records of runs of which nothing has been here for long; ``retain_s`` 0: only if
-        they are too many.
-        """
+        """Drop the records of runs without anything here for ``retain_s`` (0: only if there are too many)."""
         for name in list(self._records):
             if name not in self._wanted_s or wanted(*name):
                 self._wanted_s[name] = now_s
@@ -198,7 +194,6 @@ _decoder = msgspec.msgpack.Decoder(RunRecord)
 
 
 def encode_record(record: RunRecord) -> bytes:
-    """The file of a record."""
     payload = msgspec.msgpack.encode(record)
     front = _FRONT.pack(RECORD_MAGIC, RECORD_VERSION, len(payload)) + payload
     return front + _DIGEST.pack(xxhash.xxh3_64_intdigest(front))
@@ -208,7 +203,7 @@ def decode_record(data: bytes) -> RunRecord:
     """The record in a file.
 
     Raises:
-        SegmentError: it is not one, of another version, or damaged.
+        SegmentError: it is no record, of another version, or damaged.
     """
     if len(data) < _FRONT.size + _DIGEST.size or len(data) > _MAX_BYTES:
         raise _bad(f"it has {len(data)} bytes")
@@ -229,7 +224,7 @@ def decode_record(data: bytes) -> RunRecord:
 
 
 def _with_epoch(epochs: Epochs, epoch: int, start: int, follows: int) -> Epochs:
-    """Of two starts of one epoch the smaller counts, as in `ckptd.core.slots.slots.epoch_table`."""
+    """Add an epoch; the smaller of two starts counts, as in `ckptd.core.slots.slots.epoch_table`."""
     known = {each[0]: each[1:] for each in epochs}
     known_start, known_follows = known.get(epoch, (start, follows))
     known[epoch] = min(start, known_start), max(follows, known_follows)
@@ -237,7 +232,7 @@ def _with_epoch(epochs: Epochs, epoch: int, start: int, follows: int) -> Epochs:
 
 
 def _once(cards: list[NodeCard]) -> tuple[NodeCard, ...]:
-    """Each node once, as it was told of last."""
+    """Each node once, with its newest card."""
     by_node = {card.node: card for card in reversed(cards)}
     return tuple(by_node[node] for node in sorted(by_node))
 

@@ -1,23 +1,25 @@
-"""The shell around `ckptd.core.replication.replicator`: performs what the core decides for one
-local rank (docs/replication.md §5).
+"""The shell around `ckptd.core.replication.replicator`, for one local rank (docs/replication.md §5).
 
-Lives on the daemon's loop thread. Slots are held by a read lock of their own description while they
-are sent, so that the trainer passes them over; the lock goes with the transfer, whatever its end. A
-slot that a peer granted is sealed or given back there, also when the answer comes after the end.
+It performs the core's decisions on the daemon's loop thread. A slot that is being sent is held by a read
+lock of its own description, so that the trainer passes it over; the lock ends with the transfer, however
+that ends. A slot that a peer granted is sealed or given back there, even if the answer comes after the end.
 
-While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is
-held until both are there. The digest goes with the `SealSlot`, over the control session.
+While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is held
+until both are there. The digest goes with the `SealSlot`, over the control session.
+
+The same core and messages replicate snapshots and boundary logs; a *ring* makes the difference.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptd.core.replication.log_replicas import as_sent, as_whole, oldest_held
 from ckptd.core.replication.replicas import Promise
-from ckptd.core.replication.replication_events import (
+from ckptd.core.replication.replicator import Replicator
+from ckptd.core.replication.target import (
     Abort,
     Agreed,
     Begin,
@@ -38,27 +40,92 @@ from ckptd.core.replication.replication_events import (
     TargetOpened,
     Targets,
 )
-from ckptd.core.replication.replicator import Replicator
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import origin_of, unpack_slot_header
-from ckptd.core.slots.snapshot_events import Hold, Joined, Note, Release, SnapshotKey, Tick
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick
 from ckptd.holdings import header_record
-from ckptd.memory.image_digests import Vouch
-from ckptd.memory.slot_files import region_of
+from ckptd.memory.inventory import log_records, records_of
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import Vouch
 from ckptd.memory.slot_holds import SlotHolds
 from ckptd.node_context import NodeContext
-from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.rings import ReplicatedRing
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import HeldSlot
+from ckptd.peers.peer_link import PeerLink, region_of
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
 
-__all__ = ["RankReplication", "ReplicatedRun"]
+__all__ = ["LogRing", "RankReplication", "ReplicatedRing", "ReplicatedRun", "SnapshotRing"]
 
-logger = logging.getLogger(__name__)
 
-_SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so long, beyond the deadline
+class ReplicatedRing(Protocol):
+    """What is sent of one rank: its segments, and how the core sees their slots."""
+
+    sets_floor: bool
+    """Whether the run's floor waits for it."""
+
+    def slots(self) -> Slots | None:
+        """What is sealed now; None as long as there never was anything."""
+
+    def as_held(self, record: SlotRecord) -> SlotRecord:
+        """A slot that a target holds, as the core is to see it."""
+
+    def oldest(self, generation: int) -> int:
+        """The value of `BeginSlot.oldest` for slots of a generation."""
+
+
+class SnapshotRing:
+    """A rank's snapshots."""
+
+    sets_floor = True
+
+    def __init__(self, store: SegmentStore, key: RankKey) -> None:
+        self._store, self._key = store, key
+        self._num_operators = 0
+
+    def slots(self) -> Slots | None:
+        segments = self._store.of_rank(self._key)
+        if segments:
+            self._num_operators = segments[-1].descriptor.num_operators
+        if not self._num_operators:
+            return None
+        records = tuple(r for r in records_of(segments) if r.sealed)
+        num_slots = max((s.geometry.num_slots for s in segments[-1:]), default=0)
+        return Slots(records, self._num_operators, num_slots)
+
+    def as_held(self, record: SlotRecord) -> SlotRecord:
+        return record
+
+    def oldest(self, generation: int) -> int:
+        """Not used: a host of snapshots follows the run's promise."""
+        return -1
+
+
+class LogRing:
+    """A rank's boundary log, where it asks for replicas."""
+
+    sets_floor = False
+
+    def __init__(self, store: SegmentStore, key: RankKey) -> None:
+        self._store, self._key = store, key
+        self._seen = False
+
+    def slots(self) -> Slots | None:
+        self._seen = self._seen or bool(self._store.replicated_logs_of(self._key))
+        return Slots(as_sent(self._records()), 1) if self._seen else None
+
+    def as_held(self, record: SlotRecord) -> SlotRecord:
+        return as_whole(record)
+
+    def oldest(self, generation: int) -> int:
+        return oldest_held(self._records(), generation)
+
+    def _records(self) -> list[SlotRecord]:
+        segments = self._store.replicated_logs_of(self._key)
+        return [record for segment in segments for record in log_records(segment)]
+
+
+_SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so much longer than the deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +136,6 @@ class _Grant:
 
 @dataclass(slots=True)
 class _Sending:
-    """A put and the digest of what is put; both are waited for."""
-
     size_bytes: int
     ended: Completion | None = None
     vouched: bool = False
@@ -80,16 +145,16 @@ class _Sending:
 
 
 class ReplicatedRun(Protocol):
-    """What a run knows that its replication needs, and what it is told."""
+    """The run of a replicated rank."""
 
     def joined(self) -> tuple[int, int, int]:
-        """The current epoch, where it starts, and how many snapshots a suffix has at most."""
+        """The current epoch, where it starts, and the number of snapshots in a suffix at most."""
 
     def promised(self) -> tuple[int, int, int, int]:
-        """Floor, horizon and span, as far as they are known here, and the epoch of which they are."""
+        """Floor, horizon and span, as far as this node knows them, and their epoch."""
 
-    def progressed(self) -> None:
-        """What is replicated may have changed."""
+    def progressed(self, rank: int) -> None:
+        """What is replicated of a rank may have changed."""
 
 
 class RankReplication:
@@ -97,7 +162,6 @@ class RankReplication:
 
     Args:
         ring: which of them.
-        run: whose snapshots these are.
         link: the connection to a node, None if its address is not known.
         vouch: makes digests of images.
     """
@@ -124,33 +188,34 @@ class RankReplication:
         self._closed = False
 
     def begin(self, promise: Promise | None) -> None:
-        """What there is, before anything is told of it; and what the run agreed on, unless this is
-        its only rank.
-        """
-        self._handle(Joined(*self._run.joined()))
+        """Read what there is, without reporting progress; ``promise`` is None for the run's only rank."""
+        self._handle(self._joined())
         self.read_slots()
         if promise is not None:
             self._handle(Agreed(promise.floor, promise.horizon))
 
     def set_targets(self, nodes: Iterable[str], *, missing: bool = False) -> None:
-        """From now on replicate to these nodes; ``missing``: another that should be among them is away."""
-        self.feed(Joined(*self._run.joined()))
+        """Replicate to these nodes from now on; ``missing``: another that should be a target is away."""
+        self.rejoined()
         self.feed(Targets(tuple(nodes), missing))
 
     def agreed(self, promise: Promise) -> None:
-        """The run agreed on this."""
         self.feed(Agreed(promise.floor, promise.horizon))
 
     def rejoined(self) -> None:
         """The run's epoch or span changed."""
-        self.feed(Joined(*self._run.joined()))
+        self.feed(self._joined())
+
+    def _joined(self) -> Joined:
+        epoch, start, span = self._run.joined()
+        return Joined(epoch, start, span if self.ring.sets_floor else 1)
 
     def changed(self) -> None:
-        """The rank's slots changed: something was sealed, or a generation came or went."""
+        """The rank's slots changed: one was sealed, or a generation came or went."""
         self.feed(*self._slots())
 
     def read_slots(self) -> None:
-        """The same, for one who asks at once how far the rank is."""
+        """Like `changed`, without reporting progress."""
         for event in self._slots():
             self._handle(event)
 
@@ -166,22 +231,20 @@ class RankReplication:
         self.feed(PeerBack(node))
 
     def peer_restarted(self, node: str) -> None:
-        """It is there, and knows nothing of our leases: as one event, so that it does not cease to
-        count in between.
-        """
+        """The peer answers, and has lost our leases. One event, so that it counts without a gap."""
         self._cancel_to(node)
         self.feed(PeerLost(node, "its daemon was restarted"), PeerBack(node))
 
     def _cancel_to(self, node: str) -> None:
         for (name, _), transfer in list(self._transfers.items()):
             if name == node:
-                transfer.cancel()  # its completion is still to come: until then the slot is held
+                transfer.cancel()  # the slot is held until the completion comes
 
     def tick(self) -> None:
         self.feed(Tick())
 
     def close(self) -> None:
-        """Stop: transfers in flight are cancelled, slots let go, here and on the targets."""
+        """Stop: cancel transfers, let slots go, here and on the targets."""
         self._closed = True
         for node, ticket in list(self._granted):
             self._give_back(node, ticket)
@@ -191,12 +254,13 @@ class RankReplication:
             transfer.cancel()  # the last completion lets the slots go
 
     def feed(self, *events: Event) -> None:
-        """Events that belong together, and what follows from them."""
+        """Handle events that belong together, then report progress once."""
         before = self.core.word, self.core.aim
         for event in events:
             self._handle(event)
-        if (self.core.word, self.core.aim) != before and not self._closed:
-            self._run.progressed()
+        moved = (self.core.word, self.core.aim) != before
+        if moved and self.ring.sets_floor and not self._closed:
+            self._run.progressed(self.key.rank)
 
     def _handle(self, event: Event) -> None:
         if not self._closed:
@@ -217,7 +281,7 @@ class RankReplication:
         elif isinstance(effect, Abort):
             self._abort(effect)
         elif isinstance(effect, Hold):
-            # If the trainer was quicker, the next step finds nothing held.
+            # If the trainer overwrites the slot first, the next effect finds nothing held.
             self._holds.hold(effect.key, effect.record)
         elif isinstance(effect, Release):
             self._holds.release(effect.key)
@@ -230,7 +294,7 @@ class RankReplication:
             reason = "its address is not known" if link is None else "the generation is gone"
             self.feed(OpenRefused(node, generation, "away", reason))
             return
-        epoch, epoch_start, span = self._run.joined()
+        joined = self._joined()
         message = p.OpenReplica(
             self.key.job,
             self.key.run,
@@ -239,17 +303,17 @@ class RankReplication:
             segment.raw_descriptor(),
             segment.geometry.slot_bytes,
             segment.geometry.num_slots,
-            epoch,
-            epoch_start,
-            span,
+            joined.epoch,
+            joined.epoch_start,
+            joined.span,
             link.boot_id,
         )
 
         def opened(reply: p.ReplicaOpened) -> None:
             held = (r for s in reply.held if (r := _record(generation, s)) is not None)
             self._leases[node, generation] = reply.lease
-            told = tuple(map(self.ring.told, held))
-            self.feed(TargetOpened(node, generation, reply.lease, told, reply.boot_id))
+            records = tuple(map(self.ring.as_held, held))
+            self.feed(TargetOpened(node, generation, reply.lease, records, reply.boot_id))
 
         link.ask(
             message,
@@ -296,7 +360,7 @@ class RankReplication:
         node, key = effect.node, effect.key
         link, held, grant = self._link(node), self._holds.get(key), effect.grant
         assert isinstance(grant, _Grant)
-        # A generation that its trainer dropped meanwhile is unmapped already.
+        # A generation that its trainer dropped meanwhile is not mapped any more.
         mapped = held is not None and held.segment.fd >= 0
         header = held.segment.header(held.index) if held is not None and mapped else None
         if link is None or held is None or header is None or header.sequence != key.sequence:
@@ -318,7 +382,7 @@ class RankReplication:
         self._vouch(held.segment, held.index, header, vouched)
 
     def _put_over(self, node: str, key: SnapshotKey, sending: _Sending) -> None:
-        """The transfer has ended, or the digest is there: go on when nothing reads the slot any more."""
+        """Go on when both the transfer has ended and the digest is there: nothing reads the slot any more."""
         completion = sending.ended
         if sending.over or completion is None or (completion.ok and not sending.vouched):
             return
@@ -350,7 +414,7 @@ class RankReplication:
             self.feed(SealedThere(node, key))
 
         def refused(code: str, reason: str) -> None:
-            self._give_back(node, grant.ticket)  # it may not have heard of the end
+            self._give_back(node, grant.ticket)  # it may not know that the put has ended
             self.feed(SealRefused(node, key, code, reason))
 
         link.ask(
@@ -369,7 +433,7 @@ class RankReplication:
             self._give_back(effect.node, effect.grant.ticket)
 
     def _give_back(self, node: str, ticket: int) -> None:
-        """The peer may use its slot for something else, now and not when the ticket expires."""
+        """Free the peer's slot now, not when the ticket expires."""
         self._granted.discard((node, ticket))
         link = self._link(node)
         if link is not None:
@@ -377,7 +441,7 @@ class RankReplication:
 
 
 def _record(generation: int, slot: HeldSlot) -> SlotRecord | None:
-    """A sealed slot that a peer says it holds; None for what cannot be read."""
+    """A sealed slot that a peer claims to hold; None if its header cannot be read."""
     header = unpack_slot_header(slot.header)
     if header is None or header.state is not SlotState.SEALED:
         return None

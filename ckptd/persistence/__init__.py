@@ -1,7 +1,7 @@
-"""The third tier: snapshots drain from memory to object storage, beside training and replication
+"""The third tier: snapshots drain from memory to object storage, in parallel with training and replication
 (DESIGN §5, §11).
 
-Decisions are made here, in pure cores and a shell on the daemon's loop thread; bytes are moved by a
-process of its own, so that neither the CPU nor the troubles of a store client reach the daemon
-(`ckptd.persistence.keeper`).
+Pure cores and a shell on the daemon's loop thread decide (`ckptd.persistence.tier`). A separate process
+moves the bytes (`ckptd.persistence.keeper`), so that neither the CPU use nor the failures of a store
+client affect the daemon.
 """

@@ -1,9 +1,9 @@
-"""The store keeper: the process of a daemon that speaks to object storage (`python -m
-ckptd.persistence.keeper <fd>`).
+"""The store keeper: the daemon's child process for object storage.
 
-It is told what to do over the socket pair that it inherits, and ends when that ends: whatever it
-was doing is taken up by the next one, because everything that counts is in the store. What it may
-not do is decide: that is the daemon's (`ckptd.core.persistence.persister`).
+It is started as ``python -m ckptd.persistence.keeper <fd>``, receives requests over that inherited socket,
+and exits when the other end closes. The next keeper resumes all work, because everything that counts is in
+the store. The keeper makes no decisions about persistence; the daemon does
+(`ckptd.core.persister`).
 """
 
 from __future__ import annotations
@@ -24,62 +24,74 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckptd.logs import TextFormatter
 from ckptd.persistence import keeper_wire as w
-from ckptd.persistence.incarnation_store import StoredWorlds
-from ckptd.persistence.pacer import UploadPacer
-from ckptd.persistence.rank_store import Overtaken, UnknownSnapshot
+from ckptd.persistence.rank_store import Overtaken, RankStore, SlotFiles, SlotLost, UnknownSnapshot
 from ckptd.persistence.run_in_store import RunInStore
-from ckptd.persistence.run_store import FencedOff, RunStore
-from ckptd.persistence.slot_source import SlotFiles, SlotLost
+from ckptd.persistence.run_store import FencedOff, RunStore, StoredWorlds
+from ckptd.printable import TextFormatter
 from ckptd.storage.checkpoints.manifest import ManifestError
-from ckptd.storage.checkpoints.reader import SnapshotDamaged
+from ckptd.storage.checkpoints.reader import SignedStore, SnapshotDamaged
 from ckptd.storage.checkpoints.retention import RetentionPolicy
 from ckptd.storage.checkpoints.signing import ManifestSigner, Signers
-from ckptd.storage.signed_store import SignedStore
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, StoreError
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.resilience import Circuit, RetryPolicy
-from ckptd.storage.stores.resilient import NoticeKind, Resilient, StoreNotice
+from ckptd.storage.stores.resilience import Circuit, NoticeKind, Resilient, RetryPolicy, StoreNotice
 
 __all__ = ["Keeper", "main"]
 
 logger = logging.getLogger(__name__)
 
 _READERS = 4
-# After our manifest, for those of the others.
+# Pauses between a manifest of this node and the looks for the manifests of the other ranks.
 _LOOKS_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-# docs/format.md §7, §8: times within which writers and collectors act, and after which they may
-# rely on that.
+# The times within which writers and collectors act, and on which the others rely (docs/format.md §7, §8).
 _GRACE_S = 24 * 3600.0
 _SETTLE_S = 600.0
 _STALE_UPLOAD_S = 24 * 3600.0
 
-
 _Key = tuple[str, str, int, int]  # job, run, end, epoch
+
+
+class _UploadPacer:
+    """Limits uploads to ``bytes_per_s`` on average (0: no limit). Thread-safe."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def wait(self) -> None:
+        """Sleep until earlier uploads are within the limit."""
+        if self._rate > 0:
+            with self._lock:
+                left_s = self._free_at_s - time.monotonic()
+            if left_s > 0:
+                time.sleep(left_s)
+
+    def spend(self, size_bytes: int) -> None:
+        if self._rate > 0:
+            with self._lock:
+                self._free_at_s = max(self._free_at_s, time.monotonic()) + size_bytes / self._rate
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Ranks of this node that have written their manifests of a checkpoint, and want to know of the
-    others'.
-    """
+    """The ranks of this node that wrote their manifests of a checkpoint, until all manifests exist."""
 
     names: list[w.RankName] = field(default_factory=list)
     looks: int = 0
-    turn: int = 0  # of the look that is due; those before it were put off
+    turn: int = 0  # number of the scheduled look; earlier ones are cancelled
 
 
 class Keeper:
     """Serves one daemon.
 
     Args:
-        send: hands a message to the daemon; called by several threads, and raises nothing.
+        send: sends a message to the daemon; called by several threads; must not raise.
         settle_s: how long a checkpoint must have been committed before it replaces others.
         wall_ns: this node's clock, which may be wrong.
-
     Raises:
-        StoreError, ValueError: there is no such store, or no usable key to sign with or to believe.
+        StoreError, ValueError: the store cannot be opened, or a key for signatures is unusable.
     """
 
     def __init__(
@@ -90,56 +102,57 @@ class Keeper:
         settle_s: float = _SETTLE_S,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        # First, since it may be refused: then there are no threads to end.
+        # First what may fail, as long as there are no threads to end.
         self._signer = ManifestSigner.load(Path(configure.sign_with)) if configure.sign_with else None
         opened = open_store(configure.url, configure.options, configure.backend)
         if configure.signers:
             opened = SignedStore(opened, Signers.load(Path(configure.signers)))
-        self._configure, self.send = configure, send
+        self._configure, self.send, self._wall_ns = configure, send, wall_ns
         self._pool = ThreadPoolExecutor(configure.threads, thread_name_prefix="store")
         self._reads = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
         self._helpers = ThreadPoolExecutor(configure.threads, thread_name_prefix="help")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
         self._files = SlotFiles()
-        self._pacer = UploadPacer(configure.bytes_per_s, clock=time.monotonic, sleep=time.sleep)
+        self._pacer = _UploadPacer(configure.bytes_per_s)
         self._lock = threading.Lock()
         self._runs: dict[tuple[str, str], RunStore] = {}
         self._swept: set[tuple[str, str]] = set()
-        self._waiting: dict[_Key, _Waiting] = {}  # only the thread of `_aside` knows it
+        self._waiting: dict[_Key, _Waiting] = {}  # used by the thread of `_aside` alone
         policy = RetryPolicy(attempts=1000, deadline_s=configure.deadline_s)
-        self._settle_s, self._wall_ns = settle_s, wall_ns
-        self._store = Resilient(
-            opened,
-            policy,
-            Circuit(),
-            url=configure.url,
-            told=self._circuit_reported,
+        self._store = Resilient(opened, policy, Circuit(), url=configure.url, notify=self._circuit_reported)
+        retain = configure.retain
+        self._policy = RetentionPolicy(
+            keep_last=retain.last,
+            keep_every=retain.every,
+            keep_younger_than_ns=int(retain.for_s * 1e9),
+            grace_ns=int(_GRACE_S * 1e9),
+            settle_ns=int(settle_s * 1e9),
         )
         self._worlds = StoredWorlds(self._store, self._run, self._policy)
 
     def handle(self, message: Any) -> None:
-        """Begin what is asked; the answer follows from another thread."""
+        """Start the requested work; another thread sends the answer."""
         match message:
             case w.OpenRank():
-                self._submit(self._reads, message.id, partial(self._open, message))
+                self._submit(self._reads, self._open, message)
             case w.StoreSlot():
-                self._submit(self._pool, message.id, partial(self._put, message))
+                self._submit(self._pool, self._put, message)
             case w.CommitRank():
-                self._submit(self._reads, message.id, partial(self._commit, message))
+                self._submit(self._reads, self._commit, message)
             case w.FindStored():
-                self._submit(self._reads, message.id, partial(self._find, message))
+                self._submit(self._reads, self._find, message)
             case w.FindWorlds():
-                self._submit(self._reads, message.id, partial(self._worlds.find, message))
+                self._submit(self._reads, self._worlds.find, message)
             case w.OfferStored():
-                self._submit(self._reads, message.id, partial(self._offer, message))
+                self._submit(self._reads, self._offer, message)
             case w.ReadRange():
-                self._submit(self._reads, message.id, partial(self._read, message))
+                self._submit(self._reads, self._read, message)
             case w.DoubtStored():
-                self._reads.submit(self._doubt, message.segment)
+                self._reads.submit(lambda: self._run_of(message.segment).doubt(message.segment))
             case _:
                 logger.error("%s is not for a store keeper", type(message).__name__)
 
-    # -- what is asked ---------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def _open(self, message: w.OpenRank) -> Struct:
         name = message.rank
@@ -151,11 +164,7 @@ class Keeper:
         return w.RunOpened(message.id, committed)
 
     def _put(self, message: w.StoreSlot) -> Struct:
-        name = message.rank
-        run = self._run(name.job, name.run)
-        rank = run.rank(name.rank)
-        if rank is None:
-            raise UnknownSnapshot(f"rank {name.rank} of {name.job}/{name.run} was not opened")
+        run, rank = self._opened(message.rank)
         hold = self._files.hold(message.path, message.index, message.snapshot)
         with run.turn(message.snapshot.iteration), hold as slot:
             self._pacer.wait()
@@ -166,40 +175,61 @@ class Keeper:
 
     def _commit(self, message: w.CommitRank) -> Struct:
         name = message.rank
-        run = self._run(name.job, name.run)
-        rank = run.rank(name.rank)
-        if rank is None:
-            raise UnknownSnapshot(f"rank {name.rank} of {name.job}/{name.run} was not opened")
+        run, rank = self._opened(name)
         if name.rank == 0:
             self._worlds.mark(name.job, name.run, message.descriptor)
-        manifest = rank.commit(message)
-        epoch = manifest.checkpoint.epoch
+        epoch = rank.commit(message).checkpoint.epoch
         self._aside.submit(self._guarded, partial(self._settle, run, name, message.end, epoch))
         return w.Answer(message.id)
 
     def _find(self, message: w.FindStored) -> Struct:
-        left_out = frozenset(message.left_out)
-        found = self._run(message.job, message.run).find(message.ranks, left_out=left_out)
-        return w.Found(message.id, found)
+        run = self._run(message.job, message.run)
+        return w.Found(message.id, run.find(message.ranks, left_out=frozenset(message.left_out)))
 
     def _offer(self, message: w.OfferStored) -> Struct:
-        found = self._run(message.job, message.run).offer(message.end, message.ranks)
-        return w.Found(message.id, found)
+        run = self._run(message.job, message.run)
+        return w.Found(message.id, run.offer(message.end, message.ranks))
 
     def _read(self, message: w.ReadRange) -> Struct:
         into = self._files.writable(message.path, message.file_offset, message.length)
         self._run_of(message.segment).read(message.segment, message.index, message.offset, into)
         return w.Answer(message.id)
 
-    def _doubt(self, segment: str) -> None:
-        self._run_of(segment).doubt(segment)
+    def _opened(self, name: w.RankName) -> tuple[RunStore, RankStore]:
+        run = self._run(name.job, name.run)
+        rank = run.rank(name.rank)
+        if rank is None:
+            raise UnknownSnapshot(f"rank {name.rank} of {name.job}/{name.run} was not opened")
+        return run, rank
 
-    # -- what follows ----------------------------------------------------------------------------
+    def _run(self, job: str, run: str) -> RunStore:
+        with self._lock:
+            found = self._runs.get((job, run))
+            if found is None:
+                at = RunInStore(
+                    self._store,
+                    job,
+                    run,
+                    map_fn=self._helpers.map,
+                    report=self._report,
+                    read_back=self._configure.read_back,
+                    signer=self._signer,
+                    wall_ns=self._wall_ns,
+                )
+                found = self._runs[job, run] = RunStore(at, self._policy)
+            return found
+
+    def _run_of(self, segment: str) -> RunStore:
+        job, run, _ = segment.split("/", 2)
+        return self._run(job, run)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[Any], Struct], message: Any) -> None:
+        pool.submit(lambda: self.send(_outcome(message.id, partial(work, message))))
+
+    # -- work after a manifest, on the thread of `_aside` ------------------------------------------
 
     def _settle(self, run: RunStore, name: w.RankName, end: int, epoch: int) -> None:
-        """A manifest of ours was written: look whether the others have written theirs, once for all
-        ranks of this node.
-        """
+        """After a rank's manifest, look for those of the others, once for all ranks of this node."""
         key = name.job, name.run, end, epoch
         waiting = self._waiting.setdefault(key, _Waiting())
         waiting.names.append(name)
@@ -208,7 +238,7 @@ class Keeper:
         self._look_in(0.0 if all_here else _LOOKS_S[0], run, key)
 
     def _look_in(self, pause_s: float, run: RunStore, key: _Key) -> None:
-        """Look after a pause, unless another rank's manifest follows before."""
+        """Look after a pause, unless another rank of this node commits before."""
         waiting = self._waiting[key]
         waiting.turn += 1
         look = partial(self._guarded, partial(self._look, run, key, waiting.turn))
@@ -220,14 +250,12 @@ class Keeper:
         timer.start()
 
     def _look(self, run: RunStore, key: _Key, turn: int) -> None:
-        """Who waits is told when all are there, or when they have had time enough; then what is
-        replaced may go.
-        """
+        """Report to the waiting ranks once all manifests exist or the last look has passed; then collect."""
         waiting = self._waiting.get(key)
         if waiting is None or waiting.turn != turn:
             return
         *_, end, epoch = key
-        del self._waiting[key]  # unless this look was not the last one
+        del self._waiting[key]  # unless this was not the last look
         try:
             complete, missing = run.settled(end, epoch)
         except FencedOff as error:
@@ -246,74 +274,31 @@ class Keeper:
             self._worlds.retain(run.at.job, run.at.run)
 
     def _sweep(self, run: RunStore) -> None:
-        """What writers that died left half-finished."""
+        """Abort the unfinished uploads of writers that died."""
         ended = self._store.abort_uploads(f"{run.at.title}/", _STALE_UPLOAD_S)
         if ended > 0:
-            self.send(w.KeeperEvent("info", "uploads_aborted", f"{run.at.title}: {ended}"))
-
-    # -- helpers ---------------------------------------------------------------------------------
-
-    def tell(self, level: str, kind: str, text: str) -> None:
-        """An event for the daemon's log."""
-        self.send(w.KeeperEvent(level, kind, text))
-
-    @property
-    def _policy(self) -> RetentionPolicy:
-        retain = self._configure.retain
-        return RetentionPolicy(
-            keep_last=retain.last,
-            keep_every=retain.every,
-            keep_younger_than_ns=int(retain.for_s * 1e9),
-            grace_ns=int(_GRACE_S * 1e9),
-            settle_ns=int(self._settle_s * 1e9),
-        )
-
-    def _run(self, job: str, run: str) -> RunStore:
-        with self._lock:
-            found = self._runs.get((job, run))
-            if found is None:
-                found = self._runs[job, run] = RunStore(
-                    RunInStore(
-                        self._store,
-                        job,
-                        run,
-                        map_fn=self._helpers.map,
-                        tell=self.tell,
-                        read_back=self._configure.read_back,
-                        signer=self._signer,
-                        wall_ns=self._wall_ns,
-                    ),
-                    self._policy,
-                )
-            return found
-
-    def _run_of(self, segment: str) -> RunStore:
-        job, run, _ = segment.split("/", 2)
-        return self._run(job, run)
-
-    def _submit(self, pool: ThreadPoolExecutor, number: int, work: Callable[[], Struct]) -> None:
-        def run() -> None:
-            self.send(_outcome(number, work))
-
-        pool.submit(run)
+            self._report("info", "uploads_aborted", f"{run.at.title}: {ended}")
 
     def _guarded(self, work: Callable[[], object]) -> None:
         try:
             work()
         except (StoreError, ManifestError) as error:
-            self.tell("warning", "store_trouble", str(error))
-        # A thread that nobody waits for must not take its error with it.
+            self._report("warning", "store_trouble", str(error))
+        # Nobody waits for this thread, so its errors must be reported here.
         except Exception as error:
             logger.exception("looking after the store failed")
-            self.tell("error", "internal", f"looking after the store failed: {error!r}")
+            self._report("error", "internal", f"looking after the store failed: {error!r}")
+
+    def _report(self, level: str, kind: str, text: str) -> None:
+        self.send(w.KeeperEvent(level, kind, text))
 
     def _circuit_reported(self, notice: StoreNotice) -> None:
         level = "error" if notice.kind is NoticeKind.OPENED else "info"
-        self.tell(level, f"store_{notice.kind}", notice.text)
+        self._report(level, f"store_{notice.kind}", notice.text)
 
 
 def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
-    """What became of it; never raises."""
+    """The answer to a request, or the reason why it failed; never raises."""
     try:
         return work()
     except SlotLost as error:
@@ -328,34 +313,14 @@ def _outcome(number: int, work: Callable[[], Struct]) -> Struct:
         return w.KeeperFailed(number, w.FailureCode.STORE, f"{type(error).__name__}: {error}")
     except LookupError as error:
         return w.KeeperFailed(number, w.FailureCode.UNKNOWN, str(error))
-    # The daemon waits for an answer, whatever went wrong here.
+    # The daemon waits for an answer, whatever failed here.
     except Exception as error:
         logger.exception("the store keeper failed")
         return w.KeeperFailed(number, w.FailureCode.INTERNAL, repr(error))
 
 
-def _next(channel: w.Channel) -> Any:
-    """The next message; None when the daemon is gone, with or without a goodbye."""
-    try:
-        return channel.receive()
-    except OSError as error:
-        logger.info("the daemon is gone: %s", error)
-        return None
-
-
-def _send(channel: w.Channel, message: Struct) -> None:
-    """Tell the daemon; when it is gone, so are we, whatever is under way: nobody waits for it any more."""
-    try:
-        channel.send(message)
-    except OSError as error:
-        logger.info("the daemon is gone: %s", error)
-        os._exit(0)  # from any thread, and others may be waiting for a store that does not answer
-
-
 class _Opening:
-    """A keeper, as soon as its store can be opened: each question tries again, and a new reason is
-    told once.
-    """
+    """Creates the keeper at the first request for which its store opens; logs each new reason once."""
 
     def __init__(self, configure: w.Configure, send: Callable[[Struct], None]) -> None:
         self._configure, self._send = configure, send
@@ -378,13 +343,31 @@ class _Opening:
             self._send(w.KeeperFailed(number, w.FailureCode.STORE, reason))
 
 
+def _next(channel: w.Channel) -> Any:
+    """The next message; None once the daemon is gone, whether it closed the connection or died."""
+    try:
+        return channel.receive()
+    except OSError as error:
+        logger.info("the daemon is gone: %s", error)
+        return None
+
+
+def _send(channel: w.Channel, message: Struct) -> None:
+    """Send to the daemon; exit if it is gone, because nobody waits for the work in progress."""
+    try:
+        channel.send(message)
+    except OSError as error:
+        logger.info("the daemon is gone: %s", error)
+        os._exit(0)  # from any thread, since others may wait for a store that does not answer
+
+
 def main(argv: list[str]) -> int:
     """Serve the daemon at the other end of the inherited descriptor until it is gone."""
     handler = logging.StreamHandler()
     handler.setFormatter(TextFormatter("ckptd store keeper: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # we end with the daemon, not with its terminal
+        signal.signal(each, signal.SIG_IGN)  # the keeper ends with the daemon, not with its terminal
     channel = w.Channel(socket.socket(fileno=int(argv[1])), w.decode_to_keeper)
     configure = _next(channel)
     if configure is None:
@@ -397,7 +380,7 @@ def main(argv: list[str]) -> int:
             send(w.KeeperPong())
         else:
             keeper.handle(message)
-    os._exit(0)  # threads may be waiting for a store that does not answer
+    os._exit(0)  # threads may wait for a store that does not answer
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The store keeper as the daemon sees it: a process of its own that is started, asked, and started
-again when it dies.
+"""The daemon's side of the store keeper: starts the process, sends it requests, and restarts it when it dies.
 
-Everything here is called on the daemon's loop thread, and every callback comes back there (`post`);
-two threads carry the messages, so that a keeper that does not read holds up nothing. When the
-keeper dies, what it was asked fails as ``away``. One that answers no ping for long (stopped, or
-stuck) is killed: a trainer that starts may be waiting for its answer.
+All methods are called on the daemon's loop thread, and all callbacks run there (`post`). Two threads carry
+the messages, so a keeper that does not read blocks nothing. When the keeper dies, its open requests fail with
+``away``. A keeper that answers no ping for too long (stopped, or stuck) is killed, because a starting trainer
+may wait for its answer.
 """
 
 from __future__ import annotations
@@ -36,20 +35,19 @@ from ckptd.persistence.keeper_wire import (
     decode_from_keeper,
 )
 
-__all__ = ["AWAY", "BUSY", "KeeperListener", "StoreChild"]
+__all__ = ["AWAY", "BUSY", "StoreChild"]
 
 logger = logging.getLogger(__name__)
 
-# Codes of what the keeper was not even asked, or has no answer to: it died, or could not be
-# started; it has too much to do.
+# Codes of requests that the keeper did not answer: it is not running or died; it has too many open requests.
 AWAY, BUSY = "away", "busy"
 _WAITING = 4096
 _BACKOFF_S, _BACKOFF_MAX_S = 0.5, 30.0
 _GRACE_S = 0.5
-_LIVED_S = 60.0  # a keeper that lived so long is started again at once
+_LIVED_S = 60.0  # after this lifetime, the backoff begins anew
 _PING_S = 5.0
-_SILENT_S = 45.0  # after a ping; a keeper needs a second or two to start, and on a busy machine ten
-_TICK_MAX_S = 1.0  # between two ticks no more than this counts: it may be us who were stopped
+_SILENT_S = 45.0  # a keeper needs a second or two to start, and ten on a busy machine
+_TICK_MAX_S = 1.0  # a longer pause between ticks counts as this: the daemon itself may have been stopped
 
 Done = Callable[[Any], None]
 Refused = Callable[[str, str], None]
@@ -65,28 +63,25 @@ class _Life:
     began_s: float
     heard_s: float
     ticked_s: float
-    silent_s: float = 0.0  # how long a ping has been waiting for its answer
+    silent_s: float = 0.0  # time since an unanswered ping
     pinged: bool = False
 
 
 class KeeperListener(Protocol):
-    """What a keeper tells without being asked, on the daemon's loop thread."""
+    """Receives the keeper's unsolicited messages, on the daemon's loop thread."""
 
-    def keeper_event(self, message: KeeperEvent) -> None:
-        """The keeper reports an event."""
+    def keeper_event(self, message: KeeperEvent) -> None: ...
 
-    def settled(self, message: Settled) -> None:
-        """What became of a checkpoint after its manifest."""
+    def settled(self, message: Settled) -> None: ...
 
-    def fenced(self, message: RankFenced) -> None:
-        """A later history was seen after a rank's manifest was written."""
+    def fenced(self, message: RankFenced) -> None: ...
 
     def keeper_died(self, reason: str) -> None:
-        """The keeper died; the next one knows nothing of what this one did."""
+        """The keeper died; the next one has no state of it."""
 
 
 class StoreChild:
-    """Starts the keeper with the first `ask`, and again after its death."""
+    """Starts the keeper with the first `ask`, and again after it died."""
 
     def __init__(
         self,
@@ -109,18 +104,16 @@ class StoreChild:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 if there is none."""
+        """The process id; 0 if the keeper is not running."""
         return 0 if self._life is None else self._life.process.pid
 
     def next_id(self) -> int:
-        """For the next message."""
+        """The id of the next request."""
         self._ids += 1
         return self._ids
 
     def ask(self, message: Any, done: Done, refused: Refused) -> None:
-        """Send a message that has an ``id``; exactly one of ``done(reply)`` and ``refused(code,
-        reason)`` is called, later.
-        """
+        """Send a request that has an ``id``; calls ``done(reply)`` or ``refused(code, reason)`` later."""
         if not self._alive():
             self._post(lambda: refused(AWAY, "the store keeper is not running"))
             return
@@ -132,12 +125,12 @@ class StoreChild:
         self._send(message)
 
     def tell(self, message: Struct) -> None:
-        """Send what needs no answer; lost if the keeper is away."""
+        """Send a message without an answer; it is lost if the keeper is not running."""
         if self._alive():
             self._send(message)
 
     def tick(self) -> None:
-        """Time passed: look whether the keeper is still with us."""
+        """Ping the keeper, and kill it if it has not answered for too long."""
         life, now_s = self._life, self._clock()
         if life is None:
             return
@@ -152,14 +145,14 @@ class StoreChild:
             self._over(life, f"it has not answered for {life.silent_s:.0f} s and was killed")
 
     def close(self) -> None:
-        """End the keeper; what it was asked is forgotten."""
+        """Stop the keeper and drop all open requests."""
         self._closed = True
         life, self._life = self._life, None
         self._asked.clear()
         if life is not None:
             _end(life)
 
-    # -- its life --------------------------------------------------------------------------------
+    # -- the process -----------------------------------------------------------------------------
 
     def _alive(self) -> bool:
         if self._closed:
@@ -175,7 +168,7 @@ class StoreChild:
                 [sys.executable, "-m", "ckptd.persistence.keeper", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # a Ctrl-C at the daemon's terminal is the daemon's affair
+                start_new_session=True,  # a Ctrl-C at the daemon's terminal is for the daemon alone
             )
         except OSError as error:
             ours.close()
@@ -198,7 +191,7 @@ class StoreChild:
         self._life.outgoing.put(message)
 
     def _read(self, life: _Life) -> None:
-        """On a thread of its own: hand every message to the loop."""
+        """Thread: pass every message to the loop."""
         reason = "it ended"
         try:
             while (message := life.channel.receive()) is not None:
@@ -209,19 +202,21 @@ class StoreChild:
 
     def _arrived(self, life: _Life, message: Any) -> None:
         if life is not self._life:
-            return  # of one that was taken for dead
+            return  # from a keeper that was given up
         life.heard_s, life.pinged = self._clock(), False
-        if isinstance(message, KeeperPong):
-            return
-        if isinstance(message, KeeperEvent):
-            self._listener.keeper_event(message)
-            return
-        if isinstance(message, Settled):
-            self._listener.settled(message)
-            return
-        if isinstance(message, RankFenced):
-            self._listener.fenced(message)
-            return
+        match message:
+            case KeeperPong():
+                pass
+            case KeeperEvent():
+                self._listener.keeper_event(message)
+            case Settled():
+                self._listener.settled(message)
+            case RankFenced():
+                self._listener.fenced(message)
+            case _:
+                self._answered(message)
+
+    def _answered(self, message: Any) -> None:
         found = self._asked.pop(message.id, None)
         if found is None:
             return
@@ -254,20 +249,20 @@ class StoreChild:
 
 
 def _write(life: _Life) -> None:
-    """On a thread of its own: send what waits."""
+    """Thread: send the queued messages."""
     while (message := life.outgoing.get()) is not None:
         try:
             life.channel.send(message)
         except OSError as error:
             logger.info("the store keeper does not take messages: %s", error)
-            return  # the reading thread sees its end, too
+            return  # the reading thread sees the end of the connection too
 
 
 def _end(life: _Life) -> None:
     life.outgoing.put(None)
     life.channel.close()
     try:
-        # It ends by itself when the conversation does; how it ended is told.
+        # The keeper exits by itself when the connection closes; its exit status is reported.
         life.process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         life.process.kill()

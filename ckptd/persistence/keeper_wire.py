@@ -1,8 +1,8 @@
-"""What the daemon and its store keeper say to each other: msgpack frames over a socket pair, each
-preceded by its length (u32).
+"""Messages between the daemon and its store keeper: msgpack frames over a socket pair, each preceded by its
+length (u32).
 
-Both ends are of one installation and one user, so there is no version and no authentication here;
-sizes are bounded all the same.
+Both ends are of one installation and one user, so there is no version and no authentication; sizes are
+bounded all the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ __all__ = [
     "FindWorlds",
     "Found",
     "FoundWorlds",
-    "FromKeeper",
     "KeeperEvent",
     "KeeperFailed",
     "KeeperPing",
@@ -48,7 +47,6 @@ __all__ = [
     "SnapshotId",
     "StoreSlot",
     "StoredSlot",
-    "ToKeeper",
     "WholeWorld",
     "decode_from_keeper",
     "decode_to_keeper",
@@ -59,7 +57,7 @@ _MAX_FRAME = 256 << 20
 
 
 class RankName(Struct, frozen=True, array_like=True):
-    """Whose it is."""
+    """A rank of a run."""
 
     job: str
     run: str
@@ -67,7 +65,7 @@ class RankName(Struct, frozen=True, array_like=True):
 
 
 class SnapshotId(Struct, frozen=True, array_like=True):
-    """Which snapshot of a rank; see `ckptd.core.slots.snapshot_events.SnapshotKey`."""
+    """A snapshot of a rank; see `ckptd.core.slots.slots.SnapshotKey`."""
 
     generation: int
     iteration: int
@@ -76,8 +74,8 @@ class SnapshotId(Struct, frozen=True, array_like=True):
 
 
 class Retain(Struct, frozen=True):
-    """What retention leaves: the newest ``last``, multiples of ``every`` iterations (0: none),
-    younger than ``for_s`` (0: none).
+    """The checkpoints that retention keeps: the newest ``last``, the first of every ``every`` iterations
+    (0: off), and those younger than ``for_s`` (0: off).
     """
 
     last: int
@@ -89,7 +87,7 @@ class Retain(Struct, frozen=True):
 
 
 class Configure(Struct, frozen=True, tag=True):
-    """The first message: where to store, and how."""
+    """The first message: the store and its settings."""
 
     url: str
     options: dict[str, Any]
@@ -99,12 +97,12 @@ class Configure(Struct, frozen=True, tag=True):
     deadline_s: float
     read_back: bool
     retain: Retain
-    sign_with: str = ""  # folder of the key that signs manifests; "": they are not signed
-    signers: str = ""  # folder of the keys of whose manifests alone are believed; "": all are
+    sign_with: str = ""  # folder of the key that signs manifests; "": do not sign
+    signers: str = ""  # folder of the keys of trusted signers; "": accept unsigned manifests
 
 
 class OpenRank(Struct, frozen=True, tag=True):
-    """Store snapshots of this rank from now on; answered by `RunOpened`."""
+    """Prepare to store snapshots of this rank; answered by `RunOpened`."""
 
     id: int
     rank: RankName
@@ -113,8 +111,8 @@ class OpenRank(Struct, frozen=True, tag=True):
 
 
 class StoreSlot(Struct, frozen=True, tag=True):
-    """Store the image in slot ``index`` of a segment file, if it is still of ``snapshot``; answered
-    by `StoredSlot`.
+    """Store the image in slot ``index`` of a segment file, if it still is that of ``snapshot``; answered by
+    `StoredSlot`.
     """
 
     id: int
@@ -140,10 +138,9 @@ class CommitRank(Struct, frozen=True, tag=True):
 
 
 class FindStored(Struct, frozen=True, tag=True):
-    """What committed checkpoints there are of these ranks; answered by `Found`.
+    """Find the committed checkpoints of these ranks; answered by `Found`.
 
-    ``left_out``: iteration and epoch of snapshots that are quarantined; a checkpoint with one of
-    them is passed over.
+    ``left_out``: iteration and epoch of quarantined snapshots; checkpoints with one of them are skipped.
     """
 
     id: int
@@ -154,10 +151,9 @@ class FindStored(Struct, frozen=True, tag=True):
 
 
 class FindWorlds(Struct, frozen=True, tag=True):
-    """Which worlds of an elastic run there are, and their committed checkpoints; answered by `FoundWorlds`.
+    """Find the incarnations of an elastic run and their committed checkpoints; answered by `FoundWorlds`.
 
-    ``again``: for a start that has found checkpoints to be damaged, which are passed over; one that
-    begins looks at all of them.
+    ``again``: the start found damaged checkpoints, so they are skipped; a first request considers all.
     """
 
     id: int
@@ -167,7 +163,7 @@ class FindWorlds(Struct, frozen=True, tag=True):
 
 
 class OfferStored(Struct, frozen=True, tag=True):
-    """These ranks' part of the committed checkpoint that ends at ``end``; answered by `Found`."""
+    """Find these ranks' part of the committed checkpoint that ends at ``end``; answered by `Found`."""
 
     id: int
     job: str
@@ -177,7 +173,7 @@ class OfferStored(Struct, frozen=True, tag=True):
 
 
 class ReadRange(Struct, frozen=True, tag=True):
-    """Read bytes of a stored snapshot into a file (a segment's), at an offset; answered by `Answer`."""
+    """Read bytes of a stored snapshot into a segment file, at an offset; answered by `Answer`."""
 
     id: int
     segment: str
@@ -189,15 +185,13 @@ class ReadRange(Struct, frozen=True, tag=True):
 
 
 class DoubtStored(Struct, frozen=True, tag=True):
-    """What was read of this checkpoint does not match its digests: it is not found any more until
-    it was verified.
-    """
+    """The bytes read of this checkpoint do not match their digests: do not offer it any more."""
 
     segment: str
 
 
 class KeeperPing(Struct, frozen=True, tag=True):
-    """Are you there? Answered by `KeeperPong`, whatever else is going on."""
+    """Answered by `KeeperPong` at once, whatever the keeper is working on."""
 
 
 ToKeeper = (
@@ -218,25 +212,25 @@ ToKeeper = (
 
 
 class FailureCode(StrEnum):
-    """Why something was not done."""
+    """The reason of a `KeeperFailed`."""
 
-    LOST = "lost"  # the slot holds something else
-    DAMAGED = "damaged"  # something stored is missing or cut short: asking again is in vain
-    STORE = "store"  # the store refuses, or failed for too long
-    FENCED = "fenced"  # the names are taken by another run
-    UNKNOWN = "unknown"  # a snapshot or checkpoint that the keeper does not know (any more)
+    LOST = "lost"  # the slot holds another snapshot
+    DAMAGED = "damaged"  # a stored object is missing or too short: a retry is useless
+    STORE = "store"  # the store refused, or failed for too long
+    FENCED = "fenced"  # another run uses the names
+    UNKNOWN = "unknown"  # the keeper does not know the snapshot or checkpoint (any more)
     INTERNAL = "internal"
 
 
 class RunOpened(Struct, frozen=True, tag=True):
-    """The newest committed checkpoint of the run (-1: none)."""
+    """``committed`` is the end of the newest committed checkpoint of the run (-1: none)."""
 
     id: int
     committed: int
 
 
 class StoredSlot(Struct, frozen=True, tag=True):
-    """The snapshot is in storage; of its ``size_bytes`` so many had to be uploaded."""
+    """The snapshot is in storage; ``uploaded_bytes`` of its ``size_bytes`` had to be uploaded."""
 
     id: int
     size_bytes: int
@@ -244,13 +238,13 @@ class StoredSlot(Struct, frozen=True, tag=True):
 
 
 class Answer(Struct, frozen=True, tag=True):
-    """Done."""
+    """The request succeeded."""
 
     id: int
 
 
 class KeeperFailed(Struct, frozen=True, tag=True):
-    """Not done."""
+    """The request failed."""
 
     id: int
     code: FailureCode
@@ -258,9 +252,7 @@ class KeeperFailed(Struct, frozen=True, tag=True):
 
 
 class CommittedCheckpoint(Struct, frozen=True):
-    """One rank's part of a committed checkpoint; ``name`` is what `ReadRange` and `DoubtStored`
-    call a segment.
-    """
+    """One rank's part of a committed checkpoint; `ReadRange.segment` refers to its ``name``."""
 
     name: str
     rank: int
@@ -278,15 +270,15 @@ class CommittedCheckpoint(Struct, frozen=True):
 
 
 class Found(Struct, frozen=True, tag=True):
-    """Newest first, per rank."""
+    """The checkpoints, newest first, one entry per rank."""
 
     id: int
     checkpoints: list[CommittedCheckpoint]
 
 
 class WholeWorld(Struct, frozen=True):
-    """A committed checkpoint of a world; ``sizes`` are the bytes of each rank's own objects of its
-    last iteration.
+    """A committed checkpoint of an incarnation; ``sizes``: bytes of each rank's objects of iteration
+    ``end``.
     """
 
     world: int
@@ -295,8 +287,8 @@ class WholeWorld(Struct, frozen=True):
 
 
 class FoundWorlds(Struct, frozen=True, tag=True):
-    """All ``numbers`` that are known, and the newest checkpoints, newest first, without those that
-    are ``damaged`` (world, end).
+    """The numbers of all incarnations, and their newest checkpoints, newest first, without the ``damaged``
+    ones (world, end).
     """
 
     id: int
@@ -306,9 +298,9 @@ class FoundWorlds(Struct, frozen=True, tag=True):
 
 
 class Settled(Struct, frozen=True, tag=True):
-    """What became of a checkpoint after our manifest: every rank has one, or they did not come in time.
+    """The result after a rank's manifest: all ranks have committed the checkpoint, or some did not in time.
 
-    ``epoch``: of its last snapshot.
+    ``epoch``: that of its last snapshot.
     """
 
     rank: RankName
@@ -319,9 +311,7 @@ class Settled(Struct, frozen=True, tag=True):
 
 
 class RankFenced(Struct, frozen=True, tag=True):
-    """After our manifest a later ``epoch`` was seen, which we know nothing of: whoever is of it
-    writes under our names.
-    """
+    """After a rank's manifest, the store shows a later, unknown ``epoch``: another job uses the names."""
 
     rank: RankName
     epoch: int
@@ -329,7 +319,7 @@ class RankFenced(Struct, frozen=True, tag=True):
 
 
 class KeeperEvent(Struct, frozen=True, tag=True):
-    """An event for the log, or (``level`` "count") something counted."""
+    """An event for the log, or a counter (``level`` "count")."""
 
     level: str
     kind: str
@@ -338,7 +328,7 @@ class KeeperEvent(Struct, frozen=True, tag=True):
 
 
 class KeeperPong(Struct, frozen=True, tag=True):
-    """Yes."""
+    """The answer to `KeeperPing`."""
 
 
 FromKeeper = (
@@ -362,7 +352,7 @@ class Channel:
     """One end of the connection; `receive` and `send` may be called from two different threads.
 
     Args:
-        decode: of what the other end sends: `decode_to_keeper` or `decode_from_keeper`.
+        decode: for received messages: `decode_to_keeper` or `decode_from_keeper`.
     """
 
     def __init__(self, connection: socket.socket, decode: Callable[[bytes], Any]) -> None:
@@ -370,11 +360,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Struct) -> None:
-        """Send one message; waits while the other end does not read.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Send one message; blocks while the other end does not read. OSError: the other end is gone."""
         body = msgspec.msgpack.encode(message)
         with self._sending:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
@@ -383,7 +369,7 @@ class Channel:
         """The next message; None when the other end is gone.
 
         Raises:
-            OSError, ValueError: what comes is no message.
+            OSError, ValueError: the connection failed, or the bytes are not a message.
         """
         head = self._exactly(_LENGTH.size)
         if head is None:
@@ -395,8 +381,8 @@ class Channel:
         return None if body is None else self._decode(body)
 
     def close(self) -> None:
-        """End the conversation; a `receive` in another thread returns None."""
-        with contextlib.suppress(OSError):  # the other end was quicker
+        """Close the connection; a `receive` in another thread returns None."""
+        with contextlib.suppress(OSError):  # the other end has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

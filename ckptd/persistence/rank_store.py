@@ -1,13 +1,12 @@
-"""One rank's way into a store: its snapshots, and its manifest when all of a checkpoint are there.
+"""One rank's uploads: its snapshots, and its manifest once all snapshots of a checkpoint are stored.
 
-The rules are those of docs/format.md §7. What is not uploaded again is what this rank's *base*
-refers to (its last manifest, if it is sure to stay), or what was stored since, by itself or by
-another rank of this node. Which manifests were relied on is remembered with each snapshot, and
-looked at once more before the manifest that refers to it is written.
+The rules are those of docs/format.md §7. A rank does not upload again what its *base* refers to (its last
+manifest, if that is sure to stay) or what this node has stored since. Each stored snapshot remembers the
+manifests that it relies on; they are checked once more before the manifest that refers to it is written.
 
-Used by several threads of the store keeper. A snapshot is stored by one thread at a time; so are
-the snapshots that several ranks of a node have of one iteration, because the second one finds there
-what it shares with the first.
+Several threads of the store keeper use a `RankStore`. They store one snapshot of a rank at a time, and the
+snapshots of one iteration of several ranks one after the other, so that the second rank finds what it
+shares with the first.
 """
 
 from __future__ import annotations
@@ -15,54 +14,141 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple
 
 import ckptd
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.errors import SegmentError
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.persistence.keeper_wire import CommitRank, SnapshotId
-from ckptd.persistence.run_in_store import RunInStore
-from ckptd.persistence.shared_listing import Seen
-from ckptd.persistence.slot_source import LockedSlot, SlotLost
-from ckptd.storage.checkpoints.commit import Views
+from ckptd.persistence.run_in_store import RunInStore, Seen
+from ckptd.storage.checkpoints.catalog import Views
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.reader import (
     read_image_header,
     read_manifest,
     restore_snapshot,
 )
-from ckptd.storage.images.image import DigestMismatch, ImageView, verify
-from ckptd.storage.images.image_format import ImageError
-from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.storage.images.upload_plan import StoredIndex, UploadPlan, plan_upload
+from ckptd.storage.checkpoints.upload_plan import StoredIndex, UploadPlan, plan_upload
+from ckptd.storage.image import DigestMismatch, ImageView, verify
+from ckptd.storage.image_format import ImageError
 from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, Unavailable
+from ckptd.storage.strong_digest import strong_digest
 
-__all__ = ["TOOL", "Overtaken", "RankStore", "UnknownSnapshot", "Uploaded"]
+__all__ = [
+    "TOOL",
+    "LockedSlot",
+    "Overtaken",
+    "RankStore",
+    "SlotFiles",
+    "SlotLost",
+    "UnknownSnapshot",
+    "Uploaded",
+]
+
+
+class SlotLost(RuntimeError):
+    """The slot holds another snapshot, or its segment was removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockedSlot:
+    """A slot that does not change while it is held."""
+
+    header: SlotHeader
+    image: memoryview
+    digest: str = ""  # the image's cryptographic digest if it is kept in the segment, else ""
+
+
+class SlotFiles:
+    """Maps segment files, each once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readable: dict[str, Segment] = {}
+        self._writable: dict[str, Segment] = {}
+
+    @contextmanager
+    def hold(self, path: str, index: int, snapshot: SnapshotId) -> Iterator[LockedSlot]:
+        """Lock the slot for reading; SlotLost if it is not sealed or not of this snapshot any more."""
+        segment = self._open(path, self._readable, readonly=True)
+        with ExitStack() as stack:
+            try:
+                taken = stack.enter_context(
+                    locks.lock_file(segment.path, slot_lock_byte(index), exclusive=False)
+                )
+            except OSError as error:
+                raise SlotLost(f"{segment.path.name} is gone: {error}") from error
+            header = segment.header(index) if taken else None
+            if header is None or header.state is not SlotState.SEALED:
+                raise SlotLost(f"slot {index} of {segment.path.name} is being filled again")
+            found = (header.iteration, header.epoch, header.sequence)
+            if found != (snapshot.iteration, snapshot.epoch, snapshot.sequence):
+                raise SlotLost(f"slot {index} of {segment.path.name} holds iteration {found[0]}")
+            kept = segment.kept_digest(index, header)
+            yield LockedSlot(header, segment.image(index, header), kept)
+
+    def writable(self, path: str, offset: int, length: int) -> memoryview:
+        """Writable bytes of a segment file; SlotLost if the file was removed or is too short."""
+        segment = self._open(path, self._writable, readonly=False)
+        if not 0 <= offset <= offset + length <= len(segment.buffer):
+            raise SlotLost(f"{segment.path.name} has no bytes {offset} to {offset + length}")
+        return segment.buffer[offset : offset + length]
+
+    def forget_removed(self) -> None:
+        """Unmap removed files, so that the system frees their memory."""
+        with self._lock:
+            for known in (self._readable, self._writable):
+                for path, segment in list(known.items()):
+                    if not segment.in_place():
+                        del known[path]
+                        segment.close()
+
+    def _open(self, path: str, known: dict[str, Segment], *, readonly: bool) -> Segment:
+        with self._lock:
+            segment = known.get(path)
+            if segment is not None and segment.in_place():
+                return segment
+            if segment is not None:
+                del known[path]
+                segment.close()
+            try:
+                known[path] = open_segment(Path(path), readonly=readonly)
+            except (OSError, ValueError, SegmentError) as error:
+                raise SlotLost(f"{path} cannot be opened: {error}") from error
+            return known[path]
+
 
 TOOL = f"ckptd {ckptd.__version__}"
-# What belongs to no manifest may be collected after the grace time, 24 h, and is committed within
-# half of that after it was put (docs/format.md §7). It may have been there for this long when it is
-# found, is committed at most as long after that, and as much is left for clocks that are wrong. A
-# suffix that takes longer to upload is never committed.
+# A collector may delete an unreferenced object after the grace time, 24 h; a writer commits within half of
+# that after the put (docs/format.md §7). An object may be this old when it is found, is committed at most
+# this much later, and as much is left for wrong clocks. A suffix that takes longer to upload is never
+# committed.
 _FORGET_S = 4 * 3600.0
-# What a listing said of what stays holds for half the settle time, 300 s (docs/format.md §7). An
-# attempt that has begun may take three requests' time, so the listing, and all but the last attempt
-# to put the manifest, must be over in a minute each.
+# A listing is valid for half the settle time, 300 s (docs/format.md §7). An attempt that has begun may
+# take the time of three requests, so the listing, and all but the last attempt to put the manifest, have a
+# minute each.
 _LIST_WITHIN_S = 60.0
 
-_Name = tuple[int, int, int]  # iteration, epoch, sequence: no two snapshots of a rank have the same
+_Name = tuple[int, int, int]  # iteration, epoch, sequence: unique among the snapshots of a rank
 
 
 class UnknownSnapshot(LookupError):
-    """It was not stored by this process, or what it relied on may be deleted: it must be stored anew."""
+    """This process has not stored the snapshot, or what it relies on may be deleted: store it again."""
 
 
 class Overtaken(RuntimeError):
-    """This checkpoint must not be committed any more."""
+    """The checkpoint must not be committed any more."""
 
 
 class Uploaded(NamedTuple):
-    """Bytes of an image, and how many of them had to travel."""
+    """The size of an image, and the bytes of it that had to be uploaded."""
 
     size_bytes: int
     uploaded_bytes: int
@@ -70,33 +156,30 @@ class Uploaded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSnapshot:
-    """A stored snapshot, its image's header (which tells where its tensors lie), and the manifests
-    that were relied on for it.
+    """A stored snapshot with its image's header (which locates its tensors).
+
+    Attributes:
+        relied: the keys of the manifests that it relies on.
+        since_s: when its oldest object without a manifest was put; infinite if manifests cover all of them.
     """
 
     snapshot: StoredSnapshot
     header: bytes
     relied: frozenset[str]
-    # When it was begun to be put; of what a manifest refers to, that manifest vouches for it.
     since_s: float = math.inf
 
-
-class ListRun(Protocol):
-    """Lists the run for a rank that is about to commit the checkpoint ``end``; ``fresh``: nobody
-    else's listing will do.
-    """
-
-    def __call__(self, end: int, *, fresh: bool) -> Seen: ...
+    @property
+    def name(self) -> _Name:
+        return self.snapshot.iteration, self.snapshot.epoch, self.snapshot.sequence
 
 
 class RankStore:
-    """Stores and commits.
+    """Stores and commits the snapshots of one rank.
 
     Args:
-        run_id: of the run that the names stand for.
-        base: the key of this rank's manifest that tells what need not be uploaded again; "" if none
-            is sure to stay.
-        look: lists the run, for several ranks at once.
+        run_id: of the run that uses the names.
+        base: the key of this rank's last manifest if it is sure to stay, else "".
+        look: lists the run for a commit of the checkpoint that ends at an iteration; True: list it now.
         neighbours: the other ranks of this run on this node.
     """
 
@@ -107,7 +190,7 @@ class RankStore:
         *,
         run_id: str,
         base: str,
-        look: ListRun,
+        look: Callable[[int, bool], Seen],
         neighbours: Callable[[], Iterable[RankStore]],
     ) -> None:
         self._at, self.rank = at, rank
@@ -119,16 +202,16 @@ class RankStore:
             self._base = self._of_manifest(read_manifest(at.store, base))
 
     def stored_of(self, iteration: int) -> list[KeptSnapshot]:
-        """What was stored of an iteration since the last manifest."""
+        """The snapshots of an iteration that were stored since the last manifest."""
         with self._lock:
             return [kept for name, kept in self._since.items() if name[0] == iteration]
 
     def put(self, snapshot: SnapshotId, slot: LockedSlot) -> Uploaded:
-        """Bring the snapshot in a slot to the store.
+        """Store the snapshot in a slot.
 
         Raises:
-            SlotLost: it is not any more what was sealed.
-            StoreError: the store does not take it.
+            SlotLost: the bytes differ from the sealed ones.
+            StoreError: the store does not accept it.
         """
         name = _name(snapshot)
         with self._lock:
@@ -171,9 +254,9 @@ class RankStore:
         """Write this rank's manifest.
 
         Raises:
-            UnknownSnapshot: a snapshot must be stored (anew) before.
-            Overtaken: a newer checkpoint is committed, or another history has begun.
-            StoreError: the store does not take it.
+            UnknownSnapshot: a snapshot must be stored (again) before.
+            Overtaken: a newer checkpoint is committed, or a later history has begun.
+            StoreError: the store does not accept it.
         """
         kept = self._chosen(message.snapshots)
         manifest = RankManifest(
@@ -192,18 +275,18 @@ class RankStore:
             tuple(k.snapshot for k in kept),
         ).signed_by(self._at.signer)
         relied = frozenset().union(*(k.relied for k in kept))
-        seen = self._look(message.end, fresh=False)
+        seen = self._look(message.end, False)
         if seen.shared and seen.views.refusal(manifest.checkpoint, relied):
-            # It may have been begun before what this rank relies on was there.
-            seen = self._look(message.end, fresh=True)
+            # The shared listing may be older than a manifest that this rank relies on.
+            seen = self._look(message.end, True)
         self._check_may_commit(seen.views, manifest, relied)
         if time.monotonic() - seen.begun_s > _LIST_WITHIN_S:
             raise Unavailable(manifest.key, "listing the run took too long to act upon it")
         try:
             self._at.prompt.put(manifest.key, [memoryview(manifest.to_bytes())], if_absent=True)
         except ObjectExists:
-            # Ours, of a life before this one: the key says job, run, epoch and all that ranks agree
-            # on. What it refers to stays, and not what we would have referred to.
+            # An earlier process of this rank wrote it: the key contains the run, the epoch and the
+            # agreement. The objects that the existing manifest refers to stay; ours may be others.
             manifest = read_manifest(self._at.store, manifest.key)
             kept = list(self._of_manifest(manifest).values())
         with self._lock:
@@ -240,17 +323,12 @@ class RankStore:
         return self._based(manifest.key, [KeptSnapshot(s, h, frozenset()) for s, h in pairs])
 
     def _based(self, key: str, kept: Iterable[KeptSnapshot]) -> dict[_Name, KeptSnapshot]:
-        """What a manifest of ours refers to: whoever uses it relies on that manifest."""
-        return {
-            (k.snapshot.iteration, k.snapshot.epoch, k.snapshot.sequence): KeptSnapshot(
-                k.snapshot, k.header, frozenset({key})
-            )
-            for k in kept
-        }
+        """The snapshots of our manifest at ``key``; using them means relying on that manifest."""
+        return {k.name: KeptSnapshot(k.snapshot, k.header, frozenset({key})) for k in kept}
 
     def _index(self, iteration: int) -> tuple[StoredIndex, frozenset[str], float]:
-        """Where the tensors lie to which a new object may refer; the manifests that are relied on
-        by that; and since when the oldest object lies there that no manifest names.
+        """The tensors to which a new object may refer, the manifests that it then relies on, and since
+        when the oldest object without a manifest is stored.
         """
         index = StoredIndex()
         with self._lock:
@@ -265,11 +343,12 @@ class RankStore:
         return index, frozenset().union(*(kept.relied for kept in found)), since_s
 
     def _upload(self, plan: UploadPlan, image: memoryview) -> tuple[ObjectInfo, int]:
-        """Put what is new. The key stands for the content: if it has been there for a short time
-        only, we put it in a life before; what is older may be taken for garbage, and is put again.
+        """Put the new object, unless it exists: a key stands for one content.
 
-        A clock that is wrong by up to four hours puts it again in vain, or takes what is older for
-        young: that is still committed before half the grace time is over (docs/format.md §7).
+        An existing object was put a short time ago by an earlier process. An older one may be collected as
+        garbage, so it is put again. If this node's clock is wrong by up to four hours, the object is put
+        in vain, or an older one is used: that is still committed within half the grace time
+        (docs/format.md §7).
         """
         there = self._at.store.info(plan.key)
         if there is not None and there.size == plan.size:
@@ -287,7 +366,7 @@ def _name(snapshot: SnapshotId) -> _Name:
 
 
 def _stored(slot: LockedSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[StoredSnapshot, bytes]:
-    """What the manifest will say of a snapshot, and its image's header."""
+    """The snapshot for the manifest, and its image's header."""
     header, view = slot.header, ImageView(slot.image)
     stored = StoredSnapshot(
         header.iteration,

@@ -1,5 +1,10 @@
-"""One run in a store, as the keeper of one node sees it: whose names they are, what can be
-restored, what may go (docs/format.md).
+"""One run in a store, for the store keeper of one node: who owns its names, what can be restored, and the
+incarnations of an elastic run (`StoredWorlds`). docs/format.md.
+
+Each incarnation of an elastic run is a run of its own (`ckptd.storage.checkpoints.retention`), with its own
+`RunStore`; the store keys call it a world. Its trainers attach with a topology that identifies it, which
+is in every segment's descriptor, so a restarted daemon knows it too. The mark of an incarnation is stored
+before the manifest of rank 0, so that a start finds every committed checkpoint.
 """
 
 from __future__ import annotations
@@ -7,32 +12,40 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
+from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, SlotHeader, decode_descriptor, pack_slot_header
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
-from ckptd.persistence.run_in_store import RunInStore
-from ckptd.persistence.run_retention import RunRetention
-from ckptd.persistence.shared_listing import Seen, SharedLook
+from ckptd.persistence.run_in_store import RunInStore, RunRetention, Seen, SharedLook, Surveyed, newest_ns
 from ckptd.storage.checkpoints.catalog import (
     Catalog,
     CheckpointState,
     StoredCheckpoint,
+    Views,
     build_catalog,
+    see,
 )
-from ckptd.storage.checkpoints.commit import Views, see
 from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
-from ckptd.storage.checkpoints.names import CheckpointId, RunName, run_prefix
+from ckptd.storage.checkpoints.names import (
+    CheckpointId,
+    IncarnationName,
+    RunName,
+    incarnation_of_run,
+    incarnations_prefix,
+    parse,
+    run_of_incarnation,
+    run_prefix,
+)
 from ckptd.storage.checkpoints.reader import (
     SnapshotDamaged,
     read_identity,
     read_image_bytes,
     read_manifest,
 )
-from ckptd.storage.checkpoints.retention import RetentionPolicy
-from ckptd.storage.checkpoints.run_identity import RunIdentity
+from ckptd.storage.checkpoints.retention import RetentionPolicy, StoredIncarnation, plan_incarnations
+from ckptd.storage.checkpoints.sealed_json import RunIdentity
 from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,
@@ -41,15 +54,16 @@ from ckptd.storage.stores.objects import (
     StoreError,
 )
 
-__all__ = ["FencedOff", "RunStore"]
+__all__ = ["FencedOff", "RunStore", "StoredWorlds"]
 
-_OFFERED = 3  # checkpoints that a recovery is told of: the newest, and what it falls back to
+
+_OFFERED = 3  # checkpoints offered to a recovery: the newest, and fallbacks
+_OFFERED_WORLDS = 16  # the same for a start of an elastic run
+_MAX_TURNS = 64
 
 
 class FencedOff(RuntimeError):
-    """Somebody else writes under these names: the store shows this later epoch, of which nothing is
-    known here.
-    """
+    """The store shows this later epoch, which is unknown here: another job uses the names."""
 
     def __init__(self, epoch: int, text: str) -> None:
         super().__init__(text)
@@ -57,20 +71,15 @@ class FencedOff(RuntimeError):
 
 
 class NothingUsable(StoreError):
-    """Checkpoints of the run are there, and none of them can be used."""
+    """The store contains checkpoints of the run, but none of them can be used."""
 
 
 class _OfAnotherRun(ManifestError):
-    """It bears the names of this run, and belongs to another one."""
+    """The manifest has the names of this run, but belongs to another one."""
 
 
 class RunStore:
-    """Everything of one run but the uploads of its ranks.
-
-    Args:
-        at: its names, and how this node reads and writes it.
-        policy: what may be deleted.
-    """
+    """One run, except for the uploads of its ranks (`RankStore`). Thread-safe."""
 
     def __init__(self, at: RunInStore, policy: RetentionPolicy) -> None:
         self.at = at
@@ -82,17 +91,17 @@ class RunStore:
         self._shared = SharedLook()
         self._offered: dict[str, RankManifest] = {}
         self._doubted: set[CheckpointId] = set()
-        self._passed_over: set[CheckpointId] = set()  # those that are not offered
+        self._passed_over: set[CheckpointId] = set()  # not offered to recoveries
         self._complete: deque[tuple[int, int]] = deque(maxlen=16)
         self.retention = RunRetention(at, policy, look=lambda: self._look().own, doubted=self._doubted)
 
     # -- ranks -----------------------------------------------------------------------------------
 
     def open(self, message: w.OpenRank) -> int:
-        """Take part in the run; returns the newest checkpoint of it that all ranks have (-1: none).
+        """Join the run with a rank; returns the end of the newest committed checkpoint (-1: none).
 
         Raises:
-            Fenced: a later history is known to the store, which this job knows nothing of.
+            FencedOff: the store shows a later history, which this job does not know.
             StoreError, ManifestError: the store cannot be read.
         """
         rank, epoch = message.rank.rank, message.epoch
@@ -120,24 +129,23 @@ class RunStore:
         except (ManifestError, ObjectMissing, SnapshotDamaged) as error:
             if not base:
                 raise
-            self.at.tell("warning", "store_damaged", f"{error}; everything is uploaded anew")
+            self.at.report("warning", "store_damaged", f"{error}; everything is uploaded anew")
             return self._make_rank(rank, identity, "")
 
     def rank(self, rank: int) -> RankStore | None:
-        """What `open` has made."""
+        """The rank, if it was opened."""
         with self._lock:
             return self._ranks.get(rank)
 
     @property
     def num_ranks(self) -> int:
-        """How many were opened."""
         with self._lock:
             return len(self._ranks)
 
     def turn(self, iteration: int) -> threading.Lock:
-        """Held while a snapshot of this iteration is stored: one rank after the other, so that they share."""
+        """Held while a snapshot of this iteration is stored, so that ranks reuse each other's tensors."""
         with self._lock:
-            while len(self._iterations) > 64:
+            while len(self._iterations) > _MAX_TURNS:
                 oldest = min(self._iterations)
                 if oldest == iteration or self._iterations[oldest].locked():
                     break
@@ -149,7 +157,7 @@ class RunStore:
             return [other for number, other in self._ranks.items() if number != rank]
 
     def _claim(self) -> RunIdentity:
-        """The identity under these names; ours, if they were free."""
+        """The identity of the run with these names; created if there is none."""
         if self._identity is None:
             found = read_identity(self.at.store, self.at.job, self.at.run)
             if found is None:
@@ -158,7 +166,7 @@ class RunStore:
                     key = RunName(self.at.job, self.at.run).key
                     self.at.store.put(key, [memoryview(mine.to_bytes())], if_absent=True)
                 except ObjectExists:
-                    pass  # another rank of ours was quicker
+                    pass  # another rank has created it
                 found = read_identity(self.at.store, self.at.job, self.at.run)
             if found is None:
                 raise ManifestError(f"run.json of {self.at.title} vanished as soon as it was written")
@@ -168,16 +176,12 @@ class RunStore:
     # -- what is there ---------------------------------------------------------------------------
 
     def _look(self) -> Views:
-        """What the store shows of the run, to everybody and to us."""
         return self._look_knowing(self._known_epochs(), self.at.store)
 
-    def _look_to_commit(self, end: int, *, fresh: bool) -> Seen:
-        """The same for a rank that is about to commit, once for all ranks of this node.
+    def _look_to_commit(self, end: int, fresh: bool) -> Seen:
+        """List the run for the commit of a checkpoint, once for all ranks of this node.
 
-        It gives up after a minute: what it shows could not be acted upon any more.
-
-        Raises:
-            Fenced: a later history is there.
+        Gives up after a minute, when the listing would be too old. Raises FencedOff for a later history.
         """
         known = self._known_epochs()
         seen = self._shared.get(
@@ -198,7 +202,7 @@ class RunStore:
             return dict(self._epochs)
 
     def _catalog_of(self, iteration: int) -> Catalog:
-        """The same of one iteration (a large run has many objects)."""
+        """List one iteration only, because a large run has many objects."""
         listing = self.at.store.list(f"{run_prefix(self.at.job, self.at.run)}{iteration:012d}/")
         return build_catalog(listing, self.at.job, self.at.run, known_epochs=self._known_epochs())
 
@@ -214,12 +218,12 @@ class RunStore:
             )
 
     def settled(self, end: int, epoch: int) -> tuple[bool, str]:
-        """Whether every rank has the checkpoint, and what is missing.
+        """Whether every rank has committed the checkpoint, and else what is missing.
 
         Raises:
-            Fenced: a later history is there.
+            FencedOff: the store shows a later history.
         """
-        if (end, epoch) in self._complete:  # another rank of this node has seen it
+        if (end, epoch) in self._complete:  # found for another rank of this node
             return True, ""
         catalog = self._catalog_of(end)
         self._check_epochs(catalog, max(self._epochs, default=epoch))
@@ -234,14 +238,13 @@ class RunStore:
     def find(
         self, ranks: Iterable[int], *, left_out: frozenset[tuple[int, int]] = frozenset()
     ) -> list[w.CommittedCheckpoint]:
-        """The newest committed checkpoints, these ranks' part of them; none if the run has none.
+        """These ranks' part of the newest committed checkpoints; empty if the run has none.
 
         Args:
-            left_out: iteration and epoch of quarantined snapshots: a checkpoint with one of them is
-                passed over.
+            left_out: iteration and epoch of quarantined snapshots; checkpoints with one of them are skipped.
         Raises:
-            NothingUsable: it has some, and none of them can be used. A job that took this for an
-                empty store would begin anew.
+            NothingUsable: the run has checkpoints, but none can be used. A job must not take this for an
+                empty store and begin anew.
         """
         offered: list[w.CommittedCheckpoint] = []
         unusable: list[str] = []
@@ -255,21 +258,21 @@ class RunStore:
             try:
                 found = [self._offer(checkpoint, rank) for rank in ranks]
             except _OfAnotherRun as error:
-                self.at.tell("error", "checkpoint_damaged", f"{checkpoint.id} is not ours: {error}")
+                self.at.report("error", "checkpoint_damaged", f"{checkpoint.id} is not ours: {error}")
                 continue
             except (ManifestError, ObjectMissing) as error:
                 text = f"checkpoint {checkpoint.id} cannot be used: {error}"
                 unusable.append(text)
-                self.at.tell("error", "checkpoint_damaged", text)
+                self.at.report("error", "checkpoint_damaged", text)
                 continue
             if any(self._holds_any(stored.name, left_out) for stored in found):
                 continue
             offered += found
             left -= 1
         if unusable and not offered:
-            self._passed_over.clear()  # what looked damaged for a while may be read by who asks next
+            self.trust_again()
             text = f"nothing stored of {self.at.title} can be used: {'; '.join(unusable)}"
-            self.at.tell("error", "storage_unusable", text)
+            self.at.report("error", "storage_unusable", text)
             raise NothingUsable("", text)
         return offered
 
@@ -278,11 +281,7 @@ class RunStore:
         return any((s.iteration, s.epoch) in snapshots for s in manifest.snapshots)
 
     def offer(self, end: int, ranks: Iterable[int]) -> list[w.CommittedCheckpoint]:
-        """These ranks' part of the committed checkpoint that ends there.
-
-        Raises:
-            NothingUsable: it is not there (any more), or damaged.
-        """
+        """These ranks' part of the committed checkpoint with this end; NothingUsable if there is none."""
         why = "it is not committed, or was deleted"
         for checkpoint in self._look().own.committed:
             if checkpoint.id.end != end or checkpoint.id in self._passed_over:
@@ -293,15 +292,15 @@ class RunStore:
                 self._passed_over.add(checkpoint.id)
                 why = f"it cannot be used: {error}"
                 text = f"checkpoint {checkpoint.id} of {self.at.title} cannot be used: {error}"
-                self.at.tell("error", "checkpoint_damaged", text)
+                self.at.report("error", "checkpoint_damaged", text)
         raise NothingUsable("", f"checkpoint {end} of {self.at.title}: {why}")
 
     def offered(self) -> tuple[Catalog, frozenset[CheckpointId]]:
-        """What there is, and which of it is passed over because it was found to be damaged."""
+        """The run's catalog, and the checkpoints that are not offered because they are damaged."""
         return self._look().own, frozenset(self._passed_over)
 
     def trust_again(self) -> None:
-        """What looked damaged for a while may be read by who asks next."""
+        """Offer all checkpoints again: the damage may have been temporary."""
         self._passed_over.clear()
 
     def _offer(self, checkpoint: StoredCheckpoint, rank: int) -> w.CommittedCheckpoint:
@@ -321,34 +320,32 @@ class RunStore:
             world_size=manifest.world_size,
             window=manifest.window,
             slot_bytes=manifest.slot_bytes,
-            # Who goes on from it needs room for the next suffix while this one is held, as it had it before.
+            # The restarted rank needs room for the next suffix while this one is held, as before.
             num_slots=manifest.num_slots,
             descriptor=manifest.descriptor,
             lengths=[s.image_len for s in manifest.snapshots],
             headers=[pack_slot_header(_slot_header(s)) for s in manifest.snapshots],
-            anchors=[s.anchors.to_bytes((s.num_operators + 7) // 8, "little") for s in manifest.snapshots],
+            anchors=[s.anchor_bitmap for s in manifest.snapshots],
             digests=[s.image_digest for s in manifest.snapshots],
         )
 
     def read(self, name: str, index: int, offset: int, into: memoryview) -> None:
-        """Fill a buffer with bytes of an offered snapshot's image; whoever asked verifies them.
+        """Read bytes of an offered snapshot's image, without verifying them.
 
         Raises:
-            LookupError: it was not offered by this process.
-            StoreError: the store does not give them.
+            LookupError: this process did not offer it.
+            StoreError: the store cannot be read.
         """
         manifest = self._offered[name]
         snapshot = manifest.snapshots[index]
         try:
             read_image_bytes(self.at.store, snapshot, offset, into, map_fn=self.at.map_fn)
         except (ObjectMissing, Damaged):
-            self.doubt(name)  # who asked cannot tell this from a store that is away
+            self.doubt(name)  # the daemon cannot distinguish this from an unreachable store
             raise
 
     def doubt(self, name: str) -> None:
-        """What was read of a checkpoint is damaged: others are offered. Who has found it may read
-        the rest of it.
-        """
+        """A checkpoint is damaged: do not offer it any more. Its other parts can still be read."""
         manifest = self._offered.get(name)
         if manifest is None:
             return
@@ -356,7 +353,7 @@ class RunStore:
         if manifest.checkpoint not in self._doubted:
             self._doubted.add(manifest.checkpoint)
             text = f"checkpoint {manifest.checkpoint} of {self.at.title} is damaged ({name})"
-            self.at.tell("error", "checkpoint_damaged", text)
+            self.at.report("error", "checkpoint_damaged", text)
 
 
 def _slot_header(stored: StoredSnapshot) -> SlotHeader:
@@ -373,3 +370,91 @@ def _slot_header(stored: StoredSnapshot) -> SlotHeader:
         epoch_start=stored.epoch_start,
         epoch=stored.epoch,
     )
+
+
+class StoredWorlds:
+    """The incarnations of elastic runs: marks, finds and collects them. Thread-safe.
+
+    Args:
+        run_of: returns the run with these names.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        run_of: Callable[[str, str], RunStore],
+        policy: RetentionPolicy,
+    ) -> None:
+        self._store, self._run_of, self._policy = store, run_of, policy
+        self._marked: set[IncarnationName] = set()
+
+    def mark(self, job: str, run: str, descriptor: bytes) -> None:
+        """Mark the run in the store if it is an incarnation; called before a manifest of rank 0."""
+        name = _name(job, run)
+        if name is None or name in self._marked:
+            return
+        if decode_descriptor(descriptor).topology == WORLD_TOPOLOGY:
+            self._store.put(name.key, [])
+            self._marked.add(name)
+
+    def find(self, message: w.FindWorlds) -> w.FoundWorlds:
+        """The newest committed checkpoints of all incarnations."""
+        job, numbers = message.job, self._numbers(message.job, message.run)
+        found: list[w.WholeWorld] = []
+        damaged: list[tuple[int, int]] = []
+        for number in numbers:
+            run = self._run_of(job, run_of_incarnation(message.run, number))
+            if not message.again:
+                run.trust_again()
+            catalog, passed_over = run.offered()
+            for checkpoint in catalog.committed:
+                if checkpoint.id in passed_over:
+                    damaged.append((number, checkpoint.id.end))
+                else:
+                    sizes = _sizes(catalog, checkpoint)
+                    found.append(w.WholeWorld(number, checkpoint.id.end, sizes))
+            if len(found) >= _OFFERED_WORLDS:
+                break
+        return w.FoundWorlds(message.id, numbers, found[:_OFFERED_WORLDS], damaged)
+
+    def retain(self, job: str, run: str) -> None:
+        """Collect the incarnations before this run, which has committed a checkpoint; no-op for other runs.
+
+        After a StoreError the next call continues.
+        """
+        name = _name(job, run)
+        numbers = [] if name is None else self._numbers(job, name.run)
+        if name is None or name.number not in numbers:
+            return  # an ordinary run with the name of an incarnation
+        runs = {n: self._run_of(job, run_of_incarnation(name.run, n)) for n in numbers if n < name.number}
+        if not runs:
+            return
+        newest = _world(self._run_of(job, run).retention.survey())
+        seen = {number: each.retention.survey() for number, each in runs.items()}
+        earlier = {number: _world(one) for number, one in seen.items()}
+        now_ns = max(newest_ns(world.catalog) for world in (newest, *earlier.values()))
+        for plan in plan_incarnations(newest, earlier, self._policy, now_ns=now_ns):
+            runs[plan.number].retention.delete(
+                plan.manifests, plan.objects, plan.names, listed_s=seen[plan.number].listed_s
+            )
+
+    def _numbers(self, job: str, run: str) -> list[int]:
+        """The numbers of all marked incarnations, the latest first."""
+        names = [parse(info.key) for info in self._store.list(incarnations_prefix(job, run))]
+        return sorted({n.number for n in names if isinstance(n, IncarnationName)}, reverse=True)
+
+
+def _name(job: str, run: str) -> IncarnationName | None:
+    found = incarnation_of_run(run)
+    return None if found is None else IncarnationName(job, *found)
+
+
+def _sizes(catalog: Catalog, checkpoint: StoredCheckpoint) -> list[int]:
+    return [
+        sum(found.info.size for found in catalog.objects.get((rank, checkpoint.id.end), ()))
+        for rank in range(checkpoint.world_size)
+    ]
+
+
+def _world(seen: Surveyed) -> StoredIncarnation:
+    return StoredIncarnation(seen.catalog, seen.verified, seen.references)

@@ -1,14 +1,13 @@
-"""Storage as one more holder of snapshots: what a recovery asks of peers it can ask of the store
-(docs/persistence.md §6).
+"""Storage as one more holder of snapshots: recoveries request from the store what they request from peers
+(docs/persistence.md §6). All on the daemon's loop thread.
 
-A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the
-fetches and the drills know nothing of storage: a committed checkpoint is a segment, each of its
-snapshots a slot. What is read goes from the store keeper straight into the file of the segment that
-is filled. All on the daemon's loop thread.
+A `StoreLink` answers like a `PeerLink` whose node is `STORE_NODE`, so the recovery plan, the fetches and
+the drills need no code for storage: a committed checkpoint is a segment, and each of its snapshots a slot.
+The store keeper reads bytes directly into the file of the target segment.
 
-A trainer that starts waits for what is durable, and is refused where that cannot be told. So the
-question outlives the keeper: if it dies over it, the next one is asked, as long as the trainer can
-be expected to wait for the answer.
+A starting trainer waits for the list of durable checkpoints, and its start is refused without it.
+Therefore the request outlives the keeper: if the keeper dies, the next one is asked, as long as the trainer
+may be waiting.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from ckptd.memory.segment_file import Segment
 from ckptd.node_context import Post
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.keeper_client import AWAY, StoreChild
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, HeldSegment, HeldSlot, Holdings
 from ckptd.transport.verbs import Completion, Done, Fault, PeerAddress, RegionKey
 
 __all__ = ["StoreLink"]
 
 _TOKEN = bytes(16)
-# How long a question is put to one keeper after the other. A trainer waits 900 s for its answer
-# (`ckptd.client.daemon_link.session`), of which the last keeper may need the 600 s of
-# `store_deadline_s`; and by then eight of them have died over it.
+# How long a request is repeated with new keepers. A trainer waits 900 s for the answer
+# (`ckptd.client.daemon_link.session`), of which the last keeper may need the 600 s of `store_deadline_s`;
+# within this time about eight keepers have died.
 _ASK_FOR_S = 120.0
 
 
 class StoreLink:
-    """Questions about what is stored, and reads of it.
+    """Finds and reads stored checkpoints.
 
     Args:
         child: the store keeper.
-        ranks_of: the ranks of a run that are attached here: each node asks for its own only.
-        segments: every segment of this node into which something may be read.
+        ranks_of: the ranks of a run that are attached here; a node requests only those.
+        segments: the segments of this node into which stored bytes may be read.
     """
 
     def __init__(
@@ -69,12 +68,10 @@ class StoreLink:
         self._known: dict[str, w.CommittedCheckpoint] = {}
         self._regions: dict[int, tuple[str, int]] = {}
         self._numbers = itertools.count(1)
-        self._unanswered: list[Callable[[], None]] = []  # to be asked again
+        self._unanswered: list[Callable[[], None]] = []  # to be repeated
 
     def tick(self) -> None:
-        """Time passed: ask again what a keeper died over; the child starts the next one when its
-        time has come.
-        """
+        """Repeat the requests over which a keeper died; the child starts the next one after its backoff."""
         again, self._unanswered = self._unanswered, []
         for ask in again:
             ask()
@@ -88,9 +85,7 @@ class StoreLink:
         *,
         timeout_s: float = 0.0,
     ) -> None:
-        """As `PeerLink.ask`; the store keeper has deadlines of its own, and its death is not the
-        end of a `GetHoldings`.
-        """
+        """As `PeerLink.ask`; the keeper has its own deadlines, and a `GetHoldings` survives its death."""
         if isinstance(message, GetHoldings):
             self._find(message, done, failed)
             return
@@ -110,8 +105,7 @@ class StoreLink:
         if isinstance(message, p.CloseRead):
             self._regions.pop(message.region, None)
         elif isinstance(message, p.DoubtSlot):
-            # It stays known here: other snapshots of the checkpoint, and other parts of this one,
-            # may be whole.
+            # It stays known here, because its other snapshots, and other parts of this one, may be whole.
             self._child.tell(w.DoubtStored(message.name))
 
     def get(
@@ -123,7 +117,7 @@ class StoreLink:
         deadline_s: float,
         done: Done,
     ) -> _Read:
-        """As `PeerLink.get`: ``target`` lies in one of our segments, and is filled through its file."""
+        """As `PeerLink.get`; ``target`` must be in a segment of this node and is filled through its file."""
         read = _Read(done, len(target))
         place, stored = self._place_of(target), self._regions.get(source.region)
         if place is None or stored is None:
@@ -139,7 +133,7 @@ class StoreLink:
         )
         return read
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- finding checkpoints ---------------------------------------------------------------------
 
     def _find(
         self, message: GetHoldings, done: Callable[[Any], None], failed: Callable[[str, str], None]
@@ -167,7 +161,7 @@ class StoreLink:
         done: Callable[[w.FoundWorlds], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        """What is durable of the worlds of an elastic run (`ckptd.persistence.incarnation_store`)."""
+        """Find the durable checkpoints of an elastic run's incarnations (`FindWorlds`)."""
         self._ask(lambda: w.FindWorlds(self._child.next_id(), job, run, again), done, failed)
 
     def offer(
@@ -179,9 +173,7 @@ class StoreLink:
         done: Callable[[list[w.CommittedCheckpoint]], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        """These ranks' part of a committed checkpoint, whether or not they are attached here; what
-        is offered can be opened and read.
-        """
+        """Find these ranks' part of a committed checkpoint, attached here or not; it can then be read."""
         listed = sorted(ranks)
 
         def found(reply: w.Found) -> None:
@@ -195,7 +187,7 @@ class StoreLink:
         done: Callable[[Any], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        """Ask one keeper after the other, until one has lived long enough to answer."""
+        """Send a request to one keeper after the other, until one answers or the time is over."""
         give_up_s = self._clock() + _ASK_FOR_S
 
         def refused(code: str, reason: str) -> None:
@@ -211,9 +203,9 @@ class StoreLink:
 
     def _held(self, stored: w.CommittedCheckpoint) -> HeldSegment | None:
         try:
-            told = decode_descriptor(stored.descriptor)
+            descriptor = decode_descriptor(stored.descriptor)
         except SegmentError:
-            return None  # of a version that wrote other descriptors; the keeper's verify names it
+            return None  # another version wrote it; verification names it
         self._known[stored.name] = stored
         pairs = zip(stored.headers, stored.anchors, strict=True)
         return HeldSegment(
@@ -221,11 +213,11 @@ class StoreLink:
             rank=stored.rank,
             own=False,
             origin=xxhash.xxh3_64_hexdigest(stored.name.encode()),
-            generation=told.generation,
+            generation=descriptor.generation,
             world_size=stored.world_size,
             window=stored.window,
-            num_operators=told.num_operators,
-            operators_id=operators_id(told),
+            num_operators=descriptor.num_operators,
+            operators_id=operators_id(descriptor),
             slot_bytes=stored.slot_bytes,
             num_slots=stored.num_slots,
             slots=tuple(HeldSlot(i, header, anchors) for i, (header, anchors) in enumerate(pairs)),
@@ -249,7 +241,7 @@ class StoreLink:
         return None
 
     def _place_of(self, target: memoryview) -> tuple[str, int] | None:
-        """In which segment file these bytes lie, and where."""
+        """The segment file that contains these bytes, and their offset in it."""
         address = _address(target)
         for segment in self._segments():
             if segment.fd < 0:
@@ -261,17 +253,17 @@ class StoreLink:
 
 
 class _Read:
-    """A read in flight. It cannot be taken back: it completes when the keeper has ended it."""
+    """A read in flight; it cannot be cancelled, and completes when the keeper has answered."""
 
     def __init__(self, done: Done, size_bytes: int) -> None:
         self._done, self._size_bytes = done, size_bytes
         self._began_s = time.monotonic()
 
     def cancel(self) -> None:
-        """Nothing: the bytes may still land, and the completion says when they cannot any more."""
+        """No effect: bytes may arrive until the completion."""
 
     def wait(self, timeout_s: float) -> Completion:
-        """Not here: completions come on the loop thread."""
+        """Not supported: completions arrive on the loop thread."""
         raise TimeoutError("a read from storage completes on the loop thread")
 
     def end(self, fault: Fault | None, detail: str) -> None:

@@ -1,31 +1,306 @@
-"""The third tier of a daemon: every local rank's way to storage, and storage's way back to them."""
+"""Storage as the daemon's third tier: uploads of every local rank (`RankPersistence`), and the link
+through which recoveries read from the store (`StorageTier`). All on the daemon's loop thread.
+
+A `RankPersistence` performs what `ckptd.core.persister` decides for one local rank. It holds a
+slot by a read lock while the slot is uploaded, so that the trainer passes the slot over. The store keeper
+takes a read lock of its own, in case this daemon dies first.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
-from ckptd.config.config_values import parse_bytes
-from ckptd.config.settings import DaemonConfig
-from ckptd.core.persistence.cadence import Cadence
-from ckptd.core.persistence.persister import Persister, PersistState
+from ckptd.config.settings import DaemonConfig, parse_bytes
+from ckptd.core.persister import (
+    Cadence,
+    Commit,
+    CommitFailed,
+    Committed,
+    Durable,
+    Effect,
+    Event,
+    Fenced,
+    Flush,
+    Forgotten,
+    Persister,
+    PersistState,
+    SlotReused,
+    SlotTables,
+    SnapshotStored,
+    Store,
+    StoreFailed,
+)
 from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick
+from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment
+from ckptd.memory.slot_holds import SlotHolds
 from ckptd.node_context import NodeContext
 from ckptd.persistence import keeper_wire as w
-from ckptd.persistence.keeper_client import StoreChild
-from ckptd.persistence.rank_uploads import RankPersistence
+from ckptd.persistence.keeper_client import AWAY, StoreChild
 from ckptd.persistence.store_link import StoreLink
 
 __all__ = ["StorageTier"]
 
 
+_OPEN_AGAIN_S = 5.0
+_MEASURE_S = 1.0
+
+
+class RankPersistence:
+    """Uploads one rank's snapshots.
+
+    Args:
+        child: the store keeper.
+        span: the number of snapshots of the longest known suffix of all ranks.
+    """
+
+    def __init__(
+        self, key: RankKey, node: NodeContext, child: StoreChild, *, span: Callable[[], int]
+    ) -> None:
+        self.key = key
+        self.core = Persister(Cadence(node.config.persist_every, node.config.persist_every_s))
+        self._name = w.RankName(key.job, key.run, key.rank)
+        self._store, self._child, self._events = node.store, child, node.events
+        self._span, self._clock = span, node.clock
+        self._world_size, self._epoch, self._epoch_start = 1, -1, -1
+        self._holds = SlotHolds(node.store, key)
+        self._waiting: deque[Event] = deque()
+        self._feeding = False
+        self._opened = self._opening = self._refused = self._closed = self._flush = False
+        self._open_failed = False
+        self._open_at_s = 0.0
+        self._seen: tuple[int, float] | None = None  # newest iteration, when: for the speed of training
+        self._had_segments = False
+
+    def join(self, world_size: int, epoch: int, epoch_start: int) -> None:
+        """Join a history; releases the slots of an earlier one at once, without waiting for the store."""
+        self._world_size = world_size
+        if (epoch, epoch_start) != (self._epoch, self._epoch_start):
+            self._epoch, self._epoch_start = epoch, epoch_start
+            self._opened = self._refused = self._open_failed = self._flush = False
+            self._seen = None
+            self._open()
+        self._feed_epoch()
+        self.changed()
+
+    def changed(self) -> None:
+        """The slots or segments of the rank changed."""
+        segments = self._store.of_rank(self.key)
+        self._had_segments = self._had_segments or bool(segments)
+        if not segments or not self._opened:
+            return
+        total = sum(segment.geometry.num_slots for segment in segments)
+        found = records_of(segments)
+        records = tuple(record for record in found if record.sealed)
+        self._measure(records)
+        self.feed(SlotTables(records, segments[-1].descriptor.num_operators, total))
+        if self._flush and not any(record.state is SlotState.FILLED for record in found):
+            self._flush = False
+            self.feed(Flush())
+
+    def flush(self) -> None:
+        """Persist the newest suffix, once the last filled slot is sealed."""
+        self._flush = True
+        self.changed()
+
+    def tick(self) -> None:
+        if not self._opened and not self._refused and self._clock() >= self._open_at_s:
+            self._open()
+        self.changed()  # trainers seal their own slots while the daemon is down
+        self.feed(Tick())
+
+    def keeper_died(self) -> None:
+        """The next keeper has no state: open the rank again."""
+        self._opened = self._opening = False
+        self._open_at_s = self._clock() + 1.0
+        self.feed(Forgotten())
+
+    def settled(self, message: w.Settled) -> None:
+        """All ranks have committed a checkpoint, or some did not in time."""
+        if message.complete:
+            self.core.cadence.note_committed(message.end)
+            if message.epoch == self._epoch:
+                self.feed(Durable(message.end))
+            if self.key.rank == 0:
+                text = f"checkpoint {message.end} is durable on all {self._world_size} ranks"
+                self._events.add("info", "persisted", text, self.key)
+        else:
+            self.core.cadence.note_left_alone(message.end)
+            text = f"checkpoint {message.end} does not count: {message.missing}"
+            self._events.add("warning", "persist_incomplete", text, self.key)
+
+    def fenced(self, message: w.RankFenced) -> None:
+        """The store shows a later history."""
+        if message.epoch > self._epoch:  # else this rank has joined it meanwhile
+            self._fence(message.reason)
+
+    def state(self) -> PersistState:
+        return self.core.state()
+
+    @property
+    def over(self) -> bool:
+        """Whether the rank's segments were removed. A rank that has just joined has none yet."""
+        return self._had_segments and not self._store.of_rank(self.key)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being persisted, or can be."""
+        if self._refused or self._open_failed:
+            return True
+        return self.core.idle and not self._flush
+
+    def close(self) -> None:
+        self._closed = True
+        self._holds.release_all()
+
+    def feed(self, event: Event) -> None:
+        """Handle an event and perform its effects; events caused by effects are handled after all of them."""
+        self._waiting.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._waiting and not self._closed:
+                for effect in self.core.handle(self._waiting.popleft(), now_s=self._clock()):
+                    self._perform(effect)
+        finally:
+            self._feeding = False
+
+    # -- the store keeper ------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._opening or self._epoch < 0:
+            return
+        self._opening = True
+        self._open_at_s = self._clock() + _OPEN_AGAIN_S
+        epoch = self._epoch
+        message = w.OpenRank(self._child.next_id(), self._name, epoch, self._epoch_start)
+        self._child.ask(message, partial(self._was_opened, epoch), partial(self._not_opened, epoch))
+
+    def _was_opened(self, epoch: int, reply: w.RunOpened) -> None:
+        self._opening = self._open_failed = False
+        if epoch != self._epoch:
+            self._open()
+            return
+        self._opened = True
+        self._feed_epoch()
+        self.feed(Durable(reply.committed))
+        self.changed()
+
+    def _not_opened(self, epoch: int, code: str, reason: str) -> None:
+        self._opening = False
+        if code == AWAY:
+            return  # the next keeper is asked again
+        if epoch != self._epoch:
+            self._open()  # the answer is about an earlier history
+        elif code == w.FailureCode.FENCED:
+            self._fence(reason)
+        else:
+            self._open_failed = True
+            text = f"nothing of {self.key} is made durable: {reason}; trying again"
+            self._events.add("warning", f"persist.{code}", text, self.key)
+
+    def _fence(self, reason: str) -> None:
+        """Another job uses our names: store nothing until the rank joins another epoch."""
+        self._opened, self._refused, self._flush = False, True, False
+        self.feed(Fenced(reason))
+
+    def _feed_epoch(self) -> None:
+        self.feed(Joined(self._epoch, self._epoch_start, self._span()))
+
+    # -- effects ---------------------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Hold():
+                if not self._holds.hold(effect.key, effect.record):
+                    self.feed(SlotReused(effect.key))
+            case Release():
+                self._holds.release(effect.key)
+            case Store():
+                self._ask_to_store(effect.key)
+            case Commit():
+                self._ask_to_commit(effect)
+            case Note():
+                self._events.add(effect.level, effect.kind, effect.message, self.key)
+
+    def _ask_to_store(self, key: SnapshotKey) -> None:
+        held = self._holds.get(key)
+        if held is None:
+            return  # the core has received `SlotReused`
+        message = w.StoreSlot(
+            self._child.next_id(),
+            self._name,
+            w.SnapshotId(*key),
+            str(held.segment.path),
+            held.index,
+        )
+
+        def stored(reply: w.StoredSlot) -> None:
+            self._events.count("persisted_bytes", reply.uploaded_bytes)
+            self._events.count("persist_spared_bytes", reply.size_bytes - reply.uploaded_bytes)
+            self.feed(SnapshotStored(key, reply.uploaded_bytes))
+
+        def refused(code: str, reason: str) -> None:
+            # `keeper_died` handles the keeper's end. A held slot that is lost is damaged, or its file was
+            # removed.
+            if code != AWAY:
+                self.feed(StoreFailed(key, reason))
+
+        self._child.ask(message, stored, refused)
+
+    def _ask_to_commit(self, effect: Commit) -> None:
+        last, epoch = effect.keys[-1], self._epoch
+        segment = self._store.get(self.key, last.generation)
+        if segment is None:
+            self.feed(CommitFailed(last, "its generation was dropped"))
+            return
+        message = w.CommitRank(
+            self._child.next_id(),
+            self._name,
+            self._world_size,
+            effect.end,
+            effect.stride,
+            [w.SnapshotId(*key) for key in effect.keys],
+            segment.raw_descriptor(),
+            segment.geometry.slot_bytes,
+            segment.descriptor.window,
+            segment.geometry.num_slots,
+        )
+
+        def refused(code: str, reason: str) -> None:
+            if code == w.FailureCode.UNKNOWN:
+                self.feed(Forgotten())
+            elif code == w.FailureCode.FENCED and epoch == self._epoch:
+                self._fence(reason)
+            elif code != AWAY:
+                self.feed(CommitFailed(last, reason))
+
+        self._child.ask(message, lambda _: self.feed(Committed(last)), refused)
+
+    def _measure(self, records: tuple[SlotRecord, ...]) -> None:
+        """Measure the time per iteration, for the cadence."""
+        newest, now_s = max((r.iteration for r in records), default=-1), self._clock()
+        if self._seen is None or newest < self._seen[0]:
+            self._seen = newest, now_s
+            return
+        iteration, at_s = self._seen
+        if newest > iteration and now_s - at_s >= _MEASURE_S:
+            self.core.cadence.note_iterations(newest - iteration, now_s - at_s)
+            self._seen = newest, now_s
+
+
 class StorageTier:
-    """All that a daemon does with its store; made only where one is configured.
+    """The daemon's use of its store, if one is configured.
 
     Args:
         ranks_of: the ranks of a run that are attached here.
-        span_of: how many snapshots the longest suffix of a run has.
+        span_of: the number of snapshots of the longest suffix of a run.
         replicas: segments of other nodes, into which a drill may read.
     """
 
@@ -40,11 +315,7 @@ class StorageTier:
         self._node, self._span_of = node, span_of
         self._ranks: dict[RankKey, RankPersistence] = {}
         self._child = StoreChild(
-            configure_of(node.config),
-            self,
-            post=node.post,
-            clock=node.clock,
-            nice=node.config.nice,
+            _configure(node.config), self, post=node.post, clock=node.clock, nice=node.config.nice
         )
         self.link = StoreLink(
             self._child,
@@ -55,39 +326,29 @@ class StorageTier:
         )
 
     def join(self, key: RankKey, world_size: int, epoch: int, epoch_start: int) -> None:
-        """A local rank takes part in its run, in this epoch."""
+        """A local rank joins an epoch of its run."""
         rank = self._ranks.get(key)
         if rank is None:
-            config = self._node.config
-            cadence = Cadence(config.persist_every, config.persist_every_s)
             rank = self._ranks[key] = RankPersistence(
-                key,
-                Persister(cadence),
-                self._node.store,
-                self._child,
-                self._node.events,
-                span=lambda: self._span_of(key.job, key.run),
-                clock=self._node.clock,
+                key, self._node, self._child, span=lambda: self._span_of(key.job, key.run)
             )
         rank.join(world_size, epoch, epoch_start)
 
     def changed(self, key: RankKey) -> None:
-        """The snapshots of a rank changed."""
         if key in self._ranks:
             self._ranks[key].changed()
 
     def leave(self, key: RankKey) -> None:
-        """A trainer ended in order: its newest snapshots are made durable."""
+        """A trainer ended normally: persist its newest suffix."""
         if key in self._ranks:
             self._ranks[key].flush()
 
     def forget(self, job: str, run: str) -> None:
-        """A run is over: nothing more of it is stored. What is durable stays."""
+        """A run ended: stop persisting it. Its durable checkpoints stay."""
         for key in [k for k in self._ranks if (k.job, k.run) == (job, run)]:
             self._ranks.pop(key).close()
 
     def tick(self) -> None:
-        """Time passed."""
         self._child.tick()
         self.link.tick()
         for key, rank in list(self._ranks.items()):
@@ -97,20 +358,20 @@ class StorageTier:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether nothing is being persisted."""
         return all(rank.idle for rank in self._ranks.values())
 
     @property
     def keeper_pid(self) -> int:
-        """The process that speaks to the store; 0 if there is none now."""
+        """The process id of the store keeper; 0 if it is not running."""
         return self._child.pid
 
     def states(self) -> dict[RankKey, PersistState]:
-        """How far every local rank is."""
+        """The state of every local rank."""
         return {key: rank.state() for key, rank in sorted(self._ranks.items())}
 
     def close(self) -> None:
-        """Stop; what is under way is taken up after the next start."""
+        """Stop; the next start resumes unfinished work."""
         for rank in self._ranks.values():
             rank.close()
         self._child.close()
@@ -118,20 +379,18 @@ class StorageTier:
     # -- from the store keeper -------------------------------------------------------------------
 
     def keeper_event(self, message: w.KeeperEvent) -> None:
-        """It goes to this daemon's log."""
+        """Add an event or counter of the keeper to this daemon's log."""
         if message.level == "count":
             self._node.events.count(f"store.{message.kind}", message.amount)
         else:
             self._node.events.add(message.level, message.kind, message.message)
 
     def settled(self, message: w.Settled) -> None:
-        """What became of a checkpoint after a rank's manifest."""
         rank = self._rank(message.rank)
         if rank is not None:
             rank.settled(message)
 
     def fenced(self, message: w.RankFenced) -> None:
-        """A later history was seen after a rank's manifest was written."""
         rank = self._rank(message.rank)
         if rank is not None:
             rank.fenced(message)
@@ -140,14 +399,12 @@ class StorageTier:
         return self._ranks.get(RankKey(name.job, name.run, name.rank))
 
     def keeper_died(self, reason: str) -> None:
-        """The next keeper knows nothing: every rank begins again."""
         self._node.events.add("error", "store_keeper_died", reason)
         for rank in self._ranks.values():
             rank.keeper_died()
 
 
-def configure_of(config: DaemonConfig) -> w.Configure:
-    """What the store keeper is told first."""
+def _configure(config: DaemonConfig) -> w.Configure:
     return w.Configure(
         url=config.store,
         options=json.loads(config.store_options or "{}"),

@@ -1,1 +1,1 @@
-"""Bringing snapshots of a rank here from whoever holds them (docs/replication.md §7)."""
+"""Fetching a rank's snapshots from peers and storage (docs/replication.md §7)."""

@@ -1,12 +1,11 @@
-"""Checkpoints of runs that nobody is attached to, brought from storage into this node's memory: the
-worlds of elastic jobs.
+"""Checkpoints of elastic jobs' incarnations, restored from storage into this node's memory.
 
-An elastic job that starts is another run than the one whose state it goes on from, and may have
-other ranks. So its ranks do not fetch for themselves: they share out whose images each node brings,
-and read them in place. What comes lies in segments of the old run's ranks, filled and verified as
-any other fetch, and is given back like all that is left of that run.
+Their runs have no attached trainers. An elastic job that starts is another run than the one whose state it
+continues, and may have other ranks. So its ranks do not fetch for themselves: they divide the old run's
+images among the nodes, and read them in place. The images go into segments of the old run's ranks, filled
+and verified like any other fetch, and are given back with the rest of that run.
 
-On the daemon's loop thread; whoever waits asks again and again.
+On the daemon's loop thread; a caller that waits asks again and again.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_maker import SegmentMaker
-from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.segment_store import SegmentMaker, SegmentStore
 from ckptd.persistence.keeper_wire import CommittedCheckpoint, FoundWorlds
 from ckptd.persistence.store_link import StoreLink
-from ckptd.restore.fetch_job import FetchJob
 from ckptd.restore.fetches import Fetches
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.messages import FetchPiece, FetchSource, RefusalCode
+from ckptd.restore.slot_fetch import FetchJob
+from ckptd.transport import messages as m
+from ckptd.transport.messages import FetchPiece, FetchSource, RefusalCode
 from ckptd.units import format_bytes
 
-__all__ = ["Bringing"]
+__all__ = ["StoreRestore"]
 
 
-class Bringing:
+class StoreRestore:
     """Serves elastic jobs that start.
 
     Args:
-        link: to the store; None where none is configured.
+        link: the store; None where none is configured.
     """
 
     def __init__(
@@ -50,10 +48,10 @@ class Bringing:
         self._link, self._store, self._maker = link, store, maker
         self._fetches, self._housekeeper = fetches, housekeeper
         self._looks: dict[tuple[str, str], _Look] = {}
-        self._under_way: dict[tuple[str, str], _Checkpoint] = {}
+        self._restores: dict[tuple[str, str], _Checkpoint] = {}
 
     def look(self, message: m.GetDurableWorlds) -> m.Reply:
-        """Begin to look at what is durable, or tell what was seen."""
+        """List what is durable: begin to, or answer with what was found."""
         if self._link is None:
             return m.DurableWorlds(configured=False)
         run = message.job, message.run
@@ -68,17 +66,17 @@ class Bringing:
         del self._looks[run]
         return found.reply
 
-    def bring(self, message: m.BringStored) -> m.Reply:
-        """Begin, or tell how far it is."""
+    def restore(self, message: m.BringStored) -> m.Reply:
+        """Begin to restore a checkpoint, or answer with the progress."""
         if self._link is None:
             return m.Refused(RefusalCode.NOT_FOUND, "no store is configured here")
         run = message.job, message.run
-        found = self._under_way.get(run)
+        found = self._restores.get(run)
         if found is not None and not found.serves(message):
             self._give_up(found, f"iteration {message.iteration} is wanted in its place")
             found = None
         if found is None:
-            found = self._under_way[run] = _Checkpoint(message)
+            found = self._restores[run] = _Checkpoint(message)
             self._link.offer(
                 *run,
                 message.iteration,
@@ -86,12 +84,12 @@ class Bringing:
                 partial(self._offered, found),
                 partial(self._not_offered, found),
             )
-        told = found.state
-        if told.state in ("failed", "refused"):
-            self._give_up(found, told.reason)
-        elif told.state == "done":
-            del self._under_way[run]
-        return told
+        progress = found.state
+        if progress.state in ("failed", "refused"):
+            self._give_up(found, progress.reason)
+        elif progress.state == "done":
+            del self._restores[run]
+        return progress
 
     # -- one checkpoint --------------------------------------------------------------------------
 
@@ -109,12 +107,12 @@ class Bringing:
         found.fail(f"{reason} ({code})")
 
     def _make_next(self, found: _Checkpoint) -> None:
-        """One after the other: the images of those before are read meanwhile."""
+        """Make memory for one rank after the other; earlier images are read meanwhile."""
         if found.waiting and not found.over:
             self._make(found, found.waiting.pop(0))
 
     def _make(self, found: _Checkpoint, stored: CommittedCheckpoint) -> None:
-        """Memory for one rank's last snapshot, which is all there is of a checkpoint of dense ones."""
+        """Make memory for a rank's last snapshot, which is all of a checkpoint of dense snapshots."""
         try:
             plan = self._store.plan(decode_descriptor(stored.descriptor), 1, stored.slot_bytes)
         except (SegmentError, ValueError) as error:
@@ -137,15 +135,15 @@ class Bringing:
         self._make_next(found)
 
     def _refused(self, found: _Checkpoint, refusal: m.Refused) -> None:
-        """Unless this node was only busy, there is no room for an older one either."""
+        """Fail; unless this node was only busy, it has no room for an older checkpoint either."""
         busy = refusal.code == RefusalCode.IN_USE
         hint = f" ({refusal.hint})" if refusal.hint else ""
         found.fail(f"{refusal.message}{hint}", fatal=not busy)
 
     def _give_up(self, found: _Checkpoint, why: str) -> None:
-        """What came of it is no use: the checkpoint is damaged, or another one is wanted."""
+        """Drop what was restored: the checkpoint is damaged, or another one is wanted."""
         found.over = True
-        del self._under_way[found.wanted.job, found.wanted.run]
+        del self._restores[found.wanted.job, found.wanted.run]
         for job in found.jobs.values():
             job.close(why, wanted=False)
             if self._store.get(job.segment.key, job.segment.generation) is job.segment:
@@ -153,7 +151,7 @@ class Bringing:
 
 
 class _Look:
-    """What was asked of the store, and its answer when it is there."""
+    """A question to the store, and its answer once that is there."""
 
     def __init__(self, asker: str) -> None:
         self.asker = asker
@@ -168,42 +166,40 @@ class _Look:
         )
 
     def failed(self, run: tuple[str, str], code: str, reason: str) -> None:
-        text = f"what is durable of {'/'.join(run)} cannot be told: {reason} ({code})"
+        text = f"the durable checkpoints of {'/'.join(run)} cannot be listed: {reason} ({code})"
         hint = "`ckptctl events` and `ckptctl checkpoints` say more; start again when the store answers"
         self.reply = m.Refused(RefusalCode.NOT_FOUND, text, hint)
 
 
 class _Checkpoint:
-    """What is being brought of one."""
+    """The restore of one checkpoint."""
 
     def __init__(self, wanted: m.BringStored) -> None:
         self.wanted = wanted
         self.jobs: dict[RankKey, FetchJob] = {}
-        self.waiting: list[CommittedCheckpoint] = []  # for which no memory was made yet
+        self.waiting: list[CommittedCheckpoint] = []  # ranks without memory yet
         self.over = self._fatal = False
         self._reason = ""
 
     def serves(self, message: m.BringStored) -> bool:
-        """Whether this is what is asked for, and still there: an earlier start may have asked, and
-        its memory be gone.
-        """
+        """Whether it is the requested checkpoint, with all memory here: an earlier start may have asked."""
         same = message == self.wanted
         return same and all(job.segment.in_place() for job in self.jobs.values())
 
     def fail(self, reason: str, *, fatal: bool = False) -> None:
-        """It cannot be had; ``fatal``: and an older one could not either."""
+        """It cannot be restored; ``fatal``: an older checkpoint could not be, either."""
         self._reason, self._fatal, self.over = self._reason or reason, self._fatal or fatal, True
 
     @property
     def state(self) -> m.Brought:
-        """For whoever waits."""
-        told = [job.state for job in self.jobs.values()]
-        reason = self._reason or next((one.reason for one in told if one.state == "failed"), "")
+        """The progress, for the caller that waits."""
+        states = [job.state for job in self.jobs.values()]
+        reason = self._reason or next((one.reason for one in states if one.state == "failed"), "")
         state = "running"
         if reason:
             state = "refused" if self._fatal else "failed"
-        elif len(told) == len(self.wanted.ranks) and all(one.state == "done" for one in told):
+        elif len(states) == len(self.wanted.ranks) and all(one.state == "done" for one in states):
             state = "done"
-        done = sum(one.bytes_done for one in told)
-        total = sum(one.bytes_total for one in told) + sum(s.lengths[-1] for s in self.waiting)
+        done = sum(one.bytes_done for one in states)
+        total = sum(one.bytes_total for one in states) + sum(s.lengths[-1] for s in self.waiting)
         return m.Brought(state, reason, done, total)

@@ -1,1 +1,1 @@
-"""One snapshot after another: what is copied from where, into which slot."""
+"""Snapshots one after another: which tensors are copied, into which slot."""

@@ -1,4 +1,4 @@
-"""What was recomputed against what was recorded, bit for bit, and in words."""
+"""Compares recomputed state with recorded state, bit for bit, and describes the differences."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ __all__ = [
 
 
 class Differences:
-    """What is not as it was recorded, in words, and digests of it: whoever replays again can tell
-    whether it comes to the same.
+    """Differences in words, with digests of both sides by which a second replay can be compared.
 
     Attributes:
-        texts: one for each thing that differs.
+        texts: one per difference.
     """
 
     def __init__(self) -> None:
@@ -46,27 +45,27 @@ class Differences:
 
     @property
     def expected(self) -> str:
-        """Over all that was recorded and is not what it is now."""
+        """The digest of all recorded values that differ."""
         return self._expected.hexdigest()
 
     @property
     def got(self) -> str:
-        """Over what is there instead."""
+        """The digest of the values found instead."""
         return self._got.hexdigest()
 
     def add(self, what: str, expected: Any = b"", got: Any = b"") -> None:
-        """One more; the bytes are what was recorded, and what there is."""
+        """Add a difference with its recorded and found bytes."""
         self.texts.append(what)
         for digest, data in ((self._expected, expected), (self._got, got)):
             digest.update(what.encode())
             digest.update(data)
 
     def add_tensors(self, what: str, recorded: Tensor, live: Tensor) -> None:
-        """The same of a tensor."""
+        """Add a difference of two tensors."""
         self.add(what, _raw(recorded), _raw(live.to(recorded.dtype)))
 
     def extend(self, others: Differences) -> None:
-        """And what was found elsewhere."""
+        """Add all differences of ``others``."""
         if others:
             self.texts += others.texts
             self._expected.update(others.expected.encode())
@@ -76,7 +75,7 @@ class Differences:
 def batch_differences(
     stateful: Mapping[str, Stateful], scalars: Mapping[str, Any], found: Differences
 ) -> None:
-    """Add what batches were others; to be asked first, as everything else follows from them."""
+    """Add differing batches; call it first, because everything else follows from them."""
     ledger, recorded = stateful.get(BATCHES), scalars["state"].get(BATCHES)
     if isinstance(ledger, BatchLedger) and recorded is not None:  # absent in what 0.4 recorded
         for what in ledger.differences(values.unpack(recorded)):
@@ -89,7 +88,7 @@ def scalar_differences(
     scalars: Mapping[str, Any],
     found: Differences,
 ) -> None:
-    """Add what of random state, group options and the user's state is not as these step scalars have it."""
+    """Add differences of random state, group options and the user's state from these step scalars."""
     rng, groups = capture_rng(), gather_groups(binding)
     if rng != scalars["rng"]:
         what = (
@@ -112,12 +111,12 @@ def scalar_differences(
 def optimizer_differences(
     binding: LiveState, image: SnapshotImage, names: Collection[str], found: Differences
 ) -> int:
-    """Add what of 0-dimensional optimizer state is not as this image has it.
+    """Add differences of 0-dimensional optimizer state from this image.
 
     Args:
-        names: of the parameters that count.
+        names: the parameters to compare.
     Returns:
-        How many tensors were compared.
+        The number of tensors compared.
     """
     counted, order = 0, image.state_layout()["packed"]
     for source, entry in image.sources():
@@ -133,7 +132,7 @@ def optimizer_differences(
 
 
 def live_tensor(binding: LiveState, source: EntrySource) -> Tensor | None:
-    """The live tensor of which an entry is a record; None if there is none, or not yet."""
+    """The live tensor that an entry records; None if there is none (yet)."""
     if source.kind == "param":
         return local(binding.params[source.name])
     if source.kind == "master":
@@ -147,7 +146,7 @@ def live_tensor(binding: LiveState, source: EntrySource) -> Tensor | None:
 
 
 def describe(operators: Sequence[Operator], piece: EntrySource) -> str:
-    """Which operator's what, in words."""
+    """The operator and the tensor of a piece, in words."""
     for op in operators:
         for m in op.members:
             if m.param == piece.name and (
@@ -159,12 +158,9 @@ def describe(operators: Sequence[Operator], piece: EntrySource) -> str:
 
 
 def same_bits(live: Tensor, recorded: Tensor) -> bool:
-    """Equal to the bit, after rounding to the recorded dtype."""
-    rounded = live.to(recorded.dtype) if live.dtype is not recorded.dtype else live
-    host = rounded.cpu() if rounded.device.type != "cpu" else rounded
-    if host.numel() == 0:
-        return True
-    return torch.equal(_bits(host.contiguous()), _bits(recorded))
+    """True if both are equal to the bit, after rounding to the recorded dtype."""
+    host = live.to(recorded.dtype).cpu()
+    return host.numel() == 0 or torch.equal(_bits(host.contiguous()), _bits(recorded))
 
 
 def _raw(tensor: Tensor) -> Any:

@@ -1,10 +1,10 @@
-"""The buckets in which ``DistributedDataParallel`` reduces gradients: with three ranks or more they
-are part of the bits.
+"""The buckets in which ``DistributedDataParallel`` reduces gradients.
 
-In which order the ranks' values are added follows from where in which bucket a gradient lies. DDP
-first lays gradients out by the model's order, and after its first iteration anew, by the order in
-which they became ready. A process that resumes would reduce its first iteration by the first layout
-again. So the layout is recorded, and put back before the first replayed step.
+With three ranks or more they determine the bits: the order in which the ranks' values are added follows
+from a gradient's place in its bucket. DDP first lays gradients out in the model's order, and after its
+first iteration in the order in which they became ready. A resumed process would reduce its first
+iteration with the first layout again. So the layout is recorded, and restored before the first replayed
+step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ __all__ = ["Buckets"]
 logger = get_logger(__name__)
 
 _OTHER_BUCKETS = (
-    "DistributedDataParallel's gradient buckets are not those of the run so far; with three ranks "
-    "or more the first replayed "
-    "iteration may differ in its last bits, which replay would report"
+    "DistributedDataParallel's gradient buckets are not those of the run so far; with three ranks or more "
+    "the first replayed iteration may differ in its last bits, which replay would report"
 )
 # The indices of a wrapper's parameters, bucket by bucket.
 Layout = list[list[int]]
-# Why it failed, by the wrapper's path.
+# Reasons by the wrapper's path.
 Failures = dict[str, str]
 
-# What of torch's internals we need, by where it is.
+# The internals of torch that this module needs, by owner.
 _OF_REDUCER = (
     "_rebuild_buckets",
     "prepare_for_backward",
@@ -55,20 +54,21 @@ _OF_MODULE = ("_compute_bucket_assignment_by_size", "_register_comm_hook")
 
 
 class _Able(msgspec.Struct, frozen=True):
-    """What a rank can do with its wrapper; the ways must be the same on all ranks, as each of them
-    communicates otherwise.
+    """What a rank can do with its wrapper. All ranks must use one way, because each way communicates.
+
+    Attributes:
+        obstacle: why the wrapper cannot get buckets at all; empty if it can.
+        unnoticed: nobody else notices a backward pass with zero gradients.
+        bound: why it cannot get a new reducer; empty if it can.
     """
 
     num_parameters: int = 0
-    # Why it cannot be given buckets at all; empty if it can.
     obstacle: str = ""
-    # Whether a backward pass with zero gradients is one that nobody else notices.
     unnoticed: bool = False
-    # Why it cannot get a new reducer; empty if it can.
     bound: str = ""
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _RankFacts(msgspec.Struct, frozen=True):
     """What a rank knows, by the wrapper's path."""
 
     layouts: dict[str, Layout] = {}
@@ -76,17 +76,20 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """How a wrapper gets its buckets, the same on every rank of its process group."""
+    """How a wrapper gets its buckets, equal on every rank of its process group.
+
+    Attributes:
+        backward: by a backward pass with zero gradients; otherwise by a new reducer.
+    """
 
     layout: Layout
     ranks: list[int]
-    # By a backward pass with zero gradients; otherwise by a new reducer.
     backward: bool
     bound: str
 
 
 class Buckets:
-    """Those of every DDP wrapper around the model or within it."""
+    """The buckets of every DDP wrapper around the model or within it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._wrappers = {
@@ -95,17 +98,17 @@ class Buckets:
             if isinstance(module, DistributedDataParallel)
         }
         self._known: dict[str, Layout] = {}
-        # Those that will not be rebuilt any more.
+        # Wrappers that will not be rebuilt any more.
         self._settled: set[str] = set()
-        # Those that the snapshot does not know.
+        # Wrappers that are not in the snapshot.
         self._unrecorded: set[str] = set()
         _warn_of_hooks(self._wrappers)
 
     def layouts(self) -> dict[str, Layout]:
-        """What is known by now, by the wrapper's path.
+        """The layouts known by now, by the wrapper's path.
 
-        DDP tells an iteration or two after it has rebuilt its buckets, and never where it does not
-        (``find_unused_parameters``).
+        DDP reports a layout an iteration or two after it has rebuilt its buckets, and never if it
+        does not rebuild them (``find_unused_parameters``).
         """
         for path, wrapper in self._wrappers.items():
             if path not in self._settled and (layout := _rebuilt(wrapper)):
@@ -114,18 +117,17 @@ class Buckets:
         return self._known
 
     def senders(self) -> list[str]:
-        """The wrappers whose next forward begins with a broadcast of buffers: not those whose last
-        one was in ``no_sync``.
+        """The wrappers whose next forward begins with a broadcast of buffers.
 
-        In a pipeline all are, but for what a new wrapper begins with; then buffers differ by replica.
+        Not those whose last forward was in ``no_sync``. In a pipeline all are, except for what a new
+        wrapper begins with; then buffers differ by replica.
         """
         return [p for p, wrapper in self._wrappers.items() if wrapper.require_forward_param_sync]
 
     def send_next(self, recorded: Collection[str]) -> None:
-        """Let the next forward of these wrappers, and of no others, begin so.
+        """Let the next forward of these wrappers, and of no others, begin with that broadcast.
 
-        A wrapper that the snapshot does not know (one that was added, or has another path since) is
-        left as it is.
+        A wrapper that the snapshot does not know (added, or renamed since) is left as it is.
         """
         strangers = sorted(set(recorded) - set(self._wrappers))
         for path, wrapper in self._wrappers.items():
@@ -143,24 +145,23 @@ class Buckets:
                 wrapper.require_forward_param_sync = False
 
     def put_back(self, recorded: Mapping[str, Layout], ranks: Collectives) -> None:
-        """Let the wrappers reduce as they did when the snapshots were taken. A collective call.
+        """Let the wrappers reduce as when the snapshots were taken. A collective call.
 
-        The layout that counts is that of the first rank in a wrapper's process group: DDP, too,
-        rebuilds by that one's. What cannot be put back is left as it is, on all ranks, with a
-        warning.
+        The layout of the first rank in a wrapper's process group counts, as in DDP's own rebuild. A
+        wrapper that cannot get it stays as it is, on all ranks, with a warning.
 
         Raises:
-            RuntimeError: on every rank; a rank's reducer stopped half-way and could not be made anew.
+            RuntimeError: on every rank; a rank's reducer stopped half-way and could not be replaced.
         """
         able = {path: _able(wrapper) for path, wrapper in self._wrappers.items()}
-        everyone = ranks.gather(_Said(dict(recorded), able), _Said)
-        if not any(told.wrappers for told in everyone):
+        everyone = ranks.gather(_RankFacts(dict(recorded), able), _RankFacts)
+        if not any(facts.wrappers for facts in everyone):
             return
         plans = self._plans(everyone)
         failures = self._carry_out(plans, ranks)
         if not any(failures):
             return
-        # A backward pass that did not come to its end leaves a reducer that no other can begin with.
+        # After an unfinished backward pass a reducer cannot begin another one.
         again = {
             path: msgspec.structs.replace(plan, backward=False)
             for path, plan in plans.items()
@@ -168,16 +169,13 @@ class Buckets:
         }
         if any(self._carry_out(again, ranks)):
             raise RuntimeError(
-                "DistributedDataParallel could not be given the buckets of the run so far "
-                f"({failures}), nor a new reducer. "
-                "Remove hooks from its parameters until the Checkpointer is made, or start without "
-                "the snapshot"
+                f"DistributedDataParallel could not be given the buckets of the run so far ({failures}), nor "
+                "a new reducer. Remove hooks from its parameters until the Checkpointer is made, or start "
+                "without the snapshot"
             )
 
-    def _plans(self, everyone: list[_Said]) -> dict[str, _Plan]:
-        """By what all ranks said, so that all ranks of a wrapper's process group have the same;
-        warns of what has none.
-        """
+    def _plans(self, everyone: list[_RankFacts]) -> dict[str, _Plan]:
+        """Plans by wrapper, equal in its process group; warns of wrappers without one."""
         plans = {}
         for path, wrapper in self._wrappers.items():
             ranks = dist.get_process_group_ranks(wrapper.process_group)
@@ -195,8 +193,9 @@ class Buckets:
         return plans
 
     def _carry_out(self, plans: Mapping[str, _Plan], ranks: Collectives) -> list[Failures]:
-        """What failed, by rank; a collective call. A new reducer is kept only where all ranks of
-        its process group have one.
+        """Returns failures by rank; a collective call.
+
+        A new reducer stays only if all ranks of its process group have one.
         """
         failed: Failures = {}
         before: dict[str, tuple[Any, Any]] = {}
@@ -228,36 +227,34 @@ def _quoted(path: str) -> str:
 
 
 def _failed(failures: list[Failures], path: str, plan: _Plan) -> list[str]:
-    """What the ranks of this wrapper's process group tell of it."""
+    """The reasons of the ranks of this wrapper's process group."""
     return [failures[rank][path] for rank in plan.ranks if path in failures[rank]]
 
 
-def _is_unrecorded(path: str, wrapper: Any, group: list[_Said]) -> bool:
-    """Whether there are layouts, and none of this wrapper although DDP tells one."""
-    known = set[str]().union(*(told.layouts for told in group))
+def _is_unrecorded(path: str, wrapper: Any, group: list[_RankFacts]) -> bool:
+    """True if there are layouts, but none of this wrapper although DDP would report one."""
+    known = set[str]().union(*(facts.layouts for facts in group))
     return bool(known) and path not in known and not _never_rebuilt(wrapper)
 
 
-def _plan(path: str, ranks: list[int], group: list[_Said]) -> tuple[str, _Plan | None]:
-    """Why this wrapper cannot be given its buckets, or how it is; neither where a rank of its
-    process group does not know them.
-    """
-    layouts = [told.layouts[path] for told in group if path in told.layouts]
+def _plan(path: str, ranks: list[int], group: list[_RankFacts]) -> tuple[str, _Plan | None]:
+    """The obstacle, or the plan; neither if a rank of the process group does not know the buckets."""
+    layouts = [facts.layouts[path] for facts in group if path in facts.layouts]
     if len(layouts) < len(ranks):
         return "", None
-    able = [told.wrappers[path] for told in group if path in told.wrappers]
+    able = [facts.wrappers[path] for facts in group if path in facts.wrappers]
     if len(able) < len(ranks):
         return f"a rank has no wrapper {_quoted(path)}", None
     order = sorted(itertools.chain(*layouts[0]))
-    backward = all(told.unnoticed for told in able)
-    for told in able:
-        if told.obstacle:
-            return told.obstacle, None
-        if not backward and told.bound:
-            return told.bound, None
-        if order != list(range(told.num_parameters)):
-            return f"{len(order)} parameters were reduced, {told.num_parameters} are now", None
-    bound = next((told.bound for told in able if told.bound), "")
+    backward = all(each.unnoticed for each in able)
+    for each in able:
+        if each.obstacle:
+            return each.obstacle, None
+        if not backward and each.bound:
+            return each.bound, None
+        if order != list(range(each.num_parameters)):
+            return f"{len(order)} parameters were reduced, {each.num_parameters} are now", None
+    bound = next((each.bound for each in able if each.bound), "")
     return "", _Plan(layouts[0], ranks, backward, bound)
 
 
@@ -266,7 +263,7 @@ def _never_rebuilt(wrapper: Any) -> bool:
 
 
 def _rebuilt(wrapper: Any) -> Layout:
-    """The buckets as rebuilt; empty while they are not, or DDP has not told it yet."""
+    """The rebuilt buckets; empty before the rebuild, or before DDP reports it."""
     if _never_rebuilt(wrapper) or wrapper.logger is None:
         return []
     text: str = wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
@@ -274,7 +271,7 @@ def _rebuilt(wrapper: Any) -> Layout:
 
 
 def _able(wrapper: Any) -> _Able:
-    """What can be done with this wrapper; never raises, as the other ranks wait to hear of it."""
+    """Never raises, because the other ranks wait for the answer."""
     missing = [name for name in _OF_WRAPPER if not hasattr(wrapper, name)]
     missing += [name for name in _OF_REDUCER if not hasattr(wrapper.reducer, name)]
     missing += [name for name in _OF_MODULE if not hasattr(dist, name)]
@@ -285,14 +282,12 @@ def _able(wrapper: Any) -> _Able:
         obstacle = "it has sparse gradients" if any(sparse) else ""
         unnoticed = not (wrapper.static_graph or _never_rebuilt(wrapper) or _is_hooked(wrapper, parameters))
         return _Able(len(parameters), obstacle, unnoticed, _bound(wrapper, parameters))
-    except Exception as error:  # noqa: BLE001 - told to all ranks, and warned about there
+    except Exception as error:  # noqa: BLE001 - all ranks get it, and warn
         return _Able(obstacle=f"{type(error).__name__}: {error}")
 
 
 def _is_hooked(wrapper: Any, parameters: list[Any]) -> bool:
-    """Whether a backward pass would run code of the user's: it may step an optimizer, or change the
-    state it has just loaded.
-    """
+    """True if a backward pass would run user code, which may step an optimizer or change loaded state."""
     return bool(wrapper._comm_hooks) or any(
         p._backward_hooks or p._post_accumulate_grad_hooks or hasattr(p, "_in_backward_optimizers")
         for p in parameters
@@ -300,7 +295,7 @@ def _is_hooked(wrapper: Any, parameters: list[Any]) -> bool:
 
 
 def _bound(wrapper: Any, parameters: list[Any]) -> str:
-    """What is set in this wrapper's reducer and cannot be set in a new one; empty: nothing."""
+    """The setting of this wrapper's reducer that a new one cannot have; empty if there is none."""
     if getattr(wrapper, "mixed_precision", None) is not None:
         return "a wrapper with mixed precision cannot get a new reducer"
     if wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks:
@@ -318,9 +313,7 @@ def _bound(wrapper: Any, parameters: list[Any]) -> str:
 
 
 def _rebuild(wrapper: Any, layout: Layout) -> None:
-    """Send zero gradients through the reducer in this order, as one backward pass, and let it lay
-    out its buckets by that.
-    """
+    """Send zero gradients through the reducer in this order, so that it rebuilds its buckets."""
     parameters, _ = wrapper._build_params_for_reducer()
     kept = [p.grad for p in parameters]
     try:
@@ -337,12 +330,11 @@ def _rebuild(wrapper: Any, layout: Layout) -> None:
 
 
 def _begin_with(wrapper: Any, plan: _Plan) -> tuple[Any, Any]:
-    """Give it a reducer that begins with these buckets; the reducer and logger that it had, for
-    ``_settle_reducer``.
+    """Replace the reducer by one with these buckets; returns the old reducer and logger.
 
-    No backward pass is needed. A static reducer must not get one: it learns its graph from the
-    first that it sees. After the first real one the buckets are rebuilt by the order of that, which
-    is the same order unless the graph has changed.
+    It needs no backward pass. A static reducer must not get one: it learns its graph from the first
+    that it sees. After the first real one the buckets are rebuilt in that order, which is the same
+    unless the graph has changed.
     """
     if plan.bound:
         raise RuntimeError(plan.bound)
@@ -376,9 +368,7 @@ def _make_reducer(wrapper: Any, layout: Layout) -> None:
 
 
 def _settle_reducer(wrapper: Any, before: tuple[Any, Any], *, keep: bool) -> None:
-    """Of the wrapper's new reducer and the one before it, let only one hear of gradients: the new
-    one if it is to be kept.
-    """
+    """Let only one of the new and the old reducer see gradients: the new one if ``keep``."""
     if keep:
         before[0]._remove_autograd_hooks()
         wrapper._has_rebuilt_buckets = False
@@ -388,7 +378,7 @@ def _settle_reducer(wrapper: Any, before: tuple[Any, Any], *, keep: bool) -> Non
 
 
 def _warn_of_hooks(wrappers: Mapping[str, Any]) -> None:
-    """A communication hook may keep state (error feedback) that no snapshot of ours can find by itself."""
+    """A communication hook may keep state (error feedback) that we cannot find."""
     for wrapper in wrappers.values():
         for hook, state in wrapper._comm_hooks:
             if state is not None and not isinstance(state, dist.ProcessGroup):

@@ -1,13 +1,14 @@
-"""Live tensors of a phase plan, found again at every boundary at the price of one dictionary look-up each.
+"""The live tensors of a phase plan, and the copies of them.
 
-Parameters, buffers and optimizer state can be replaced under us (``load_state_dict``, a
-re-registered buffer), so tensors are not held; the dictionaries that hold them are, and are looked
-up afresh when an optimizer's state object changes.
+Parameters, buffers and optimizer state can be replaced under us (``load_state_dict``, a re-registered
+buffer), so tensors are not held. The dictionaries that hold them are, for one look-up per tensor at
+each boundary, and are themselves looked up again when an optimizer's state object changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,27 +18,31 @@ from torch import Tensor
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan
 from ckptd.client.optimizers.value_trees import plain_tensor
-from ckptd.cuda.engine import CopyItem, CopyList
+from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
+from ckptd.cuda.samples import SamplePlan, Samples
 
-__all__ = ["LiveSources", "PackedState"]
+__all__ = ["CopySplit", "LiveSources", "PackedState", "RestlessBuffers"]
 
-# What lies where it says: a wrapper's shard has to be asked.
+# Types without a wrapped shard: their own address is that of the data.
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOWHERE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedState:
-    """0-dimensional optimizer state of one dtype: which entry of the plan it goes to, and its
-    values; None where there is none yet.
-    """
+    """0-dimensional optimizer state of one dtype: its entry in the plan, its values (None: not there yet)."""
 
     entry: int
     values: list[Any]
 
 
 class LiveSources:
-    """Resolves one plan's sources."""
+    """Resolves one plan's sources.
+
+    Attributes:
+        named: tensor and name of each copy that ``items`` returned last, in the same order.
+        absent: parameters without the planned optimizer state, at the same moment.
+    """
 
     def __init__(self, binding: LiveState, plan: PhasePlan) -> None:
         self._binding, self.plan = binding, plan
@@ -45,8 +50,7 @@ class LiveSources:
         self._held: list[tuple[Any, list[Any]]] = []
         self._places: list[tuple[Mapping[str, Any], str]] = []
         self._packed_places: dict[torch.dtype, list[tuple[Mapping[str, Any], str]]] = {}
-        self._states: dict[str, dict[str, Any]] = {}
-        # What is there, and of it what can be copied to where it was planned.
+        # All tensors that were found, and those of them that can be copied as planned.
         self._found: list[Tensor | None] = []
         self._live: list[Tensor | None] = []
         self._addresses: list[int] = []
@@ -56,13 +60,11 @@ class LiveSources:
         self._lacks = False
 
     def items(self) -> CopyList:
-        """Copies of everything but packed state; ``named`` (what each is of, in their order) and
-        ``absent`` are of the same moment.
-        """
+        """Copies of everything but packed state."""
         self._refresh()
         live: list[Tensor | None] = [place.get(key) for place, key in self._places]
-        # The object may stay and its storage be another (`p.data = x`, vector_to_parameters,
-        # swapped weights).
+        # The object may stay while its storage changes (`p.data = x`, vector_to_parameters, swapped
+        # weights).
         addresses = [_address(t) for t in live]
         if addresses != self._addresses or any(a is not b for a, b in zip(live, self._found, strict=True)):
             self._addresses, self._found = addresses, live
@@ -70,9 +72,7 @@ class LiveSources:
         return self._items
 
     def packed_now(self) -> list[PackedState]:
-        """0-dimensional state as it is kept now: who copies it later must not find what has taken
-        its place.
-        """
+        """The 0-dimensional state of this moment, so that a later copy does not see its replacement."""
         return [
             PackedState(
                 i,
@@ -83,11 +83,11 @@ class LiveSources:
         ]
 
     def packed_items(self, packed: Sequence[PackedState]) -> list[CopyItem]:
-        """Its values, stacked afresh: thousands of four-byte copies would be slower."""
+        """One copy per dtype of the stacked values: thousands of four-byte copies would be slower."""
         return [self._item(p.entry, _stack(p.values, self._source(p).dtype)) for p in packed]
 
     def packed_separately(self, packed: Sequence[PackedState]) -> list[tuple[CopyItem, str]]:
-        """Each of those values as a copy of its own, with its name."""
+        """One copy per value, with its name."""
         found = []
         for p in packed:
             dtype, offset = self._source(p).dtype, self.plan.offsets[p.entry]
@@ -98,13 +98,21 @@ class LiveSources:
                     found.append((item, f"optim/{key}/{name}"))
         return found
 
+    def missing(self) -> list[int]:
+        """Indices of entries without a live tensor (yet)."""
+        if not self._lacks:
+            return []
+        pairs = zip(self.plan.sources, self._live, strict=True)
+        return [i for i, (s, t) in enumerate(pairs) if s is not None and s.kind != "packed" and t is None]
+
     def _source(self, packed: PackedState) -> EntrySource:
         source = self.plan.sources[packed.entry]
         assert source is not None
         return source
 
     def _refresh(self) -> None:
-        # Ids are unique because what they are of is held below: the state objects and every parameter's own.
+        # Ids are unique because their objects are held below: the state objects and every
+        # parameter's own.
         key = tuple((id(o.state), *map(id, o.state.values())) for o in self._binding.keepers)
         if key == self._state_key:
             return
@@ -112,7 +120,7 @@ class LiveSources:
         self._held = [(o.state, list(o.state.values())) for o in self._binding.keepers]
         binding = self._binding
         buffers = binding.buffer_places()
-        states = self._states = {name: binding.state(name) for name in binding.owner}
+        states = {name: binding.state(name) for name in binding.owner}
         self._places = []
         for source in self.plan.sources:
             if source is None or source.kind == "packed":
@@ -136,32 +144,19 @@ class LiveSources:
         )
         pairs = list(zip(self.plan.sources, live, strict=True))
         names = [s.tensor_name for s, t in pairs if s is not None and isinstance(t, Tensor)]
-        # What is watched is what is copied: a write to a DTensor's shard counts there, not in the DTensor.
+        # Watch the tensors that are copied: a write to a DTensor's shard counts there, not in the DTensor.
         self.named = [(i.tensor, name) for i, name in zip(self._items, names, strict=True)]
         kept = [(s.name, t) for s, t in pairs if s is not None and s.kind == "optim"]
-        # Those that have none of it: there was no update yet. What else is not there is told by the
-        # keys (`KeptState`).
+        # Parameters without any of their state had no update yet. `KeptState` records which keys exist.
         self.absent = sorted({n for n, _ in kept} - {n for n, t in kept if t is not None})
         self._lacks = any(t is None for _, t in kept)
 
-    def missing(self) -> list[int]:
-        """Indices of entries that have no live tensor (yet)."""
-        if not self._lacks:
-            return []
-        pairs = zip(self.plan.sources, self._live, strict=True)
-        return [i for i, (s, t) in enumerate(pairs) if s is not None and s.kind != "packed" and t is None]
-
     def _fits(self, index: int, tensor: Tensor | None) -> bool:
-        """Whether this is what was planned: optimizer state may take another shape or dtype, or
-        another kind of tensor its place.
-        """
+        """False if optimizer state has another shape, dtype or kind of tensor than planned."""
         source = self.plan.sources[index]
         if source is None or source.kind != "optim" or not isinstance(tensor, Tensor):
             return isinstance(tensor, Tensor)
-        here, planned = (
-            getattr(tensor, "_local_tensor", tensor),
-            self.plan.layout.entries[index].shape,
-        )
+        here, planned = getattr(tensor, "_local_tensor", tensor), self.plan.layout.entries[index].shape
         if not plain_tensor(here) or here.dtype is not source.dtype:
             return False
         if source.start is None or source.stop is None:
@@ -197,7 +192,91 @@ def _stack(values: list[Any], dtype: torch.dtype) -> Tensor:
     devices = {t.device for t in tensors if t is not None}
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     zero = torch.zeros((), dtype=dtype, device=device)
-    if devices:
-        tensors = [None if t is None else t.to(device) for t in tensors]
     with torch.no_grad():
-        return torch.stack([zero if t is None else t for t in tensors])
+        return torch.stack([zero if t is None else t.to(device) for t in tensors])
+
+
+class CopySplit:
+    """One phase's copies, kept while their tensors are the same: those beside training, and those at once.
+
+    Attributes:
+        steady: copies that run beside training.
+        restless: copies of tensors that change before the optimizer's step; they run at the top.
+        watched: tensors and names of ``steady``.
+        packed_at_once: True if packed state is copied at the top, too.
+    """
+
+    def __init__(
+        self, sources: LiveSources, items: CopyList, packed: list[PackedState], at_once: set[str]
+    ) -> None:
+        named = sources.named
+        self._items, self._at_once, self._packed = items, at_once, packed
+        # By address: a tensor under another name is the same memory.
+        addresses = {t.data_ptr() for t, name in named if name in at_once}
+        pairs = [(item, of, of[0].data_ptr() in addresses) for item, of in zip(items, named, strict=True)]
+        self.steady = CopyList(item for item, _, is_restless in pairs if not is_restless)
+        self.restless = CopyList(item for item, _, is_restless in pairs if is_restless)
+        self.watched = [of for _, of, is_restless in pairs if not is_restless]
+        scalars = sources.packed_separately(packed)
+        self.packed_at_once = any(name in at_once for _, name in scalars)
+        self._names = [name for _, name in self.watched] + [name for _, name in scalars]
+        self._num_beside = len(self.watched if self.packed_at_once else self._names)
+        self._names += [name for _, (_, name), is_restless in pairs if is_restless]
+        self._sampled = [*self.steady, *(item for item, _ in scalars), *self.restless]
+        self._plan: SamplePlan | None = None
+
+    def is_of(self, items: CopyList, packed: list[PackedState], at_once: set[str]) -> bool:
+        """True if this is the split of these copies."""
+        return (
+            self._items is items
+            and self._at_once == at_once
+            and all(
+                all(map(operator.is_, mine.values, now.values))
+                for mine, now in zip(self._packed, packed, strict=True)
+            )
+        )
+
+    def sample(self, number: int, engine: CopyEngine) -> Samples:
+        """The elements to sample in snapshot ``number``."""
+        if self._plan is None:
+            self._plan = SamplePlan(self._sampled, engine.device)
+            self._sampled = []
+        # `LiveSources.items` has just asked each tensor for its address, and would have made another split.
+        return self._plan.draw(number, in_place=len(self.steady))
+
+    def names_of(self, numbers: Iterable[int]) -> tuple[set[str], set[str]]:
+        """The names of sampled copies: of those beside training, and of those at once."""
+        beside = {self._names[n] for n in numbers if n < self._num_beside}
+        return beside, {self._names[n] for n in numbers if n >= self._num_beside}
+
+
+class RestlessBuffers:
+    """Finds buffers that a forward changes, in the first steps: they cannot be copied beside it.
+
+    Attributes:
+        names: buffers that are known to change before the optimizer's step; it grows.
+    """
+
+    def __init__(self, binding: LiveState) -> None:
+        self._binding = binding
+        # Name, buffer, version and content at the top of a step. The version is not enough: batch
+        # norm's kernel updates the running statistics without incrementing it.
+        self._watched: list[tuple[str, Tensor, int, Tensor]] = []
+        self.names: set[str] = set()
+
+    def watch(self) -> None:
+        """Note all buffers at the top of a step."""
+        self._watched = [
+            (name, b, b._version, b.detach().clone()) for name, b in self._binding.buffers().items()
+        ]
+
+    def look(self) -> None:
+        """Compare them before the optimizer's step."""
+        if not self._watched:
+            return
+        now = self._binding.buffers()
+        for name, buffer, version, was in self._watched:
+            same = now.get(name) is buffer and buffer._version == version
+            if not same or not torch.equal(was, buffer):
+                self.names.add(name)
+        self._watched = []

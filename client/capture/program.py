@@ -1,9 +1,8 @@
-"""The program that began a run: its options, its script, its arguments and its data, and how those
-of its successor differ.
+"""The program that began a run (options, script, arguments, data), and how its successor differs.
 
-They are in the step scalars of each snapshot under ``program``. What was recorded counts: a
-successor goes on with the recorded options, and says where its own differ. With
-``param_groups="script"`` its own count from the iteration on at which the state is complete.
+Each snapshot records it in the step scalars under ``program``. A successor continues with the recorded
+options and reports where its own differ. With ``param_groups="script"`` its own count from the iteration
+at which the state is complete.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ logger = get_logger(__name__)
 # "data": {name: text}}
 Program = dict[str, Any]
 
-_ARGUMENTS_TOLD = 64
-_LETTERS_TOLD = 200
-_TOLD = 8
+_ARGUMENTS_MAX = 64
+_LETTERS_MAX = 200
+_DIFFERENCES_MAX = 8
 _SECRET = re.compile(r"(?i)^-.*(token|secret|passw|credential|api[-_]?key)")
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def this_program(binding: LiveState, stateful: Mapping[str, Stateful]) -> Program:
-    """As this process was started; to be called before anything is restored."""
+    """This process's program; call it before anything is restored."""
     return {
         "options": _options(binding),
         "script": _script(),
@@ -49,7 +48,7 @@ def this_program(binding: LiveState, stateful: Mapping[str, Stateful]) -> Progra
 
 
 def differences(recorded: Program, here: Program) -> list[str]:
-    """What differs, in words, with both values; recorded first."""
+    """The differences in words, with both values; recorded first."""
     found = list(_option_differences(recorded["options"], here["options"]))
     (path, digest), (path_here, digest_here) = recorded["script"], here["script"]
     if digest and digest_here and digest != digest_here:
@@ -64,22 +63,22 @@ def differences(recorded: Program, here: Program) -> list[str]:
         for name in sorted(data.keys() & data_here.keys())
         if data[name] != data_here[name]
     ]
-    more = [f"and {len(found) - _TOLD} more"] if len(found) > _TOLD else []
-    return found[:_TOLD] + more
+    more = [f"and {len(found) - _DIFFERENCES_MAX} more"] if len(found) > _DIFFERENCES_MAX else []
+    return found[:_DIFFERENCES_MAX] + more
 
 
 def options_differ(recorded: Program, here: Program) -> bool:
-    """Whether the script's options of parameter groups are others than the recorded ones."""
+    """True if the script's options of parameter groups differ from the recorded ones."""
     return any(True for _ in _option_differences(recorded["options"], here["options"]))
 
 
 def apply_options(
     binding: LiveState, stateful: Mapping[str, Stateful], recorded: Program, here: Program
 ) -> None:
-    """Give the live parameter groups what the script says where it differs from what was recorded.
+    """Write the script's options into the live parameter groups where they differ from the recorded ones.
 
-    Where a scheduler moves the learning rate, its base becomes the script's, and today's rate is
-    scaled alike.
+    Where a scheduler moves the learning rate, its base becomes the script's, and the current rate is
+    scaled by the same factor.
     """
     for optimizer, before, now in zip(binding.optimizers, recorded["options"], here["options"], strict=True):
         for at, group in enumerate(optimizer.param_groups):
@@ -96,7 +95,7 @@ def apply_options(
 
 
 def _rebase(scheduler: Any) -> None:
-    """The base rates of a scheduler are those of its optimizer's groups."""
+    """Set a scheduler's base rates to those of its optimizer's groups."""
     for inner in getattr(scheduler, "_schedulers", ()):
         _rebase(inner)
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
@@ -115,7 +114,7 @@ def _put(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _options(binding: LiveState) -> list[dict[str, list[Any]]]:
-    """By optimizer: the values of each option, once if all its groups have the same."""
+    """By optimizer: the values of each option, one if all its groups have the same."""
     found = []
     for optimizer in binding.optimizers:
         groups = optimizer.param_groups
@@ -127,7 +126,7 @@ def _options(binding: LiveState) -> list[dict[str, list[Any]]]:
 
 
 def _plain(value: Any) -> Any:
-    """As it is recorded; `...` if it is nothing that can be compared by value."""
+    """The value as recorded; `...` if it cannot be compared by value."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type != "meta" else ...
     if isinstance(value, list | tuple):
@@ -153,7 +152,7 @@ def _of_group(options: Mapping[str, list[Any]], name: str, at: int) -> Any:
 
 
 def _script() -> list[str]:
-    """Path and digest of the file that was started; empty where there is none, as in a notebook."""
+    """Path and digest of the started file; empty if there is none, as in a notebook."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if not file:
         return ["", ""]
@@ -165,26 +164,26 @@ def _script() -> list[str]:
 
 
 def _arguments(given: Sequence[str]) -> list[str]:
-    """Those of the command, without what must not lie in a store."""
+    """The command's arguments, without secrets, which must not lie in a store."""
     found = []
     for before, each in zip(["", *given], given, strict=False):
         found.append("***" if _SECRET.match(before) and "=" not in before else one_line(each))
-    return [each[:_LETTERS_TOLD] for each in found[:_ARGUMENTS_TOLD]]
+    return [each[:_LETTERS_MAX] for each in found[:_ARGUMENTS_MAX]]
 
 
 def _data_of(item: Any) -> str | None:
-    """What a loader reads, as far as it tells; None if this is no loader."""
+    """The data that a loader reads, as far as it says; None if this is no loader."""
     try:
         dataset = getattr(item, "dataset", None)
         if dataset is None:
             return None
         size = getattr(item, "batch_size", None)
         length = f"{len(dataset)} items" if hasattr(dataset, "__len__") else "items without number"
-    except Exception as error:  # noqa: BLE001 - the user's own object; what it does not tell is not compared
-        logger.debug("a loader does not tell its data: %r", error)
+    except Exception as error:  # noqa: BLE001 - the user's own object; what fails is not compared
+        logger.debug("the data of a loader is unknown: %r", error)
         return None
     return f"{type(dataset).__name__} of {length}, batch size {size}"
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LETTERS_TOLD else text[:_LETTERS_TOLD] + "…"
+    return text if len(text) <= _LETTERS_MAX else text[:_LETTERS_MAX] + "…"

@@ -1,39 +1,48 @@
-"""The cadence of snapshots: what to do at the top of each step while training (not while replaying).
+"""The cadence of snapshots: what happens at the top of each step while training (not while replaying).
 
-Life: measuring (the first steps: how long is a step, which precision suffices), then recording, one
-snapshot per clean boundary; the states are those of the chain (`ckptd.client.capture.snapshot_chain`). A
-boundary is *clean* if no gradients are pending: in the middle of an accumulation over several loop steps
-nothing is taken, and the chain goes on, because weights do not change in between. The chain *breaks* when
-a boundary after an update is missed; then a new generation of slots is reserved, so that the old suffix
-stays until a new one is complete.
+The recorder first measures (how long is a step, which precision suffices), then takes one snapshot per
+clean boundary. A boundary is *clean* if no gradients are pending: in the middle of an accumulation over
+several loop steps nothing is taken, and the chain continues, because weights do not change in between.
+
+A chain links each snapshot to its predecessor; a replay goes through it. It *breaks* where a boundary
+after an update is missed: the state no longer follows from the newest snapshot, and the next one begins
+a new chain. A new generation of slots is then reserved, so that the old suffix stays until a new one is
+complete.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
-from ckptd.client.capture.mutable_buffers import RestlessBuffers
-from ckptd.client.capture.slot_writer import Capture
-from ckptd.client.capture.snapshot_chain import SnapshotChain, Taken
-from ckptd.client.capture.step_scalars import StepScalars
+from ckptd.client.capture.live_tensors import RestlessBuffers
+from ckptd.client.capture.slot_writer import Capture, nan_tensors
+from ckptd.client.capture.step_state import StepScalars
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
-from ckptd.client.optimizers.random_draws import Draws
 from ckptd.client.optimizers.value_trees import NotCapturable
-from ckptd.client.rng_state import capture_rng
-from ckptd.client.schedule.copy_mode import CopyModeChooser
+from ckptd.client.rng_state import Draws, capture_rng
+from ckptd.client.schedule.measurements import CopyModeChooser, StepTiming
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.provision import Provision
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.client.schedule.step_timing import StepTiming
-from ckptd.core.state_machine import validated
+from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.cuda.engine import CpuEngine
 
-__all__ = ["Recorder", "TopListener"]
+__all__ = [
+    "TRANSITIONS",
+    "ChainEvent",
+    "ChainState",
+    "Recorder",
+    "SnapshotChain",
+    "Taken",
+    "TopListener",
+]
 
 logger = get_logger(__name__)
 
@@ -42,8 +51,122 @@ _REPORT_S = 1.0
 _PENDING_LIMIT = 100
 
 
+class ChainState(MachineState):
+    """What the top of a step means for the snapshots of a rank."""
+
+    MEASURING = "measuring", "the first steps: nothing is planned, and there is no ring"
+    UNCHAINED = "unchained", "the next snapshot follows none"
+    CHAINED = "chained", "the next snapshot follows the newest one"
+    REFUSED = "refused", "an optimizer keeps what cannot be captured: no snapshot is taken any more"
+
+
+class ChainEvent(StrEnum):
+    """An event of the chain."""
+
+    RESUME = "resume"  # after a restore
+    PLAN = "plan"  # a ring of another plan is in use
+    GROW = "grow"  # another ring of the same plan is
+    TAKE = "take"
+    REPEAT = "repeat"  # the newest snapshot is taken anew, in the place of the first
+    BREAK = "break"  # a boundary after an update was missed, or the state does not follow
+    REFUSE = "refuse"
+
+
+TRANSITIONS = Transitions(
+    "recorder",
+    {
+        (ChainState.MEASURING, ChainEvent.PLAN): ChainState.UNCHAINED,
+        (ChainState.MEASURING, ChainEvent.RESUME): ChainState.CHAINED,
+        (ChainState.UNCHAINED, ChainEvent.PLAN): ChainState.UNCHAINED,
+        (ChainState.UNCHAINED, ChainEvent.GROW): ChainState.UNCHAINED,
+        (ChainState.UNCHAINED, ChainEvent.TAKE): ChainState.CHAINED,
+        (ChainState.UNCHAINED, ChainEvent.REPEAT): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.PLAN): ChainState.UNCHAINED,
+        (ChainState.CHAINED, ChainEvent.GROW): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.TAKE): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.REPEAT): ChainState.CHAINED,
+        (ChainState.CHAINED, ChainEvent.BREAK): ChainState.UNCHAINED,
+        **{
+            (state, ChainEvent.BREAK): state
+            for state in (ChainState.MEASURING, ChainState.UNCHAINED, ChainState.REFUSED)
+        },
+        **{(state, ChainEvent.REFUSE): ChainState.REFUSED for state in ChainState},
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The newest snapshot: its step, its predecessor, and the tape it was given."""
+
+    step: int = -1
+    previous: int = -1
+    tape: tuple[tuple[str, Any], ...] = ()
+
+
+class SnapshotChain:
+    """The chain of one rank's snapshots.
+
+    Attributes:
+        previous: the snapshot that the next one follows; -1: none.
+        last: the newest snapshot that was begun in this life.
+    """
+
+    def __init__(self) -> None:
+        self.state = ChainState.MEASURING
+        self.previous = -1
+        self.last = Taken()
+
+    @property
+    def refused(self) -> bool:
+        """True if no snapshot is taken any more."""
+        return self.state is ChainState.REFUSED
+
+    def resume(self, last: int) -> None:
+        """Snapshot ``last`` exists, and the state follows from it."""
+        self._on(ChainEvent.RESUME, last)
+
+    def use(self, *, other_plan: bool) -> None:
+        """Another ring is in use."""
+        self._on(ChainEvent.PLAN if other_plan else ChainEvent.GROW, self.previous)
+
+    def take(self, taken: Taken) -> None:
+        """A snapshot was begun."""
+        self.last = taken
+        self._on(ChainEvent.TAKE, taken.step)
+
+    def repeat(self) -> None:
+        """The newest snapshot is about to be taken anew: it follows what the first one followed."""
+        before = self.last.previous
+        self._on(ChainEvent.BREAK if before < 0 else ChainEvent.REPEAT, before)
+
+    def cut(self) -> None:
+        """The next snapshot does not follow from the newest one."""
+        self._on(ChainEvent.BREAK, -1)
+
+    def refuse(self) -> None:
+        """No snapshot is taken any more."""
+        self._on(ChainEvent.REFUSE, -1)
+
+    def _on(self, event: ChainEvent, previous: int) -> None:
+        """Every transition goes through here."""
+        self.state = TRANSITIONS.after(self.state, event, newest=self.last.step)
+        self.previous = previous if self.state is ChainState.CHAINED else -1
+
+    def validate(self, *, captures: bool) -> None:
+        """Assert that a snapshot follows an earlier one or none, and that a plan has a ring.
+
+        Args:
+            captures: there is a ring to capture into.
+        """
+        state = self.state
+        assert (state is ChainState.CHAINED) == (self.previous >= 0), f"{state}, {self.previous}"
+        assert self.last.previous < self.last.step or self.last.step < 0, self.last
+        assert captures == (state is not ChainState.MEASURING) or self.refused, f"{state}, no ring"
+
+
 class TopListener(Protocol):
-    """Who hears of the tops of steps, to copy the state as it is there."""
+    """Hears of the tops of steps, to copy the state as it is there."""
 
     def top(self, step: int, plan: SnapshotPlan, phase: int, scalars: dict[str, Any]) -> None: ...
 
@@ -55,30 +178,26 @@ class Recorder:
     """Takes snapshots at the pace that the options and the measurements allow.
 
     Args:
-        scalars: gathers what is small of the top of a step.
+        scalars: gathers the step scalars of a top.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        scalars: StepScalars,
-    ) -> None:
+    def __init__(self, context: RankContext, scalars: StepScalars) -> None:
         self._binding, self._memory = context.binding, context.memory
         self._engine, self._stats, self._options = context.engine, context.stats, context.options
         self._tape, self.scalars = scalars.tape, scalars
         self._capture: Capture | None = None
-        # Which snapshot of the schedule this is. One rank counts its clean boundaries; several
-        # ranks, which must be in the same phase, take it from the number of the iteration
-        # (`ckptd.core.schedules.calendar`).
+        # The number of the snapshot in the schedule. One rank counts its clean boundaries; several
+        # ranks, which must be in the same phase, derive it from the iteration
+        # (`ckptd.core.snapshot_policy`).
         self._ordinal = -1
         self._counted = -1
         self._chain = SnapshotChain()
         self._stepped = False
+        self._updates: dict[int, int] = {}  # of this step, by optimizer
         self._pace = StepTiming()
         self._reported_at = 0.0
         self._restless = RestlessBuffers(context.binding)
         self._chooser = CopyModeChooser() if context.options.inline_copy is None else None
-        self._updates: dict[int, int] = {}
         self._in_a_row = 0  # steps whose snapshot found no slot
         self._provision = Provision(
             context,
@@ -90,24 +209,22 @@ class Recorder:
         self._draws = Draws(watches=bool(context.sharing.replicas))
         self._parking: TopListener | None = None
 
-    def tell_tops(self, listener: TopListener) -> None:
+    def set_top_listener(self, listener: TopListener) -> None:
         """From now on ``listener`` hears of the top of each step."""
         self._parking = listener
 
     @property
     def restless(self) -> set[str]:
-        """Names of the buffers that are known to change before the optimizer's step; it grows."""
+        """Names of buffers that are known to change before the optimizer's step; it grows."""
         return self._restless.names
 
     @property
     def plan(self) -> SnapshotPlan | None:
-        """What is captured when; None before the first steps are measured."""
+        """The snapshot plan; None before the first steps are measured."""
         return self._provision.plan
 
     def newest_of(self, optimizer: int) -> int:
-        """The iteration of the snapshot of what optimizer number ``optimizer`` is about to update;
-        -1 if there is none.
-        """
+        """The iteration of the snapshot that optimizer number ``optimizer`` is about to update; -1: none."""
         newest = self._chain.last.step
         fresh = newest == self._counted and not self._chain.refused
         return newest if fresh and optimizer not in self._updates else -1
@@ -125,7 +242,7 @@ class Recorder:
 
     @validated
     def top(self, step: int) -> None:
-        """The top of ``step``: take its snapshot if this boundary is clean."""
+        """Take the snapshot of ``step`` if this boundary is clean."""
         pace = self._pace
         stall = pace.boundary_s, pace.wait_s + pace.device_s
         inline = isinstance(self._engine, CpuEngine) and self._engine.inline
@@ -134,21 +251,22 @@ class Recorder:
             self._stats.note_stall(*stall)
             self._choose_copy_mode(last)
         pending = self._pending_gradients()
-        if not pending:
-            self._count(step)
+        if not pending and step != self._counted:  # a boundary that is seen again counts once
+            self._counted = step
+            self._ordinal += 1
+            if self._changes is not None:
+                self._changes.strides.note(step)
         if self._capture is not None:
             self._settle(self._capture)
             if self._capture.take_broken():
-                self._chain.cut()
-                self._stats.chain_breaks += 1
+                self.break_chain()
         if pending:
             self._pend()
         elif not self._chain.refused:
             self._take_unless_refused(step)
         if pace.steps <= _WATCHED_STEPS:
             self.watch()
-        self._stepped = False
-        self._updates.clear()
+        self._forget_updates()
         self._report(step)
         pace.boundary_over(time.perf_counter())
 
@@ -159,27 +277,23 @@ class Recorder:
         before = chooser.decided
         self._engine.inline = chooser.note(iteration_s)
         if chooser.decided and not before:
-            logger.info(
-                "copies run %s (%s)",
-                "in the training thread" if chooser.inline else "beside training",
-                chooser.reason,
-            )
+            where = "in the training thread" if chooser.inline else "beside training"
+            logger.info("copies run %s (%s)", where, chooser.reason)
         self._stats.inline_copy = int(chooser.inline)
 
     def first_forward(self) -> None:
-        """The model's first forward of this step is about to run."""
+        """The model's first forward of this step begins."""
         if self._capture is not None:
             self._capture.first_forward(capture_rng)
 
     def forward_ended(self) -> None:
-        """A forward of the model is over."""
+        """A forward of the model ended."""
         if self._capture is not None:
             self._capture.forward_ended()
 
     def before_optimizer_step(self) -> None:
         """The optimizer is about to change what is being copied."""
-        if self._capture is not None:
-            self._settle(self._capture)
+        self.finish()
         self._restless.look()
         if self._pace.steps and not self._stepped:
             self._pace.optimizer_begins(time.perf_counter())
@@ -193,12 +307,10 @@ class Recorder:
 
     @validated
     def abort(self) -> None:
-        """Something failed in the middle: forget the snapshot in the making, and let the chain begin anew."""
+        """Something failed in the middle: drop the open snapshot, and let the chain begin anew."""
         self._chain.cut()
-        # Where the top of a step failed, the next one would count its optimizer's updates together
-        # with this one's.
-        self._stepped = False
-        self._updates.clear()
+        # After a failed top, the next one would count its optimizer's updates together with this one's.
+        self._forget_updates()
         if self._capture is not None:
             self._capture.abort()
 
@@ -215,48 +327,43 @@ class Recorder:
             self._pace.device_waited(waited)
 
     def resume(self, plan: SnapshotPlan, *, last: int, phase: int, sharing: ReplicatedParams) -> None:
-        """Go on after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
+        """Continue after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
         self._provision.resume(plan, sharing)
         self._draws.watches = plan.shares
         self._ordinal = phase
-        if self._changes is not None:
-            self._changes.resume(last, phase, stride=1)
+        self.go_on(last, phase, stride=1)
         self._start_capture()
         self._chain.resume(last)
 
     def go_on(self, last: int, phase: int, stride: int) -> None:
-        """What was recorded is here now: how many iterations lay between two snapshots, of which
-        ``last`` had this phase.
-        """
+        """The recorded iterations between two snapshots are known; ``last`` had this phase."""
         if self._changes is not None:
             self._changes.resume(last, phase, stride)
 
     def replayed(self) -> None:
-        """The state is dense again: what the replayed steps did is no update since the last boundary."""
+        """The state is dense again: updates of replayed steps do not count."""
+        self._forget_updates()
+
+    def _forget_updates(self) -> None:
         self._stepped = False
         self._updates.clear()
 
     def recovered(self, step: int, rng_forward: dict[str, Any] | None) -> None:
-        """A replay is over at the top of ``step``. Its snapshot is there; it can be parked like any other.
+        """A replay ended at the top of ``step``, whose snapshot is there and can be parked.
 
         Args:
-            rng_forward: random state at the first forward of ``step``, as it was recorded. If it is
-                parked before its forward is reached, it must not be known less well than it was.
+            rng_forward: recorded random state at the first forward of ``step``. A park before that
+                forward must not know less than the recording.
         """
         if self._parking is not None and self.plan is not None:
             self._binding.kept.look(self.plan.state_specs(self._binding))
             scalars = self._scalars(self.plan)
             if rng_forward is not None:
                 scalars["rng_forward"] = rng_forward
-            self._open_moment(self._parking, step, self.plan, scalars)
-
-    def _open_moment(
-        self, parking: TopListener, step: int, plan: SnapshotPlan, scalars: dict[str, Any]
-    ) -> None:
-        parking.top(step, plan, self._ordinal % plan.span, scalars)
+            self._parking.top(step, self.plan, self._ordinal % self.plan.span, scalars)
 
     def break_chain(self) -> None:
-        """The state is not what the recorded snapshots lead to: no suffix may span this point."""
+        """The state does not follow from the recorded snapshots: no suffix may span this point."""
         self._chain.cut()
         self._stats.chain_breaks += 1
 
@@ -271,7 +378,7 @@ class Recorder:
     # -- taking ----------------------------------------------------------------------------------
 
     def _pending_gradients(self) -> bool:
-        """Whether an optimizer has yet to use gradients that exist: those are in no snapshot."""
+        """True if an optimizer has not used some gradients yet: those are in no snapshot."""
         binding = self._binding
         return any(
             owner[0] not in self._updates
@@ -280,27 +387,27 @@ class Recorder:
         )
 
     def _pend(self) -> None:
-        """A boundary in the middle of an accumulation: no snapshot, and the chain goes on unless
-        weights changed.
-        """
+        """In the middle of an accumulation: no snapshot, and the chain continues unless weights changed."""
         self._stats.pending_gradients += 1
         if self._parking is not None:
             self._parking.again()
         if self._stepped:
-            self._chain.cut()
-            self._tape.take()
+            self._leave_out()
             # Between two clean boundaries one optimizer steps several times, as in a step with
             # several updates.
             self._provision.only_dense(
                 "gradients that wait while another optimizer steps (only dense snapshots can be exact)"
             )
         if self._stats.pending_gradients == _PENDING_LIMIT and not self._stats.snapshots:
-            text = (
+            self._not_protected(
                 f"no snapshot in {_PENDING_LIMIT} steps: at the top of each, an optimizer holds "
                 "gradients that it has not used; call zero_grad() within the step"
             )
-            logger.error("%s", text)
-            self._memory.session.notice("error", "not_protected", text)
+
+    def _leave_out(self) -> None:
+        """Take no snapshot here; the next one begins a new chain."""
+        self._tape.take()
+        self._chain.cut()
 
     def _take_unless_refused(self, step: int) -> None:
         try:
@@ -310,11 +417,14 @@ class Recorder:
             self.refuse(cannot_be_captured(self._binding.kept.whose, refused))
 
     def refuse(self, text: str) -> None:
-        """No snapshot is taken any more; ``text`` says why."""
+        """Take no snapshot any more; ``text`` says why."""
         self._chain.refuse()
+        self._not_protected(text)
+        self._stats.failed += 1
+
+    def _not_protected(self, text: str) -> None:
         logger.error("%s", text)
         self._memory.session.notice("error", "not_protected", text)
-        self._stats.failed += 1
 
     def _take(self, step: int) -> None:
         provision = self._provision
@@ -323,18 +433,16 @@ class Recorder:
             return
         assert self.plan is not None
         if self._draws.found >= 0 and self.plan.shares:
-            self.refuse(_came_apart(self._binding.kept.names[self._draws.found], step))
+            self.refuse(_replicas_differ(self._binding.kept.names[self._draws.found], step))
             return
         if self._changes is not None and not self._in_step(self._changes, step):
-            self._tape.take()
-            self._chain.cut()
+            self._leave_out()
             return
         if self._ordinal % self.plan.schedule.window == 0:
             provision.maybe_reorder()
             provision.maybe_widen(step)
         if not self._captures_everything(step):
-            self._tape.take()
-            self._chain.cut()
+            self._leave_out()
             return
         if self._chain.last.step == step:  # the loop was left and entered again
             self._chain.repeat()
@@ -347,33 +455,23 @@ class Recorder:
             return
         scalars = self._scalars(plan)
         if self._parking is not None:
-            self._open_moment(self._parking, step, plan, scalars)
+            self._parking.top(step, plan, self._ordinal % plan.span, scalars)
         if phase is None:  # a policy that skips steps: its snapshots need no chain
             return
         layout, begins = phase
         previous = -1 if begins else self._chain.previous
         begun = capture.begin(step, layout, previous, scalars)
         self._pace.sealed(capture.take_sealing_s())
-        if begun:
-            self._chain.take(Taken(step, previous, self._tape.last))
-            self._in_a_row = 0
-            self._drop_unneeded()
-            provision.maybe_grow(step, crowded=capture.crowded)
+        if not begun:
+            self._missed(step, capture.need_generation)
             return
-        self._missed(step, capture.need_generation)
-
-    def _count(self, step: int) -> None:
-        """This is a clean boundary; one that is seen again counts once."""
-        if step != self._counted:
-            self._counted = step
-            self._ordinal += 1
-            if self._changes is not None:
-                self._changes.strides.note(step)
+        self._chain.take(Taken(step, previous, self._tape.last))
+        self._in_a_row = 0
+        self._drop_unneeded()
+        provision.maybe_grow(step, crowded=capture.crowded)
 
     def _in_step(self, changes: ScheduleChanges, step: int) -> bool:
-        """Whether this rank knows by which schedule all ranks snapshot ``step``; goes over to
-        another one where that was agreed.
-        """
+        """Make agreed changes of the schedule; True if this rank knows the schedule of ``step``."""
         knows = changes.boundary(step)
         self._ordinal = changes.calendar.ordinal(step)
         changes.wish_for_stride()
@@ -384,16 +482,13 @@ class Recorder:
             self._engine.release(segment.memory)
 
     def _missed(self, step: int, reason: str) -> None:
-        """No slot: the chain breaks here. With a new generation the old suffix can stay while a new
-        one is built.
-        """
-        self._chain.cut()
-        self._stats.chain_breaks += 1
+        """No slot: the chain breaks. A new generation lets the old suffix stay while a new one is built."""
+        self.break_chain()
         self._tape.take()
         # The floor may have moved since: no more generations are made while these are here.
         self._drop_unneeded()
         self._in_a_row += 1
-        # A rank that lags behind for long would fill the log: 1, 2, 4, 8, … tell as much.
+        # A rank that lags behind for long would fill the log: log at 1, 2, 4, 8, …
         if self._in_a_row & (self._in_a_row - 1) == 0:
             logger.warning("no snapshot of step %d (%d in a row): %s", step, self._in_a_row, reason)
         self._provision.missed(step, reason)
@@ -401,16 +496,25 @@ class Recorder:
     def _scalars(self, plan: SnapshotPlan) -> dict[str, Any]:
         return self.scalars.gather(plan, 1 if self._changes is None else self._changes.calendar.stride)
 
+    def _captures_everything(self, step: int) -> bool:
+        assert self._capture is not None
+        assert self.plan is not None
+        return self._provision.captures_everything(
+            step,
+            unknown=self._binding.kept.look(self.plan.state_specs(self._binding)),
+            outgrown=self._capture.outgrown,
+            most_updates=max(self._updates.values(), default=0),
+        )
+
     # -- getting ready ---------------------------------------------------------------------------
 
     def _prepare(self, step: int) -> bool:
-        """Whether snapshots can be taken; what came before the first one has no use."""
+        """True if snapshots can be taken. What the tape holds from before the first one has no use."""
         self._tape.take()
-        most_updates = max(self._updates.values(), default=0)
         ready = self._provision.prepare(
             step,
             stepped=self._stepped,
-            most_updates=most_updates,
+            most_updates=max(self._updates.values(), default=0),
             draws=self._draws.found >= 0,
         )
         return ready and self._capture is not None
@@ -427,12 +531,11 @@ class Recorder:
         assert plan is not None
         self._stats.window = plan.schedule.window
         self._stats.dense_bytes = plan.schedule.dense_bytes
-        session = self._memory.session
         self._capture = Capture(
             self._binding,
             self._memory.table,
             self._engine,
-            session,
+            self._memory.session,
             num_operators=len(plan.operators),
             stats=self._stats,
             filled=self._was_filled,
@@ -450,47 +553,25 @@ class Recorder:
             segment.seal(index)
             self._stats.sealed_here += 1
         every = self._options.nan_check_every
-        if every and self._stats.snapshots % every == 1 % every:
-            self._count_nans(segment, index, step)
-
-    def _count_nans(self, segment: MappedSegment, index: int, step: int) -> None:
-        """NaN in weights is data, not an error; that it is there is worth knowing."""
-        from ckptd.client.capture.slot_inspection import nan_tensors
-
-        found = nan_tensors(segment, index)
-        if found:
+        if every and self._stats.snapshots % every == 1 % every and (found := nan_tensors(segment, index)):
+            # NaN in weights is data, not an error; the user wants to know.
             self._stats.nan_snapshots += 1
-            self._memory.session.notice(
-                "warning",
-                "nan_in_weights",
-                f"step {step}: {len(found)} tensors hold NaN, first {found[0]}",
-            )
-
-    def _captures_everything(self, step: int) -> bool:
-        assert self._capture is not None
-        assert self.plan is not None
-        return self._provision.captures_everything(
-            step,
-            unknown=self._binding.kept.look(self.plan.state_specs(self._binding)),
-            outgrown=self._capture.outgrown,
-            most_updates=max(self._updates.values(), default=0),
-        )
+            text = f"step {step}: {len(found)} tensors hold NaN, first {found[0]}"
+            session.notice("warning", "nan_in_weights", text)
 
     def _report(self, step: int) -> None:
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_S:
             self._reported_at = now
             self._stats.daemon_outages = self._memory.session.outages
-            self._stats.daemon_changes = self._memory.session.link.changes
+            self._stats.daemon_changes = self._memory.session.changes
             self._memory.session.report(step, self._stats.as_dict())
 
 
-def _came_apart(optimizer: str, step: int) -> str:
+def _replicas_differ(optimizer: str, step: int) -> str:
     return (
-        f"optimizer {optimizer} drew random numbers before step {step}, for the first time: ranks "
-        "whose generators differ have other values "
-        "from here on, and what they had alike is captured by one of them only. No snapshot is "
-        "taken any more; after a failure this run goes "
-        "on from the last one. Begin a new run with Checkpointer(..., "
-        "layout=LayoutOptions(capture_once=False))"
+        f"optimizer {optimizer} drew random numbers before step {step}, for the first time: ranks whose "
+        "generators differ have other values from here on, and one of them only captures what they had "
+        "in common. No snapshot is taken any more; after a failure this run goes on from the last one. "
+        "Begin a new run with Checkpointer(..., layout=LayoutOptions(capture_once=False))"
     )

@@ -1,25 +1,35 @@
-"""Step scalars: everything small that a bit-exact repeat needs, besides the tensors (DESIGN vocabulary).
+"""Step scalars: everything small that a bit-exact repeat of a step needs besides the tensors.
 
-Gathered at the top of the loop on the training thread, so kept cheap: no synchronisation with a
-device but for what the user's own ``state_dict`` does.
+They hold random state, options, the user's objects, and what the step asked for. The training thread
+gathers them at the top of the loop, so they are kept cheap: no synchronisation with a device except
+within the user's own ``state_dict``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ckptd.client import values
+from ckptd.client.capture.ddp_buckets import Buckets
+from ckptd.client.capture.stage_shapes import StageShapes, shapes_of
+from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
 from ckptd.client.optimizers.value_trees import plain
+from ckptd.client.rng_state import capture_rng
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+
+if TYPE_CHECKING:
+    from ckptd.client.capture.program import Program
 
 __all__ = [
     "Stateful",
+    "StepScalars",
     "apply_groups",
     "apply_packed",
     "gather_groups",
@@ -31,11 +41,10 @@ __all__ = [
 
 
 class Stateful(Protocol):
-    """What ``state=`` takes: a scheduler, a scaler, a data loader, anything with these two.
+    """What ``state=`` takes: a scheduler, a scaler, a data loader, anything with these two methods.
 
-    An object whose state a repeat cannot reproduce (it holds times of the clock) says so with an
-    attribute ``reproducible = False``: it is recorded and restored like the others, and not
-    compared.
+    An object whose state a repeat cannot reproduce (it holds clock times) has an attribute
+    ``reproducible = False``: it is recorded and restored like the others, and not compared.
     """
 
     def state_dict(self) -> Any: ...
@@ -44,12 +53,92 @@ class Stateful(Protocol):
 
 
 def reproducible(item: Stateful) -> bool:
-    """Whether a repeat must arrive at the state that was recorded."""
+    """True if a repeat must arrive at the recorded state."""
     return bool(getattr(item, "reproducible", True))
 
 
+class StepScalars:
+    """Gathers the step scalars.
+
+    Attributes:
+        tape: records what the steps ask for.
+        program: the program whose options, script and data the run follows.
+    """
+
+    def __init__(
+        self,
+        binding: LiveState,
+        stateful: Mapping[str, Stateful],
+        tape: Tape,
+        buckets: Buckets,
+        program: Program,
+    ) -> None:
+        self._binding, self._stateful = binding, stateful
+        self._buckets = buckets
+        self._stages: list[Any] = []
+        self._stage_shapes: Mapping[int, StageShapes] = {}
+        self.tape, self.program = tape, program
+
+    def follow_stages(self, stages: Sequence[Any]) -> None:
+        """Keep the shapes that these logged pipeline stages find out."""
+        self._stages += stages
+
+    def know_stages(self, shapes: Mapping[int, StageShapes]) -> None:
+        """Take the shapes that stages found out in an earlier life."""
+        self._stage_shapes = shapes
+
+    def go_by(self, program: Program) -> None:
+        """From now on the run follows this program."""
+        self.program = program
+
+    def gather(self, plan: SnapshotPlan, stride: int) -> dict[str, Any]:
+        """The scalars of this top, after ``KeptState.look``; takes the tape.
+
+        Args:
+            stride: iterations between two snapshots.
+        Raises:
+            NotCapturable: an optimizer keeps something that no snapshot can hold.
+        """
+        kept = self._binding.kept
+        stages = {int(stage.stage_index): stage for stage in self._stages}
+        return {
+            "rng": capture_rng(),
+            "groups": gather_groups(self._binding),
+            "state": gather_state(self._stateful),
+            "python": kept.python(),
+            "kept": kept.gather(),
+            "grads": grad_flags(self._binding),
+            "tape": [list(pair) for pair in self.tape.take()],
+            "buckets": self._buckets.layouts(),
+            "senders": self._buckets.senders(),
+            "phases": [list(p) for p in plan.schedule.phases],
+            "stride": stride,
+            "stages": {i: shapes_of(stage) or self._stage_shapes.get(i) for i, stage in stages.items()},
+            "program": self.program,
+        }
+
+    def sample(self, num_operators: int) -> dict[str, Any]:
+        """Scalars of about the expected size.
+
+        Raises:
+            NotCapturable: an optimizer keeps something that no snapshot can hold.
+        """
+        kept = self._binding.kept
+        kept.look({name: self._binding.specs(name) for name in self._binding.owner})
+        return {
+            "rng": [capture_rng()] * 2,
+            "groups": gather_groups(self._binding),
+            "state": gather_state(self._stateful),
+            "python": kept.python(),
+            "kept": kept.gather(),
+            "buckets": [list(range(len(self._binding.params)))],
+            "phases": list(range(num_operators * 2)),
+            "program": self.program,
+        }
+
+
 def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:
-    """The user's objects, packed here and now: what ``state_dict()`` returns may be live and change under us.
+    """The user's objects, packed at once: ``state_dict()`` may return live objects that change later.
 
     Raises:
         UnsupportedValue: naming the path of a value that no snapshot can hold.
@@ -58,9 +147,9 @@ def gather_state(stateful: Mapping[str, Stateful]) -> dict[str, bytes]:
 
 
 def gather_groups(binding: LiveState) -> list[list[dict[str, Any]]]:
-    """The options of every parameter group (learning rate, betas, …), without the parameters; a copy.
+    """A copy of the options of every parameter group (learning rate, betas, …), without the parameters.
 
-    Without functions and other objects, too: see ``ckptd.client.optimizers.optimizer_audit``.
+    ``ckptd.client.optimizers.optimizer_audit`` handles functions and other objects.
     """
     return [
         [{k: _copy_of(v) for k, v in g.items() if k != "params" and plain(v)} for g in o.param_groups]
@@ -75,7 +164,7 @@ def _copy_of(value: Any) -> Any:
 
 
 def apply_groups(binding: LiveState, groups: list[list[dict[str, Any]]]) -> None:
-    """Write recorded group options into the live groups; tensors (a capturable ``lr``) are filled in place.
+    """Write recorded group options into the live groups; fill tensors (a capturable ``lr``) in place.
 
     Raises:
         ValueError: another number of optimizers or groups.
@@ -102,7 +191,7 @@ def apply_packed(
     names: Iterable[str],
     order: Mapping[str, list[list[str]]],
 ) -> None:
-    """Write recorded 0-dimensional state into the live state of ``names`` (where that state exists).
+    """Write recorded 0-dimensional state into the live state of ``names``, where that state exists.
 
     ``order`` comes from the image's ``state_layout``: (parameter, key) per element, by dtype.
     """
@@ -115,12 +204,11 @@ def apply_packed(
 
 
 def grad_flags(binding: LiveState) -> bytes:
-    """One byte per parameter: 1, it has a gradient tensor; 2, its master has (a fresh process has
-    none, and optimizers skip those).
+    """One byte per parameter: 1 if it has a gradient tensor, plus 2 if its master has.
+
+    A fresh process has no gradients, and optimizers skip parameters without one.
     """
     masters = binding.masters
-    if not masters:
-        return bytes(p.grad is not None for p in binding.params.values())
     return bytes(
         (p.grad is not None) + 2 * (n in masters and masters[n].grad is not None)
         for n, p in binding.params.items()
@@ -128,9 +216,7 @@ def grad_flags(binding: LiveState) -> bytes:
 
 
 def zero_grads(binding: LiveState, flags: bytes, names: Iterable[str]) -> None:
-    """Give zero gradients to those of ``names`` that had a gradient tensor at the snapshot and have
-    none now.
-    """
+    """Give zero gradients to those of ``names`` that had a gradient at the snapshot and have none now."""
     wanted = set(names)
     for flag, (name, param) in zip(flags, binding.params.items(), strict=True):
         if name not in wanted:

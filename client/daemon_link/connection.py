@@ -1,27 +1,26 @@
-"""The connection of a trainer with its daemon: opened, looked after, and opened again when the
-daemon was away.
+"""The connection of a trainer with its daemon: attached, checked by pings, and attached again after a loss.
 
-States: connected; lost (the daemon does not answer: it is looked for about twice a second); closed.
-Everything here runs on the lane of the link, but for what opens it the first time, and the
-questions that wait for an answer on the lane.
+States: connected; lost (the daemon does not answer; the next attempt follows within half a second); closed.
+All traffic is on one thread, the *lane*, except the first attach.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 
-from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.launch import connect
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Attach,
     Attached,
     Filled,
@@ -35,18 +34,20 @@ from ckptd.transport.control.messages import (
     TellElastic,
     Welcome,
 )
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, WireError
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["ANSWER_S", "FAILURES", "Follows", "Link"]
+__all__ = ["ANSWER_S", "FAILURES", "LOOK_S", "DaemonConnection", "WorkerThread"]
 
 logger = get_logger(__name__)
 Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
+LOOK_S = 0.5
+_QUEUE_LIMIT = 1024
 _PING_S = 1.0
 ANSWER_S = 5.0
 _RANK_PATIENCE_S = 5.0
 FAILURES = (RequestTimeout, WireError, DaemonUnavailable, OSError)
-
 
 _token = secrets.token_bytes(32)
 
@@ -60,32 +61,101 @@ def _new_token() -> None:
 os.register_at_fork(after_in_child=_new_token)
 
 
-class Follows(Protocol):
-    """Who is told how the connection is."""
+class WorkerThread:
+    """A thread that works off a bounded queue. It calls ``look`` after each piece of work and every `LOOK_S`.
 
-    def opened(self, welcome: Welcome, attached: Attached) -> None:
-        """It is there, for the first time or again."""
+    Args:
+        failed: called with the error of each piece of work that failed.
+    """
 
-    def back(self) -> None:
-        """It is there again, and training goes on whatever comes of this."""
+    def __init__(
+        self,
+        name: str,
+        look: Callable[[], None],
+        failed: Callable[[Exception], None],
+        closed: threading.Event,
+    ) -> None:
+        self._look, self._failed, self._closed = look, failed, closed
+        self._work: queue.Queue[tuple[Callable[[], Any], Future[Any] | None]] = queue.Queue(_QUEUE_LIMIT)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def answered(self, pong: Pong) -> None:
-        """The daemon is there and knows this trainer."""
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, work: Callable[[], Any]) -> bool:
+        """Queue ``work``; False if the queue is full (the work is dropped)."""
+        try:
+            self._work.put_nowait((work, None))
+        except queue.Full:
+            return False
+        return True
+
+    def begin(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queue ``work``, and keep its result.
+
+        Raises:
+            DaemonUnavailable: the queue is full.
+        """
+        future: Future[Result] = Future()
+        try:
+            self._work.put_nowait((work, future))
+        except queue.Full as error:
+            raise DaemonUnavailable("session", hint="its queue is full") from error
+        return future
+
+    def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
+        """Queue ``work``, and wait for its result."""
+        return self.begin(work).result(timeout_s)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                work, future = self._work.get(timeout=LOOK_S)
+            except queue.Empty:
+                pass
+            else:
+                self._perform(work, future)
+            self._look_around()
+        self._look_around()
+
+    def _look_around(self) -> None:
+        try:
+            self._look()
+        except Exception:
+            logger.exception("in the session's thread")  # it must live: snapshots are finished here
+
+    def _perform(self, work: Callable[[], Any], future: Future[Any] | None) -> None:
+        try:
+            result = work()
+        # The work is the caller's: the thread must survive it and return the error.
+        except Exception as error:
+            self._failed(error)
+            if future is not None:
+                future.set_exception(error)
+            else:
+                logger.exception("in the session's thread")
+        else:
+            if future is not None:
+                future.set_result(result)
 
 
-class Link:
-    """Attaches to a daemon and keeps the connection.
+class DaemonConnection:
+    """Attaches to a daemon and keeps the connection. `Session` implements what follows from it.
 
     Args:
         find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again
             after a loss.
-        attach: what to ask for; repeated after a loss.
+        attach: the request; repeated after a loss.
         version: this package's version.
-        held: the generations whose owner lock this process holds.
-        follows: is told.
-        check: how what it says of its settings differs from what this trainer was told to expect;
-            "" if it does not.
-        closed: set when it is to end.
+        check: returns how the daemon's settings differ from those that this trainer expects; "" if they
+            do not.
+    Attributes:
+        connected: whether the daemon answers.
+        outages: how often it was lost.
+        changes: how often a daemon with other settings answered in the place of the one before.
     """
 
     def __init__(
@@ -94,29 +164,45 @@ class Link:
         attach: Attach,
         *,
         version: str,
-        held: Callable[[], tuple[int, ...]],
-        follows: Follows,
-        closed: threading.Event,
         check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
         self._find_endpoint, self._attach, self._version = find_endpoint, attach, version
-        self._held, self._follows, self._closed = held, follows, closed
         self._check = check
+        self._closed = threading.Event()
         self._settings: Mapping[str, str] | None = None  # of the daemon that was attached to first
         self._client: ControlClient | None = None
         self._next_ping = self._next_try = 0.0
-        self._told = ""
-        self.lane = WorkerThread("ckptd-link", self._look_for_daemon, self._failed, closed)
+        self._logged = ""
+        self._lane = WorkerThread("ckptd-link", self._look_for_daemon, self._failed, self._closed)
         self.connected = False
-        self.outages = 0
-        self.changes = 0  # how often a daemon with other settings answered in the place of the one before
+        self.outages = self.changes = 0
+
+    # -- to implement ----------------------------------------------------------------------------
+
+    def _held(self) -> tuple[int, ...]:
+        """The generations whose owner lock this process holds."""
+        raise NotImplementedError
+
+    def _opened(self, welcome: Welcome, attached: Attached) -> None:
+        """The daemon was attached to, for the first time or again; not connected yet."""
+        raise NotImplementedError
+
+    def _back(self) -> None:
+        """The daemon is back; training goes on whatever follows from this."""
+        raise NotImplementedError
+
+    def _answered(self, pong: Pong) -> None:
+        """The daemon answered a ping."""
+        raise NotImplementedError
+
+    # -- any thread ------------------------------------------------------------------------------
 
     def open_within(self, timeout_s: float) -> None:
         """Connect and attach.
 
         Raises:
             DaemonUnavailable: no daemon answers within this time.
-            AttachRefused: it answers and says no.
+            AttachRefused: it answers and refuses.
         """
         deadline = time.monotonic() + timeout_s
         patient_until = time.monotonic() + min(timeout_s, _RANK_PATIENCE_S)
@@ -138,32 +224,42 @@ class Link:
                 if time.monotonic() >= deadline or final:
                     if isinstance(error, DaemonUnavailable):
                         raise
-                    raise DaemonUnavailable(
-                        f"attach: {error}",
-                        hint=(
-                            "start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` "
-                            "looks for causes"
-                        ),
-                    ) from error
+                    hint = (
+                        "start one with `ckptd run`, or pass daemon='auto'; `ckptctl doctor` looks for causes"
+                    )
+                    raise DaemonUnavailable(f"attach: {error}", hint=hint) from error
             time.sleep(0.2)
 
-    def send(self, message: Filled | Report | Notice | ParkOutcome | TellElastic) -> None:
-        """One way; to a daemon that is away, nothing."""
-        if self.connected and self._client is not None and not self._client.send(message):
-            self.lose("it takes no messages")
-
-    def request(
-        self,
-        message: Any,
-        answer: type[Answer],
-        timeout_s: float,
-        *,
-        alive_s: float | None = None,
-    ) -> Answer:
-        """Ask, on the lane.
+    def ask(self, message: Any, answer: type[Answer], operation: str, timeout_s: float = ANSWER_S) -> Answer:
+        """Send a request, and wait for the answer.
 
         Raises:
-            AttachRefused: the daemon says no.
+            AttachRefused: the daemon refuses.
+            DaemonUnavailable: it is away.
+        """
+
+        def work() -> Answer:
+            return self._request(message, answer, timeout_s, alive_s=ANSWER_S)
+
+        try:
+            return self._lane.call(work, timeout_s + ANSWER_S)
+        except (RequestTimeout, WireError, OSError, TimeoutError) as error:
+            raise DaemonUnavailable(str(error), operation=operation) from error
+
+    # -- on the lane -----------------------------------------------------------------------------
+
+    def _send(self, message: Filled | Report | Notice | ParkOutcome | TellElastic) -> None:
+        """Send without an answer; does nothing while the daemon is away."""
+        if self.connected and self._client is not None and not self._client.send(message):
+            self._lose("it takes no messages")
+
+    def _request(
+        self, message: Any, answer: type[Answer], timeout_s: float, *, alive_s: float | None = None
+    ) -> Answer:
+        """Send a request.
+
+        Raises:
+            AttachRefused: the daemon refuses.
             DaemonUnavailable: it is away.
             RequestTimeout, WireError: it does not answer, or something else (it may be of another version).
         """
@@ -173,8 +269,8 @@ class Link:
             found = self._client.request(message, timeout_s=timeout_s, alive_s=alive_s)
         except RefusedError as error:
             if error.code == RefusalCode.NO_SESSION:
-                # Restarted since our last look: for who asks, that is as if it were away for a moment.
-                self.lose("it was restarted")
+                # Restarted since our last look: for the caller, that is as if it were away for a moment.
+                self._lose("it was restarted")
                 raise DaemonUnavailable(
                     "it was restarted and is being attached to again", operation="request"
                 ) from error
@@ -184,38 +280,17 @@ class Link:
             raise WireError("unexpected", what)
         return found
 
-    def ask(self, message: Any, answer: type[Answer], operation: str, timeout_s: float = ANSWER_S) -> Answer:
-        """Ask, and wait here for the answer.
-
-        Raises:
-            AttachRefused: the daemon says no.
-            DaemonUnavailable: it is away.
-        """
-
-        def work() -> Answer:
-            return self.request(message, answer, timeout_s, alive_s=ANSWER_S)
-
-        try:
-            return self.lane.call(work, timeout_s + ANSWER_S)
-        except (RequestTimeout, WireError, OSError, TimeoutError) as error:
-            raise DaemonUnavailable(str(error), operation=operation) from error
-
-    def lose(self, why: str) -> None:
-        """The daemon does not answer."""
+    def _lose(self, why: str) -> None:
         if not self.connected:
             return
         self.connected = False
         self.outages += 1
         logger.warning("the daemon is away (%s): training and snapshots go on; looking for it", why)
 
-    # -- on the lane -----------------------------------------------------------------------------
-
     def _look_for_daemon(self) -> None:
         now = time.monotonic()
         if self._closed.is_set():
-            if self._client is not None:
-                self._client.close()
-                self._client = None
+            self._hang_up()
         elif self.connected and now >= self._next_ping:
             self._next_ping = now + _PING_S
             self._ping()
@@ -225,42 +300,45 @@ class Link:
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, FAILURES):
-            self.lose(str(error))
+            self._lose(str(error))
 
     def _ping(self) -> None:
         try:
-            pong = self.request(Ping(), Pong, ANSWER_S)
+            pong = self._request(Ping(), Pong, ANSWER_S)
         except (AttachRefused, *FAILURES) as error:
-            self.lose(str(error))
+            self._lose(str(error))
             return
         if pong.attached:
-            self._follows.answered(pong)
+            self._answered(pong)
         else:
-            self.lose("it was restarted")
+            self._lose("it was restarted")
 
     def _try_again(self) -> None:
         try:
             self._open()
         except (AttachRefused, *FAILURES) as error:
             untrusted = isinstance(error, WireError) and error.code == "untrusted"
-            told, self._told = self._told, str(error) if untrusted else ""
-            if untrusted and told != self._told:
+            logged, self._logged = self._logged, str(error) if untrusted else ""
+            if untrusted and logged != self._logged:
                 logger.error("what is in the daemon's place is not asked: %s", error)
             logger.debug("still no daemon: %s", error)
             return
-        self._follows.back()
+        self._back()
 
-    def _open(self) -> None:
+    def _hang_up(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def _open(self) -> None:
+        self._hang_up()
         endpoint = self._find_endpoint()
         client = connect(endpoint, ANSWER_S)
         try:
             welcome = client.ask(Hello(self._version, os.getpid()), Welcome)
-            self._heed_settings(welcome.settings, welcome.pid)
-            wish = msgspec.structs.replace(self._attach, held=self._held(), token=_token)
-            attached = client.ask(wish, Attached)
+            self._check_settings(welcome.settings, welcome.pid)
+            attach = msgspec.structs.replace(self._attach, held=self._held(), token=_token)
+            attached = client.ask(attach, Attached)
         except RefusedError as error:
             client.close()
             raise AttachRefused(error.code, error.message, error.hint) from error
@@ -269,19 +347,19 @@ class Link:
             raise
         self._client = client
         if not welcome.started_by_trainer:
-            # It is an operator's: while it is away nobody starts another one in its place.
+            # It is an operator's: while it is away no trainer starts another one in its place.
             self._find_endpoint = lambda: endpoint
-        self._follows.opened(welcome, attached)
+        self._opened(welcome, attached)
         self.connected = True
 
-    def _heed_settings(self, told: Mapping[str, str], pid: int) -> None:
-        """At the first attach, what differs is an error; later, training goes on.
+    def _check_settings(self, settings: Mapping[str, str], pid: int) -> None:
+        """At the first attach, a difference is an error; later, training goes on.
 
         Raises:
-            AttachRefused: the daemon has other settings than this trainer was told.
+            AttachRefused: the daemon has other settings than this trainer expects.
         """
         if self._settings is None:
-            if different := self._check(told):
+            if different := self._check(settings):
                 raise AttachRefused(
                     RefusalCode.DAEMON_DIFFERS,
                     f"the daemon is not as this trainer's environment says: {different}",
@@ -290,8 +368,8 @@ class Link:
                     "trainer's environment; to use it as it is, pass daemon= its endpoint "
                     "(`ckptctl status` shows it)",
                 )
-        elif told != self._settings:
-            before, now = dict(self._settings), dict(told)
+        elif settings != self._settings:
+            before, now = self._settings, settings
             changed = "; ".join(
                 f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
                 for key in sorted({*before, *now})
@@ -299,4 +377,4 @@ class Link:
             )
             logger.error("another daemon answers in the place of the first: %s", changed)
             self.changes += 1
-        self._settings = dict(told)
+        self._settings = dict(settings)

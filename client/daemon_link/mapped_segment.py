@@ -1,7 +1,8 @@
-"""The trainer's view of its segments: mapped memory, slot locks, and the slot table as records.
+"""Segments as this process maps them: those that the trainer owns, one by one (`MappedSegment`) and together
+(`Generations`, `SlotTable`), and any segment for reading (`SlotFile`).
 
-The slot table in shared memory is the truth; nothing here caches a slot's state. What is cached is
-what cannot change without the slot's ``sequence`` changing: which operators its image anchors.
+The slot table in shared memory is the truth; no slot state is cached. What is cached cannot change without
+the slot's ``sequence`` changing: the operators that its image anchors.
 """
 
 from __future__ import annotations
@@ -11,45 +12,53 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from ckptd.client.log_lines import get_logger
 from ckptd.config.daemon_config import trusted_users
+from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.replication.replicas import Promise, promised
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.ring import NoSuffix, SlotRecord, SlotState, droppable_generations, find_suffix
 from ckptd.core.slots.segment_format import (
+    HINT_OFFSET,
     OWNER_LOCK_BYTE,
+    QUIET_OFFSET,
+    Kind,
+    RingHint,
     SegmentDescriptor,
     SegmentGeometry,
     SlotHeader,
     last_filled,
     read_prologue,
+    read_ring_hint,
     read_slot_header,
     set_slot_state,
     slot_lock_byte,
     slot_view,
     write_slot_header,
 )
-from ckptd.core.slots.segment_hints import HINT_OFFSET, QUIET_OFFSET, RingHint, read_ring_hint
 from ckptd.cuda.engine import HostMemory
+from ckptd.errors import SegmentError
+from ckptd.holdings import header_record, operators_id
 from ckptd.memory import locks
-from ckptd.storage.images.image import ImageView, seal
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, seal
+from ckptd.storage.image_format import ImageError
 from ckptd.transport.access.local_trust import open_file
 
-__all__ = ["MappedSegment", "RankTaken", "SlotTable"]
+__all__ = ["Generations", "MappedSegment", "RankTaken", "SlotFile", "SlotTable"]
 
 logger = get_logger(__name__)
 
-
 _OPEN: weakref.WeakSet[MappedSegment] = weakref.WeakSet()
+_MOST_ANCHORS = 4096
 
 
 def _after_fork_in_child() -> None:
-    """OFD locks belong to the open file, which a forked child shares: close it there, or our death
-    would not free it.
-    """
+    """Close the file in a forked child, which shares its OFD locks: our death would not free them."""
     for segment in list(_OPEN):
         os.close(segment.fd)
     _OPEN.clear()
@@ -63,7 +72,7 @@ def _open(path: str) -> int:
 
 
 def _map(path: str) -> mmap.mmap:
-    """All of the file, mapped through a description of its own.
+    """Map the whole file through an open file description of its own.
 
     ``mmap`` keeps a duplicate of the descriptor for as long as a view lives, in forked children
     too; a duplicate of the one that holds our locks would keep them held after ``close`` and after
@@ -92,7 +101,7 @@ class MappedSegment:
     def __init__(self, path: str, generation: int) -> None:
         self.path, self.generation = path, generation
         self._writing = threading.Lock()
-        # A seal writes digests into the image: it must not go on while the slot is being filled again.
+        # A seal writes digests into the image: it must end before the slot is filled again.
         self._sealing = threading.Lock()
         self.fd = _open(path)
         try:
@@ -117,7 +126,31 @@ class MappedSegment:
         self.memory = HostMemory(self.buffer)
 
     def header(self, index: int) -> SlotHeader | None:
+        """The header of a slot; None if it is damaged."""
         return read_slot_header(self.buffer, self.geometry, index)
+
+    def headers(self) -> Iterator[tuple[int, SlotHeader]]:
+        """Number and header of each slot whose header is not damaged."""
+        for index in range(self.geometry.num_slots):
+            header = self.header(index)
+            if header is not None:
+                yield index, header
+
+    def records(
+        self, anchors: Callable[[int, SlotHeader], int] = lambda index, header: 0
+    ) -> list[SlotRecord]:
+        """Every slot as a record; a slot whose header is damaged counts as free.
+
+        Args:
+            anchors: returns the operators that the image of a slot anchors, as a bitmap.
+        """
+        found = [SlotRecord(self.generation, i, SlotState.FREE) for i in range(self.geometry.num_slots)]
+        for index, header in self.headers():
+            held = header.state in (SlotState.FILLED, SlotState.SEALED)
+            bitmap = anchors(index, header) if held else 0
+            packed = bitmap.to_bytes((bitmap.bit_length() + 7) // 8, "little")
+            found[index] = header_record(header, self.generation, index, packed)
+        return found
 
     def write_header(self, index: int, header: SlotHeader) -> None:
         with self._writing:
@@ -130,6 +163,7 @@ class MappedSegment:
         return slot_view(self.buffer, self.geometry, index)
 
     def slot_base(self, index: int) -> int:
+        """The offset of a slot in the mapping."""
         return self.geometry.slots_offset + index * self.geometry.slot_bytes
 
     @property
@@ -142,11 +176,8 @@ class MappedSegment:
         self.buffer[HINT_OFFSET] = value
 
     def last_filled(self) -> tuple[tuple[int, int], int]:
-        """By what segments are put into the order of their use; a generation may be made ahead of
-        the plan that it is for.
-        """
-        headers = map(self.header, range(self.geometry.num_slots))
-        return last_filled(h for h in headers if h is not None), self.generation
+        """The sort key by use; a generation may be made ahead of the plan that it is for."""
+        return last_filled(header for _, header in self.headers()), self.generation
 
     @property
     def ring_hint(self) -> RingHint:
@@ -158,9 +189,8 @@ class MappedSegment:
         return [(self.slot_base(i), self.geometry.slot_bytes) for i in range(self.geometry.num_slots)]
 
     def states(self) -> set[SlotState]:
-        """Which states its slots are in; of those whose header is damaged none."""
-        headers = map(self.header, range(self.geometry.num_slots))
-        return {header.state for header in headers if header is not None}
+        """The states of its slots, except those whose header is damaged."""
+        return {header.state for _, header in self.headers()}
 
     def try_lock_slot(self, index: int) -> bool:
         return locks.try_lock(self.fd, slot_lock_byte(index), True)
@@ -168,12 +198,15 @@ class MappedSegment:
     def unlock_slot(self, index: int) -> None:
         locks.unlock(self.fd, slot_lock_byte(index))
 
+    def free_slot(self, index: int) -> None:
+        """Free a slot, unless a process is reading it."""
+        if self.try_lock_slot(index):
+            self.set_state(index, SlotState.FREE)
+            self.unlock_slot(index)
+
     def lock_sealed(self) -> list[int] | None:
-        """Lock every slot that holds a sealed snapshot, and return their indices; None, with
-        nothing locked, if one of them is being read.
-        """
-        headers = enumerate(map(self.header, range(self.geometry.num_slots)))
-        sealed = [i for i, header in headers if header and header.state is SlotState.SEALED]
+        """Lock every sealed slot, and return the indices; None, with nothing locked, if one is being read."""
+        sealed = [i for i, header in self.headers() if header.state is SlotState.SEALED]
         for at, index in enumerate(sealed):
             if not self.try_lock_slot(index):
                 for taken in sealed[:at]:
@@ -181,17 +214,15 @@ class MappedSegment:
                 return None
         return sealed
 
+    def begin_filling(self, index: int, header: SlotHeader) -> None:
+        """Declare a claimed slot as being filled; blocks (milliseconds) while this process seals it."""
+        with self._sealing:
+            self.write_header(index, header)
+
     def seal(self, index: int) -> None:
         """Digest and seal a filled slot here, as the daemon would: used while the daemon is away."""
         with self._sealing:
             self._seal(index)
-
-    def begin_filling(self, index: int, header: SlotHeader) -> None:
-        """Declare a claimed slot as being filled; waits (milliseconds) for a seal of this process
-        that is under way.
-        """
-        with self._sealing:
-            self.write_header(index, header)
 
     def _seal(self, index: int) -> None:
         header = self.header(index)
@@ -222,6 +253,65 @@ class MappedSegment:
         os.close(self.fd)
 
 
+class SlotFile:
+    """One generation of any segment, mapped for reading: another rank's of this node, a fetched copy, or one
+    of a trainer that is gone. A slot does not change while a process locks it.
+
+    Args:
+        kind: what it must hold.
+    Raises:
+        SegmentError: it holds something else, or is no segment.
+        OSError: it cannot be opened, or is neither this user's nor the daemon's.
+    """
+
+    def __init__(self, path: Path, kind: Kind) -> None:
+        self.path = path
+        fd = open_file(path, os.O_RDONLY, trusted_users())
+        try:
+            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        self._buffer = memoryview(self._map)
+        self._geometry: SegmentGeometry
+        self.descriptor: SegmentDescriptor
+        self._geometry, self.descriptor = read_prologue(self._buffer)
+        if self.descriptor.kind != kind:
+            raise SegmentError(f"{path.name} holds {self.descriptor.kind}", operation=f"read {kind}")
+
+    def keep_from_children(self) -> None:
+        """Unmap it in forked children: a data loader's worker would keep its memory while it lives."""
+        self._map.madvise(mmap.MADV_DONTFORK)
+
+    @property
+    def num_slots(self) -> int:
+        return self._geometry.num_slots
+
+    @property
+    def ring_hint(self) -> RingHint:
+        """What the daemon knows of the other ranks."""
+        return read_ring_hint(self._buffer)
+
+    def header(self, index: int) -> SlotHeader | None:
+        """The header of a slot; None if it is damaged."""
+        return read_slot_header(self._buffer, self._geometry, index)
+
+    def image(self, record: SlotRecord) -> memoryview | None:
+        """The image of a slot; None if the slot has been reused."""
+        header = self.header(record.index)
+        if header is None or header.state is not SlotState.SEALED:
+            return None
+        if header.sequence != record.sequence:
+            return None
+        return slot_view(self._buffer, self._geometry, record.index)[: header.image_len]
+
+    @contextmanager
+    def held(self, record: SlotRecord) -> Iterator[memoryview | None]:
+        """The image of a slot, locked in the body; None if the slot has been reused."""
+        byte = slot_lock_byte(record.index)
+        with locks.lock_file(self.path, byte, exclusive=False) as taken:
+            yield self.image(record) if taken else None
+
+
 class SlotTable:
     """All generations of this rank, oldest first, read as one list of records.
 
@@ -236,21 +326,19 @@ class SlotTable:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """What the ring's functions must know beyond the records: this epoch has begun, even if no
-        snapshot of it is there.
-        """
+        """For the ring's functions: this epoch has begun, even if no record shows it yet."""
         return {self.epoch: self.epoch_start}
 
     @property
     def ring_hint(self) -> RingHint:
-        """What the daemon told last; a segment that is new has not been told yet."""
-        told = [hint for s in self.segments if (hint := s.ring_hint).span]
-        return max(told, key=lambda hint: (hint.floor, hint.horizon, hint.aim), default=RingHint())
+        """The daemon's newest hint; a new segment has none yet."""
+        hints = [hint for s in self.segments if (hint := s.ring_hint).span]
+        return max(hints, key=lambda hint: (hint.floor, hint.horizon, hint.aim), default=RingHint())
 
     def is_hard(self, *, connected: bool) -> bool:
-        """Whether what is `promised` must stay, so that newer snapshots are left out instead.
+        """Whether `promised` slots must stay, so that newer snapshots are left out instead.
 
-        While the daemon is away nobody can tell what other nodes still hold. A run of one rank
+        While the daemon is away it is unknown what other nodes still hold. A run of one rank
         needs no common start.
         """
         several = any(segment.descriptor.world_size > 1 for segment in self.segments[-1:])
@@ -295,38 +383,17 @@ class SlotTable:
 
     def note_anchors(self, generation: int, index: int, sequence: int, anchors: int) -> None:
         """Remember what an image anchors, so that ``records`` need not parse it."""
-        if len(self._anchors) > 4096:
+        if len(self._anchors) > _MOST_ANCHORS:
             self._anchors.clear()
         self._anchors[generation, index, sequence] = anchors
 
     def records(self) -> list[SlotRecord]:
-        """Every readable slot header as a record; a header with a bad checksum counts as free."""
-        found = []
-        for segment in self.segments:
-            for index in range(segment.geometry.num_slots):
-                header = segment.header(index)
-                if header is None:
-                    found.append(SlotRecord(segment.generation, index, SlotState.FREE))
-                    continue
-                held = header.state in (SlotState.FILLED, SlotState.SEALED)
-                found.append(
-                    SlotRecord(
-                        generation=segment.generation,
-                        index=index,
-                        state=SlotState(header.state),
-                        iteration=header.iteration,
-                        previous=header.previous,
-                        sequence=header.sequence,
-                        image_len=header.image_len,
-                        layout_id=header.layout_id,
-                        anchors=self._anchors_of(segment, index, header) if held else 0,
-                        phase=header.phase,
-                        epoch=header.epoch,
-                        epoch_start=header.epoch_start,
-                        header_digest=header.header_digest,
-                    )
-                )
-        return found
+        """Every slot of every generation; a slot whose header is damaged counts as free."""
+        return [
+            record
+            for segment in self.segments
+            for record in segment.records(partial(self._anchors_of, segment))
+        ]
 
     def _anchors_of(self, segment: MappedSegment, index: int, header: SlotHeader) -> int:
         key = (segment.generation, index, header.sequence)
@@ -334,11 +401,125 @@ class SlotTable:
             try:
                 view = ImageView(segment.slot(index)[: header.image_len])
             except ImageError:
-                # Damaged: anchors nothing, so no suffix can rest on it; the daemon's scrub reports
-                # it.
-                return 0
+                return 0  # damaged: no suffix can rest on it; the daemon's scrub reports it
             self.note_anchors(*key, view.anchors)
         return self._anchors[key]
 
     def next_sequence(self) -> int:
         return 1 + max((r.sequence for r in self.records()), default=0)
+
+
+class Generations:
+    """The mapped segments of this rank of one kind, oldest generation first.
+
+    Generations whose operator tables differ (a replanned window may split operators differently) cannot
+    share a suffix, so the ring sees only those that agree with the newest; older ones are kept until
+    the newest holds a complete suffix by itself.
+    """
+
+    def __init__(self) -> None:
+        self._segments: list[MappedSegment] = []
+
+    def __iter__(self) -> Iterator[MappedSegment]:
+        """Over a copy: the session's thread iterates, too, while generations come and go."""
+        return iter(list(self._segments))
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def newest(self) -> MappedSegment | None:
+        return self._segments[-1] if self._segments else None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(segment.geometry.total_bytes for segment in self._segments)
+
+    def add(self, segment: MappedSegment) -> None:
+        self._segments.append(segment)
+
+    def order_by_use(self) -> None:
+        """Make the generation that was filled last the newest: a later one may not be used yet."""
+        self._segments.sort(key=MappedSegment.last_filled)
+
+    def remove(self, segment: MappedSegment) -> None:
+        self._segments.remove(segment)
+
+    def current(self) -> list[MappedSegment]:
+        """The newest, and those right before it that have its operator table."""
+        current: list[MappedSegment] = []
+        for segment in reversed(self._segments):
+            if _table_of(segment) != _table_of(self._segments[-1]):
+                break
+            current.insert(0, segment)
+        return current
+
+    def newer_than_table(self, table: tuple[int, str]) -> list[MappedSegment]:
+        """Those newer than the newest one with this operator table (number, id), if any has it."""
+        newer: list[MappedSegment] = []
+        for segment in reversed(self._segments):
+            if _table_of(segment) == table:
+                return newer
+            newer.append(segment)
+        return []
+
+    def of_another_window(self, used: MappedSegment) -> list[MappedSegment]:
+        """Those newer than ``used`` that were made for another window: snapshots that follow those in
+        ``used`` would not fit their slots.
+        """
+
+        def made_for(segment: MappedSegment) -> tuple[int, int]:
+            return segment.descriptor.window, segment.geometry.slot_bytes
+
+        newer = self._segments[self._segments.index(used) + 1 :]
+        return [segment for segment in newer if made_for(segment) != made_for(used)]
+
+    def unneeded(self, table: SlotTable, num_operators: int, *, connected: bool) -> list[MappedSegment]:
+        """Those that no suffix needs, neither one of this rank nor one to which the ranks may have
+        to go back together.
+
+        Args:
+            table: of the newest, and those that have its operator table.
+            connected: whether the daemon can tell how far the other ranks are.
+        """
+        records, epochs = table.records(), table.epochs
+        every = SlotTable(list(self._segments), epoch=table.epoch, epoch_start=table.epoch_start)
+        hint, keeps = every.ring_hint, every.is_hard(connected=connected)
+        numbers = droppable_generations(
+            records,
+            num_operators,
+            self.current()[-1].generation,
+            protected=table.promised(records, num_operators, hard=True) if keeps else (),
+            epochs=epochs,
+        )
+        if not isinstance(find_suffix(records, num_operators, epochs=epochs), NoSuffix):
+            older = [s for s in self._segments if s not in table.segments]
+            numbers |= {s.generation for s in older if not (keeps and _holds_from(s, hint.floor))}
+        return [s for s in self._segments if s.generation in numbers]
+
+    def own_copy(self, node: str, piece: SnapshotToLoad) -> SlotRecord | None:
+        """The record of this rank's own copy of a piece, if it is mapped."""
+        by_name = {os.path.basename(segment.path): segment for segment in self._segments}
+        for at in piece.sources:
+            if at.node == node and at.segment in by_name:
+                return replace(piece.record, generation=by_name[at.segment].generation, index=at.index)
+        return None
+
+    def of(self, record: SlotRecord) -> MappedSegment:
+        """The segment of a record."""
+        return next(s for s in self._segments if s.generation == record.generation)
+
+    def close(self) -> None:
+        """Give up ownership of all; the daemon keeps the memory."""
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
+
+
+def _table_of(segment: MappedSegment) -> tuple[int, str]:
+    return segment.descriptor.num_operators, operators_id(segment.descriptor)
+
+
+def _holds_from(segment: MappedSegment, iteration: int) -> bool:
+    """Whether it holds a snapshot of that iteration or a later one."""
+    return any(r.sealed and r.iteration >= iteration for r in segment.records())

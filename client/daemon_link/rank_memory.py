@@ -1,48 +1,50 @@
-"""This rank's memory: the session with the daemon and the segments it grants, from attach to recovery."""
+"""This rank's memory: the session with the daemon, and the segments that it grants."""
 
 from __future__ import annotations
 
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ckptd.client.daemon_link.communication_facts import LogFacts
-from ckptd.client.daemon_link.generations import Generations
-from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotTable
-from ckptd.client.daemon_link.retrieval import Retrieval, Retrieved
+from ckptd.client.daemon_link.mapped_segment import Generations, MappedSegment, RankTaken, SlotTable
+from ckptd.client.daemon_link.retrieval import Arrivals, Retrieval, Retrieved
 from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
-from ckptd.client.daemon_link.segment_arrival import Arrivals
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
 from ckptd.client.options import DaemonOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.stats import Stats
-from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import SlotRecord, SlotState, truncate
-from ckptd.core.slots.segment_format import SegmentDescriptor, encode_descriptor
-from ckptd.core.slots.segment_names import Kind
+from ckptd.core.slots.segment_format import Kind, SegmentDescriptor, encode_descriptor
+from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.launch import ensure_daemon, unexpected
-from ckptd.storage.images.image import ImageView
-from ckptd.transport.control.messages import Attach, Join, Member, ReplayFailure, SegmentInfo
+from ckptd.storage.image import ImageView
+from ckptd.transport.messages import Attach, Join, Member, ReplayFailure, SegmentInfo
 
-__all__ = ["LAYOUT_VERSION", "MemoryNeed", "RankMemory"]
+if TYPE_CHECKING:
+    from ckptd.client.pipeline.log_reader import LogFacts
+
+__all__ = ["LAYOUT_VERSION", "RETRY_STEPS", "AuxiliarySegments", "MemoryNeed", "RankMemory"]
 
 LAYOUT_VERSION = 1
+_TEXT_LIMIT = 4000
+RETRY_STEPS = 50
+_MAX_AUXILIARY = 2
 
 
 class MemoryNeed(NamedTuple):
-    """The least memory with which a rank can be protected, and how it comes about, in words."""
+    """The least memory with which a rank can be protected, and its derivation in words."""
 
     size_bytes: int
     text: str
@@ -51,6 +53,13 @@ class MemoryNeed(NamedTuple):
 class RankMemory:
     """Attach, map, recover, reserve.
 
+    Attributes:
+        session: with the daemon.
+        table: of the generations that snapshots are written to.
+        logs, parks: segments of the boundary log, and of parked state.
+        failures: replays that did not reproduce, as far as any node knew when this start last asked.
+        brought_facts: with whom this rank communicates, if an earlier trainer recorded that on another
+            node.
     Raises:
         AttachRefused: the daemon refuses, or another process owns the rank.
         DaemonUnavailable: no daemon answers.
@@ -68,13 +77,9 @@ class RankMemory:
     ) -> None:
         self.identity, self.topology, self._replicas = identity, topology, daemon.replicas
         self._ask_to_park: Callable[[int], None] | None = None
-        self._segments = Generations()
+        self._segments, self.logs, self.parks = Generations(), Generations(), Generations()
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
-        self.logs = Generations()  # of the boundary log: no snapshot is in them
-        self.parks = Generations()  # of parked state
-        # Replays that did not reproduce, as far as any node knew when this start last asked.
         self.failures: tuple[ReplayFailure, ...] = ()
-        # With whom this rank communicates, where that was told on another node, by an earlier trainer.
         self.brought_facts: LogFacts | None = None
         self._stats = stats or Stats()
         self._needed_bytes = needed.size_bytes
@@ -87,10 +92,10 @@ class RankMemory:
             topology,
             LAYOUT_VERSION,
             needed.size_bytes,
-            needed.text[:4000],
+            needed.text[:_TEXT_LIMIT],
         )
         auto = daemon.endpoint == "auto"
-        self.session = Session(
+        self.session = session = Session(
             ensure_daemon if auto else lambda: str(daemon.endpoint),
             attach,
             self,
@@ -99,47 +104,25 @@ class RankMemory:
             check=unexpected if auto else lambda _: "",
         )
         try:
-            for info in self.session.segments:
-                self._segments.add(MappedSegment(info.path, info.generation))
-            self._segments.order_by_use()
-            for info in self.session.logs:
-                self.logs.add(MappedSegment(info.path, info.generation))
-            for info in self.session.parked:
-                self.parks.add(MappedSegment(info.path, info.generation))
+            for generations, infos in (
+                (self._segments, session.segments),
+                (self.logs, session.logs),
+                (self.parks, session.parked),
+            ):
+                for info in infos:
+                    generations.add(MappedSegment(info.path, info.generation))
         except RankTaken as error:
-            self.session.close()
+            session.close()
             raise AttachRefused("rank_taken", str(error)) from error
         except (OSError, SegmentError) as error:
-            self.session.close()
+            session.close()
             text = f"its segment cannot be used: {error}"
             raise DaemonUnavailable(text, operation="attach") from error
-        self._retrieval = Retrieval(self.session, self._segments)
+        self._segments.order_by_use()
+        self.retrieval = Retrieval(session, self._segments)
         self.epoch, self.epoch_start = 0, -1
         self.table = self._table(self._segments.current())
         self._stats.attach_s = time.perf_counter() - begun
-
-    # -- what the session asks and tells -----------------------------------------------------------
-
-    def held(self) -> tuple[int, ...]:
-        """The generations whose owner lock this process holds."""
-        return tuple(s.generation for s in (*self._segments, *self._ahead, *self._beside))
-
-    def while_lost(self) -> None:
-        """The daemon is away (on the session's thread): seal what is filled."""
-        self._seal_waiting()
-
-    def asked_to_park(self, number: int) -> bool:
-        """Somebody asks this trainer to park (on the link's thread); whether it parks at all."""
-        ask = self._ask_to_park
-        if ask is not None:
-            ask(number)
-        return ask is not None
-
-    def park_when_asked(self, ask: Callable[[int], None] | None) -> None:
-        """From now on ``ask`` is called with the number of each request to park; None: not any more."""
-        self._ask_to_park = ask
-
-    # -- recovery --------------------------------------------------------------------------------
 
     @property
     def descriptor(self) -> SegmentDescriptor | None:
@@ -148,37 +131,60 @@ class RankMemory:
         return None if newest is None else newest.descriptor
 
     @property
+    def num_operators(self) -> int:
+        return self.descriptor.num_operators if self.descriptor is not None else 0
+
+    @property
     def slack(self) -> int:
         """Slots that the ring should have beyond what one node needs."""
         return self.session.slack
 
     @property
     def persists(self) -> bool:
-        """Whether the daemon brings snapshots to storage."""
+        """Whether the daemon uploads snapshots to storage."""
         return self.session.persists
 
     @property
-    def num_operators(self) -> int:
-        return self.descriptor.num_operators if self.descriptor is not None else 0
+    def _auxiliary(self) -> tuple[MappedSegment, ...]:
+        return (*self.logs, *self.parks)
+
+    # -- the session's listener --------------------------------------------------------------------
+
+    def held(self) -> tuple[int, ...]:
+        """The generations whose owner lock this process holds."""
+        return tuple(s.generation for s in (*self._segments, *self._ahead, *self._auxiliary))
+
+    def while_lost(self) -> None:
+        """Seal what is filled while the daemon is away (on the session's thread)."""
+        for segment in (*self._segments, *self._auxiliary):
+            for index in range(segment.geometry.num_slots):
+                segment.seal(index)
+
+    def asked_to_park(self, number: int) -> bool:
+        """A request to park (on the session's thread); returns whether this trainer parks at all."""
+        ask = self._ask_to_park
+        if ask is not None:
+            ask(number)
+        return ask is not None
+
+    def park_when_asked(self, ask: Callable[[int], None] | None) -> None:
+        """Call ``ask`` with the number of each request to park from now on; None: no more."""
+        self._ask_to_park = ask
+
+    # -- recovery --------------------------------------------------------------------------------
 
     def settle_filled(self, timeout_s: float) -> None:
         """Wait until what a dead trainer left filled is sealed; seal it here if the daemon takes longer.
 
-        Boundary logs and parked state, too: where the last of them is missing when a recovery is
+        Boundary logs and parked state, too: if the last of them is missing when a recovery is
         planned, more ranks go back.
         """
         deadline = time.monotonic() + timeout_s
-        while any(SlotState.FILLED in s.states() for s in (*self._segments, *self._beside)):
+        while any(SlotState.FILLED in s.states() for s in (*self._segments, *self._auxiliary)):
             if time.monotonic() > deadline:
-                self._seal_waiting()
+                self.while_lost()
                 return
             time.sleep(0.005)
-
-    def _give_up(self, segments: Sequence[MappedSegment]) -> None:
-        for segment in segments:
-            self._segments.remove(segment)
-            segment.close()
-            self.session.drop(segment.generation)
 
     def see(
         self,
@@ -186,44 +192,36 @@ class RankMemory:
         *,
         storage: bool = False,
         facts: RankFacts | None = None,
-        alike: tuple[int, ...] = (),
+        same_operators: tuple[int, ...] = (),
         unusable: tuple[SnapshotCopy, ...] = (),
     ) -> RunView:
-        """What the nodes of this run hold, and what its ranks tell of themselves; a collective call.
+        """What the nodes of this run hold, and what its ranks know of themselves; a collective call.
 
         Args:
-            storage: whether to look at what is durable, too.
-            facts: with whom this rank communicates in a step, as an earlier trainer has seen it.
-            alike: ranks with which this one has all operators alike.
+            storage: include what is durable.
+            facts: with whom this rank communicates in a step, as an earlier trainer has observed.
+            same_operators: ranks whose operators all equal those of this rank.
             unusable: copies of parked states that this rank could not have.
         Raises:
             DaemonUnavailable: a node's daemon is away; on every rank.
         """
-        mine = RankNote(
-            max(self._needed_bytes, self._segments.total_bytes), self.hint, facts, alike, unusable
-        )
-        job, run = self.identity.job, self.identity.run
+        ring_bytes = max(self._needed_bytes, self._segments.total_bytes)
+        mine = RankNote(ring_bytes, self.hint, facts, same_operators, unusable)
         with self.planning():
-            view = see_run(self.session, job, run, ranks, note=mine, storage=storage)
+            view = see_run(
+                self.session, self.identity.job, self.identity.run, ranks, note=mine, storage=storage
+            )
         self.failures = view.failures
         return view
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """What the body takes counts as planning of a recovery."""
+        """Count the duration of the body as planning of a recovery."""
         begun = time.perf_counter()
         try:
             yield
         finally:
             self._stats.recover_plan_s += time.perf_counter() - begun
-
-    def retrieve(self, pieces: Sequence[SnapshotToLoad], view: RunView, undo: ExitStack) -> Retrieved:
-        """Have the pieces here, or on their way (`Retrieval.retrieve`)."""
-        return self._retrieval.retrieve(pieces, view.everybody, undo)
-
-    def descriptor_of(self, retrieved: Retrieved) -> SegmentDescriptor:
-        """Of the segment in which the newest piece lies, or to which it comes."""
-        return self._retrieval.descriptor_of(retrieved)
 
     def resume(
         self,
@@ -237,13 +235,13 @@ class RankMemory:
         """Map what was fetched, begin the new history, and drop what belongs to an abandoned one.
 
         Args:
-            pieces: what is loaded from snapshots; nothing, where this rank goes on from parked state.
-            epoch: the highest that was seen.
+            pieces: the snapshots to load; empty if this rank goes on from parked state.
+            epoch: the highest known.
             end: what is newer belongs to the abandoned history.
         Raises:
             AttachRefused: the run was recovered again since the plan was made; nothing has begun.
         """
-        unlike = self._newer_than_table_of(pieces[0], view.held) if pieces else []
+        unlike = self._newer_than_table_of(pieces[0], view) if pieces else []
         mine = [record for record in retrieved.own if record is not None]
         if mine and not unlike:
             unlike = self._segments.of_another_window(self._segments.of(mine[-1]))
@@ -259,16 +257,16 @@ class RankMemory:
         for record in (*truncate(records, end), *of_others):
             self._release(record)
         if arriving is None:
-            return self.images([own for own in retrieved.own if own is not None])
+            return self.images(mine)
         arrivals = Arrivals(self.session, arriving, self._stats, asked_s=retrieved.asked_s)
-        slots = count()  # pieces that do not lie here were asked for in this order
+        slots = count()  # missing pieces were requested in this order
         return [
             self._image(own) if own is not None else arrivals.image(next(slots), piece.record)
             for piece, own in zip(pieces, retrieved.own, strict=True)
         ]
 
     def begin_epoch_after(self, view: RunView, highest: int, start: int) -> None:
-        """Begin the epoch that follows all that any node knows of.
+        """Begin the epoch that follows all that any node knows.
 
         Raises:
             AttachRefused: the run was recovered again since the plan was made; nothing has begun.
@@ -281,8 +279,7 @@ class RankMemory:
     def begin_epoch(
         self, epoch: int, start: int, members: tuple[Member, ...] = (), *, follows: int = -1
     ) -> None:
-        """What is filled from now on belongs to this epoch, which goes on from iteration ``start``
-        (-1: the beginning).
+        """Write snapshots of this epoch from now on; it goes on from iteration ``start`` (-1: the beginning).
 
         Raises:
             AttachRefused: the run was recovered again since the plan was made; nothing has begun.
@@ -293,70 +290,39 @@ class RankMemory:
         self.epoch, self.epoch_start = epoch, start
         self.table.epoch, self.table.epoch_start = epoch, start
 
-    def _newer_than_table_of(self, piece: SnapshotToLoad, held: Iterable[HeldRecords]) -> list[MappedSegment]:
+    def _newer_than_table_of(self, piece: SnapshotToLoad, view: RunView) -> list[MappedSegment]:
         """Own generations that are newer than the plan's and of another operator table."""
         at = piece.sources[0]
-        newest = next(h for h in held if (h.node, h.segment) == (at.node, at.segment))
+        newest = next(h for h in view.held if (h.node, h.segment) == (at.node, at.segment))
         return self._segments.newer_than_table((newest.num_operators, newest.operators_id))
-
-    def _map(self, info: SegmentInfo) -> MappedSegment:
-        try:
-            return MappedSegment(info.path, info.generation)
-        except (OSError, RankTaken, SegmentError) as error:
-            raise DaemonUnavailable(
-                f"its new segment cannot be used: {error}", operation="reserve"
-            ) from error
-
-    def _image(self, record: SlotRecord) -> SnapshotImage:
-        segment = self.table.segment(record.generation)
-        view = ImageView(segment.slot(record.index)[: record.image_len])
-        return SnapshotImage(
-            record.iteration,
-            view,
-            segment.memory,
-            segment.slot_base(record.index),
-            record.phase,
-        )
-
-    @property
-    def hint(self) -> int:
-        """What earlier trainers of this rank learned (see ``segment_format``), as bits."""
-        return functools.reduce(operator.or_, (s.hint for s in self._segments), 0)
-
-    def leave_hint(self, hint: int) -> None:
-        """Tell the next trainer of this rank, through memory that outlives this process."""
-        for segment in self._segments:
-            segment.hint |= hint
-
-    def take_back_hint(self, hint: int) -> None:
-        """It no longer holds."""
-        for segment in self._segments:
-            segment.hint &= ~hint
 
     def images(self, records: Sequence[SlotRecord]) -> list[SnapshotImage]:
         """The images of sealed slots, for a replay in process."""
         return [self._image(r) for r in records]
 
-    def _release(self, record: SlotRecord) -> None:
+    def _image(self, record: SlotRecord) -> SnapshotImage:
         segment = self.table.segment(record.generation)
-        if segment.try_lock_slot(record.index):
-            segment.set_state(record.index, SlotState.FREE)
-            segment.unlock_slot(record.index)
+        view = ImageView(segment.slot(record.index)[: record.image_len])
+        base = segment.slot_base(record.index)
+        return SnapshotImage(record.iteration, view, segment.memory, base, record.phase)
 
-    def forget_everything(self) -> None:
-        """Drop every generation: nothing in them can be recovered."""
-        self.forget_snapshots()
-        for segment in self._beside:
-            self.drop_auxiliary(segment)
+    def _release(self, record: SlotRecord) -> None:
+        self.table.segment(record.generation).free_slot(record.index)
 
-    def forget_snapshots(self) -> list[MappedSegment]:
-        """Drop every generation of snapshots; returns them (still mapped) so that an engine can
-        release them.
-        """
-        forgotten = list(self._segments)
-        self._give_up(forgotten)
-        self.table = self._table([])
-        return forgotten
+    @property
+    def hint(self) -> int:
+        """What earlier trainers of this rank learned (``HINT_…``, as bits)."""
+        return functools.reduce(operator.or_, (s.hint for s in self._segments), 0)
+
+    def leave_hint(self, hint: int) -> None:
+        """Leave a hint to the next trainer of this rank, in memory that outlives this process."""
+        for segment in self._segments:
+            segment.hint |= hint
+
+    def take_back_hint(self, hint: int) -> None:
+        """Remove a hint."""
+        for segment in self._segments:
+            segment.hint &= ~hint
 
     # -- growing and shrinking -------------------------------------------------------------------
 
@@ -371,7 +337,7 @@ class RankMemory:
         patient: bool = True,
         ahead: bool = False,
     ) -> MappedSegment:
-        """A new generation, which is filled from now on; ``ahead``: from when it is installed.
+        """A new generation, to be filled from now on; ``ahead``: once it is installed.
 
         Raises:
             AttachRefused: it does not fit.
@@ -379,8 +345,7 @@ class RankMemory:
             TimeoutError: it is on its way; ask for the same again later.
         """
         descriptor = encode_descriptor(self._descriptor_of(window, num_operators, payload))
-        info = self.session.reserve(slot_bytes, num_slots, descriptor, patient=patient)
-        segment = self._map(info)
+        segment = self._map(self.session.reserve(slot_bytes, num_slots, descriptor, patient=patient))
         if ahead:
             self._ahead = (*self._ahead, segment)
         else:
@@ -395,31 +360,9 @@ class RankMemory:
         self.table = self._table(self._segments.current())
 
     def give_back(self, segment: MappedSegment) -> None:
-        """A generation that was made ahead is not needed."""
+        """Give back a generation that was made ahead and is not needed."""
         self._ahead = tuple(s for s in self._ahead if s is not segment)
-        segment.close()
-        self.session.drop(segment.generation)
-
-    def _descriptor_of(self, window: int, num_operators: int, payload: bytes) -> SegmentDescriptor:
-        return SegmentDescriptor(
-            job=self.identity.job,
-            run=self.identity.run,
-            rank=self.identity.rank,
-            world_size=self.identity.world_size,
-            topology=self.topology,
-            layout_version=LAYOUT_VERSION,
-            generation=0,
-            node_id="",
-            created_at_ns=0,
-            window=window,
-            num_operators=num_operators,
-            client=payload,
-        )
-
-    @property
-    def _beside(self) -> tuple[MappedSegment, ...]:
-        """What is here besides snapshots."""
-        return (*self.logs, *self.parks)
+        self._drop(segment)
 
     def reserve_auxiliary(
         self,
@@ -432,9 +375,7 @@ class RankMemory:
         num_operators: int = 1,
         replicated: bool = False,
     ) -> Future[SegmentInfo]:
-        """A further generation of the boundary log or of parked state, for `add_auxiliary`; see
-        `Session.reserve_auxiliary`.
-        """
+        """Request a generation without snapshots, for `add_auxiliary`; see `Session.reserve_auxiliary`."""
         base = self._descriptor_of(window, num_operators, payload)
         descriptor = msgspec.structs.replace(base, kind=kind, replicated=replicated)
         return self.session.reserve_auxiliary(slot_bytes, num_slots, encode_descriptor(descriptor))
@@ -450,15 +391,12 @@ class RankMemory:
         return segment
 
     def drop_auxiliary(self, segment: MappedSegment) -> None:
-        """Give a generation of the boundary log or of parked state back."""
+        """Give back a generation of the boundary log or of parked state."""
         (self.logs if segment.descriptor.is_log else self.parks).remove(segment)
-        segment.close()
-        self.session.drop(segment.generation)
+        self._drop(segment)
 
     def drop_unneeded(self) -> list[MappedSegment]:
-        """Give back generations that no suffix needs; returns them (still mapped) so that an engine
-        can release them.
-        """
+        """Give back generations that no suffix needs; returns them, mapped, for an engine to release."""
         if len(self._segments) < 2:
             return []
         taken = {s: slots for s in self._unneeded() if (slots := s.lock_sealed()) is not None}
@@ -477,19 +415,21 @@ class RankMemory:
         return dropped
 
     def _unneeded(self) -> list[MappedSegment]:
-        """What the other ranks may have to go back to is not among them (while the daemon is away
-        nobody can tell).
-        """
+        """Not those to which the other ranks may have to go back (unknown while the daemon is away)."""
         return self._segments.unneeded(self.table, self.num_operators, connected=self.session.connected)
 
-    def _table(self, segments: Sequence[MappedSegment]) -> SlotTable:
-        return SlotTable(segments, epoch=self.epoch, epoch_start=self.epoch_start)
+    def forget_everything(self) -> None:
+        """Drop every generation: nothing in them can be recovered."""
+        self.forget_snapshots()
+        for segment in self._auxiliary:
+            self.drop_auxiliary(segment)
 
-    def _seal_waiting(self) -> None:
-        """Seal what is filled while the daemon is away (on the session's thread)."""
-        for segment in (*self._segments, *self._beside):
-            for index in range(segment.geometry.num_slots):
-                segment.seal(index)
+    def forget_snapshots(self) -> list[MappedSegment]:
+        """Drop every generation of snapshots; returns them, still mapped, for an engine to release."""
+        forgotten = list(self._segments)
+        self._give_up(forgotten)
+        self.table = self._table([])
+        return forgotten
 
     def close(self, *, final: bool = False) -> None:
         """Detach and give up ownership; the daemon keeps the memory."""
@@ -497,6 +437,99 @@ class RankMemory:
         for segment in self._ahead:
             segment.close()
         self._ahead = ()
-        self._segments.close()
-        self.logs.close()
-        self.parks.close()
+        for generations in (self._segments, self.logs, self.parks):
+            generations.close()
+
+    def _give_up(self, segments: Sequence[MappedSegment]) -> None:
+        for segment in segments:
+            self._segments.remove(segment)
+            self._drop(segment)
+
+    def _drop(self, segment: MappedSegment) -> None:
+        segment.close()
+        self.session.drop(segment.generation)
+
+    def _map(self, info: SegmentInfo) -> MappedSegment:
+        try:
+            return MappedSegment(info.path, info.generation)
+        except (OSError, RankTaken, SegmentError) as error:
+            text = f"its new segment cannot be used: {error}"
+            raise DaemonUnavailable(text, operation="reserve") from error
+
+    def _table(self, segments: Sequence[MappedSegment]) -> SlotTable:
+        return SlotTable(segments, epoch=self.epoch, epoch_start=self.epoch_start)
+
+    def _descriptor_of(self, window: int, num_operators: int, payload: bytes) -> SegmentDescriptor:
+        return SegmentDescriptor(
+            job=self.identity.job,
+            run=self.identity.run,
+            rank=self.identity.rank,
+            world_size=self.identity.world_size,
+            topology=self.topology,
+            layout_version=LAYOUT_VERSION,
+            generation=0,
+            node_id="",
+            created_at_ns=0,
+            window=window,
+            num_operators=num_operators,
+            client=payload,
+        )
+
+
+class AuxiliarySegments:
+    """The segments of the boundary log, or of parked state.
+
+    They are requested in the background, one request at a time, and again some steps after a refusal;
+    two generations exist at most.
+
+    Args:
+        generations: the attribute of ``memory``, with those of an earlier trainer.
+        engine: copies into them.
+    """
+
+    def __init__(self, memory: RankMemory, generations: Generations, engine: CopyEngine) -> None:
+        self._memory, self._generations, self._engine = memory, generations, engine
+        self._coming: Future[SegmentInfo] | None = None
+        self._retry_at = 0
+        self.refused = ""
+
+    @property
+    def newest(self) -> MappedSegment | None:
+        """The segment that is filled next; None while there is none."""
+        return self._generations.newest
+
+    @property
+    def _full(self) -> bool:
+        """Whether there are as many generations as there may be."""
+        return len(self._generations) >= _MAX_AUXILIARY
+
+    def _collect_segment(self) -> MappedSegment | None:
+        """The requested segment, ready to be filled; None if none was requested, or it is on its way.
+
+        Raises:
+            AttachRefused: there is no memory for it.
+            DaemonUnavailable: the daemon is away, or it cannot be used.
+            RuntimeError: it cannot be pinned; it is given back.
+        """
+        if self._coming is None or not self._coming.done():
+            return None
+        coming, self._coming = self._coming, None
+        segment = self._memory.add_auxiliary(coming.result())
+        self._register(segment)
+        return segment
+
+    def _register(self, segment: MappedSegment) -> None:
+        """Pin a segment; raises RuntimeError if that fails, after giving it back."""
+        try:
+            self._engine.register(segment.memory, segment.regions())
+        except RuntimeError:
+            self._memory.drop_auxiliary(segment)
+            raise
+
+    def _give_back(self, segment: MappedSegment) -> None:
+        self._engine.release(segment.memory)
+        self._memory.drop_auxiliary(segment)
+
+    def _put_off(self, step: int, error: Exception) -> None:
+        """Retry later: soon if the daemon is away."""
+        self._retry_at = step + (1 if isinstance(error, DaemonUnavailable) else RETRY_STEPS)

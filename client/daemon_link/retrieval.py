@@ -1,52 +1,58 @@
-"""Getting this rank the snapshots of a plan: those that lie here are verified, the daemon is asked
-for the others.
+"""Retrieval of the snapshots in a plan: local copies are verified, the daemon fetches the others, and replay
+waits for them when it needs them (`Arrivals`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from ckptd.client.daemon_link.generations import Generations
+from ckptd.client.daemon_link.mapped_segment import Generations, MappedSegment, SlotFile
 from ckptd.client.daemon_link.session import Session
-from ckptd.client.daemon_link.slot_file import SlotFile
+from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import TryAgain
+from ckptd.client.stats import Stats
 from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.segment_format import SegmentDescriptor
+from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
-from ckptd.storage.images.image import DigestMismatch, verify
-from ckptd.storage.images.image_format import ImageError
-from ckptd.transport.control.messages import NodeCard, RefusalCode, SegmentInfo
+from ckptd.storage.image import DigestMismatch, ImageView, verify
+from ckptd.storage.image_format import ImageError
+from ckptd.transport.messages import FetchState, NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["Retrieval", "Retrieved"]
+__all__ = ["Arrivals", "KnowsFetches", "Retrieval", "Retrieved", "wait_until_sealed"]
 
 logger = get_logger(__name__)
 
-
 _POLL_S = 0.05
+_ASK_S = 0.5
+_STALLED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """The snapshots of this rank's part of a plan: here, or on their way."""
+    """The snapshots of this rank's part of a plan: local, or on their way.
 
-    own: Sequence[SlotRecord | None]  # this rank's own copies, by piece
+    Attributes:
+        own: this rank's own copies, by piece.
+        asked_s: when the others were requested, by the performance counter.
+    """
+
+    own: Sequence[SlotRecord | None]
     fetched: SegmentInfo | None = None
-    asked_s: float = 0.0  # when, by the performance counter
+    asked_s: float = 0.0
 
 
 class Retrieval:
-    """Has the snapshots of plans here. What is damaged here is quarantined, so that the next plan does
-    without it.
-    """
+    """Retrieves the snapshots of plans. It quarantines damaged local copies: the next plan excludes them."""
 
     def __init__(self, session: Session, segments: Generations) -> None:
         self._session, self._segments = session, segments
@@ -54,16 +60,16 @@ class Retrieval:
     def retrieve(
         self, pieces: Sequence[SnapshotToLoad], cards: tuple[NodeCard, ...], undo: ExitStack
     ) -> Retrieved:
-        """Have the pieces here, or on their way.
+        """Verify the local pieces, and request the others.
 
         Args:
+            cards: the addresses of the nodes.
             undo: gives back what was fetched.
         Raises:
             TryAgain: not these pieces; another plan may do.
             AttachRefused: there is no memory for them.
         """
-        node = self._session.node_id
-        own = [self._segments.own_copy(node, piece) for piece in pieces]
+        own = [self._segments.own_copy(self._session.node_id, piece) for piece in pieces]
         missing = [piece for piece, mine in zip(pieces, own, strict=True) if mine is None]
         try:
             if self._verify([record for record in own if record is not None]):
@@ -73,13 +79,12 @@ class Retrieval:
             asked_s = time.perf_counter()
             fetched = self._fetch(missing, cards)
             undo.callback(self._session.drop, fetched.generation)
-            # Of what only storage has there is no other copy: if it is damaged, all ranks must go
-            # back to an older one.
+            # What only storage has has no other copy: if it is damaged, all ranks must go back to
+            # an older snapshot.
             if any(_only_stored(piece) for piece in missing) and not self._arrives(fetched):
                 raise TryAgain
         except AttachRefused as error:
-            # Where its holders are gone, others may be there. Where there is no memory for it,
-            # there will be none.
+            # If its holders are gone, others may have it. If there is no memory for it, there will be none.
             if error.code == RefusalCode.NOT_FOUND:
                 raise TryAgain from error
             raise
@@ -88,10 +93,10 @@ class Retrieval:
         return Retrieved(own, fetched, asked_s)
 
     def descriptor_of(self, retrieved: Retrieved) -> SegmentDescriptor:
-        """Of the segment in which the newest piece lies, or to which it comes.
+        """The descriptor of the segment that holds the newest piece, or receives it.
 
         Raises:
-            DaemonUnavailable: what is being brought here was taken away.
+            DaemonUnavailable: the fetched segment was taken away.
         """
         own = retrieved.own[-1]
         if own is not None:
@@ -115,7 +120,7 @@ class Retrieval:
             raise
 
     def _arrives(self, segment: SegmentInfo) -> bool:
-        """Wait for all that was asked for; False if it cannot be had."""
+        """Wait for the whole fetch; False if it fails."""
         while True:
             state = self._session.fetch_state(segment.generation)
             if state.state != "running":
@@ -150,3 +155,77 @@ class Retrieval:
 
 def _only_stored(piece: SnapshotToLoad) -> bool:
     return all(source.node == STORE_NODE for source in piece.sources)
+
+
+class KnowsFetches(Protocol):
+    """The part of this rank's daemon session that is used here."""
+
+    def fetch_state(self, generation: int) -> FetchState: ...
+
+
+class Arrivals:
+    """The snapshots that are being fetched into one segment, which is mapped already.
+
+    Args:
+        asked_s: when the daemon was asked for it, by the performance counter.
+    """
+
+    def __init__(
+        self, session: KnowsFetches, segment: MappedSegment, stats: Stats, *, asked_s: float
+    ) -> None:
+        self._session, self._segment, self._stats = session, segment, stats
+        self._asked_s = asked_s
+
+    def image(self, index: int, record: SlotRecord) -> SnapshotImage:
+        """The snapshot that is fetched into this slot; its view blocks until it has arrived."""
+        segment = self._segment
+
+        def view() -> ImageView:
+            generation, iteration = segment.generation, record.iteration
+            wait_until_sealed(self._session, generation, iteration, lambda: segment.header(index))
+            self._stats.fetch_last_s = time.perf_counter() - self._asked_s
+            self._stats.fetch_first_s = self._stats.fetch_first_s or self._stats.fetch_last_s
+            return ImageView(segment.slot(index)[: record.image_len])
+
+        return SnapshotImage(record.iteration, view, segment.memory, segment.slot_base(index), record.phase)
+
+
+def wait_until_sealed(
+    session: KnowsFetches,
+    generation: int,
+    iteration: int,
+    header: Callable[[], SlotHeader | None],
+) -> None:
+    """Block until the daemon has sealed the slot with this header.
+
+    Args:
+        generation: into which the iteration is fetched.
+    Raises:
+        DaemonUnavailable: it cannot be fetched any more; a restart of the job plans anew.
+    """
+    asked_at, seen, moved_at = time.monotonic(), -1, time.monotonic()
+    while True:
+        found = header()
+        if found is not None and found.state is SlotState.SEALED:
+            return
+        now = time.monotonic()
+        if now >= asked_at + _ASK_S:
+            asked_at = now
+            done = _bytes_done(session, generation, iteration)
+            if done != seen:
+                seen, moved_at = done, now
+            elif now > moved_at + _STALLED_S:
+                text = f"iteration {iteration}: nothing arrived for {_STALLED_S:.0f} s"
+                raise DaemonUnavailable(text, operation="fetch")
+        time.sleep(0.002)
+
+
+def _bytes_done(session: KnowsFetches, generation: int, iteration: int) -> int:
+    try:
+        state = session.fetch_state(generation)
+    except AttachRefused as error:
+        raise DaemonUnavailable(str(error), operation="fetch") from error
+    if state.state == "failed":
+        text = f"iteration {iteration} could not be brought here: {state.reason}"
+        raise DaemonUnavailable(text, operation="fetch")
+    return state.bytes_done

@@ -1,4 +1,6 @@
-"""Who takes part in the run, and what their nodes hold: what every rank learns at the start of a recovery."""
+"""The inventory at the start of a recovery, the same on every rank: who takes part in the run, and what their
+nodes hold.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,14 @@ from typing import Protocol
 import msgspec
 
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
-from ckptd.core.recovery.histories import history_of
-from ckptd.core.recovery.log_facts import facts_from_logs
+from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, history_of, to_wire
 from ckptd.core.recovery.quarantine import reported_epochs, without_marked
-from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire, facts_to_wire
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy
+from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs, facts_from_wire, facts_to_wire
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy
 from ckptd.core.slots.ring import SlotRecord, epoch_table
 from ckptd.core.slots.slots import DRAWN_EPOCHS, epoch_after, least_starts
 from ckptd.holdings import held_from_segments
-from ckptd.transport.control.messages import Holdings, Member, NodeCard, ReplayFailure, RunSeen
+from ckptd.transport.messages import Holdings, Member, NodeCard, ReplayFailure, RunSeen
 
 __all__ = ["NodeRecord", "RankNote", "RunView", "SeesRun", "see_run"]
 
@@ -28,43 +28,77 @@ _EPOCHS_SENT = 32  # of each node: what is older has long been overwritten
 
 
 class SeesRun(Protocol):
-    """This rank's session with its daemon, as far as it is asked here."""
+    """The part of this rank's daemon session that is used here."""
 
     card: NodeCard
 
     def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen: ...
 
 
+class NodeRecord(msgspec.Struct, frozen=True):
+    """What a node knows of the run, including its earlier lives.
+
+    Args:
+        epoch: the last in which it took part; -1: in none.
+        ranks: that it had then.
+        recoverable: whether a suffix of each of them, or of all ranks, was complete once.
+        lost: it took part, and its record was damaged.
+        holds: it holds something of the run, or knows of it, until the run is forgotten.
+        epochs: the newest ones that it knows, where each began, and which one it follows (-1: unknown).
+    """
+
+    node: str
+    epoch: int = -1
+    ranks: tuple[int, ...] = ()
+    recoverable: bool = False
+    lost: bool = False
+    holds: bool = False
+    epochs: tuple[tuple[int, int, int], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """The same on every rank."""
+    """The inventory.
 
-    cards: tuple[NodeCard, ...]  # by rank
-    ring_bytes: tuple[int, ...]  # by rank: what its snapshots take
+    Attributes:
+        cards, ring_bytes, hints: by rank: its node, the size of its snapshots, what earlier trainers learned.
+        held, parked, logs: snapshots, parked states and boundary logs, each segment once.
+        idle: nodes that answered and have no rank now.
+        silent: nodes that took part before and did not answer.
+        drawn: a random number, from rank 0.
+        known_epoch: the highest that any node knows; nothing may have been sealed in it yet.
+        facts: by rank, as far as there are any.
+        records: of the nodes that answered.
+        others: epochs that the newest one does not go back to; ``held``, ``parked`` and ``logs`` have
+            nothing of them.
+        failures: replays that did not reproduce, as any node knows.
+        begun: where the epochs in the records began. What an epoch left behind does not count again
+            when its own snapshots are lost: the node that has them may come back, and a suffix would be
+            put together from both.
+    """
+
+    cards: tuple[NodeCard, ...]
+    ring_bytes: tuple[int, ...]
     held: tuple[HeldRecords, ...]
-    idle: tuple[NodeCard, ...] = ()  # nodes that answered and have no rank now
-    silent: tuple[str, ...] = ()  # nodes that took part before and did not answer
-    drawn: int = 0  # by lot, by rank 0
-    known_epoch: int = -1  # the highest that any node knows of; nothing may have been sealed in it yet
+    idle: tuple[NodeCard, ...] = ()
+    silent: tuple[str, ...] = ()
+    drawn: int = 0
+    known_epoch: int = -1
     parked: tuple[HeldRecords, ...] = ()
     logs: tuple[HeldRecords, ...] = ()
-    facts: Mapping[int, RankFacts] = field(default_factory=dict)  # by rank, as far as there are any
-    hints: tuple[int, ...] = ()  # by rank: what earlier trainers learned
-    records: tuple[NodeRecord, ...] = ()  # what the nodes that answered know of the run
-    # Epochs that the newest one does not go back to; nothing of them is told above.
+    facts: Mapping[int, RankFacts] = field(default_factory=dict)
+    hints: tuple[int, ...] = ()
+    records: tuple[NodeRecord, ...] = ()
     others: frozenset[int] = frozenset()
-    failures: tuple[ReplayFailure, ...] = ()  # replays that did not reproduce, as any node knows
-    # Where the epochs began of which the records tell. What an epoch left behind is not taken up
-    # again because its own snapshots are lost: the node that has them may come back, and a suffix
-    # would be put together from both.
+    failures: tuple[ReplayFailure, ...] = ()
     begun: Mapping[int, int] = field(default_factory=dict)
 
     def last_epoch(self, highest: int) -> int:
-        """The highest that was seen, or of which a node knows; -1: none."""
+        """The highest epoch that was seen, or that a node knows; -1: none."""
         return max(highest, self.known_epoch)
 
     def next_epoch(self, highest: int) -> int:
-        """Above every epoch that was seen or is known; and another one than whoever is away begins meanwhile.
+        """An epoch above all these, and probably not the one that an absent node begins meanwhile.
 
         Raises:
             ValueError: there is no higher one.
@@ -73,16 +107,14 @@ class RunView:
 
     @property
     def usable(self) -> tuple[HeldRecords, ...]:
-        """What is held and not quarantined."""
+        """The snapshots that are not quarantined."""
         return without_marked(self.held, self.failures)
 
     @property
     def epochs(self) -> dict[int, int]:
-        """Where epochs began of which something tells that is no usable snapshot: a record, a
-        parked state, a log, what is quarantined.
-        """
-        beside = (*self.parked, *self.logs, *(self.held if self.failures else ()))
-        records = (record for held in beside for record in held.records)
+        """Where epochs began, from all but usable snapshots: records, parked states, logs, quarantine."""
+        more = (*self.parked, *self.logs, *(self.held if self.failures else ()))
+        records = (record for held in more for record in held.records)
         return epoch_table(records, least_starts(self.begun, reported_epochs(self.failures)))
 
     @property
@@ -102,8 +134,13 @@ class RunView:
         ]
         return (*working, *(Member(card, ()) for card in self.idle))
 
+    @property
+    def everybody(self) -> tuple[NodeCard, ...]:
+        """The address of each node."""
+        return tuple(member.card for member in self.members)
+
     def was_recoverable(self, complete: Collection[int]) -> bool | None:
-        """Whether this run ever got to where all ranks could go back to; None: who answered cannot tell.
+        """Whether all ranks of this run could ever go back; None: the nodes that answered do not know.
 
         Args:
             complete: ranks of which a suffix is held now.
@@ -117,44 +154,18 @@ class RunView:
 
     @property
     def is_known(self) -> bool:
-        """Whether anybody who answered knows who took part."""
+        """Whether any node that answered knows who took part."""
         return any(record.epoch >= 0 for record in self.records)
-
-    @property
-    def everybody(self) -> tuple[NodeCard, ...]:
-        """How to reach each node."""
-        return tuple(member.card for member in self.members)
-
-
-class NodeRecord(msgspec.Struct, frozen=True):
-    """What a node knows of the run, of its earlier lives, too.
-
-    Args:
-        epoch: the last in which it took part; -1: in none.
-        ranks: that it had then.
-        recoverable: whether a suffix of each of them, or of all ranks, was complete once.
-        lost: it took part, and its record was damaged.
-        holds: something of the run is there, or known there, until it is forgotten.
-        epochs: the newest ones that it knows, where each began, and which one it follows (-1: not told).
-    """
-
-    node: str
-    epoch: int = -1
-    ranks: tuple[int, ...] = ()
-    recoverable: bool = False
-    lost: bool = False
-    holds: bool = False
-    epochs: tuple[tuple[int, int, int], ...] = ()
 
 
 class RankNote(msgspec.Struct, frozen=True):
-    """What a rank tells of itself.
+    """What a rank contributes about itself.
 
     Args:
-        ring_bytes: what its snapshots take, as far as it is known.
+        ring_bytes: the size of its snapshots, as far as it is known.
         hint: what earlier trainers of it learned (``HINT_…``).
-        facts: with whom it communicates in a step, as an earlier trainer has seen it; None: nobody has.
-        alike: ranks with which it has all operators alike, as it is built now.
+        facts: with whom it communicates in a step, as an earlier trainer observed; None: none did.
+        alike: ranks whose operators all equal its own, as it is built now.
         unusable: copies of parked states that it could not have: damaged, or out of reach.
     """
 
@@ -166,7 +177,7 @@ class RankNote(msgspec.Struct, frozen=True):
 
 
 class _Here(msgspec.Struct, frozen=True):
-    """Where a rank is, and what it tells of itself; ``seen``: that it knows with whom it communicates."""
+    """A rank and its note; ``seen``: its communication was observed, so facts are more than ``alike``."""
 
     card: NodeCard
     ring_bytes: int
@@ -177,13 +188,15 @@ class _Here(msgspec.Struct, frozen=True):
 
 
 class _NodeInventory(msgspec.Struct, frozen=True):
-    """What one rank tells of its node and of idle ones; of a node for which another rank speaks, nothing."""
+    """What one rank reports of its node and of idle ones; ranks for whose node another one speaks report
+    nothing. ``wanted``: nodes that took part before, or were asked.
+    """
 
     drawn: int
     cards: list[NodeCard] = []
     held: list[bytes] = []
     epoch: int = -1
-    wanted: list[str] = []  # nodes that took part before, or were asked
+    wanted: list[str] = []
     parked: list[bytes] = []
     logs: list[bytes] = []
     records: list[NodeRecord] = []
@@ -202,44 +215,41 @@ def see_run(
     """Every rank's node, and what all these nodes hold; one rank per node asks its daemon. A collective call.
 
     Args:
-        note: what this rank tells of itself.
-        storage: whether to look at what is durable, too.
+        note: of this rank.
+        storage: include what is durable.
     Raises:
         DaemonUnavailable: a node's daemon is away; on every rank.
-        RemoteProtocolError: a node tells what cannot be.
+        RemoteProtocolError: a node reports something impossible.
     """
     note, ranks = note or RankNote(), ranks.on_node(session.card.node)
-    facts = _facts_to_wire(ranks.rank, note)
-    seen = note.facts is not None
-    of_itself = _Here(session.card, note.ring_bytes, note.hint, facts, seen, note.unusable)
+    # Without an observation, only which ranks have the same operators is known.
+    facts = facts_to_wire({ranks.rank: note.facts or RankFacts((), (), note.alike)})
+    of_itself = _Here(session.card, note.ring_bytes, note.hint, facts, note.facts is not None, note.unusable)
     here = ranks.gather(of_itself, _Here)
-    cards = tuple(h.card for h in here)
-    speaks = min(r for r, card in enumerate(cards) if card.node == session.card.node)
+    known = tuple(sorted({h.card.node for h in here}))
+    speaks = min(r for r, h in enumerate(here) if h.card.node == session.card.node)
     drawn = secrets.randbelow(DRAWN_EPOCHS)
 
     def of_node() -> _NodeInventory:
         if ranks.rank != speaks:
             return _NodeInventory(drawn)
-        return _ask(session, job, run, cards, storage, drawn)
+        return _inventory(session.see_run(job, run, known, storage=storage), drawn)
 
     return _view(here, ranks.agree(of_node, _NodeInventory))
 
 
-def _ask(
-    session: SeesRun, job: str, run: str, cards: tuple[NodeCard, ...], storage: bool, drawn: int
-) -> _NodeInventory:
-    known = tuple(sorted({card.node for card in cards}))
-    seen = session.see_run(job, run, known, storage=storage)
+def _inventory(seen: RunSeen, drawn: int) -> _NodeInventory:
+    holdings = seen.holdings
     return _NodeInventory(
         drawn,
-        list(seen.cards),
-        [to_wire(held_from_segments(h.node, h.segments)) for h in seen.holdings],
-        max((h.epoch for h in seen.holdings), default=-1),
-        [*(member.card.node for member in seen.members), *seen.silent],
-        [to_wire(held_from_segments(h.node, h.parked)) for h in seen.holdings],
-        [to_wire(held_from_segments(h.node, h.logs)) for h in seen.holdings],
-        [_record_of(h) for h in seen.holdings if h.node != STORE_NODE],
-        [failure for h in seen.holdings for failure in h.failures],
+        cards=list(seen.cards),
+        held=[to_wire(held_from_segments(h.node, h.segments)) for h in holdings],
+        epoch=max((h.epoch for h in holdings), default=-1),
+        wanted=[*(member.card.node for member in seen.members), *seen.silent],
+        parked=[to_wire(held_from_segments(h.node, h.parked)) for h in holdings],
+        logs=[to_wire(held_from_segments(h.node, h.logs)) for h in holdings],
+        records=[_record_of(h) for h in holdings if h.node != STORE_NODE],
+        failures=[failure for h in holdings for failure in h.failures],
     )
 
 
@@ -258,7 +268,7 @@ def _record_of(held: Holdings) -> NodeRecord:
 def _view(here: Sequence[_Here], everybody: Sequence[_NodeInventory]) -> RunView:
     cards = tuple(h.card for h in here)
     held = _once(theirs.held for theirs in everybody)
-    parked = _without(_once(theirs.parked for theirs in everybody), here)
+    parked = _without_unusable(_once(theirs.parked for theirs in everybody), here)
     logs = _once(theirs.logs for theirs in everybody)
     records = {r.node: r for theirs in everybody for r in theirs.records}
     epochs = [epoch for record in records.values() for epoch in record.epochs]
@@ -273,23 +283,23 @@ def _view(here: Sequence[_Here], everybody: Sequence[_NodeInventory]) -> RunView
         cards,
         tuple(h.ring_bytes for h in here),
         held,
-        tuple(idle[name] for name in sorted(idle)),
-        silent,
-        everybody[0].drawn,
-        max(theirs.epoch for theirs in everybody),
-        parked,
-        logs,
-        _facts_of(here, logs, parked),
-        tuple(h.hint for h in here),
-        tuple(records.values()),
-        history.others,
-        tuple(dict.fromkeys(f for theirs in everybody for f in theirs.failures)),
-        history.begun,
+        idle=tuple(idle[name] for name in sorted(idle)),
+        silent=silent,
+        drawn=everybody[0].drawn,
+        known_epoch=max(theirs.epoch for theirs in everybody),
+        parked=parked,
+        logs=logs,
+        facts=_facts_of(here, logs, parked),
+        hints=tuple(h.hint for h in here),
+        records=tuple(records.values()),
+        others=history.others,
+        failures=tuple(dict.fromkeys(f for theirs in everybody for f in theirs.failures)),
+        begun=history.begun,
     )
 
 
 def _once(by_rank: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
-    """What all nodes tell, each segment once."""
+    """What all nodes report, each segment once."""
     held: dict[tuple[str, str], HeldRecords] = {}
     for theirs in by_rank:
         for records in theirs:
@@ -297,41 +307,35 @@ def _once(by_rank: Iterable[Sequence[bytes]]) -> tuple[HeldRecords, ...]:
     return tuple(held.values())
 
 
-def _without(parked: Iterable[HeldRecords], here: Iterable[_Here]) -> tuple[HeldRecords, ...]:
-    """What any rank could not use counts for none: the ranks of a domain begin at one iteration, so
+def _without_unusable(parked: tuple[HeldRecords, ...], here: Iterable[_Here]) -> tuple[HeldRecords, ...]:
+    """A state that one rank could not use counts for none: the ranks of a domain begin at one iteration, so
     another plan is needed anyway.
     """
     unusable = {source for h in here for source in h.unusable}
     if not unusable:
-        return tuple(parked)
-    return tuple(
-        replace(held, records=tuple(r for r in held.records if _place(held, r) not in unusable))
-        for held in parked
-    )
+        return parked
 
+    def usable(held: HeldRecords) -> tuple[SlotRecord, ...]:
+        return tuple(
+            r for r in held.records if SnapshotCopy(held.node, held.segment, r.index) not in unusable
+        )
 
-def _place(held: HeldRecords, record: SlotRecord) -> SnapshotCopy:
-    return SnapshotCopy(held.node, held.segment, record.index)
-
-
-def _facts_to_wire(rank: int, note: RankNote) -> bytes:
-    """Where nobody has seen with whom it communicates, only with whom it has all operators alike."""
-    return facts_to_wire({rank: note.facts or RankFacts((), (), note.alike)})
+    return tuple(replace(held, records=usable(held)) for held in parked)
 
 
 def _facts_of(
     here: Sequence[_Here], logs: Sequence[HeldRecords], parked: Sequence[HeldRecords]
 ) -> Mapping[int, RankFacts]:
-    """Of the ranks that have some, or have lost them but not all their logs. If no rank has, they
-    may all communicate with each other.
+    """The facts of the ranks that have some, or have lost them but not all their logs. If no rank has any,
+    they may all communicate with each other.
     """
     found = facts_from_wire([h.facts for h in here])
-    seen = {rank: facts for rank, facts in found.items() if here[rank].seen}
-    for rank, facts in facts_from_logs(found.keys() - seen.keys(), logs, parked).items():
+    observed = {rank: facts for rank, facts in found.items() if here[rank].seen}
+    for rank, facts in facts_from_logs(found.keys() - observed.keys(), logs, parked).items():
         # As it is built now, too.
-        alike = tuple(sorted({*facts.alike} & {*found[rank].alike}))
-        seen[rank] = RankFacts(facts.neighbours, facts.domain, alike)
-    if seen:
-        return seen
+        same = tuple(sorted({*facts.alike} & {*found[rank].alike}))
+        observed[rank] = RankFacts(facts.neighbours, facts.domain, same)
+    if observed:
+        return observed
     everybody = tuple(range(len(here)))
     return {rank: RankFacts((), everybody, facts.alike) for rank, facts in found.items()}

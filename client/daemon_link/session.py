@@ -1,27 +1,30 @@
-"""The trainer's conversation with its daemon, on threads of its own; training never waits for it.
+"""The trainer's conversation with its daemon, on two threads of its own; training never waits for it.
 
-Two lanes, so that a daemon that hangs holds up nothing but the conversation: that of the *link*
-(``Link``), which owns the connection and may wait for an answer; the *desk* finishes snapshots (and
-seals them while the daemon is away) and never waits for anybody.
+The *lane* (`DaemonConnection`) owns the connection and may wait for an answer. The *desk* finishes
+snapshots, seals them while the daemon is away, and never waits: a daemon that hangs holds up nothing but
+the conversation.
 
-While the daemon does not answer snapshots go on, sealed here, and the link keeps trying. All
-traffic after the attach is one-way from the training thread's point of view.
+For the training thread all traffic after the attach is one-way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ckptd.client.daemon_link.connection import ANSWER_S, FAILURES, Link
-from ckptd.client.daemon_link.worker_threads import LOOK_S, WorkerThread
+from ckptd.client.daemon_link.connection import (
+    ANSWER_S,
+    FAILURES,
+    LOOK_S,
+    DaemonConnection,
+    WorkerThread,
+)
 from ckptd.client.log_lines import get_logger
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Attach,
     Attached,
     Detach,
@@ -52,7 +55,7 @@ from ckptd.transport.control.messages import (
     TellReplay,
     Welcome,
 )
-from ckptd.transport.control.wire import RequestTimeout, WireError
+from ckptd.transport.wire import RequestTimeout, WireError
 
 __all__ = ["Session"]
 
@@ -61,10 +64,12 @@ logger = get_logger(__name__)
 _RESERVE_WAIT_S = 2.0
 _RESERVE_LIMIT_S = 600.0
 _STORE_S = 900.0
+_CLOSE_S = 15.0
+_TEXT_LIMIT = 4000
 
 
 class SessionListener(Protocol):
-    """Whose session it is: asked what it holds, and told what the daemon wants."""
+    """The owner of a session."""
 
     def held(self) -> tuple[int, ...]:
         """The generations whose owner lock this process holds."""
@@ -74,23 +79,21 @@ class SessionListener(Protocol):
         """Called on the desk about twice a second while the daemon is away."""
 
     def asked_to_park(self, number: int) -> bool:
-        """Called on the link with the number of a request to park; False: this trainer does not park."""
+        """Called on the lane with the number of a request to park; False: this trainer does not park."""
         ...
 
 
-class Session:
-    """Attach to the daemon behind ``endpoint`` and keep the session alive.
+class Session(DaemonConnection):
+    """Attach to the daemon and keep the session alive.
 
     Args:
-        find_endpoint: returns the daemon's endpoint, starting one if that is wanted; called again
-            after a loss.
-        attach: what to ask for; repeated after a loss.
-        listener: whose session it is.
-        version: this package's version.
-        check: see `Link`.
+        find_endpoint, attach, version, check: see `DaemonConnection`.
+        listener: owns the session.
+    Attributes:
+        segments, logs, parked: this rank's segments, as the daemon last listed them.
     Raises:
-        DaemonUnavailable: none answers within ``timeout_s``.
-        AttachRefused: it answers and says no; code, message and hint are the daemon's.
+        DaemonUnavailable: no daemon answers within ``timeout_s``.
+        AttachRefused: it answers and refuses; code, message and hint are the daemon's.
     """
 
     def __init__(
@@ -103,47 +106,32 @@ class Session:
         timeout_s: float = 30.0,
         check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
-        self._attach, self._listener = attach, listener
-        self._closed = threading.Event()
-        self.link = Link(
-            find_endpoint,
-            attach,
-            version=version,
-            held=listener.held,
-            follows=self,
-            closed=self._closed,
-            check=check,
-        )
-        self._lane = self.link.lane
+        super().__init__(find_endpoint, attach, version=version, check=check)
+        self._listener = listener
         self._desk = WorkerThread("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
         self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
-        # Generations that this trainer was told of, and has not given back.
+        # Generations that this trainer knows, and has not given back.
         self._known: set[int] | None = None
         self._joined: Join | None = None
         self._join_again = False
+        self._park_asked = 0
         self.node_id = self.segment_dir = ""
         self.card = NodeCard("nobody")
         self.slack, self.persists = 0, False
         self.segments: tuple[SegmentInfo, ...] = ()
         self.logs: tuple[SegmentInfo, ...] = ()
         self.parked: tuple[SegmentInfo, ...] = ()
-        self._park_asked = 0
-        self.quota_bytes = self.available_bytes = 0
+        self.available_bytes = 0
         self.notes: tuple[str, ...] = ()
-        self.link.open_within(timeout_s)
+        self.open_within(timeout_s)
         self._lane.start()
         self._desk.start()
 
     @property
-    def connected(self) -> bool:
-        """Whether the daemon answers."""
-        return self.link.connected
-
-    @property
-    def outages(self) -> int:
-        """How often it was lost."""
-        return self.link.outages
+    def run(self) -> tuple[str, str]:
+        """Job and run of this session."""
+        return self._attach.job, self._attach.run
 
     # -- called from any thread ------------------------------------------------------------------
 
@@ -152,23 +140,21 @@ class Session:
         return self._desk.submit(work)
 
     def filled(self, generation: int, slot: int, iteration: int) -> None:
-        """Tell the daemon that a slot waits to be sealed."""
-        self._lane.submit(lambda: self.link.send(Filled(generation, slot, iteration)))
+        """Announce a slot that waits to be sealed."""
+        self._lane.submit(lambda: self._send(Filled(generation, slot, iteration)))
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
-        self._lane.submit(lambda: self.link.send(Report(step, metrics)))
+        self._lane.submit(lambda: self._send(Report(step, metrics)))
 
     def notice(self, level: str, kind: str, message: str) -> None:
-        self._lane.submit(lambda: self.link.send(Notice(level, kind, message[:4000])))
+        self._lane.submit(lambda: self._send(Notice(level, kind, message[:_TEXT_LIMIT])))
 
     def tell(self, level: str, kind: str, message: str, timeout_s: float) -> bool:
-        """As `notice`, and wait until the daemon has it, as before the end of this process; whether
-        it has.
-        """
+        """Like `notice`, and wait until the daemon has it; False if that is not certain."""
 
         def say() -> None:
-            self.link.send(Notice(level, kind, message[:4000]))
-            self.link.request(Ping(), Pong, timeout_s)  # answered in order: then it has read what came before
+            self._send(Notice(level, kind, message[:_TEXT_LIMIT]))
+            self._request(Ping(), Pong, timeout_s)  # answered in order: it has read what came before
 
         try:
             self._lane.call(say, timeout_s)
@@ -178,8 +164,8 @@ class Session:
         return True
 
     def tell_replay(self, failure: ReplayFailure | None) -> None:
-        """Tell the daemon that a replay did not reproduce, and wait until it has written that down;
-        None: one did.
+        """Report a replay that did not reproduce, and wait until the daemon has written that down; or
+        None: one did, without waiting.
 
         This process is about to end; a daemon that is away never hears of it, and the next start
         replays once more for nothing.
@@ -188,29 +174,27 @@ class Session:
             self._lane.submit(self._tell_reproduced)
             return
         try:
-            self.link.ask(TellReplay(failure), Done, "tell of a replay")
+            self.ask(TellReplay(failure), Done, "tell of a replay")
         except (AttachRefused, DaemonUnavailable) as error:
             logger.error("the daemon was not told that this replay failed: %s", error)
 
     def _tell_reproduced(self) -> None:
         try:
-            self.link.request(TellReplay(None), Done, ANSWER_S)
+            self._request(TellReplay(None), Done, ANSWER_S)
         except (AttachRefused, *FAILURES) as error:
             logger.warning("the daemon was not told that this replay reproduced: %s", error)
 
     def park_outcome(self, number: int, iteration: int, reason: str) -> None:
         """Answer a request to park."""
-        outcome = ParkOutcome(number, iteration, reason[:4000])
-        self._lane.submit(lambda: self.link.send(outcome))
+        outcome = ParkOutcome(number, iteration, reason[:_TEXT_LIMIT])
+        self._lane.submit(lambda: self._send(outcome))
 
     def tell_elastic(self, elastic: Elastic) -> None:
-        """Tell the daemon what this elastic job has placed where, for `ckptctl elastic`; one that
-        is away is not told.
-        """
+        """Report the placement of an elastic job, for `ckptctl elastic`; lost if the daemon is away."""
 
         def say() -> None:
             try:
-                self.link.send(TellElastic(elastic))
+                self._send(TellElastic(elastic))
             except WireError as error:  # too large: no reason to take the daemon for lost
                 logger.warning("the daemon was not told of the placement: %s", error)
 
@@ -218,16 +202,16 @@ class Session:
 
     @property
     def reserving(self) -> bool:
-        """Whether a generation that was asked for is still on its way."""
+        """Whether a requested generation is still on its way."""
         return self._reserving is not None and not self._reserving[1].done()
 
     def reserve(
         self, slot_bytes: int, num_slots: int, descriptor: bytes, *, patient: bool = True
     ) -> SegmentInfo:
-        """Ask for a new generation. Training does not wait long: a large one is pre-touched while it goes on.
+        """Request a new generation. Training does not wait long: a large one is pre-touched while it goes on.
 
         Args:
-            patient: wait for a moment when asking for it; otherwise not at all.
+            patient: wait for a moment after the request; otherwise not at all.
         Raises:
             AttachRefused: it does not fit, with the numbers.
             DaemonUnavailable: the daemon is away.
@@ -237,7 +221,7 @@ class Session:
         patience_s = 0.0
         if self._reserving is None:
             patience_s = _RESERVE_WAIT_S if patient else 0.0
-            self._reserving = wanted, self._lane.begin(lambda: self._ask_for_memory(wanted))
+            self._reserving = wanted, self._lane.begin(lambda: self._request_memory(wanted))
         asked, future = self._reserving
         try:
             found = future.result(patience_s)
@@ -249,37 +233,36 @@ class Session:
         self._reserving = None
         if asked == wanted:
             return found
-        self.drop(found.generation)  # asked for under another plan, and no longer wanted
+        self.drop(found.generation)  # requested under another plan, and no longer wanted
         return self.reserve(slot_bytes, num_slots, descriptor, patient=patient)
 
     def reserve_auxiliary(self, slot_bytes: int, num_slots: int, descriptor: bytes) -> Future[SegmentInfo]:
-        """Ask for a segment that holds no snapshots (a boundary log, parked state), and wait for nothing.
-
-        The result is one of `reserve`'s errors, or the segment.
+        """Request a segment without snapshots (a boundary log, parked state); does not block. The future
+        raises the errors of `reserve`.
 
         Raises:
-            DaemonUnavailable: not even the question can be asked.
+            DaemonUnavailable: not even the request can be queued.
         """
         wanted = ReserveBeside(slot_bytes, num_slots, descriptor)
-        return self._lane.begin(lambda: self._ask_for_memory(wanted))
+        return self._lane.begin(lambda: self._request_memory(wanted))
 
     def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen:
-        """What is held of a run, on this node and on those that took part before and are not ``known``.
+        """What this node holds of a run, and the nodes that took part before and are not ``known``.
 
         Args:
-            storage: ask for what is durable, too, if the daemon has a store.
+            storage: include what is durable, if the daemon has a store.
         Raises:
             DaemonUnavailable: the daemon is away.
         """
         # A store may take its time; the daemon gives up on it by itself.
         patience_s = _STORE_S if storage else 2 * ANSWER_S
-        return self.link.ask(SeeRun(job, run, known, storage), RunSeen, "see run", patience_s)
+        return self.ask(SeeRun(job, run, known, storage), RunSeen, "see run", patience_s)
 
     def join(self, message: Join) -> None:
         """Tell the daemon who takes part in the run, now and after each of its restarts.
 
-        A daemon that is away is told when it is back: snapshots of this node go on, and have no
-        second home until then.
+        A daemon that is away learns it when it is back: snapshots of this node go on, and are not
+        replicated until then.
 
         Raises:
             AttachRefused: the run has been recovered again since this was planned (``stale_epoch``).
@@ -287,63 +270,58 @@ class Session:
         self._joined = message
         try:
             self._lane.call(self._join, 2 * ANSWER_S)
-        except (DaemonUnavailable, TimeoutError) as error:  # the link is busy
+        except (DaemonUnavailable, TimeoutError) as error:  # the lane is busy
             self._join_later(error)
 
     def fetch(self, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...]) -> SegmentInfo:
-        """Have these snapshots brought here, into a new generation; they are sealed one after the other.
+        """Fetch these snapshots into a new generation, whose slots are sealed one after the other.
 
         Raises:
-            AttachRefused: they do not fit, or nobody holds them any more.
+            AttachRefused: they do not fit, or no node holds them any more.
             DaemonUnavailable: the daemon is away.
         """
         wanted = Fetch(pieces, cards)
-        return self._told(self.link.ask(wanted, Reserved, "fetch", _RESERVE_LIMIT_S).segment)
+        return self._note(self.ask(wanted, Reserved, "fetch", _RESERVE_LIMIT_S).segment)
 
     def fetch_for_reading(
         self, rank: int, kind: str, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...] = ()
     ) -> Future[SegmentInfo]:
-        """Have what another rank of this run has brought here, to be read; waits for nothing.
+        """Fetch another rank's data of this ``kind`` into a segment to read; does not block. The future
+        raises the errors of `fetch`.
 
-        The result is one of `fetch`'s errors, or a segment of that ``kind`` whose slots are sealed
-        one after the other. It is none of this rank's generations; `fetch_state` and `drop` take
-        its number as theirs, and it is gone when this session is.
+        The segment is none of this rank's generations, and ends with this session. `fetch_state` and
+        `drop` take its number like theirs.
 
         Raises:
-            DaemonUnavailable: not even the question can be asked.
+            DaemonUnavailable: not even the request can be queued.
         """
         wanted = Fetch(pieces, cards, kind, rank)
-        return self._lane.begin(lambda: self._ask_for_memory(wanted))
-
-    @property
-    def run(self) -> tuple[str, str]:
-        """Job and run that this session is of."""
-        return self._attach.job, self._attach.run
+        return self._lane.begin(lambda: self._request_memory(wanted))
 
     def fetch_state(self, generation: int) -> FetchState:
-        """How far a fetch is.
+        """The progress of a fetch.
 
         Raises:
-            AttachRefused: the daemon knows nothing of it (it was restarted).
+            AttachRefused: the daemon does not know it (it was restarted).
             DaemonUnavailable: the daemon is away.
         """
-        return self.link.ask(GetFetch(generation), FetchState, "fetch")
+        return self.ask(GetFetch(generation), FetchState, "fetch")
 
     def drop(self, generation: int) -> None:
-        """Tell the daemon that a generation is no longer needed."""
+        """Give a generation back."""
 
         def ask() -> None:
             if self._known is not None:
                 self._known.discard(generation)
             try:
-                self.link.request(Drop(generation), Done, ANSWER_S)
+                self._request(Drop(generation), Done, ANSWER_S)
             except (AttachRefused, *FAILURES) as error:
                 logger.warning("generation %d was not dropped: %s", generation, error)
 
         self._lane.submit(ask)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything submitted so far is done; False if that takes longer."""
+        """Wait until all work submitted to the desk is done; False if that takes longer."""
         try:
             self._desk.call(lambda: None, timeout_s)
         except (DaemonUnavailable, TimeoutError):
@@ -358,11 +336,11 @@ class Session:
         def last() -> None:
             self._closed.set()  # first: no ping after the detach may take us for lost
             if self.connected:
-                self.link.request(Detach(final), Done, ANSWER_S)
+                self._request(Detach(final), Done, ANSWER_S)
 
         try:
             self.flush(ANSWER_S)
-            self._lane.call(last, 15)
+            self._lane.call(last, _CLOSE_S)
         except (AttachRefused, TimeoutError, *FAILURES) as error:
             logger.warning("detaching from the daemon: %s", error)
         self._closed.set()
@@ -377,30 +355,28 @@ class Session:
             self._next_look = now + LOOK_S
             self._listener.while_lost()
 
-    # -- on the link -----------------------------------------------------------------------------
+    # -- on the lane -----------------------------------------------------------------------------
 
-    def _ask_for_memory(self, wanted: Reserve | ReserveBeside | Fetch) -> SegmentInfo:
+    def _request_memory(self, wanted: Reserve | ReserveBeside | Fetch) -> SegmentInfo:
         try:
-            reply = self.link.request(wanted, Reserved, _RESERVE_LIMIT_S, alive_s=ANSWER_S)
+            reply = self._request(wanted, Reserved, _RESERVE_LIMIT_S, alive_s=ANSWER_S)
         except (RequestTimeout, WireError, OSError) as error:
-            self.link.lose(str(error))
+            self._lose(str(error))
             raise DaemonUnavailable(str(error), operation="reserve") from error
-        return reply.segment if isinstance(wanted, Fetch) else self._told(reply.segment)
+        return reply.segment if isinstance(wanted, Fetch) else self._note(reply.segment)
 
-    def _told(self, segment: SegmentInfo) -> SegmentInfo:
+    def _note(self, segment: SegmentInfo) -> SegmentInfo:
         if self._known is not None:
             self._known.add(segment.generation)
         return segment
 
     def _give_back_unknown(self, attached: Attached) -> None:
-        """A daemon that ended between making a segment and telling us has found it again; nobody
-        else knows of it.
-
-        So it is with one whose `drop` the daemon did not hear.
+        """Give back segments that this trainer does not know: the daemon ended before it could answer a
+        request for one, or before it heard a `drop`, and has found the segment again.
         """
-        told = (*attached.segments, *attached.logs, *attached.parked)
-        found = {segment.generation for segment in told}
-        if self._known is None:  # the first time: all that there is, is mapped
+        listed = (*attached.segments, *attached.logs, *attached.parked)
+        found = {segment.generation for segment in listed}
+        if self._known is None:  # the first time: all segments are mapped
             self._known = found
             return
         for generation in sorted(found - self._known):
@@ -408,18 +384,18 @@ class Session:
             self.drop(generation)
 
     def _join(self) -> None:
-        """Raises AttachRefused if it never will be welcome; anything else is tried again."""
+        """Raises AttachRefused if the run was recovered again; retries after any other failure."""
         if self._joined is None:
             return
         try:
-            self.link.request(self._joined, Done, ANSWER_S)
+            self._request(self._joined, Done, ANSWER_S)
             self._join_again = False
         except AttachRefused as error:
             if error.code == RefusalCode.STALE_EPOCH:
                 self._joined, self._join_again = None, False
                 text = f"snapshots are not replicated: {error}"
                 logger.error("%s", text)
-                self.link.send(Notice("error", str(RefusalCode.STALE_EPOCH), text[:4000]))
+                self._send(Notice("error", str(RefusalCode.STALE_EPOCH), text[:_TEXT_LIMIT]))
                 raise
             self._join_later(error)
         except FAILURES as error:
@@ -430,39 +406,35 @@ class Session:
         logger.warning("the daemon was not told who takes part in the run: %s", error)
 
     def _rejoin(self) -> None:
-        """Tell a daemon that was away. Training goes on whatever it says."""
-        with contextlib.suppress(AttachRefused):  # logged there
+        with contextlib.suppress(AttachRefused):  # logged there; training goes on
             self._join()
 
-    def opened(self, welcome: Welcome, attached: Attached) -> None:
-        """What the daemon says when it is attached to; to be called by the link."""
+    def _held(self) -> tuple[int, ...]:
+        return self._listener.held()
+
+    def _opened(self, welcome: Welcome, attached: Attached) -> None:
         self.node_id, self.segment_dir = welcome.node_id, welcome.segment_dir
         self.card = welcome.card or NodeCard(welcome.node_id)
         self.slack, self.persists = attached.replication_slack, attached.persists
         self.segments, self.logs = attached.segments, attached.logs
         self.parked, self._park_asked = attached.parked, 0
         self._give_back_unknown(attached)
-        self.quota_bytes, self.available_bytes = attached.quota_bytes, attached.available_bytes
+        self.available_bytes = attached.available_bytes
         self.notes = attached.notes
 
-    def back(self) -> None:
-        """The daemon was away, and is there again; to be called by the link."""
+    def _back(self) -> None:
         logger.warning("the daemon is back (node %s)", self.node_id)
         self._rejoin()
 
-    def answered(self, pong: Pong) -> None:
-        """The daemon is there; to be called by the link."""
+    def _answered(self, pong: Pong) -> None:
         if self._join_again:
             self._rejoin()
-        self._heed(pong.park)
-
-    def _heed(self, number: int) -> None:
-        """Somebody asks this trainer to park (0: nobody does); asked again with each ping until it
-        has answered.
-        """
-        if number in (0, self._park_asked):
-            return
-        self._park_asked = number
-        if not self._listener.asked_to_park(number):
-            why = "this trainer does not park: pass recovery=RecoveryOptions(park=True), or log boundaries"
-            self.link.send(ParkOutcome(number, -1, why))
+        number = pong.park
+        # 0: no request to park. A request comes with each ping until it is answered.
+        if number not in (0, self._park_asked):
+            self._park_asked = number
+            if not self._listener.asked_to_park(number):
+                why = (
+                    "this trainer does not park: pass recovery=RecoveryOptions(park=True), or log boundaries"
+                )
+                self._send(ParkOutcome(number, -1, why))

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from ckptd.client import values
-from ckptd.client.model.host_bytes import DTYPES
-from ckptd.client.model.snapshot_layout import SCALARS, STATIC, EntrySource, parse_entry_name
+from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, EntrySource, parse_entry_name
 from ckptd.cuda.engine import HostMemory
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 
 __all__ = ["SnapshotImage"]
 

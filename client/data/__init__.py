@@ -1,6 +1,4 @@
-"""The data of a training loop: its position, its restoration to the exact same batches, and the
-verification of the batches.
-"""
+"""The data of a training loop: its position, its restoration to the same batches, and their check."""
 
 from ckptd.client.data.batches import Batches
 from ckptd.client.data.ledger import BatchLedger

@@ -17,16 +17,14 @@ from ckptd.client.data.loaders import (
     skipping,
     torch_loader,
 )
-from ckptd.client.data.position import DataPosition, log_refetched
-from ckptd.client.data.reach import Reach
+from ckptd.client.data.position import DataPosition, Reach, log_refetched
 from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = ["Batches"]
 
 
 class Batches(Iterator[Any]):
-    """All epochs of ``loader``, one after the other; creates an inner iterator for each epoch and
-    after ``rewind``.
+    """All epochs of ``loader``, with an inner iterator for each epoch and after ``rewind``.
 
     Args:
         ledger: the ledger of the checkpointer; None if no position is recorded.
@@ -60,9 +58,7 @@ class Batches(Iterator[Any]):
     # -- for the ledger --------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any] | None:
-        """The loop's position in the data; before the first batch, the state from which the first
-        epoch starts.
-        """
+        """The position in the data; before the first batch, the state from which the first epoch starts."""
         if self._position is None:
             return {} if self._begun else None
         if not self._begun:
@@ -128,9 +124,7 @@ class Batches(Iterator[Any]):
         return iter(self._loader)
 
     def _return(self) -> Iterator[Any]:
-        """An iterator over the restored epoch at its position. Keeps the random state, which
-        belongs to the current step.
-        """
+        """The restored epoch at its position; keeps the random state, which belongs to the current step."""
         position, now = self._position, capture_rng()
         if position is None:
             # It resumes at the position of its own state; the original run did not draw the numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,8 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ckptd.client.data.after import After
-
 __all__ = [
+    "After",
     "advice_for_state",
     "check_in_state",
     "check_loader",
@@ -33,20 +33,38 @@ __all__ = [
     "torch_loader",
 ]
 
+
+class After:
+    """A sampler whose iterators skip the first ``count`` indices.
+
+    They start immediately, because the inner sampler may draw random numbers then.
+    """
+
+    def __init__(self, inner: Any, count: int) -> None:
+        self.inner, self.count = inner, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # such as set_epoch
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.inner), self.count, None)
+
+
 # Number of sources of a stream that are checked.
 _SOURCES = 256
 
 
 def torch_loader(loader: Any) -> DataLoader[Any] | None:
-    """The torch ``DataLoader`` (or torchdata's) behind ``loader``, which Accelerate's loaders wrap; None
-    for other objects.
-    """
+    """The torch (or torchdata) ``DataLoader``, also inside Accelerate's loaders; None for other objects."""
     inner = vars(loader).get("base_dataloader", loader) if hasattr(loader, "__dict__") else loader
     return inner if isinstance(inner, DataLoader) else None
 
 
 def repeats_by_index(loader: Any) -> bool:
-    """Whether a batch provably follows from its indices alone: stored samples, collated by torch."""
+    """True if a batch provably follows from its indices alone: stored samples, collated by torch."""
     inner = torch_loader(loader)
     if inner is None:
         return isinstance(loader, list | tuple | range)
@@ -82,15 +100,13 @@ def check_loader(
             return
         if stateful:
             raise ValueError(
-                f"the {type(loader).__name__} passed to batches() keeps its own position: pass it "
-                "in state=, too: "
-                "Checkpointer(..., state={'loader': loader})"
+                f"the {type(loader).__name__} passed to batches() keeps its own position: pass it in state=, "
+                "too: Checkpointer(..., state={'loader': loader})"
             )
         if isinstance(loader, Iterator):
             raise ValueError(
-                f"batches() got an iterator ({type(loader).__name__}), which cannot start again "
-                "after a failure: pass its loader "
-                "or dataset, batches(loader)"
+                f"batches() got an iterator ({type(loader).__name__}), which cannot start again after a "
+                "failure: pass its loader or dataset, batches(loader)"
             )
         return
     sure = skip or repeats_by_index(loader)
@@ -108,16 +124,14 @@ def _check_torch_loader(
         )
     if in_state and inner is not loader:
         raise ValueError(
-            f"state= contains the {kind} of Accelerate, whose state does not keep the order of its "
-            "samples: remove it from state=; batches(loader) "
-            "keeps its position"
+            f"state= contains the {kind} of Accelerate, whose state does not keep the order of its samples: "
+            "remove it from state=; batches(loader) keeps its position"
         )
     if in_state and inner.num_workers and not sure:
         raise ValueError(
-            f"state= contains a {kind} with num_workers={inner.num_workers}, whose state does not "
-            "contain its workers' random state: "
-            "remove it from state=; batches(loader) keeps its position. (If a sample depends only "
-            f"on its index: {option})"
+            f"state= contains a {kind} with num_workers={inner.num_workers}, whose state does not contain "
+            "its workers' random state: remove it from state=; batches(loader) keeps its position. (If a "
+            f"sample depends only on its index: {option})"
         )
     if inner.num_workers and inner.persistent_workers and not sure:
         raise ValueError(
@@ -128,9 +142,7 @@ def _check_torch_loader(
 
 
 def _hub_stream(data: Any) -> bool:
-    """Whether ``data`` is an ``IterableDataset`` of Hugging Face's ``datasets``, which can be iterated
-    again, with or without its state.
-    """
+    """True for an ``IterableDataset`` of Hugging Face's ``datasets``, which can be iterated repeatedly."""
     return any(
         kind.__module__.partition(".")[0] == "datasets" and kind.__name__ == "IterableDataset"
         for kind in type(data).__mro__
@@ -138,9 +150,7 @@ def _hub_stream(data: Any) -> bool:
 
 
 def _check_seeds(data: Any) -> None:
-    """Refuse a stream that was shuffled without a seed: the order of its shards is drawn when it is
-    built, and not stored.
-    """
+    """Refuse a stream shuffled without a seed: it draws its order when it is built, and stores it nowhere."""
     if not _hub_stream(data):
         return
     left, seen = [getattr(data, "_ex_iterable", None)], 0
@@ -150,9 +160,8 @@ def _check_seeds(data: Any) -> None:
         entropy = getattr(seeds, "entropy", None)
         if isinstance(entropy, int) and entropy >> 64:  # a seed from the operating system has 128 bits
             raise ValueError(
-                "the dataset is shuffled (or interleaved) without a seed, so the next start has "
-                "another order: pass a seed, "
-                "shuffle(seed=42)"
+                "the dataset is shuffled (or interleaved) without a seed, so the next start has another "
+                "order: pass a seed, shuffle(seed=42)"
             )
         left += [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", ())]
 
@@ -182,9 +191,7 @@ def advice_for_state(item: Any) -> str:
 
 
 def forget_prepared(loader: Any) -> None:
-    """Drop an iterator that was created before its epoch began, from a random state that is lost
-    (torchdata's ``state_dict`` creates one).
-    """
+    """Drop an iterator that torchdata's ``state_dict`` created early, from a random state that is lost."""
     inner = torch_loader(loader)
     if inner is not None and getattr(inner, "_initial_iter_for_state_dict", False):
         inner._iterator = None
@@ -193,8 +200,7 @@ def forget_prepared(loader: Any) -> None:
 
 @contextlib.contextmanager
 def skipping(loader: Any, count: int) -> Iterator[After]:
-    """In the block, a new iterator over ``loader`` starts after ``count`` batches without creating them.
-    Create the iterator in the block.
+    """An iterator that is created in the block starts after ``count`` batches without creating them.
 
     Only for loaders that ``torch_loader`` accepts, over a dataset with indices.
     """
@@ -212,19 +218,17 @@ def skipping(loader: Any, count: int) -> Iterator[After]:
 
 
 def has_indices(loader: Any) -> bool:
-    """Whether batches can be skipped without creating them."""
+    """True if batches can be skipped without creating them."""
     inner = torch_loader(loader)
     return inner is not None and not isinstance(inner.dataset, IterableDataset)
 
 
 def makes_ahead(loader: Any) -> bool:
-    """Whether iterating may create a batch in this process before it is requested: torch's loaders do
-    not, Accelerate's do.
-    """
+    """True if iterating may create a batch here before it is requested: Accelerate's do, torch's do not."""
     return torch_loader(loader) is not loader and not isinstance(loader, list | tuple | range)
 
 
 def reuses_workers(loader: Any) -> bool:
-    """Whether the next epoch uses an existing iterator, which draws one random number less."""
+    """True if the next epoch uses an existing iterator, which draws one random number less."""
     inner = torch_loader(loader)
     return inner is not None and inner.persistent_workers and inner._iterator is not None

@@ -1,5 +1,5 @@
-"""Accelerate: ``ckpt = checkpointer(accelerator, model, optimizer, ...)`` after
-``accelerator.prepare``, in your own training loop.
+"""Integration with Accelerate: ``ckpt = checkpointer(accelerator, model, optimizer, ...)`` in your own
+training loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from ckptd.client.options import CheckpointerOptions, OptionGroups, check_keywor
 
 __all__ = ["checkpointer"]
 
-_REFUSED = {
-    "DEEPSPEED": "hooks cannot see the weights and optimizer state that DeepSpeed keeps; use FSDP2 or DDP",
-    "MEGATRON_LM": (
-        "hooks cannot see the weights and optimizer state that Megatron-LM keeps; use FSDP2 or DDP"
-    ),
-}
+_REFUSED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 
 
 def checkpointer(
@@ -45,8 +40,8 @@ def checkpointer(
 
     Args:
         optimizer: a prepared optimizer, or a list of them.
-        state: schedulers, and your own objects. Pass a prepared data loader to ``ckpt.batches`` instead, with
-            or without ``use_stateful_dataloader``.
+        state: schedulers, and your own objects. Pass a prepared data loader to ``ckpt.batches`` instead,
+            with or without ``use_stateful_dataloader``.
         options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
             ``Checkpointer``.
     Raises:
@@ -85,9 +80,12 @@ class _Counts:
 
 def _check(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
-    reason = _REFUSED.get(kind.name)
-    if reason is not None:
-        raise ValueError(f"ckptd cannot capture training with {kind.value}: {reason}")
+    keeper = _REFUSED.get(kind.name)
+    if keeper is not None:
+        raise ValueError(
+            f"ckptd cannot capture training with {kind.value}: hooks cannot see the weights and optimizer "
+            f"state that {keeper} keeps; use FSDP2 or DDP"
+        )
     plugin = accelerator.state.fsdp_plugin if kind == DistributedType.FSDP else None
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         raise ValueError(

@@ -1,13 +1,13 @@
-"""Writes a checkpoint of ``torch.distributed.checkpoint`` for ``ckptctl export --format dcp``.
+"""The child process of ``ckptctl export --format dcp``: writes with ``torch.distributed.checkpoint``.
 
-Started by it as ``python -m ckptd.client.interchange.dcp_export``: a job comes on stdin, then the
-bytes of the tensors that are asked for on stdout (``ckptd.export.dcp_wire``). Everything is written
-by torch's own planner and ``FileSystemWriter``; they are only given a tensor when they come to
-write it, so that no more than one or two are in memory.
+``ckptctl`` starts ``python -m ckptd.client.interchange.dcp_export``. The job and the bytes of tensors
+come on stdin, requests for them go to stdout (``ckptd.export.dcp_wire``). Torch's own planner and
+``FileSystemWriter`` write the files; they get each tensor only when they write it, so that at most two
+are in memory.
 
 Keys are those of ``{"model": get_model_state_dict(…), "optim": get_optimizer_state_dict(…)}``, for
-both layouts of the latter (flattened or not). Where masters are kept apart from the parameters,
-they are ``master.<name>``.
+both layouts of the latter (flattened or not). Masters that are separate from the parameters have the
+key ``master.<name>``.
 """
 
 from __future__ import annotations
@@ -27,42 +27,44 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptd.client import values
-from ckptd.client.model.host_bytes import DTYPES, buffer_of
-from ckptd.client.model.snapshot_layout import SCALARS, STATIC
+from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, buffer_of
 from ckptd.export.dcp_wire import Ask, DcpTensor, WriteJob, Wrote
 
-__all__ = ["main", "own_pipes", "write_checkpoint"]
+__all__ = ["main", "own_pipes"]
 
 _PACKED = "ckptd.optim_scalars/"
 _OPTIONS_OMITTED = (
-    "the options of parameter groups (lr, …) are left out: the snapshot does not tell which "
-    "parameter is in which group; "
-    "load with allow_partial_load, or set them yourself"
+    "the options of parameter groups (lr, …) are left out: the snapshot does not record which "
+    "parameter is in which group; load with allow_partial_load, or set them yourself"
 )
 
-# Gives the tensor with this index.
+# Returns the tensor with this index.
 Fetch = Callable[[int], Tensor]
 
 
 def write_checkpoint(job: WriteJob, fetch: Fetch) -> Wrote:
-    """Write all of a job."""
+    """Write the tensors of a job, each fetched when it is written."""
     state, lazy, wrote = _state_dict(job, fetch)
     writer = FileSystemWriter(
         job.folder,
-        # One thread asks for tensors in our order. Nothing is copied ahead: each is let go when the
-        # next one comes.
+        # One thread requests the tensors in our order, and none is copied ahead: each is freed when the
+        # next one arrives.
         thread_count=1,
         per_thread_copy_ahead=0,
     )
     with warnings.catch_warnings():
-        # That there is no process group is no news: this is one process.
+        # This is one process, without a process group.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(state, storage_writer=writer, planner=_Lazy(lazy, fetch), no_dist=True)
     return wrote
 
 
 class _Lazy(DefaultSavePlanner):
-    """Torch's planner, which gets tensors when they are written instead of holding them."""
+    """Torch's planner, but it fetches each tensor when it is written.
+
+    Args:
+        indices: the index of each tensor by key.
+    """
 
     def __init__(self, indices: Mapping[str, int], fetch: Fetch) -> None:
         super().__init__()
@@ -74,14 +76,14 @@ class _Lazy(DefaultSavePlanner):
         if index is None:
             return super().resolve_data(write_item)
         if self._last is not None:
-            # The writer keeps what it has written until its file is closed; that would be the whole model.
+            # The writer keeps written tensors until its file is closed; that would be the whole model.
             self._last.untyped_storage().resize_(0)
         self._last = self._fetch(index)
         return self._last
 
 
 def _state_dict(job: WriteJob, fetch: Fetch) -> tuple[dict[str, Any], dict[str, int], Wrote]:
-    """What is saved, with stand-ins for large tensors; their indices by key; and the notes about it."""
+    """The state dict with meta tensors for large ones, the indices of these by key, and the result."""
     entries = {t.name: (i, t) for i, t in enumerate(job.tensors) if t.kind == "entry"}
     recorded = _Recorded(job, entries, fetch) if entries else None
     state: dict[str, Any] = {"model": {}}
@@ -91,7 +93,7 @@ def _state_dict(job: WriteJob, fetch: Fetch) -> tuple[dict[str, Any], dict[str, 
             continue
         part, name = tensor.kind, tensor.name.removeprefix("master.")
         stand_in = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
-        # A tied parameter is asked for, by a model, under each of its names.
+        # A model requests a tied parameter under each of its names.
         others = [a for a, first in job.aliases.items() if first == name and part == "model"]
         for each in (name, *others):
             state.setdefault(part, {})[each] = stand_in
@@ -108,7 +110,7 @@ def _state_dict(job: WriteJob, fetch: Fetch) -> tuple[dict[str, Any], dict[str, 
 
 
 class _Recorded:
-    """What a dense snapshot records of the optimizers beside large tensors."""
+    """The state of optimizers that a dense snapshot records outside of large tensors."""
 
     def __init__(self, job: WriteJob, entries: Mapping[str, tuple[int, DcpTensor]], fetch: Fetch) -> None:
         def load(name: str) -> Any:
@@ -126,7 +128,7 @@ class _Recorded:
         self._absent = frozenset(self._scalars["absent"])
 
     def lacks(self, tensor: DcpTensor) -> bool:
-        """Whether the optimizer had no such state yet: an expert that never got a token."""
+        """True if the optimizer has no such state yet, as for an expert that never received a token."""
         return tensor.kind == "optim" and tensor.param in self._absent
 
     def small_state(self) -> list[tuple[str, str, Any]]:
@@ -144,7 +146,7 @@ class _Recorded:
         return found
 
     def options(self) -> tuple[dict[str, Any], list[str]]:
-        """Options of parameter groups, by parameter and as a list; and what is to be said of them."""
+        """Options of parameter groups, by parameter and as a list; and notes about them."""
         notes = [f"{len(self._absent)} parameters have no optimizer state yet"] * bool(self._absent)
         recorded: list[list[dict[str, Any]]] = self._scalars["groups"]
         members = self._members(recorded)
@@ -157,13 +159,13 @@ class _Recorded:
             for option, value in recorded[i][j].items()
         }
         listed = [{**recorded[i][j], "params": names} for (i, j), names in members.items()]
-        # A parameter that is called by a number alone would take the place of a group in the list.
+        # A parameter whose name is a number would take the place of a group in the list.
         if not any(f"param_groups.{at}.{option}" in flat for at, g in enumerate(listed) for option in g):
             flat["param_groups"] = listed
         return flat, notes
 
     def _members(self, recorded: list[list[dict[str, Any]]]) -> dict[tuple[int, int], list[str]] | None:
-        """The parameters of each group; None if that is not known."""
+        """The parameters of each group; None: not known."""
         owners = self._groups
         if not owners:
             if [len(groups) for groups in recorded] != [1]:
@@ -179,14 +181,14 @@ class _Recorded:
 
 
 def own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Stdin and stdout for us alone: whatever libraries print goes to stderr."""
+    """Stdin and stdout for the messages alone; output of libraries goes to stderr."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return sys.stdin.buffer, output
 
 
 def main() -> int:
-    """Serve one job on the standard pipes."""
+    """Write the job that comes on stdin."""
     given, output = own_pipes()
     job = msgspec.json.decode(given.readline(), type=WriteJob)
 

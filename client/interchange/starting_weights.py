@@ -1,15 +1,15 @@
-"""A run that has nothing to resume from begins at a given model: ``RecoveryOptions(start_from=…)``.
+"""`RecoveryOptions(start_from=…)`: a run without anything to resume from begins at a given model.
 
 The source is a set of safetensors files (``ckptd.storage.model_set``): a folder of Hugging Face, a
-single file, or what ``ckptctl import`` made, in a folder or a store. Tensors are matched by the
-model's own names. Everything is compared before anything is loaded, and what does not fit is
-listed.
+single file, or the result of ``ckptctl import`` in a folder or a store. Tensors are matched by the
+model's own names. All of them are compared before the first one is loaded, and differences are listed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -17,9 +17,8 @@ from urllib.parse import unquote, urlsplit
 import torch
 from torch import Tensor, nn
 
-from ckptd.client.model.host_bytes import DTYPES, buffer_of
-from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.parameter_names import named_buffers, named_modules, named_parameters
+from ckptd.client.model.live_state import LiveState, named_buffers, named_modules, named_parameters
+from ckptd.client.model.snapshot_layout import DTYPES, buffer_of
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.storage.model_set import (
     FolderFiles,
@@ -30,7 +29,7 @@ from ckptd.storage.model_set import (
     open_set,
     plain_names,
 )
-from ckptd.storage.stores.objects import ObjectStore, StoreError
+from ckptd.storage.stores.objects import StoreError
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.store_base import public_url
 
@@ -41,19 +40,19 @@ _STATE, _MASTER = "state.", "master."
 
 
 class StartMismatch(ValueError):
-    """The model at ``start_from`` is not this one; lists what differs."""
+    """The model at ``start_from`` differs from this one; the message lists the differences."""
 
 
 def load_start(binding: LiveState, source: str | os.PathLike[str]) -> str:
-    """Load parameters and buffers, and optimizer state where the source has it; what was done, in words.
+    """Load parameters, buffers, and the optimizer state that the source has; returns a summary.
 
     Raises:
         StartMismatch: names, shapes or dtypes differ; nothing was loaded.
-        ValueError: there is no such source, or it is damaged.
+        ValueError: the source does not exist, or is damaged.
     """
     shown = public_url(str(source))
     try:
-        with _Opened(source) as found:
+        with _opened(source) as found:
             start = _Start(binding, found, shown)
             start.check()
             start.load()
@@ -68,37 +67,29 @@ def start_unprotected(
     masters: Mapping[str, Tensor] | None,
     source: str | os.PathLike[str],
 ) -> str:
-    """`load_start` for a run without a daemon: a switched-off ``Checkpointer`` begins at the same model."""
+    """`load_start` for a disabled ``Checkpointer``, which begins at the same model."""
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     return load_start(LiveState(model, [unwrap_optimizer(o) for o in listed], masters), source)
 
 
-class _Opened:
-    """The set at a path or URL; a store is closed with the block."""
-
-    def __init__(self, source: str | os.PathLike[str]) -> None:
-        self._source = os.fspath(source)
-        self._store: ObjectStore | None = None
-
-    def __enter__(self) -> ModelSet:
-        parts = urlsplit(self._source)
-        if "://" in self._source and parts.scheme not in ("file", "local"):
-            self._store = open_store(self._source)
-            return open_set(StoreFiles(self._store, "", public_url(self._source)), complete=True)
-        path = Path(unquote(parts.path) if "://" in self._source else self._source).expanduser()
-        if not path.exists():
-            raise SetError(f"{path} is not there")
-        if path.is_file():
-            return open_set(FolderFiles(path.parent), single=path.name)
-        return open_set(FolderFiles(path))
-
-    def __exit__(self, *exception: object) -> None:
-        if self._store is not None:
-            self._store.close()
+@contextmanager
+def _opened(source: str | os.PathLike[str]) -> Iterator[ModelSet]:
+    """The set at a path or URL."""
+    text = os.fspath(source)
+    parts = urlsplit(text)
+    if "://" in text and parts.scheme not in ("file", "local"):
+        with closing(open_store(text)) as store:
+            yield open_set(StoreFiles(store, "", public_url(text)), complete=True)
+        return
+    path = Path(unquote(parts.path) if "://" in text else text).expanduser()
+    if not path.exists():
+        raise SetError(f"{path} does not exist")
+    single = path.name if path.is_file() else ""
+    yield open_set(FolderFiles(path.parent if single else path), single=single)
 
 
 class _Start:
-    """One model and the set that it begins with."""
+    """A model, and the set that it begins with."""
 
     def __init__(self, binding: LiveState, found: ModelSet, shown: str) -> None:
         self._binding, self._set, self._shown = binding, found, shown
@@ -106,21 +97,22 @@ class _Start:
         live = dict(_named_tensors(binding.model))
         plain = plain_names(live)
         self._live = {plain[name]: tensor for name, tensor in live.items()}
-        self._transient = {plain[name] for name in live if name in _transient(binding.model)}
+        transient = _transient(binding.model)
+        self._transient = {plain[name] for name in live if name in transient}
         self._params = {plain[name]: name for name in binding.params if name in plain}
         stored = plain_names(found.model)
         self._stored = {stored[name]: tensor for name, tensor in found.model.items()}
 
     def check(self) -> None:
-        """Everything fits.
+        """Compare names, shapes and dtypes.
 
         Raises:
-            StartMismatch: it does not.
+            StartMismatch: some differ.
         """
         loaded = {id(self._live[name]) for name in self._stored if name in self._live}
         problems = []
         for name, tensor in self._live.items():
-            # A tied parameter has several names, of which one is enough.
+            # One of the names of a tied parameter is enough.
             if id(tensor) not in loaded and name not in self._transient:
                 problems.append(f"missing: {name}")
                 loaded.add(id(tensor))
@@ -137,11 +129,11 @@ class _Start:
             )
 
     def load(self) -> None:
-        """Load all of it; `check` found nothing."""
+        """Load everything, after `check`."""
         binding = self._binding
         with torch.no_grad():
             for name, stored in self._stored.items():
-                _put(self._live[name], self._read(stored))
+                self._live[name].copy_(_placed(self._read(stored), self._live[name]))
             for plain, name in self._params.items():
                 if name in binding.masters:
                     stored_master = self._set.optimizer.get(_MASTER + plain)
@@ -149,7 +141,7 @@ class _Start:
                     if stored_master is None:
                         master.copy_(binding.params[name])
                     else:
-                        _put(master, self._read(stored_master))
+                        master.copy_(_placed(self._read(stored_master), master))
             count = self._load_state()
         self._apply_options()
         self.summary = f"starting from {self._shown}: {len(self._stored)} tensors of the model" + (
@@ -189,7 +181,7 @@ class _Start:
         return problems
 
     def _whose(self, stored: str) -> tuple[str, str]:
-        """The parameter (empty: none of this model), and which state of it (empty: its master)."""
+        """The parameter ("": none of this model), and the key of its state ("": its master)."""
         if stored.startswith(_MASTER):
             return self._params.get(stored.removeprefix(_MASTER), ""), ""
         plain, _, key = stored.removeprefix(_STATE).rpartition(".")
@@ -228,13 +220,13 @@ class _Start:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under every name that they have."""
+    """Parameters and buffers under each of their names."""
     yield from named_parameters(model, remove_duplicate=False)
     yield from named_buffers(model, remove_duplicate=False)
 
 
 def _transient(model: nn.Module) -> set[str]:
-    """The names of buffers that a state dict leaves out: they need not be there."""
+    """The names of buffers that a state dict leaves out; the source need not have them."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in named_modules(model)
@@ -247,20 +239,12 @@ def _differences(name: str, stored: SetTensor, live: Tensor) -> list[str]:
     if stored.shape != tuple(live.shape):
         found.append(f"shape of {name}: {list(stored.shape)} there, {list(live.shape)} here")
     if DTYPES.get(stored.dtype) is not live.dtype:
-        found.append(f"dtype of {name}: {_dtype_text(stored.dtype)} there, {live.dtype} here")
+        found.append(f"dtype of {name}: {DTYPES.get(stored.dtype, stored.dtype)} there, {live.dtype} here")
     return found
 
 
-def _dtype_text(dtype: str) -> str:
-    return str(DTYPES.get(dtype, dtype))
-
-
-def _put(live: Tensor, full: Tensor) -> None:
-    live.copy_(_placed(full, live))
-
-
 def _placed(full: Tensor, like: Tensor) -> Tensor:
-    """The tensor on the device of another; of a sharded one this rank's shard, without asking other ranks."""
+    """The tensor on the device of ``like``; for a sharded one this rank's shard, without communication."""
     placements = getattr(like, "placements", None)
     if placements is None:
         return full.to(like.device)

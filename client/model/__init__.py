@@ -1,1 +1,1 @@
-"""What is trained, as a snapshot sees it: operators, names, optimizers, replicated and sharded tensors."""
+"""The trained model as a snapshot sees it: operators, names, replicated and sharded tensors, layouts."""

@@ -1,12 +1,11 @@
-"""With whom this rank communicates in a step: over the boundaries that are logged, and otherwise.
+"""Finds the ranks that this rank communicates with in a step: over logged boundaries, and otherwise.
 
-Ranks that communicate otherwise recover together: nobody could replay the one's part of an
-all-reduce without the others. Nobody tells us of them, so they are found. Every process group
-counts its operations, also those that DDP begins in C++; over a step, what is left of that count
-besides single sends and receives were collectives. Sends and receives are seen one by one, with
-their peers: as many of them as the boundary log knows of are the pipeline's, more are not.
+Ranks that communicate otherwise recover together: nobody could replay one rank's part of an all-reduce
+without the others. Every process group counts its operations, also those that DDP begins in C++: what
+remains of that count over a step after single sends and receives were collectives. Sends and receives
+are seen one by one, with their peers: as many of them as the boundary log reports are the pipeline's.
 
-Whether a backend counts single sends and receives, too, differs (gloo does): it is seen at each of them.
+Backends differ in whether they count single sends and receives, too (gloo does); each of them shows it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 
 __all__ = ["Communication"]
 
@@ -33,12 +32,12 @@ _UNKNOWN = -1
 
 
 class Communication:
-    """What was seen in the steps of this process.
+    """The communication seen in this process's steps.
 
     Attributes:
-        neighbours: ranks with which something that is logged is exchanged.
-        joined: other ranks that this one communicates with otherwise, each with the reason.
-        observed: whether a whole step was seen.
+        neighbours: ranks with which logged messages are exchanged.
+        joined: other ranks that this one communicates with, each with the reason.
+        observed: True once a whole step was seen.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class Communication:
         self._aside = 0
         self._counts: dict[Any, int] = {}
         self._single: Counter[Any] = Counter()
-        # Operations by direction and peer: that were told beforehand, and that were seen.
+        # Operations by direction and peer: reported beforehand, and seen.
         self._reported: Counter[tuple[str, int]] = Counter()
         self._seen: Counter[tuple[str, int]] = Counter()
         self._stack = ExitStack()
@@ -72,7 +71,7 @@ class Communication:
         self._counts = _counts()
 
     def end(self) -> None:
-        """The step is over: what it did counts."""
+        """The step is complete: its operations count."""
         if not self._running:
             return
         self._running, self.observed = False, True
@@ -82,8 +81,7 @@ class Communication:
                 self._join_group(group, certain=count != _UNKNOWN)
         for (direction, peer), times in self._seen.items():
             if times > self._reported[direction, peer]:
-                why = f"{direction} by itself, not with the boundary log"
-                self._join(peer, why)
+                self._join(peer, f"{direction} by itself, not with the boundary log")
 
     def abandon(self) -> None:
         """The step was left in its middle."""
@@ -91,7 +89,7 @@ class Communication:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done in the body does not join ranks: a repeat of the step will not do it."""
+        """Operations in the body do not join ranks: a repeat of the step does not perform them."""
         before = _counts() if self._running else {}
         self._aside += 1
         try:
@@ -103,21 +101,21 @@ class Communication:
                     self._counts[group] = self._counts.get(group, 0) + count - before.get(group, 0)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._stack.close()
 
-    # -- what is told ----------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------
 
     def sends(self, peers: Iterable[int]) -> None:
-        """One send to each of these ranks is to come that is logged."""
+        """One logged send to each of these ranks follows."""
         self._report("sent", peers)
 
     def receives(self, peers: Iterable[int]) -> None:
-        """One receive from each of these ranks is to come that could be fed."""
+        """One receive from each of these ranks follows, which could be fed."""
         self._report("received", peers)
 
     def all_of(self, group: Any, why: str) -> None:
-        """Join with all of a process group (None: the default one)."""
+        """Join all ranks of a process group (None: the default one)."""
         for rank in dist.get_process_group_ranks(group):
             self._join(rank, why)
 
@@ -127,10 +125,10 @@ class Communication:
                 self.neighbours.add(peer)
                 self._reported[direction, peer] += 1
 
-    # -- what is seen ----------------------------------------------------------------------------
+    # -- observations ----------------------------------------------------------------------------
 
     def single(self, direction: str, group: Any, peer: int, do: Callable[[], Any]) -> Any:
-        """A send or a receive."""
+        """Perform a send or a receive, and note it."""
         if not self._running or self._aside:
             return do()
         before = _count(group)
@@ -143,20 +141,17 @@ class Communication:
                 else:
                     self._seen[direction, dist.get_global_rank(group, peer)] += 1
         except Exception as error:
-            # We are within a call of the user's that has succeeded. Whom it was with is not known,
-            # so it was with anybody.
+            # We are within a call of the user's that has succeeded. The peer is unknown, so it may
+            # be any rank.
             logger.warning("cannot tell with whom this rank communicates", exc_info=error)
-            self.all_of(None, f"a message that could not be told to be anybody's ({error})")
+            self.all_of(None, f"a message whose peer is unknown ({error})")
         return result
 
     def _join_group(self, group: Any, *, certain: bool) -> None:
         ranks = dist.get_process_group_ranks(group)
-        if all(rank in self.joined or rank == dist.get_rank() for rank in ranks):
-            return
         name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
         what = "collectives over" if certain else "perhaps collectives (its backend does not tell) over"
-        for rank in ranks:
-            self._join(rank, f"{what} process group {name!r} of {len(ranks)} ranks")
+        self.all_of(group, f"{what} process group {name!r} of {len(ranks)} ranks")
 
     def _join(self, rank: int, why: str) -> None:
         if rank != dist.get_rank() and rank not in self.joined:
@@ -182,14 +177,14 @@ def _single(
 
 
 def _counts() -> dict[Any, int]:
-    """Operations so far in each process group that this rank is in."""
+    """The number of operations so far in each process group of this rank."""
     if not dist.is_available() or not dist.is_initialized():
         return {}
     return {group: _count(group) for group in list(dist.distributed_c10d._world.pg_map)}
 
 
 def _count(group: Any) -> int:
-    """Over the backends of all kinds of devices; ``_UNKNOWN`` where they do not count."""
+    """The sum over the backends of all kinds of devices; ``_UNKNOWN`` if they do not count."""
     try:
         return sum(
             int(group._get_backend(device)._get_sequence_number_for_group()) for device in group._device_types

@@ -1,18 +1,16 @@
-"""Freezing operators while a window is replayed, and what must be recorded for it.
+"""Freezing operators while a window is replayed, and the values that must be recorded for it.
 
 Two mechanisms, both exact (measured: docs/decisions/freezing.md):
 
-* ``drop``: the user's code runs untouched; before the optimizer's step the gradients of frozen
-  tensors are taken away. Exact for every wrapper and optimizer tried; saves the optimizer's time
-  only.
-* ``inputs``: additionally ``backward`` is asked for the active parameters' gradients only, which
-  saves the frozen weights' gradient computation. Not possible under DDP or FSDP (their hooks expect
-  every gradient) or reentrant checkpointing, and pointless where user code reads all gradients
-  itself. Frozen parameters then get zero gradients, so that code that touches ``p.grad`` keeps
-  working.
+* ``drop``: the user's code runs untouched; before the optimizer's step the gradients of frozen tensors
+  are discarded. Exact for every wrapper and optimizer tried; saves the optimizer's time only.
+* ``inputs``: additionally ``backward`` is asked for the active parameters' gradients only, which saves
+  the frozen weights' gradient computation. Not possible under DDP or FSDP (their hooks expect every
+  gradient) or reentrant checkpointing, and pointless if user code reads all gradients itself. Frozen
+  parameters then get zero gradients, so that code that touches ``p.grad`` keeps working.
 
-Either way, what depends on *all* gradients must come from the record where it cannot be recomputed:
-the total norm used for clipping, and the loss scaler's ``found_inf``.
+Either way, values that depend on *all* gradients must come from the record: the total norm used for
+clipping, and the loss scaler's ``found_inf``.
 """
 
 from __future__ import annotations
@@ -27,77 +25,65 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grad
 
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 
 __all__ = ["BackwardLimiter", "Tape", "choose_freezing", "clip_norm_tap", "scaler_tap"]
 
 
 class Tape:
-    """Values that a repeat cannot recompute while operators are frozen, in the order in which a
-    step asked for them.
+    """Values that a repeat cannot recompute while operators are frozen, in the order of a step's requests.
 
-    ``record`` notes the value while training and returns the recorded one while replaying.
+    Attributes:
+        last: what the last `take` returned.
     """
 
     def __init__(self) -> None:
         self._recording: list[tuple[str, Any]] = []
-        # What the last `take` returned.
         self.last: tuple[tuple[str, Any], ...] = ()
         self._playing: list[tuple[str, Any]] | None = None
-        self.substitute = False
-        self.mismatches: list[str] = []
 
     @property
     def playing(self) -> bool:
-        """Whether a step gets what was recorded."""
+        """True if a step gets recorded values."""
         return self._playing is not None
 
     def record(self, kind: str, value: Any) -> Any:
-        """While training: keep ``value``. While replaying: the value that was kept at this point of
-        the step.
-        """
+        """Keep ``value`` while training; return the value kept at this point of the step while replaying."""
         if self._playing is None:
-            self._recording.append((kind, _copy(value)))
+            # As it is now: the caller may go on changing it.
+            kept = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+            self._recording.append((kind, kept))
             return value
-        for i, (recorded_kind, recorded) in enumerate(self._playing):
-            if recorded_kind == kind:
-                del self._playing[i]
-                return (
-                    recorded.to(value.device)
-                    if isinstance(value, Tensor) and isinstance(recorded, Tensor)
-                    else recorded
-                )
-        return value
+        found = self.recorded(kind)
+        if found is None:
+            return value
+        (recorded,) = found
+        if isinstance(value, Tensor) and isinstance(recorded, Tensor):
+            return recorded.to(value.device)
+        return recorded
 
     def recorded(self, kind: str) -> tuple[Any] | None:
-        """The value that was kept at this point of the step, where one is replayed that has it;
-        None otherwise.
-        """
-        for i, (recorded_kind, recorded) in enumerate(self._playing or ()):
+        """The value kept at this point of the replayed step; None if there is none, or while training."""
+        playing = self._playing or []
+        for i, (recorded_kind, recorded) in enumerate(playing):
             if recorded_kind == kind:
-                assert self._playing is not None
-                del self._playing[i]
+                del playing[i]
                 return (recorded,)
         return None
 
     def take(self) -> list[tuple[str, Any]]:
-        """What was recorded since the last call."""
+        """The values recorded since the last call."""
         taken, self._recording = self._recording, []
         self.last = tuple(taken)
         return taken
 
     def put_back(self, taken: Iterable[tuple[str, Any]]) -> None:
-        """Undo ``take``: what is recorded from now on follows it."""
+        """Undo ``take``: later values follow these."""
         self._recording = [*taken, *self._recording]
 
     def play(self, recorded: Iterable[tuple[str, Any]] | None) -> None:
-        """Answer from ``recorded`` from now on; None: go back to recording."""
+        """Answer from ``recorded`` from now on; None: record again."""
         self._playing = None if recorded is None else [(k, v) for k, v in recorded]
-
-
-def _copy(value: Any) -> Any:
-    """The value as it is now: the caller may go on changing what it handed in."""
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 @contextmanager
@@ -143,9 +129,8 @@ def scaler_tap(scaler: Any, tape: Tape) -> Iterator[None]:
 class BackwardLimiter:
     """While active, ``backward`` computes the gradients of all leaves of its graph but the frozen parameters.
 
-    Leaves that are no parameters need theirs: a pipeline stage sends that of its input to the stage
-    before it. Falls back to a full backward in a step that uses reentrant checkpointing, which does
-    not support it.
+    Other leaves need theirs: a pipeline stage sends that of its input to the stage before it. Falls
+    back to a full backward in a step with reentrant checkpointing, which does not support it.
     """
 
     def __init__(self, params: Callable[[], tuple[list[Tensor], list[Tensor]]]) -> None:
@@ -174,8 +159,7 @@ class BackwardLimiter:
     ) -> None:
         _, frozen = self._params()
         without = {id(p) for p in frozen}
-        given = inputs is not None
-        wanted = [] if given else [t for t in _leaves(tensors) if id(t) not in without]
+        wanted = [] if inputs is not None else [t for t in _leaves(tensors) if id(t) not in without]
         if self.saw_reentrant or not wanted:
             below(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             return
@@ -215,16 +199,15 @@ def choose_freezing(
     world_size: int = 1,
     spread: bool = False,
 ) -> tuple[str, str]:
-    """The freezing mechanism for this model and the reason, which is reported.
+    """The freezing mechanism for this model, and the reason to report.
 
-    With several ranks it is always ``drop`` unless asked otherwise: the wrapper that reduces
-    gradients may stand around the module that we were given, and ranks that skip different
-    gradients would hang or crash in its collectives.
+    With several ranks it is always ``drop`` unless asked otherwise: the wrapper that reduces gradients
+    may stand around the module that we were given, and ranks that skip different gradients would hang
+    or crash in its collectives.
 
     Args:
         masters: there are separate master weights.
-        spread: other ranks keep part of the optimizer's state; then operators are frozen at other
-            times on other ranks.
+        spread: other ranks keep part of the optimizer's state, and freeze operators at other times.
     Raises:
         ValueError: ``wanted`` is not one of auto, drop, inputs, or ``inputs`` cannot be exact for this model.
     """
@@ -241,10 +224,7 @@ def choose_freezing(
         return "drop", obstacle
     if world_size > 1 and wanted == "auto":
         return "drop", f"{world_size} ranks: gradients may be reduced over them"
-    return (
-        "inputs",
-        "no wrapper needs every gradient: weight gradients of frozen operators are skipped",
-    )
+    return "inputs", "no wrapper needs every gradient: weight gradients of frozen operators are skipped"
 
 
 def _inputs_obstacle(model: nn.Module, masters: bool) -> str:

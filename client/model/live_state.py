@@ -1,28 +1,28 @@
-"""The live training state by name: parameters, master weights, optimizer state, buffers.
+"""The live training state by name: parameters, master weights, optimizer state, buffers, modules.
 
-``LiveState`` is the only place that knows where a tensor lives. A parameter's *held* tensor is what
-the optimizer updates: the parameter itself, or its separately kept fp32 master. Parameters that an
+``LiveState`` is the only place that knows where a tensor lives. A parameter's *held* tensor is the one
+that the optimizer updates: the parameter itself, or its separate fp32 master. Parameters that an
 optimizer holds and the model does not know appear as ``extra/<optimizer>.<group>.<index>``.
 
-A ``ZeroRedundancyOptimizer`` updates a part of the parameters here and gets the others from the
-ranks that update those. The others are in ``elsewhere``: this rank keeps no state for them and
-cannot recompute their update.
+A ``ZeroRedundancyOptimizer`` updates some parameters here and gets the others from the ranks that update
+those. The others are in ``elsewhere``: this rank keeps no state for them and cannot recompute their
+update.
+
+Names are those of the model inside its wrappers, so that a snapshot reads the same with and without
+them: ``DistributedDataParallel``, ``torch.compile`` and activation checkpointing put a module around
+another and a component into its names (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``).
+``fully_shard`` changes no names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckptd.client.model.parameter_names import (
-    named_buffers,
-    named_modules,
-    named_parameters,
-    names_with_wrappers,
-)
 from ckptd.client.optimizers.optimizer_audit import KeptState
 from ckptd.client.optimizers.optimizer_probe import (
     ProbeResult,
@@ -33,7 +33,20 @@ from ckptd.client.optimizers.optimizer_probe import (
     state_specs,
 )
 
-__all__ = ["LiveState", "find_masters", "local"]
+__all__ = [
+    "LiveState",
+    "find_masters",
+    "is_compiled",
+    "local",
+    "named_buffers",
+    "named_modules",
+    "named_parameters",
+    "names_with_wrappers",
+]
+
+_CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -42,21 +55,96 @@ def local(tensor: Tensor) -> Tensor:
     return (to_local() if to_local is not None else tensor).detach()
 
 
+# -- names without wrappers ------------------------------------------------------------------------
+
+
+def named_modules(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """Like ``model.named_modules()``, without the wrappers."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        if remove_duplicate and id(module) in seen:
+            return
+        seen.add(id(module))
+        child = _wrapped(module)
+        if child:
+            yield from walk(module.get_submodule(child), path)
+            return
+        yield path, module
+        for name, part in module._modules.items():
+            if part is not None:
+                yield from walk(part, f"{path}.{name}" if path else name)
+
+    return walk(model, "")
+
+
+def named_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Like ``model.named_parameters()``, without the wrappers' names."""
+    return _members(model, lambda module: module._parameters, remove_duplicate)
+
+
+def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Like ``model.named_buffers()``, without the wrappers' names."""
+    return _members(model, lambda module: module._buffers, remove_duplicate)
+
+
+def names_with_wrappers(model: nn.Module) -> dict[str, str]:
+    """``{name in model.named_parameters(): name without wrappers}``."""
+    plain = {id(p): name for name, p in named_parameters(model)}
+    return {name: plain[id(p)] for name, p in model.named_parameters() if id(p) in plain}
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """True if ``torch.compile`` is around the whole model, inside or outside other wrappers."""
+    while child := _wrapped(model):
+        if child == "_orig_mod":
+            return True
+        model = model.get_submodule(child)
+    return False
+
+
+def _wrapped(module: nn.Module) -> str:
+    """The name of the child that this module wraps; empty if it is no wrapper."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    return next((name for name in _CHILDREN if name in module._modules), "")
+
+
+def _members(
+    model: nn.Module, members: Callable[[nn.Module], Mapping[str, _T | None]], remove_duplicate: bool
+) -> Iterator[tuple[str, _T]]:
+    seen: set[int] = set()
+    for path, module in named_modules(model, remove_duplicate=remove_duplicate):
+        for name, tensor in members(module).items():
+            if tensor is None or (remove_duplicate and id(tensor) in seen):
+                continue
+            seen.add(id(tensor))
+            yield f"{path}.{name}" if path else name, tensor
+
+
+# -- the live state --------------------------------------------------------------------------------
+
+
 class LiveState:
-    """Names for everything that a bit-exact repeat needs, resolved afresh each time (state dicts
-    may be replaced).
+    """Names for everything that a bit-exact repeat needs.
+
+    They are resolved anew each time, because state dicts may be replaced.
 
     Args:
-        model: its parameters and buffers are captured.
         optimizers: torch optimizers that together update the parameters.
         masters: ``{parameter name: fp32 master tensor}``; None finds them by value.
-        given: the optimizers as the user has them, wrappers included; None if there are no wrappers.
+        given: the optimizers as the user passed them, with wrappers; None: without wrappers.
     Raises:
-        ValueError: a master's name or shape is wrong, a parameter is updated by two optimizers, or
-            one keeps what cannot be captured.
+        ValueError: a master's name or shape is wrong, two optimizers update a parameter, or one
+            keeps what cannot be captured.
 
     Attributes:
-        kept: what the optimizers keep beside the tensors per parameter.
+        keepers: the objects that hold the optimizers' state, which may be spread over ranks.
+        owner: (optimizer, group) of each parameter.
+        elsewhere: parameters that another rank updates.
+        kept: what the optimizers keep besides the tensors per parameter.
     """
 
     def __init__(
@@ -68,24 +156,25 @@ class LiveState:
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
-        # What holds the state of each: another object where the state is spread over ranks.
         self.keepers = [state_keeper(o) for o in self.optimizers]
         self.params: dict[str, Tensor] = dict(named_parameters(model))
         owner = self._owners()
-        self.masters = (
-            find_masters(self.params, owner.values()) if masters is None else _by_plain_name(masters, model)
-        )
-        self._check_masters(masters is not None, {id(t) for t, _, _ in owner.values()})
+        if masters is None:
+            self.masters = find_masters(self.params, owner.values())
+        else:
+            plain = names_with_wrappers(model)
+            self.masters = {plain.get(name, name): master for name, master in masters.items()}
+        self._check_masters(masters is not None, set(owner))
         self._recorded: dict[str, tuple[StateSpec, ...]] = {}
         self._bind(owner)
         self.kept = KeptState(self, self.optimizers if given is None else given)
 
     def group_key(self) -> tuple[int, ...]:
-        """Changes when parameters are added to (or taken from) the optimizers' groups."""
+        """Changes when parameters are added to, or taken from, the optimizers' groups."""
         return tuple(len(g["params"]) for o in self.optimizers for g in o.param_groups)
 
     def refresh(self) -> None:
-        """Look at the optimizers' groups again (``add_param_group`` was called).
+        """Read the optimizers' groups again after ``add_param_group``.
 
         Raises:
             ValueError: a parameter is in two groups.
@@ -109,6 +198,7 @@ class LiveState:
         self._observed: dict[str, tuple[StateSpec, ...]] = {}
 
     def _owners(self) -> dict[int, tuple[Tensor, int, tuple[int, int]]]:
+        """By identity: each held tensor, its optimizer, its group and its place in the group."""
         owner: dict[int, tuple[Tensor, int, tuple[int, int]]] = {}
         for oi, optimizer in enumerate(self.optimizers):
             for gi, group in enumerate(optimizer.param_groups):
@@ -139,26 +229,23 @@ class LiveState:
                 )
 
     def num_rows(self, name: str) -> int:
-        """How many rows of this parameter are here; 1 where it has none."""
+        """Rows of this parameter on this rank; 1 if it is 0-dimensional."""
         shape = local(self.params[name]).shape
         return int(shape[0]) if shape else 1
 
     def held(self, name: str) -> Tensor:
-        """What the optimizer updates for this parameter."""
+        """The tensor that the optimizer updates for this parameter."""
         return self.masters.get(name, self.params[name])
 
     def state(self, name: str) -> dict[str, Any]:
         """The live optimizer state of this parameter; empty before its first update."""
-        owner = self.owner.get(name)
-        if owner is None:
+        if name not in self.owner:
             return {}
-        state = self.keepers[owner[0]].state
-        held = self.held(name)
-        found: dict[str, Any] = state.get(held, {})
+        found: dict[str, Any] = self.keeper(name).state.get(self.held(name), {})
         return found
 
     def keeper(self, name: str) -> torch.optim.Optimizer:
-        """The optimizer in whose ``state`` this parameter's is."""
+        """The optimizer whose ``state`` has this parameter's."""
         return self.keepers[self.owner[name][0]]
 
     def group(self, name: str) -> dict[str, Any]:
@@ -167,7 +254,7 @@ class LiveState:
         return group
 
     def probe(self, name: str) -> ProbeResult | None:
-        """How the optimizer treats this parameter; None where no optimizer holds it."""
+        """How the optimizer treats this parameter; None if no optimizer holds it."""
         owner = self.owner.get(name)
         if owner is None:
             return None
@@ -175,29 +262,27 @@ class LiveState:
         key = (*owner, held.ndim, held.dtype, held.device)
         if key not in self._probes:
             self._probes[key] = probe_optimizer(
-                self.keepers[owner[0]],
-                self.group(name),
-                ndim=held.ndim,
-                dtype=held.dtype,
-                device=held.device,
+                self.keeper(name), self.group(name), ndim=held.ndim, dtype=held.dtype, device=held.device
             )
         return self._probes[key]
 
     def rows_allowed(self, name: str) -> bool:
-        """Whether rows of this parameter can be captured and replayed apart from each other."""
+        """True if rows of this parameter can be captured and replayed separately."""
         probe = self.probe(name)
         if self.params[name].ndim == 0 or not (probe is None or probe.rowwise):
             return False
-        # What there is counts more than what the probe saw of small tensors: 8-bit state has scales
-        # for blocks of many rows.
-        state = {k: _local_value(v) for k, v in self.state(name).items()}
+        # The live state counts more than a probe of small tensors: 8-bit state has scales for
+        # blocks of many rows.
+        state = self._local_state(name)
         live = state_specs(local(self.held(name)), state)
         return all(s.kind != "tensor" and not isinstance(state[s.key], list | dict) for s in live)
 
+    def _local_state(self, name: str) -> dict[str, Any]:
+        return {k: local(v) if isinstance(v, Tensor) else v for k, v in self.state(name).items()}
+
     @property
     def inseparable(self) -> frozenset[str]:
-        """Sharded parameters whose update is not one of single rows: it needs all shards, and
-        communicates within ``step()``.
+        """Sharded parameters whose update needs all shards, and communicates within ``step()``.
 
         Ranks freeze operators at different iterations, so one rank's update would lack another's
         state, or wait for it. They are anchored in every snapshot, and never frozen.
@@ -210,21 +295,18 @@ class LiveState:
 
     def dependent(self) -> list[str]:
         """Why parts of the model cannot be captured at different iterations; empty if they can."""
-        reasons = {
-            p.reason: None
-            for name in self.params
-            if (p := self.probe(name)) is not None and not p.independent
-        }
-        reasons.update(dict.fromkeys(self.kept.wrappers()))
-        return list(reasons)
+        probes = filter(None, map(self.probe, self.params))
+        reasons = [probe.reason for probe in probes if not probe.independent]
+        return list(dict.fromkeys(reasons + self.kept.wrappers()))
 
     def specs(self, name: str) -> tuple[StateSpec, ...]:
-        """The optimizer state to keep for this parameter: what is there; before there is any, what
-        was recorded, or what the probe saw.
+        """The optimizer state to keep for this parameter.
+
+        The live state; before there is any, the recorded one, or what the probe saw.
         """
         if name not in self.owner or name in self.elsewhere:
             return ()
-        live = state_specs(local(self.held(name)), {k: _local_value(v) for k, v in self.state(name).items()})
+        live = state_specs(local(self.held(name)), self._local_state(name))
         if any(s.is_tensor for s in live):
             if all(s.kind != "none" for s in live):
                 return live
@@ -233,7 +315,7 @@ class LiveState:
         return live or self._expected(name)
 
     def recall(self, recorded: Mapping[str, tuple[StateSpec, ...]]) -> None:
-        """The state that was recorded for each parameter: it says more than a probe of what there will be."""
+        """Set the recorded state of each parameter, which tells more of the expected state than a probe."""
         self._recorded = dict(recorded)
 
     def _expected(self, name: str) -> tuple[StateSpec, ...]:
@@ -258,7 +340,7 @@ class LiveState:
         return dict(named_buffers(self.model))
 
     def buffer_places(self) -> dict[str, tuple[Mapping[str, Tensor | None], str]]:
-        """The dictionary that holds each buffer, and its key there: another tensor may take its place."""
+        """The dictionary that holds each buffer, and its key there: another tensor may replace it."""
         return {
             f"{path}.{leaf}" if path else leaf: (module._buffers, leaf)
             for path, module in named_modules(self.model)
@@ -270,21 +352,13 @@ class LiveState:
             yield name, self.held(name)
 
 
-def _local_value(value: Any) -> Any:
-    return local(value) if isinstance(value, Tensor) else value
+def find_masters(
+    params: Mapping[str, Tensor], owned: Iterable[tuple[Tensor, int, tuple[int, int]]]
+) -> dict[str, Tensor]:
+    """Pair low-precision parameters that no optimizer holds with fp32 tensors that one does.
 
-
-def _by_plain_name(masters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Masters are given by the names of ``model.named_parameters()``, or by those without wrappers."""
-    plain = names_with_wrappers(model)
-    return {plain.get(name, name): master for name, master in masters.items()}
-
-
-def find_masters(params: Mapping[str, Tensor], owned: Any) -> dict[str, Tensor]:
-    """Pair low-precision parameters that no optimizer holds with fp32 tensors that one does, by
-    shape, order and value.
-
-    A pair is made only if the master, rounded to the parameter's dtype, equals the parameter to the bit.
+    Pairs have equal shapes and follow the order of both sides; the master, rounded to the parameter's
+    dtype, equals the parameter to the bit.
     """
     tensors = [t for t, _, _ in owned]
     held_ids = {id(t) for t in tensors}

@@ -1,33 +1,28 @@
 """Operators: the units that a snapshot captures, found in a model without help.
 
-An operator is one expert, one gate, or one dense (non-expert) part of a layer. It is a list of
-members, each a whole parameter or a range of rows (along dimension 0) of a fused ``[num_experts,
-...]`` parameter. Every parameter of the model belongs to operators completely and exactly once;
-tied parameters are one parameter.
+An operator is one expert, one gate, or one dense (non-expert) part of a layer. It is a list of members,
+each a whole parameter or a range of rows (along dimension 0) of a fused ``[num_experts, ...]`` parameter.
+Every parameter of the model belongs to operators completely and exactly once; tied parameters are one
+parameter.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
-from ckptd.client.model.parameter_names import named_modules, named_parameters
-from ckptd.core.schedules.schedule import OperatorKind
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ckptd.client.model.live_state import named_modules, named_parameters
+from ckptd.core.schedule import OperatorKind
 
 __all__ = ["Grouping", "Operator", "ParameterRows", "discover_operators", "split_operator"]
 
-type_grouping = Callable[[str, "Tensor"], "str | None"]
-Grouping = Mapping[str, Sequence[str]] | type_grouping
+Grouping = Mapping[str, Sequence[str]] | Callable[[str, Tensor], str | None]
 
-# Names under which the field's models keep the module that routes tokens to experts.
+# Common names of the module that routes tokens to experts.
 _GATE_NAMES = frozenset({"gate", "router", "gating", "switch", "wg", "gate_network", "shared_expert_gate"})
 _COUNT_ATTRIBUTES = (
     "num_experts",
@@ -42,8 +37,7 @@ _COUNT_ATTRIBUTES = (
 class ParameterRows:
     """A whole parameter (``start is None``) or its rows ``[start, stop)`` along dimension 0.
 
-    Of a sharded parameter, what is meant is this rank's shard, and its rows are counted from the
-    shard's first.
+    Of a sharded parameter: of this rank's shard, counted from the shard's first row.
     """
 
     param: str
@@ -55,7 +49,7 @@ class ParameterRows:
         return self.start is None
 
     def range(self, total: int) -> tuple[int, int]:
-        """Its rows, where the whole parameter has ``total``."""
+        """Its rows, if the whole parameter has ``total``."""
         return (0, total) if self.start is None or self.stop is None else (self.start, self.stop)
 
 
@@ -67,170 +61,164 @@ class Operator:
     kind: OperatorKind
     members: tuple[ParameterRows, ...]
     layer: str = ""
-    # Which fused tensor group its rows belong to: kept together in time by the schedule, because a
-    # weight gradient is skipped only when every row of the tensor is frozen.
     group: str | None = None
-    # (name of the module whose calls count tokens, index of the expert in it).
+    """The fused tensor group of its rows. The schedule keeps a group together in time, because a weight
+    gradient is skipped only when every row of the tensor is frozen."""
     expert: tuple[str, int] | None = None
+    """(name of the module whose calls count tokens, index of the expert in it)."""
 
 
 def discover_operators(
     model: nn.Module, *, rows_allowed: Callable[[str], bool], grouping: Grouping | None = None
 ) -> list[Operator]:
-    """Partition the parameters of ``model`` into operators.
+    """Partition the parameters of ``model``, named without wrappers, into operators.
 
     Args:
-        model: any module; parameters are named as in ``client.names``, without wrappers.
-        rows_allowed: whether the optimizer's update of this parameter is independent per row; where
-            it is not, a fused tensor becomes one operator instead of one per expert.
-        grouping: the user's own grouping, first match wins: ``{operator name: [parameter name
-            pattern, ...]}`` or a function ``(name, parameter) -> operator name | None``. What it
-            leaves is grouped automatically.
+        rows_allowed: True if the optimizer updates each row of this parameter independently; otherwise
+            a fused tensor becomes one operator instead of one per expert.
+        grouping: the user's own grouping, first match wins: ``{operator name: [parameter name pattern,
+            ...]}`` or a function ``(name, parameter) -> operator name | None``. Other parameters are
+            grouped automatically.
     Raises:
         ValueError: a pattern of ``grouping`` matches no parameter.
     """
     params: dict[str, Tensor] = dict(named_parameters(model))
     taken: set[str] = set()
-    operators = _grouped(params, grouping, taken)
-    for container in _expert_containers(model, params):
-        operators += container.operators(params, taken, rows_allowed)
-    operators += _dense_operators(params, taken)
+    operators = [
+        _whole(name, OperatorKind.DENSE, names, _layer_of(names[0]))
+        for name, names in _user_groups(params, grouping, taken).items()
+    ]
+    modules = dict(named_modules(model))
+    for name, numbers, fused, gates in _expert_containers(modules, params):
+        operators += (
+            _fused_experts(name, numbers, params, taken, rows_allowed)
+            if fused
+            else _listed_experts(name, numbers, params, taken)
+        )
+        for gate in gates:
+            if names := _take_below(gate, params, taken):
+                operators.append(_whole(gate, OperatorKind.GATE, names, _layer_of(gate)))
+    layers: dict[str, list[str]] = {}
+    for name in params:
+        if name not in taken:
+            layers.setdefault(_layer_of(name), []).append(name)
+    for layer, names in layers.items():
+        dense = f"{layer}.dense" if layer.rpartition(".")[2].isdigit() else layer
+        operators.append(_whole(dense, OperatorKind.DENSE, names, layer))
     order = {name: i for i, name in enumerate(params)}
     return sorted(operators, key=lambda op: order[op.members[0].param] + (op.members[0].start or 0) * 1e-9)
 
 
-def _grouped(params: Mapping[str, Tensor], grouping: Grouping | None, taken: set[str]) -> list[Operator]:
-    if grouping is None:
-        return []
-    found: dict[str, list[ParameterRows]] = {}
+def _whole(
+    name: str, kind: OperatorKind, params: Iterable[str], layer: str, expert: tuple[str, int] | None = None
+) -> Operator:
+    return Operator(name, kind, tuple(map(ParameterRows, params)), layer=layer, expert=expert)
+
+
+def _take_below(module: str, params: Mapping[str, Tensor], taken: set[str]) -> list[str]:
+    """The remaining parameters of this module, which are taken now."""
+    names = [n for n in params if n.startswith(f"{module}.") and n not in taken]
+    taken.update(names)
+    return names
+
+
+def _user_groups(
+    params: Mapping[str, Tensor], grouping: Grouping | None, taken: set[str]
+) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
     if callable(grouping):
         for name, param in params.items():
             op = grouping(name, param)
             if op is not None:
-                found.setdefault(op, []).append(ParameterRows(name))
+                found.setdefault(op, []).append(name)
                 taken.add(name)
-    else:
-        for op, patterns in grouping.items():
-            for pattern in patterns:
-                matches = [n for n in params if n not in taken and fnmatch.fnmatchcase(n, pattern)]
-                if not matches:
-                    raise ValueError(
-                        f"operators[{op!r}]: pattern {pattern!r} matches no (remaining) parameter; "
-                        f"names look like {next(iter(params), '<none>')!r}"
-                    )
-                found.setdefault(op, []).extend(ParameterRows(n) for n in matches)
-                taken.update(matches)
-    return [
-        Operator(name, OperatorKind.DENSE, tuple(ms), layer=_layer_of(ms[0].param))
-        for name, ms in found.items()
-    ]
+        return found
+    for op, patterns in (grouping or {}).items():
+        for pattern in patterns:
+            matches = [n for n in params if n not in taken and fnmatch.fnmatchcase(n, pattern)]
+            if not matches:
+                raise ValueError(
+                    f"operators[{op!r}]: pattern {pattern!r} matches no (remaining) parameter; "
+                    f"names look like {next(iter(params), '<none>')!r}"
+                )
+            found.setdefault(op, []).extend(matches)
+            taken.update(matches)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _ExpertContainer:
-    """A module that holds experts, either as children (``fused`` false) or as rows of its parameters.
+# -- experts ---------------------------------------------------------------------------------------
 
-    ``numbers``: which experts of the layer may be here. An expert is named by its number, wherever
-    it is: so replicas on several ranks, and what is recorded of them, go by one name.
+
+def _expert_containers(
+    modules: Mapping[str, nn.Module], params: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Sequence[int], bool, tuple[str, ...]]]:
+    """Modules that hold experts: name, experts' numbers, whether they are rows of its parameters, gates.
+
+    Found by name, by a sibling that routes to as many targets, and by shape. An expert keeps the
+    number that it has in the layer, on every rank: so replicas, and recordings of them, have one name.
     """
-
-    name: str
-    numbers: Sequence[int]
-    fused: bool
-    gates: tuple[str, ...]
-
-    def operators(
-        self, params: Mapping[str, Tensor], taken: set[str], rows_allowed: Callable[[str], bool]
-    ) -> list[Operator]:
-        found = self._fused(params, taken, rows_allowed) if self.fused else self._listed(params, taken)
-        for gate in self.gates:
-            names = [n for n in params if n.startswith(gate + ".") and n not in taken]
-            if names:
-                taken.update(names)
-                found.append(
-                    Operator(
-                        gate,
-                        OperatorKind.GATE,
-                        tuple(map(ParameterRows, names)),
-                        layer=_layer_of(gate),
-                    )
-                )
-        return found
-
-    def _listed(self, params: Mapping[str, Tensor], taken: set[str]) -> list[Operator]:
-        found = []
-        for index in self.numbers:
-            prefix = f"{self.name}.{index}."
-            names = [n for n in params if n.startswith(prefix) and n not in taken]
-            if names:
-                taken.update(names)
-                found.append(
-                    Operator(
-                        prefix[:-1],
-                        OperatorKind.EXPERT,
-                        tuple(map(ParameterRows, names)),
-                        layer=_layer_of(self.name),
-                        expert=(self.name, index),
-                    )
-                )
-        return found
-
-    def _fused(
-        self, params: Mapping[str, Tensor], taken: set[str], rows_allowed: Callable[[str], bool]
-    ) -> list[Operator]:
-        names = [
-            n for n in _own(params, self.name) if n not in taken and _is_fused(params[n], len(self.numbers))
-        ]
-        held = {n: _experts_held(params[n]) for n in names if rows_allowed(n)}
-        taken.update(names)
-        found = [
-            Operator(n, OperatorKind.EXPERT, (ParameterRows(n),), layer=_layer_of(n))
-            for n in names
-            if not held.get(n)
-        ]
-        return found + [
-            Operator(
-                f"{self.name}.{index}",
-                OperatorKind.EXPERT,
-                tuple(
-                    ParameterRows(n, index - rows.start, index - rows.start + 1)
-                    for n, rows in held.items()
-                    if index in rows
-                ),
-                layer=_layer_of(self.name),
-                group=self.name,
-                expert=(self.name, index),
-            )
-            for index in self.numbers
-            if any(index in rows for rows in held.values())
-        ]
-
-
-def _expert_containers(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[_ExpertContainer]:
-    """Modules that hold experts: by name, by a sibling that routes to as many targets, and by shape."""
-    modules = dict(named_modules(model))
     for name, module in modules.items():
         leaf = name.rpartition(".")[2].lower()
         gates = _sibling_gates(modules, name)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            numbers = _listed_experts(modules, name, gates)
+            numbers = _expert_numbers(modules, name, gates)
             if numbers is not None:
-                yield _ExpertContainer(name, numbers, False, gates)
+                yield name, numbers, False, gates
         elif "expert" in leaf or any("expert" in n for n, _ in module.named_parameters(recurse=False)):
             count = _fused_count(modules, name, gates, [params[n] for n in _own(params, name)])
             if count is not None:
-                yield _ExpertContainer(name, range(count), True, gates)
+                yield name, range(count), True, gates
 
 
-def _listed_experts(modules: Mapping[str, nn.Module], name: str, gates: Sequence[str]) -> list[int] | None:
-    """The numbers of the experts that are children of this module; None where there is no evidence
-    that they are experts.
+def _listed_experts(
+    container: str, numbers: Sequence[int], params: Mapping[str, Tensor], taken: set[str]
+) -> list[Operator]:
+    layer = _layer_of(container)
+    return [
+        _whole(f"{container}.{index}", OperatorKind.EXPERT, names, layer, expert=(container, index))
+        for index in numbers
+        if (names := _take_below(f"{container}.{index}", params, taken))
+    ]
+
+
+def _fused_experts(
+    container: str,
+    numbers: Sequence[int],
+    params: Mapping[str, Tensor],
+    taken: set[str],
+    rows_allowed: Callable[[str], bool],
+) -> list[Operator]:
+    count, layer = len(numbers), _layer_of(container)
+    names = [
+        n
+        for n in _own(params, container)
+        if n not in taken and params[n].ndim >= 2 and params[n].shape[0] == count
+    ]
+    taken.update(names)
+    held = {n: _experts_held(params[n]) for n in names if rows_allowed(n)}
+    found = [_whole(n, OperatorKind.EXPERT, [n], _layer_of(n)) for n in names if not held.get(n)]
+    for index in numbers:
+        members = tuple(
+            ParameterRows(n, index - rows.start, index - rows.start + 1)
+            for n, rows in held.items()
+            if index in rows
+        )
+        if members:
+            name = f"{container}.{index}"
+            found.append(
+                Operator(name, OperatorKind.EXPERT, members, layer, container, expert=(container, index))
+            )
+    return found
+
+
+def _expert_numbers(modules: Mapping[str, nn.Module], name: str, gates: Sequence[str]) -> list[int] | None:
+    """The numbers of the experts among this module's children; None without evidence of experts.
 
     A rank of an elastic layer holds some of them, a single one, or none: then the module above says
     how many there are.
     """
     keys = [key for key, _ in modules[name].named_children()]
-    # Keyed by name, or by what is no number of an expert ("01"): its parts are grouped as dense.
+    # Children with other names, or with "01", which is no expert's number, are grouped as dense.
     if not all(key.isdecimal() and str(int(key)) == key for key in keys):
         return None
     numbers = [int(key) for key in keys]
@@ -247,7 +235,7 @@ def _listed_experts(modules: Mapping[str, nn.Module], name: str, gates: Sequence
 
 
 def _stated_counts(module: nn.Module | None) -> list[int]:
-    """How many experts a module says that there are."""
+    """The numbers of experts that a module states."""
     return [
         int(value)
         for attribute in _COUNT_ATTRIBUTES
@@ -258,13 +246,10 @@ def _stated_counts(module: nn.Module | None) -> list[int]:
 def _fused_count(
     modules: Mapping[str, nn.Module], name: str, gates: Sequence[str], own: Sequence[Tensor]
 ) -> int | None:
-    """How many experts the parameters of this module are fused over; None where there is no
-    evidence of fusion.
-    """
+    """The number of experts fused in this module's parameters; None without evidence of fusion."""
     leading = {p.shape[0] for p in own if p.ndim >= 3}
     parent = modules.get(name.rpartition(".")[0])
-    stated = _stated_counts(modules[name]) + _stated_counts(parent)
-    for count in stated:
+    for count in _stated_counts(modules[name]) + _stated_counts(parent):
         if count >= 2 and count in leading:
             return count
     routed = [c for c in leading if c >= 2 and any(_routes_to(modules[g], c) for g in gates)]
@@ -272,9 +257,7 @@ def _fused_count(
 
 
 def _experts_held(param: Tensor) -> range:
-    """Which experts' rows of a fused parameter are here; empty where its local rows are not one
-    range of the whole's.
-    """
+    """The experts whose rows of a fused parameter are here; empty unless the local rows are one range."""
     start, count = 0, param.shape[0]
     for axis, placement in enumerate(getattr(param, "placements", ())):
         if type(placement).__name__ == "_StridedShard":
@@ -289,13 +272,10 @@ def _experts_held(param: Tensor) -> range:
     return range(start, start + count) if local.shape[0] == count else range(0)
 
 
-def _is_fused(param: Tensor, num_experts: int) -> bool:
-    return param.ndim >= 2 and param.shape[0] == num_experts
-
-
 def _sibling_gates(modules: Mapping[str, nn.Module], name: str) -> tuple[str, ...]:
-    """Beside it; or, where the module above is a layer of experts and nothing else (as of an
-    elastic mixture), beside that.
+    """Gates beside this module; or beside the module above, if that holds nothing else.
+
+    The latter is the case in an elastic mixture.
     """
     parent = name.rpartition(".")[0]
     above = modules.get(parent)
@@ -328,22 +308,6 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-def _dense_operators(params: Mapping[str, Tensor], taken: set[str]) -> list[Operator]:
-    layers: dict[str, list[ParameterRows]] = {}
-    for name in params:
-        if name not in taken:
-            layers.setdefault(_layer_of(name), []).append(ParameterRows(name))
-    return [
-        Operator(
-            f"{layer}.dense" if layer.rpartition(".")[2].isdigit() else layer,
-            OperatorKind.DENSE,
-            tuple(ms),
-            layer=layer,
-        )
-        for layer, ms in layers.items()
-    ]
-
-
 def split_operator(
     op: Operator,
     shapes: Mapping[str, Sequence[int]],
@@ -351,11 +315,11 @@ def split_operator(
     max_bytes: int,
     rows_allowed: Callable[[str], bool],
 ) -> list[Operator]:
-    """Cut an operator larger than ``max_bytes`` into pieces, between its tensors and, where the
-    optimizer is elementwise, between rows of one tensor. Pieces that cannot be cut further stay
-    larger.
+    """Cut an operator larger than ``max_bytes``, between rows too where ``rows_allowed``.
+
+    Pieces that cannot be cut further stay larger.
     """
-    if op.kind is OperatorKind.EXPERT or bytes_of_all(op, bytes_of) <= max_bytes:
+    if op.kind is OperatorKind.EXPERT or sum(map(bytes_of, op.members)) <= max_bytes:
         return [op]
     ranges: list[ParameterRows] = []
     for member in op.members:
@@ -374,7 +338,3 @@ def split_operator(
     if len(parts) == 1:
         return [op]
     return [replace(op, name=f"{op.name}/{i}", members=tuple(part)) for i, part in enumerate(parts)]
-
-
-def bytes_of_all(op: Operator, bytes_of: Callable[[ParameterRows], int]) -> int:
-    return sum(map(bytes_of, op.members))

@@ -1,13 +1,15 @@
-"""What several ranks have alike, and which of them captures it (MoC-System, section 4; DESIGN §8).
+"""Replicated parameters: the ranks that hold them, and the rank that captures them.
 
-A parameter is replicated if its wrapper says so (``DistributedDataParallel``, a ``Replicate``
-placement of a DTensor, as under HSDP) or the user does; it is never guessed from values. Its
-operators are then captured by one rank of the group, and in replay that rank hands to the others
-what was recorded (``ckptd.client.recovery.replica_broadcast``).
+Source: MoC-System §4; DESIGN §8.
 
-All members must assign owners alike. They do so from the same numbers, and before the first
-snapshot they compare what came out (``ReplicatedParams.fingerprints``). A rank that could not
-compare captures everything itself: whatever the others do, nothing is missing.
+A parameter is replicated if its wrapper says so (``DistributedDataParallel``, a ``Replicate`` placement
+of a DTensor, as under HSDP) or the user does; never by a guess from values. One rank of the group captures
+its operators, and in replay that rank broadcasts the recording to the others
+(``ckptd.client.recovery.replica_broadcast``).
+
+All members must assign the same owners. They use the same numbers, and before the first snapshot they
+compare the results (``ReplicatedParams.fingerprints``). A rank that could not compare captures everything
+itself: whatever the others do, nothing is missing.
 """
 
 from __future__ import annotations
@@ -26,13 +28,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.live_state import LiveState, local, names_with_wrappers
 from ckptd.client.model.operators import Operator
-from ckptd.client.model.parameter_names import names_with_wrappers
 from ckptd.client.optimizers.value_trees import plain_parts
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.schedules.policy import OperatorCost
-from ckptd.core.schedules.shares import SharedOperator, spread
+from ckptd.core.schedule import SharedOperator, spread
+from ckptd.core.snapshot_policy import OperatorCost
 
 __all__ = [
     "EVERY_RANK",
@@ -47,7 +48,7 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-# The owner of what each rank captures for itself.
+# The owner of an operator that each rank captures for itself.
 EVERY_RANK = -1
 # Elements: a few hundred MiB at most are needed for a moment, whatever the size of a parameter.
 _SUMMED_AT_ONCE = 16 << 20
@@ -56,23 +57,19 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks that hold the same values of a parameter, or of a shard of it; ``group``: how they
-    reach each other.
-    """
+    """Ranks that hold the same values of a parameter or shard, and the process group that connects them."""
 
     ranks: tuple[int, ...]
     group: Any = field(compare=False, hash=False)
 
     @property
     def key(self) -> str:
-        """Names the group: the same on all of its members."""
+        """A name of the group, equal on all of its members."""
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.ranks))
 
 
-class _Here(msgspec.Struct, frozen=True):
-    """What a rank tells of itself: bytes that it alone captures, and a checksum of what it shares,
-    by group.
-    """
+class _RankShare(msgspec.Struct, frozen=True):
+    """Bytes that a rank alone captures, and a checksum of its replicated parameters by group."""
 
     own_bytes: int
     groups: dict[str, str]
@@ -80,10 +77,10 @@ class _Here(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplicatedParams:
-    """What this rank shares with whom.
+    """The parameters that this rank shares with other ranks.
 
     Attributes:
-        replicas: of each parameter that several ranks have alike.
+        replicas: by parameter.
         own_bytes: what each rank captures besides; equal on all ranks.
     """
 
@@ -91,14 +88,12 @@ class ReplicatedParams:
     own_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def group_of(self, operator: Operator) -> Replicas | None:
-        """The group all of whose members have this operator; None if it is this rank's own."""
+        """The group whose members all have this operator; None if it is this rank's own."""
         found = {self.replicas.get(member.param) for member in operator.members}
         return found.pop() if len(found) == 1 else None
 
     def groups(self, operators: Sequence[Operator]) -> dict[Replicas, list[int]]:
-        """The operators of each group by their numbers here, groups in an order that is the same
-        wherever they meet.
-        """
+        """Indices of each group's operators; groups have the same order on all ranks."""
         found: dict[Replicas, list[int]] = {}
         for i, operator in enumerate(operators):
             if (group := self.group_of(operator)) is not None:
@@ -110,11 +105,11 @@ class ReplicatedParams:
         groups = [self.group_of(operator) for operator in operators]
         if not groups or any(group is None for group in groups):
             return ()
-        common = set.intersection(*(set(group.ranks) for group in groups if group is not None))
-        return tuple(sorted(common - {rank}))
+        shared = set.intersection(*(set(group.ranks) for group in groups if group is not None))
+        return tuple(sorted(shared - {rank}))
 
     def mean_costs(self, operators: Sequence[Operator], costs: Sequence[OperatorCost]) -> list[OperatorCost]:
-        """What each operator takes in this rank's snapshots, were each shared one cut evenly."""
+        """The costs in this rank's snapshots if each shared operator were cut evenly."""
         found = list(costs)
         for group, indices in self.groups(operators).items():
             for i in indices:
@@ -133,7 +128,7 @@ class ReplicatedParams:
     ) -> list[int]:
         """The rank that captures each operator, or ``EVERY_RANK``."""
         owners = [EVERY_RANK] * len(operators)
-        phase_of = {i: number for number, phase in enumerate(phases) for i in phase}
+        phase_of = _phase_of(phases)
         for group, indices in self.groups(operators).items():
             shared = [
                 SharedOperator(
@@ -149,7 +144,7 @@ class ReplicatedParams:
         return owners
 
     def checksums(self, binding: LiveState) -> dict[Replicas, str]:
-        """Of each group one of the values that its parameters and their optimizer state have now."""
+        """A checksum of each group's parameters and their optimizer state, as they are now."""
         return {g: checksum(binding, names) for g, names in _by_group(self.replicas).items()}
 
     def fingerprints(
@@ -159,13 +154,12 @@ class ReplicatedParams:
         owners: Sequence[int],
         values: Mapping[Replicas, str] = MappingProxyType({}),
     ) -> dict[Replicas, int]:
-        """Of each group a number from 0 to 2^63 - 1: equal where its members have the same
-        operators, in the same phases, with the same owners.
+        """A number from 0 to 2^63 - 1 by group, equal if members have equal operators, phases and owners.
 
         Args:
             values: checksums of the same moment on all ranks.
         """
-        phase_of = {i: number for number, phase in enumerate(phases) for i in phase}
+        phase_of = _phase_of(phases)
         found = {}
         for group, indices in self.groups(operators).items():
             planned = [
@@ -179,24 +173,29 @@ class ReplicatedParams:
 NOTHING_SHARED = ReplicatedParams()
 
 
+def _phase_of(phases: Sequence[Sequence[int]]) -> dict[int, int]:
+    return {i: number for number, phase in enumerate(phases) for i in phase}
+
+
 def identity_of(operator: Operator) -> list[Any]:
-    """What makes an operator the same on two ranks: its name and its rows."""
+    """An operator's name and rows, which are equal on two ranks that have the same operator."""
     return [operator.name, [[m.param, m.start, m.stop] for m in operator.members]]
+
+
+# -- finding them ----------------------------------------------------------------------------------
 
 
 def find_replicas(
     binding: LiveState, patterns: Mapping[str, Any] | None, rank: int | None = None
 ) -> dict[str, Replicas]:
-    """The parameters that several ranks have alike.
+    """The parameters that several ranks hold.
 
     Args:
-        patterns: of parameter names (``fnmatch``), each with the process group or one-dimensional
-            ``DeviceMesh`` over which what matches is replicated; None leaves the patterns out, not
-            the wrappers.
-        rank: this rank's number in the job. Groups go by that of the process group; where it is
-            another, nothing is shared.
+        patterns: parameter name patterns (``fnmatch``), each with the process group or one-dimensional
+            ``DeviceMesh`` over which matching parameters are replicated.
+        rank: this rank's number in the job. If the process group has another one, nothing is shared.
     Raises:
-        ValueError: a pattern that matches nothing, or something that is no group.
+        ValueError: a pattern matches nothing, or its value is no group.
     """
     if rank is not None and rank != dist.get_rank():
         logger.warning(
@@ -205,13 +204,12 @@ def find_replicas(
             dist.get_rank(),
         )
         return {}
-    found = {n: r for n, r in _found_by_wrappers(binding) if len(r.ranks) > 1}
-    for name, replicas in _given_by_user(binding, patterns or {}):
-        if len(replicas.ranks) > 1:
-            found[name] = replicas
-        else:
-            found.pop(name, None)
-    return {name: r for name, r in found.items() if not _spread_by_optimizer(binding, name)}
+    found = dict(_found_by_wrappers(binding)) | dict(_given_by_user(binding, patterns or {}))
+    return {
+        name: replicas
+        for name, replicas in found.items()
+        if len(replicas.ranks) > 1 and not _spread_by_optimizer(binding, name)
+    }
 
 
 def _found_by_wrappers(binding: LiveState) -> Iterator[tuple[str, Replicas]]:
@@ -224,19 +222,16 @@ def _found_by_wrappers(binding: LiveState) -> Iterator[tuple[str, Replicas]]:
                     yield names[id(param)], replicas
     known: dict[tuple[int, int], Replicas] = {}
     for name, param in binding.params.items():
-        mesh = getattr(param, "device_mesh", None)
-        axes = [] if mesh is None else _replicated_axes(param)
-        if mesh is not None and axes:
+        placements = enumerate(getattr(param, "placements", ()))
+        axes = [axis for axis, placement in placements if placement.is_replicate()]
+        if axes:
+            mesh: Any = param.device_mesh  # type: ignore[attr-defined]
             # Of several such axes the longest: a group over all of them would have to be made, by
             # all ranks together.
             axis = max(axes, key=lambda a: (mesh.size(a), -a))
             if (id(mesh), axis) not in known:
                 known[id(mesh), axis] = _replicas(mesh.get_group(axis))
             yield name, known[id(mesh), axis]
-
-
-def _replicated_axes(param: Any) -> list[int]:
-    return [axis for axis, placement in enumerate(param.placements) if placement.is_replicate()]
 
 
 def _given_by_user(binding: LiveState, patterns: Mapping[str, Any]) -> Iterator[tuple[str, Replicas]]:
@@ -269,26 +264,24 @@ def _replicas(group: Any) -> Replicas:
 
 
 def _spread_by_optimizer(binding: LiveState, name: str) -> bool:
-    """Whether its optimizer state is on one rank only (``ZeroRedundancyOptimizer``), or its update
-    needs all shards.
-    """
+    """True if one rank alone has its state (``ZeroRedundancyOptimizer``), or its update needs all shards."""
     owner = binding.owner.get(name)
     if owner is None:
         return False
-    return binding.keepers[owner[0]] is not binding.optimizers[owner[0]] or (name in binding.inseparable)
+    return binding.keepers[owner[0]] is not binding.optimizers[owner[0]] or name in binding.inseparable
 
 
 def agree_on_sharing(
     binding: LiveState, replicas: Mapping[str, Replicas], own_bytes: int, ranks: Collectives
 ) -> ReplicatedParams:
-    """What can be shared: what has the same values on all ranks of its group now. A collective call.
+    """The parameters with equal values on all ranks of their group now. A collective call.
 
     Args:
-        own_bytes: what this rank captures beside what is replicated.
+        own_bytes: bytes that this rank captures besides replicated parameters.
     """
     by_group = _by_group(replicas)
     mine = {g.key: checksum(binding, names) for g, names in by_group.items()}
-    found = ranks.gather(_Here(own_bytes, mine), _Here)
+    found = ranks.gather(_RankShare(own_bytes, mine), _RankShare)
     usable: dict[str, Replicas] = {}
     for group, names in by_group.items():
         other = [r for r in group.ranks if found[r].groups.get(group.key) != mine[group.key]]
@@ -303,7 +296,7 @@ def agree_on_sharing(
             )
         else:
             usable.update(dict.fromkeys(names, group))
-    return ReplicatedParams(usable, {rank: here.own_bytes for rank, here in enumerate(found)})
+    return ReplicatedParams(usable, {rank: share.own_bytes for rank, share in enumerate(found)})
 
 
 def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:
@@ -313,10 +306,11 @@ def _by_group(replicas: Mapping[str, Replicas]) -> dict[Replicas, list[str]]:
     return found
 
 
+# -- checksums -------------------------------------------------------------------------------------
+
+
 def checksum(binding: LiveState, names: Sequence[str]) -> str:
-    """Of names, shapes and values, of optimizer state too where there is some. They are summed on
-    their device.
-    """
+    """A checksum of names, shapes and values, including optimizer state, summed on the tensors' devices."""
     shapes: list[Any] = []
     sums: list[Tensor] = []
     for name in names:
@@ -326,7 +320,7 @@ def checksum(binding: LiveState, names: Sequence[str]) -> str:
         state = binding.state(name)
         tensors |= {k: v for k, v in sorted(state.items()) if isinstance(v, Tensor)}
         for kind, tensor in tensors.items():
-            # A shard, too, may be made of others.
+            # A shard, too, may be made of other tensors.
             for data in (d for part in plain_parts(tensor) for d in plain_parts(local(part))):
                 shapes.append([name, kind, str(data.dtype), list(data.shape)])
                 sums += _sums(data)
@@ -334,16 +328,15 @@ def checksum(binding: LiveState, names: Sequence[str]) -> str:
 
 
 def _sums(data: Tensor) -> list[Tensor]:
-    """One number for each part of a tensor: what changes places between parts is noticed.
+    """One number for each part of a tensor, at least two: so an exchange of parts is noticed.
 
-    A sum of integers widens its input to 64 bits first, and a tensor that is not contiguous is
-    copied: of parts, that is little.
+    A sum of integers widens its input to 64 bits first, and a non-contiguous tensor is copied: with
+    parts, that is little.
     """
     if data.numel() == 0:
         return []
     rows = data.reshape(1) if data.ndim == 0 else data
     per_row = max(rows.numel() // len(rows), 1)
-    # Two parts at least.
     step = max(1, min(_SUMMED_AT_ONCE // per_row, -(-len(rows) // 2)))
     found = []
     for part in rows.split(step):
@@ -354,7 +347,7 @@ def _sums(data: Tensor) -> list[Tensor]:
 
 
 def _numbers(sums: Sequence[Tensor]) -> list[int]:
-    """Brought to the host at once, device by device: each transfer waits for the device."""
+    """The sums on the host, with one transfer per device: each transfer waits for the device."""
     found = [0] * len(sums)
     for device in {s.device for s in sums}:
         here = [i for i, s in enumerate(sums) if s.device == device]

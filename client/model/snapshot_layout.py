@@ -1,4 +1,4 @@
-"""From operators and their levels to an image: which tensors, in which order, from where.
+"""The layout of images: which tensors, in which order, from where; and the rows and bytes of tensors.
 
 One ``PhasePlan`` per phase of the schedule is static: the same names, dtypes, shapes and offsets in
 every snapshot of that phase. Adjacent rows of a fused tensor at the same level share one entry.
@@ -6,28 +6,40 @@ every snapshot of that phase. Adjacent rows of a fused tensor at the same level 
 
 from __future__ import annotations
 
+import ctypes
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout
+from ckptd.storage.image_format import TensorEntry
 
 __all__ = [
+    "DTYPES",
     "SAFETENSORS_DTYPES",
     "EntrySource",
     "PhasePlan",
+    "Rows",
     "StateTable",
+    "buffer_of",
     "build_phase",
+    "common",
     "entry_name",
+    "free_bytes",
     "member_bytes",
+    "merge",
     "parse_entry_name",
+    "rows_of_piece",
+    "rows_within",
 ]
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
@@ -48,15 +60,30 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 SCALARS = "ckptd.scalars"
 # What a fresh process must know to rebuild optimizer state, the same in every image of a plan.
 STATIC = "ckptd.optim_layout"
+# Prefix of an entry's name, by the kind of its source.
+_PREFIXES = {
+    "master": "master/",
+    "buffer": "buffer/",
+    "packed": "ckptd.optim_scalars/",
+    "optim": "optim/",
+    "param": "",
+}
+
+# Parameter name -> ranges of its rows, merged and in order.
+Rows = dict[str, list[tuple[int, int]]]
+# (parameter, key) of each 0-dimensional optimizer state tensor, by dtype, in a stable order.
+PackedOrder = Mapping[torch.dtype, list[tuple[str, str]]]
 
 
 @dataclass(frozen=True, slots=True)
 class EntrySource:
-    """Where an entry's bytes come from: ``kind`` is param, master, optim, buffer, or packed
-    (0-dimensional state).
+    """The source of an entry's bytes.
+
+    ``kind``: param, master, optim, buffer, or packed (0-dimensional state).
     """
 
     kind: str
@@ -68,22 +95,18 @@ class EntrySource:
 
     @property
     def tensor_name(self) -> str:
-        """Of the live tensor: that of the parameter or buffer itself, ``master/…`` and ``optim/…``
-        of what belongs to it.
-        """
+        """The name of the whole live tensor; ``master/…`` or ``optim/…`` belongs to a parameter."""
         whole = replace(self, start=None, stop=None)
         return self.name if self.kind in ("param", "buffer") else entry_name(whole)
 
     def range(self, total: int) -> tuple[int, int]:
-        """Its rows, where the whole has ``total``."""
+        """Its rows, if the whole has ``total``."""
         return (0, total) if self.start is None or self.stop is None else (self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """The layout of one phase's image and the source of each of its entries (same order as
-    ``layout.entries``).
-    """
+    """The layout of one phase's image, and the source and offset of each of ``layout.entries``."""
 
     phase: int
     anchored: frozenset[int]
@@ -94,37 +117,21 @@ class PhasePlan:
     scalars_capacity: int
     static_offset: int
     static: bytes
-    # (parameter, key) of each element of the packed 0-dimensional state, by dtype.
-    packed: Mapping[torch.dtype, list[tuple[str, str]]]
-    # What the optimizer was known to keep for each parameter when this was planned.
+    packed: PackedOrder
     state_keys: dict[str, frozenset[str]]
+    """The known optimizer state of each parameter at the time of planning."""
 
 
 def entry_name(source: EntrySource) -> str:
     rows = "" if source.start is None else f"[{source.start}:{source.stop}]"
-    if source.kind == "optim":
-        return f"optim/{source.key}/{source.name}{rows}"
-    prefix = {
-        "param": "",
-        "master": "master/",
-        "buffer": "buffer/",
-        "packed": "ckptd.optim_scalars/",
-    }[source.kind]
-    return f"{prefix}{source.name}{rows}"
+    key = f"{source.key}/" if source.kind == "optim" else ""
+    return f"{_PREFIXES[source.kind]}{key}{source.name}{rows}"
 
 
 def parse_entry_name(name: str, dtype: torch.dtype) -> EntrySource:
     """The inverse of ``entry_name``."""
-    kind, key = "param", ""
-    for prefix, found in (
-        ("master/", "master"),
-        ("buffer/", "buffer"),
-        ("ckptd.optim_scalars/", "packed"),
-        ("optim/", "optim"),
-    ):
-        if name.startswith(prefix):
-            kind, name = found, name[len(prefix) :]
-            break
+    kind = next(kind for kind, prefix in _PREFIXES.items() if name.startswith(prefix))
+    name, key = name.removeprefix(_PREFIXES[kind]), ""
     if kind == "optim":
         key, _, name = name.partition("/")
     start = stop = None
@@ -141,19 +148,19 @@ def member_bytes(
     *,
     anchored: bool,
 ) -> int:
-    """Bytes that this member takes in a snapshot at this level."""
-    tensor = local(binding.params[member.param])
-    anchored = anchored or member.param in binding.elsewhere | binding.inseparable
+    """Bytes of this member in a snapshot at this level."""
+    name = member.param
+    tensor = local(binding.params[name])
     share = 1.0
     if member.start is not None:
         assert member.stop is not None
         share = (member.stop - member.start) / max(tensor.shape[0], 1)
-    if not anchored:
-        return round(tensor.numel() * share) * compute_dtypes.get(member.param, tensor.dtype).itemsize
+    if not (anchored or name in binding.elsewhere | binding.inseparable):
+        return round(tensor.numel() * share) * compute_dtypes.get(name, tensor.dtype).itemsize
     total = tensor.numel() * tensor.dtype.itemsize
-    if member.param in binding.masters:
-        total += tensor.numel() * binding.masters[member.param].dtype.itemsize
-    for spec in binding.specs(member.param):
+    if name in binding.masters:
+        total += tensor.numel() * binding.masters[name].dtype.itemsize
+    for spec in binding.specs(name):
         if spec.kind == "like" and spec.dtype is not None:
             total += tensor.numel() * spec.dtype.itemsize
         elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
@@ -163,17 +170,29 @@ def member_bytes(
 
 @dataclass(frozen=True, slots=True)
 class StateTable:
-    """The optimizer state there is: the part of a plan that its phases have in common."""
+    """The known optimizer state: the part of a plan that its phases have in common."""
 
     specs: Mapping[str, tuple[StateSpec, ...]]
-    packed: Mapping[torch.dtype, list[tuple[str, str]]]
+    packed: PackedOrder
     static: bytes
 
     @classmethod
     def of(cls, binding: LiveState) -> StateTable:
-        specs = {name: binding.specs(name) for name in binding.owner}
-        packed = _packed_scalars(specs)
-        return cls(specs, packed, values.pack(_state_layout(specs, packed), STATIC))
+        specs_of = {name: binding.specs(name) for name in binding.owner}
+        scalars: dict[str, dict[str, list[object]]] = {}
+        packed: dict[torch.dtype, list[tuple[str, str]]] = {}
+        for name, specs in specs_of.items():
+            scalars[name] = {}
+            for spec in specs:
+                if spec.kind == "scalar" and spec.dtype is not None:
+                    scalars[name][spec.key] = [SAFETENSORS_DTYPES[spec.dtype], spec.on_host]
+                    packed.setdefault(spec.dtype, []).append((name, spec.key))
+        layout = {
+            "keys": {name: [spec.key for spec in specs] for name, specs in specs_of.items()},
+            "scalars": scalars,
+            "packed": {SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed.items()},
+        }
+        return cls(specs_of, packed, values.pack(layout, STATIC))
 
 
 def build_phase(
@@ -199,32 +218,22 @@ def build_phase(
     anchored = frozenset(anchored)
     for index in (*anchored, *compute):
         for m in operators[index].members if index not in left_out else ():
-            rows = m.range(binding.num_rows(m.param))
-            levels.setdefault(m.param, []).append((rows[0], rows[1], index in anchored))
-    # What another rank updates, or only all ranks together, cannot be recomputed from an older
-    # anchor here: all of it is in every snapshot.
+            start, stop = m.range(binding.num_rows(m.param))
+            levels.setdefault(m.param, []).append((start, stop, index in anchored))
+    # An update by another rank, or by all ranks together, cannot be recomputed from an older anchor
+    # here: such parameters are in every snapshot.
     always = binding.elsewhere | binding.inseparable
     levels.update({n: [(0, binding.num_rows(n), True)] for n in always})
     pairs: list[tuple[TensorEntry, EntrySource | None]] = []
     for name in (n for n in binding.params if n in levels):
-        for start, stop, full in _merge(levels[name]):
-            pairs += _entries_of(binding, state, name, start, stop, full, compute_dtypes)
+        for start, stop, full in _merge_levels(levels[name]):
+            dtype = None if full else compute_dtypes.get(name)
+            pairs += _entries_of(binding, state, name, start, stop, full, dtype)
     for name, buffer in binding.buffers().items():
         data = local(buffer)
-        pairs.append(
-            (
-                _entry(f"buffer/{name}", data.dtype, data.shape),
-                EntrySource("buffer", name, dtype=data.dtype),
-            )
-        )
+        pairs.append(_pair(EntrySource("buffer", name, dtype=data.dtype), data.shape))
     for dtype, names in state.packed.items():
-        key = SAFETENSORS_DTYPES[dtype]
-        pairs.append(
-            (
-                _entry(f"ckptd.optim_scalars/{key}", dtype, (len(names),)),
-                EntrySource("packed", key, dtype=dtype),
-            )
-        )
+        pairs.append(_pair(EntrySource("packed", SAFETENSORS_DTYPES[dtype], dtype=dtype), (len(names),)))
     pairs.append((TensorEntry(SCALARS, "U8", (scalars_capacity,)), None))
     pairs.append((TensorEntry(STATIC, "U8", (len(state.static),)), None))
     mask = sum(1 << i for i in anchored)
@@ -247,36 +256,7 @@ def build_phase(
     )
 
 
-def _state_layout(
-    specs_of: Mapping[str, tuple[StateSpec, ...]],
-    packed_of: Mapping[torch.dtype, list[tuple[str, str]]],
-) -> dict[str, Any]:
-    """The order of keys in each parameter's optimizer state, and of the packed 0-dimensional tensors."""
-    keys, scalars = {}, {}
-    for name, specs in specs_of.items():
-        keys[name] = [s.key for s in specs]
-        scalars[name] = {
-            s.key: [SAFETENSORS_DTYPES[s.dtype], s.on_host]
-            for s in specs
-            if s.kind == "scalar" and s.dtype is not None
-        }
-    packed = {SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed_of.items()}
-    return {"keys": keys, "scalars": scalars, "packed": packed}
-
-
-def _packed_scalars(
-    specs_of: Mapping[str, tuple[StateSpec, ...]],
-) -> dict[torch.dtype, list[tuple[str, str]]]:
-    """(parameter, key) of every 0-dimensional optimizer state tensor, by dtype, in a stable order."""
-    packed: dict[torch.dtype, list[tuple[str, str]]] = {}
-    for name, specs in specs_of.items():
-        for spec in specs:
-            if spec.kind == "scalar" and spec.dtype is not None:
-                packed.setdefault(spec.dtype, []).append((name, spec.key))
-    return packed
-
-
-def _merge(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+def _merge_levels(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
     merged: list[tuple[int, int, bool]] = []
     for start, stop, full in sorted(ranges):
         if merged and merged[-1][1] == start and merged[-1][2] == full:
@@ -293,8 +273,9 @@ def _entries_of(
     start: int,
     stop: int,
     full: bool,
-    compute_dtypes: Mapping[str, torch.dtype],
-) -> list[tuple[TensorEntry, EntrySource | None]]:
+    dtype: torch.dtype | None,
+) -> list[tuple[TensorEntry, EntrySource]]:
+    """Rows of a parameter in ``dtype`` (None: its own); ``full``: with masters and optimizer state."""
     param = local(binding.params[name])
     whole = param.ndim == 0 or (start == 0 and stop == param.shape[0])
     if not (whole or 0 <= start < stop <= param.shape[0]):
@@ -302,24 +283,98 @@ def _entries_of(
         raise ValueError(f"{name}[{start}:{stop}] is not in a tensor of {tuple(param.shape)}")
     a, b = (None, None) if whole else (start, stop)
     shape = tuple(param.shape) if whole else (stop - start, *param.shape[1:])
-    dtype = param.dtype if full else compute_dtypes.get(name, param.dtype)
-    sources = [(EntrySource("param", name, "", a, b, dtype), shape)]
-    if full:
-        if name in binding.masters:
-            sources.append((EntrySource("master", name, "", a, b, binding.masters[name].dtype), shape))
-        for spec in state.specs.get(name, ()):
-            if spec.kind == "like" and spec.dtype is not None:
-                sources.append((EntrySource("optim", name, spec.key, a, b, spec.dtype), shape))
-            elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
-                assert whole, f"{name}: rows of a parameter whose optimizer state is not per row"
-                sources.append((EntrySource("optim", name, spec.key, None, None, spec.dtype), spec.shape))
-    return [(_entry(entry_name(s), s.dtype, sh), s) for s, sh in sources]
+    pairs = [_pair(EntrySource("param", name, "", a, b, dtype or param.dtype), shape)]
+    if not full:
+        return pairs
+    if name in binding.masters:
+        pairs.append(_pair(EntrySource("master", name, "", a, b, binding.masters[name].dtype), shape))
+    for spec in state.specs.get(name, ()):
+        if spec.kind == "like" and spec.dtype is not None:
+            pairs.append(_pair(EntrySource("optim", name, spec.key, a, b, spec.dtype), shape))
+        elif spec.kind == "tensor" and spec.dtype is not None and spec.shape is not None:
+            assert whole, f"{name}: rows of a parameter whose optimizer state is not per row"
+            pairs.append(_pair(EntrySource("optim", name, spec.key, None, None, spec.dtype), spec.shape))
+    return pairs
 
 
-def _entry(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorEntry:
+def _pair(source: EntrySource, shape: Iterable[int]) -> tuple[TensorEntry, EntrySource]:
+    name, dtype = entry_name(source), source.dtype
     if dtype not in SAFETENSORS_DTYPES:
         raise ValueError(
             f"{name} has dtype {dtype}, which an image cannot hold; supported: "
             f"{', '.join(map(str, SAFETENSORS_DTYPES))}"
         )
-    return TensorEntry(name, SAFETENSORS_DTYPES[dtype], tuple(int(n) for n in shape))
+    return TensorEntry(name, SAFETENSORS_DTYPES[dtype], tuple(int(n) for n in shape)), source
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows in order, with touching ranges merged."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and merged[-1][1] >= start:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def common(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The rows that are in both."""
+    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return [(a, b) for a, b in pairs if a < b]
+
+
+def rows_of_piece(tensor: Tensor, piece: EntrySource) -> Tensor:
+    """The rows of a whole tensor that a piece covers; all of it, if the piece names none."""
+    return tensor if piece.start is None else tensor[piece.start : piece.stop]
+
+
+def rows_within(recorded: Tensor, piece: EntrySource, source: EntrySource) -> Tensor:
+    """The rows of ``recorded``, which holds those of ``source``, that a piece of it covers."""
+    if piece.start is None or (piece.start, piece.stop) == (source.start, source.stop):
+        return recorded
+    first = source.start or 0
+    return recorded[piece.start - first : piece.stop - first]  # type: ignore[operator]
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, in place, for as long as the tensor lives.
+
+    Unlike with numpy, its storage can be resized afterwards, and every dtype works.
+
+    Raises:
+        ValueError: it is not contiguous: its bytes would be those of others.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of {tuple(tensor.shape)} is not contiguous")
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still allocate on a device; on the host within its memory cgroup."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # Memory that torch has reserved and does not use serves as well.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text_of("/proc/meminfo"), re.MULTILINE)
+    free = int(available[1]) * 1024 if available else sys.maxsize
+    limit, used = (_text_of(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        free = min(free, int(limit) - int(used))
+    return max(free, 0)
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:  # no such file on this system, so no such limit
+        return ""

@@ -1,1 +1,1 @@
-"""What an optimizer keeps and does, found by looking and by experiment."""
+"""What an optimizer keeps and does, found by inspection and by experiment."""

@@ -1,10 +1,10 @@
-"""What optimizers keep beside the tensors per parameter that a plan captures: counters in
-attributes, inner optimizers, histories in lists, generators, ``state["step"]``.
+"""What optimizers keep besides the tensors per parameter that a plan captures.
 
-All of it is looked at before every snapshot. What consists of plain values, tensors and generators
-goes into the step scalars, and is put back in place after a restart. Anything else is refused by
-its path, so that no snapshot is taken that could not bring it back. What is as it was when the
-optimizer was given to us, and cannot be told from outside, is left as it is.
+Counters in attributes, inner optimizers, histories in lists, generators, ``state["step"]``: all of it is
+inspected before every snapshot. Plain values, tensors and generators go into the step scalars, and are
+put back in place after a restart. Anything else is refused by its path, so that no snapshot is taken that
+could not restore it. Values that are as they were when the optimizer was passed to us, and cannot be read
+from outside, are left as they are.
 """
 
 from __future__ import annotations
@@ -40,59 +40,103 @@ __all__ = ["KeptState", "cannot_be_captured"]
 
 logger = get_logger(__name__)
 
-# Copied by the training thread with each snapshot, and what msgpack holds in one piece is 4 GiB at most.
+# The training thread copies it with each snapshot, and msgpack holds 4 GiB at most in one piece.
 MAX_BYTES = 1 << 30
-_TOLD_BYTES = 16 << 20
+_WARNED_BYTES = 16 << 20
 
 Specs = Mapping[str, Sequence[StateSpec]]
+# Names a tensor that is captured elsewhere: its kind, its parameter or buffer, a key of its state.
+Reference = list[str]
 
 
 def cannot_be_captured(who: str, refused: NotCapturable) -> str:
-    """What is told of it, and what to do."""
+    """The error text, with what to do."""
     return (
-        f"optimizer {who} keeps {refused.path} ({refused.why}), which cannot be captured: no "
-        "snapshot is taken, and after a "
-        "failure this run begins anew. Keep it in tensors or plain values (numbers, text, lists, "
-        "dicts), or made in the "
-        "optimizer's constructor; or use another optimizer (docs/optimizers.md)"
+        f"optimizer {who} keeps {refused.path} ({refused.why}), which cannot be captured: no snapshot is "
+        "taken, and after a failure this run begins anew. Keep it in tensors or plain values (numbers, text, "
+        "lists, dicts), or made in the optimizer's constructor; or use another optimizer (docs/optimizers.md)"
     )
 
 
+class _CapturedTensors:
+    """References to tensors that are captured elsewhere, by identity, memory or address.
+
+    Called with a tensor, or with a number that may be its identity or an address in it: an optimizer
+    may keep tables by ``data_ptr()``. Built at the first call.
+    """
+
+    def __init__(self, captured: Callable[[], Iterable[tuple[Reference, Tensor]]]) -> None:
+        self._captured = captured
+        self._by_id: dict[int, Reference] | None = None
+        self._by_memory: dict[tuple[Any, ...], Reference] = {}
+        self._places: list[tuple[int, int, Reference]] = []
+
+    def __call__(self, tensor: Tensor | int) -> list[Any] | None:
+        by_id = self._build() if self._by_id is None else self._by_id
+        if isinstance(tensor, int):
+            return by_id.get(tensor) or self._of_address(tensor)
+        found = by_id.get(id(tensor))
+        if found is not None:
+            return found
+        if not plain_tensor(tensor) or not tensor.numel():
+            return None
+        same = self._by_memory.get(_memory_of(tensor))
+        return None if same is None else ["data", *same]
+
+    def _build(self) -> dict[int, Reference]:
+        by_id: dict[int, Reference] = {}
+        for ref, tensor in self._captured():
+            by_id.setdefault(id(tensor), ref)
+            if plain_tensor(tensor) and tensor.numel():
+                self._by_memory.setdefault(_memory_of(tensor), ref)
+                self._places.append((tensor.data_ptr(), tensor.numel() * tensor.element_size(), ref))
+        self._places.sort(key=lambda place: place[0])
+        self._by_id = by_id
+        return by_id
+
+    def _of_address(self, number: int) -> list[Any] | None:
+        at = bisect.bisect_right(self._places, number, key=lambda place: place[0]) - 1
+        if at < 0:
+            return None
+        start, size, ref = self._places[at]
+        return ["a", number - start, *ref] if number < start + size else None
+
+
 class KeptState:
-    """Of the optimizers of one binding.
+    """What the optimizers of one binding keep.
 
     Args:
-        given: the optimizers as the user has them, wrappers included, in the order of those of the binding.
+        given: the optimizers as the user passed them, with wrappers, in the binding's order.
 
     Attributes:
-        specs: what a plan captures of the state per parameter, as it was looked at last.
+        specs: what a plan captures of the state per parameter, as of the last look.
+        names: the class name of each optimizer.
+        given: the optimizers, without wrappers that keep nothing of the run.
     Raises:
         ValueError: one keeps what no snapshot can hold, from the beginning.
     """
 
     def __init__(self, binding: LiveState, given: Sequence[Any]) -> None:
-        # What Accelerate and others put around one keeps nothing of the run.
+        # Accelerate's and others' wrappers keep nothing of the run.
         pairs = zip(given, binding.optimizers, strict=True)
-        self._binding, self._given = binding, [o if is_ignored(g) else g for g, o in pairs]
-        self._names = [type(g).__name__ for g in self._given]
+        self._binding, self.given = binding, [o if is_ignored(g) else g for g, o in pairs]
+        self.names = [type(g).__name__ for g in self.given]
         self._modules = {id(m) for m in binding.model.modules()}
-        self._known: dict[int, list[str]] | None = None
-        self._alike: dict[tuple[Any, ...], list[str]] = {}
-        self._places: list[tuple[int, int, list[str]]] = []
         self.specs: Specs = {}
-        # What the state consisted of when it was looked at last, and what was found.
+        # All values of the state at the last look, and what was found.
         self._seen: list[Any] = []
         self._unknown = ""
         self._looked: dict[str, tuple[Any, ...]] = {}
+        # By parameter: keys that no plan captures as tensors.
         self._odd: dict[str, list[str]] = {}
-        # Where keys are not those that were planned: those there are, in the optimizer's own order;
-        # None: there is no state.
+        # Where keys differ from the planned ones: all keys, in the optimizer's own order; None:
+        # there is no state.
         self._deviating: dict[str, list[str] | None] = {}
         self._held: tuple[object, frozenset[int]] = (None, frozenset())
         self._volatile: set[tuple[str, str]] = set()
-        self._told = False
+        self._warned = False
         self._num_generators = 0
-        self._also: Callable[[Mapping[str, Any]], None] | None = None
+        self._check: Callable[[Mapping[str, Any]], None] | None = None
         self._baseline: Baseline | None = None
         try:
             self._baseline = self._walk()[1]
@@ -100,56 +144,41 @@ class KeptState:
             raise ValueError(cannot_be_captured(self.whose, refused)) from None
 
     @property
-    def names(self) -> list[str]:
-        """Of each optimizer that of its class."""
-        return list(self._names)
-
-    @property
-    def given(self) -> list[Any]:
-        """The optimizers as the user has them, without wrappers that keep nothing of the run."""
-        return list(self._given)
-
-    @property
     def whose(self) -> str:
         """The optimizers' names."""
-        return ", ".join(dict.fromkeys(self._names))
+        return ", ".join(dict.fromkeys(self.names))
 
     def wrappers(self) -> list[str]:
-        """Why an optimizer that is wrapped cannot be captured in parts; empty if none is."""
+        """Why a wrapped optimizer cannot be captured in parts; empty if none is wrapped."""
         return [
             f"{type(given).__name__} is around {type(optimizer).__name__}, and its own step may "
             "depend on all parameters"
-            for given, optimizer in zip(self._given, self._binding.optimizers, strict=True)
+            for given, optimizer in zip(self.given, self._binding.optimizers, strict=True)
             if given is not optimizer
         ]
 
-    # -- what there is -------------------------------------------------------------------------------
+    # -- the state now -------------------------------------------------------------------------------
 
     def look(self, specs: Specs) -> str:
         """Compare the state per parameter with what the plan captures of it.
 
         Returns:
-            A tensor that a plan could capture, if it were made anew; empty if there is none.
+            A tensor that a new plan could capture; empty if there is none.
         """
         now = _values_of(self._binding.keepers)
         if specs is not self.specs:
             self.specs, self._looked, self._odd, self._deviating = specs, {}, {}, {}
-        elif len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
+        elif _same_objects(now, self._seen):
             return self._unknown
-        self._seen, self._unknown = now, self._look_at_all()
-        return self._unknown
-
-    def _look_at_all(self) -> str:
-        unknown = ""
+        self._seen, self._unknown = now, ""
         for name in self._binding.owner:
             state = self._binding.state(name)
-            now = tuple(state.values())
+            values_now = tuple(state.values())
             before = self._looked.get(name)
-            if before and len(now) == len(before) and all(map(operator.is_, now, before)):
-                continue
-            self._looked[name] = now
-            unknown = self._look_at(name, state) or unknown
-        return unknown
+            if not before or not _same_objects(values_now, before):
+                self._looked[name] = values_now
+                self._unknown = self._look_at(name, state) or self._unknown
+        return self._unknown
 
     def _look_at(self, name: str, state: Mapping[str, Any]) -> str:
         planned = {s.key: s for s in self.specs.get(name, ())}
@@ -167,7 +196,7 @@ class KeptState:
         unknown = ""
         for key in odd:
             value = state[key]
-            if not isinstance(value, Tensor) or not _plannable(value):
+            if not isinstance(value, Tensor) or not (plain_tensor(value) or hasattr(value, "to_local")):
                 continue
             if key in planned and planned[key].is_tensor:
                 self._volatile.add((name, key))  # another shape now: it was planned once, and that is enough
@@ -186,121 +215,106 @@ class KeptState:
         return found
 
     def gather(self) -> bytes:
-        """All else, packed: it may change when this has returned.
+        """Everything else, packed: it may change after the return.
 
         Raises:
-            Refused: something that no snapshot can hold.
+            NotCapturable: something that no snapshot can hold.
         """
         kept, _ = self._walk()
-        if self._also is not None:
-            self._also(kept)
+        if self._check is not None:
+            self._check(kept)
         packed = values.pack(kept, "what the optimizer keeps")
         if len(packed) > MAX_BYTES:
             raise NotCapturable(
                 self.whose, f"{len(packed)} bytes beside tensors per parameter, {MAX_BYTES} at most"
             )
-        if len(packed) > _TOLD_BYTES and not self._told:
-            self._told = True
+        if len(packed) > _WARNED_BYTES and not self._warned:
+            self._warned = True
             logger.warning(
                 "optimizer %s keeps %.1f MiB elsewhere than in tensors per parameter: the training "
-                "thread copies them in "
-                "each snapshot",
+                "thread copies them in each snapshot",
                 self.whose,
                 len(packed) / 2**20,
             )
         return packed
 
     def tree(self) -> dict[str, Any]:
-        """What `gather` packs, as it is now, in memory of its own.
+        """What `gather` packs, in memory of its own.
 
         Raises:
-            Refused: something that no snapshot can hold.
+            NotCapturable: something that no snapshot can hold.
         """
         found: dict[str, Any] = values.unpack(values.pack(self._walk()[0], "what the optimizer keeps"))
         return found
 
     def keeps_generators(self) -> bool:
-        """Whether there are random generators in it, as it is now.
+        """True if it holds random generators now.
 
         Raises:
-            Refused: something that no snapshot can hold.
+            NotCapturable: something that no snapshot can hold.
         """
         self._walk()
         return self._num_generators > 0
 
     def check_also(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """From now on `gather` asks this, too, which may raise `NotCapturable`."""
-        self._also = check
+        """From now on `gather` calls ``check``, which may raise `NotCapturable`."""
+        self._check = check
 
     def _walk(self) -> tuple[dict[str, Any], Baseline]:
-        try:
-            return self._walk_all()
-        finally:
-            self._known, self._alike, self._places = None, {}, []
-
-    def _walk_all(self) -> tuple[dict[str, Any], Baseline]:
-        made = Baseline()
-        skipped = self._skipped()
-
+        made, known, skipped = Baseline(), _CapturedTensors(self._captured), self._skipped()
         writers: list[TreeWriter] = []
 
-        def writer() -> TreeWriter:
-            writers.append(TreeWriter(self._tell_known, self._baseline, lambda value: id(value) in skipped))
+        def writer(into: Baseline | None = None) -> TreeWriter:
+            writers.append(TreeWriter(known, self._baseline, lambda value: id(value) in skipped, into))
             return writers[-1]
 
-        attributes, groups, foreign = [], [], []
-        for given, optimizer, keeper in zip(
-            self._given, self._binding.optimizers, self._binding.keepers, strict=True
-        ):
+        attributes: list[Any] = []
+        groups: list[Any] = []
+        foreign: list[Any] = []
+        for root, optimizer, keeper in self._roots():
+            attributes.append(writer(made).attributes(root, ""))
+            # Options that ``gather_groups`` leaves out.
+            groups.append(
+                [
+                    [i, key, writer(made).node(value, f"param_groups[{i}][{key!r}]")]
+                    for i, group in enumerate(optimizer.param_groups)
+                    for key, value in group.items()
+                    if key != "params" and not plain(value)
+                ]
+            )
             one = writer()
-            root = keeper if given is optimizer else given
-            attributes.append(one.attributes(root, ""))
-            made.objects.update(one.made.objects)
-            made.opaque.update(one.made.opaque)
-            groups.append(self._groups(writer, optimizer, made))
-            foreign.append(self._foreign(writer(), keeper))
-        entries = {name: self._entries(writer(), name, keys) for name, keys in self._odd.items()}
+            foreign.append([one.pair(k, v, "state") for k, v in self._foreign(keeper).items()])
+        entries = {}
+        for name, keys in self._odd.items():
+            state, one = self._binding.state(name), writer()
+            found = [[k, one.node(state[k], f"state[{name}][{k!r}]")] for k in keys if not _simple(state[k])]
+            if found:
+                entries[name] = found
         self._num_generators = sum(one.num_generators for one in writers)
         return {
             "attributes": attributes,
             "groups": groups,
             "foreign": foreign,
-            "entries": {name: found for name, found in entries.items() if found},
+            "entries": entries,
             "keys": self._deviating,
         }, made
 
-    def _groups(self, writer: Any, optimizer: torch.optim.Optimizer, made: Baseline) -> list[Any]:
-        """Options that ``gather_groups`` leaves out."""
-        found = []
-        for i, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params" and not plain(value):
-                    one = writer()
-                    found.append([i, key, one.node(value, f"param_groups[{i}][{key!r}]")])
-                    made.objects.update(one.made.objects)
-                    made.opaque.update(one.made.opaque)
-        return found
+    def _roots(self) -> Iterable[tuple[Any, torch.optim.Optimizer, torch.optim.Optimizer]]:
+        """By optimizer: the object whose attributes count, the optimizer, and the keeper of its state."""
+        binding = self._binding
+        for given, optimizer, keeper in zip(self.given, binding.optimizers, binding.keepers, strict=True):
+            yield (keeper if given is optimizer else given), optimizer, keeper
 
-    def _foreign(self, writer: TreeWriter, keeper: torch.optim.Optimizer) -> list[Any]:
-        """Entries of ``state`` that are of no parameter, such as ``state["step"]``."""
-        owned = self._owned()
-        others = {k: v for k, v in keeper.state.items() if id(k) not in owned}
-        return [writer._pair(k, v, "state", 0) for k, v in others.items()]
-
-    def _owned(self) -> frozenset[int]:
-        """Identities of the tensors that the optimizers update."""
-        owner, found = self._held
+    def _foreign(self, keeper: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Entries of ``state`` that belong to no parameter, such as ``state["step"]``."""
+        owner, owned = self._held
         if owner is not self._binding.owner:
-            found = frozenset(id(self._binding.held(n)) for n in self._binding.owner)
-            self._held = self._binding.owner, found
-        return found
-
-    def _entries(self, writer: TreeWriter, name: str, keys: Iterable[str]) -> list[list[Any]]:
-        state = self._binding.state(name)
-        return [[k, writer.node(state[k], f"state[{name}][{k!r}]")] for k in keys if not _simple(state[k])]
+            owned = frozenset(id(self._binding.held(n)) for n in self._binding.owner)
+            self._held = self._binding.owner, owned
+        return {k: v for k, v in keeper.state.items() if id(k) not in owned}
 
     def _skipped(self) -> set[int]:
-        """Identities of what is captured otherwise."""
+        """Identities of objects that are captured elsewhere."""
         binding = self._binding
         found = set(self._modules)
         for optimizer in (*binding.optimizers, *binding.keepers):
@@ -309,40 +323,9 @@ class KeptState:
             found.update(map(id, optimizer.param_groups))
         return found
 
-    # -- tensors that are captured otherwise -------------------------------------------------------
+    # -- tensors that are captured elsewhere -------------------------------------------------------
 
-    def _tell_known(self, tensor: Tensor | int) -> list[str] | None:
-        if self._known is None:
-            self._know()
-            assert self._known is not None
-        if isinstance(tensor, int):
-            return self._known.get(tensor) or self._address(tensor)
-        found = self._known.get(id(tensor))
-        if found is not None:
-            return found
-        if not plain_tensor(tensor) or not tensor.numel():
-            return None
-        same = self._alike.get(_place(tensor))
-        return None if same is None else ["data", *same]
-
-    def _address(self, number: int) -> Any:
-        """An optimizer may keep tables by ``data_ptr()``."""
-        at = bisect.bisect_right(self._places, number, key=lambda place: place[0]) - 1
-        if at < 0:
-            return None
-        start, size, ref = self._places[at]
-        return ["a", number - start, *ref] if number < start + size else None
-
-    def _know(self) -> None:
-        self._known, self._alike, self._places = {}, {}, []
-        for ref, tensor in self._captured():
-            self._known.setdefault(id(tensor), ref)
-            if plain_tensor(tensor) and tensor.numel():
-                self._alike.setdefault(_place(tensor), ref)
-                self._places.append((tensor.data_ptr(), tensor.numel() * tensor.element_size(), ref))
-        self._places.sort(key=lambda place: place[0])
-
-    def _captured(self) -> Iterable[tuple[list[str], Tensor]]:
+    def _captured(self) -> Iterable[tuple[Reference, Tensor]]:
         binding = self._binding
         for name, param in binding.params.items():
             yield ["param", name], param
@@ -360,7 +343,8 @@ class KeptState:
                 if isinstance(value, Tensor) and key not in odd:
                     yield ["state", name, key], value
 
-    def _find_known(self, ref: list[str]) -> Any:
+    def _find_known(self, ref: Reference) -> Any:
+        """The live tensor of a reference."""
         if ref[0] == "data":
             whole = self._find_known(ref[1:])
             return None if whole is None else whole.data
@@ -379,21 +363,15 @@ class KeptState:
     # -- after a restart -----------------------------------------------------------------------------
 
     def load(self, packed: bytes | None, names: Iterable[str]) -> None:
-        """Put back what was recorded: of all optimizers, and of the state of these parameters."""
+        """Put back the recording: of all optimizers, and of the state of these parameters."""
         if packed is None:  # of an earlier version
             return
         kept = values.unpack(packed)
-        for given, optimizer, keeper, attributes, groups, foreign in zip(
-            self._given,
-            self._binding.optimizers,
-            self._binding.keepers,
-            kept["attributes"],
-            kept["groups"],
-            kept["foreign"],
-            strict=True,
+        parts = zip(kept["attributes"], kept["groups"], kept["foreign"], strict=True)
+        for (root, optimizer, keeper), (attributes, groups, foreign) in zip(
+            self._roots(), parts, strict=True
         ):
             reader = TreeReader(self._find_known)
-            root = keeper if given is optimizer else given
             reader.begin(root)
             reader.put_attributes(root, attributes)
             for i, key, node in groups:
@@ -408,8 +386,7 @@ class KeptState:
 
     def _load_foreign(self, keeper: torch.optim.Optimizer, pairs: list[Any]) -> None:
         reader = TreeReader(self._find_known)
-        owned = self._owned()
-        before = {k: v for k, v in keeper.state.items() if id(k) not in owned}
+        before = self._foreign(keeper)
         for key in before:
             del keeper.state[key]
         for key_node, node in pairs:
@@ -432,11 +409,13 @@ class KeptState:
         if keys is not None:
             keeper.state[held] = {k: state[k] for k in keys if k in state}
 
+    # -- comparison ----------------------------------------------------------------------------------
+
     def difference(self, packed: bytes | None, *, entries: bool = False) -> str:
-        """The first thing that is not as it was recorded; empty if all is.
+        """The first difference from the recording; empty if there is none.
 
         Args:
-            entries: compare what is in the state per parameter, too.
+            entries: compare the state per parameter, too.
         """
         if packed is None:
             return ""
@@ -445,7 +424,7 @@ class KeptState:
             live = self.tree()
         except NotCapturable as refused:
             return str(refused)
-        for i in range(len(self._names)):
+        for i in range(len(self.names)):
             if found := self._unlike(recorded, live, i):
                 return found
         if entries and (path := unlike(_as_node(recorded["entries"]), _as_node(live["entries"]))):
@@ -453,13 +432,14 @@ class KeptState:
         return ""
 
     def unlike(self, other: KeptState, optimizer: int, names: Collection[str] | None) -> str:
-        """The first thing that optimizer number ``optimizer`` keeps otherwise than that of ``other``;
-        empty if there is none. `look` has looked at both.
+        """The first difference of optimizer number ``optimizer`` from that of ``other``; empty if none.
+
+        `look` has looked at both.
 
         Args:
-            names: only what is in the state of these parameters is compared; None: everything.
+            names: only the state of these parameters is compared; None: everything.
         Raises:
-            Refused: something that no snapshot can hold.
+            NotCapturable: something that no snapshot can hold.
         """
         mine, theirs = self.tree(), other.tree()
         if names is None:
@@ -479,7 +459,7 @@ class KeptState:
             )
             path = unlike([kind, a], [kind, b])
             if path:
-                return f"{path.removeprefix('.')} of optimizer {self._names[optimizer]}"
+                return f"{path.removeprefix('.')} of optimizer {self.names[optimizer]}"
         return ""
 
 
@@ -491,7 +471,7 @@ def _as_node(entries: Mapping[str, list[list[Any]]]) -> list[Any]:
 
 
 def _values_of(keepers: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """All that is in their state, to see whether it is what it was."""
+    """All values in their state, to see whether any was replaced."""
     found: list[Any] = []
     for keeper in keepers:
         for state in keeper.state.values():
@@ -500,8 +480,12 @@ def _values_of(keepers: Iterable[torch.optim.Optimizer]) -> list[Any]:
     return found
 
 
+def _same_objects(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
 def _simple(value: object) -> bool:
-    return not isinstance(value, Tensor) and plain(value) and not _holds_tensors(value)
+    return plain(value) and not _holds_tensors(value)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -512,9 +496,5 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _plannable(tensor: Tensor) -> bool:
-    return plain_tensor(tensor) or hasattr(tensor, "to_local")
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

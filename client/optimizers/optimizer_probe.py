@@ -1,17 +1,17 @@
-"""What an optimizer does, found by experiment: is one parameter's update independent of the others,
-and one row's of the rest?
+"""Finds by experiment whether an optimizer updates each parameter, and each row of one, independently.
 
-Nothing here knows an optimizer by name. A clone of the optimizer (same class, same options, tiny
-parameters of the same rank, dtype and device) is stepped several times while something that should
-not matter is changed: the other parameters' gradients, whether they have any, their number, and the
-other rows of the same tensor. What must not change is compared bit for bit: the weights and all
-optimizer state. The clone never touches the user's parameters, state, or random generators.
+Nothing here knows an optimizer by name. A clone of the optimizer (same class, same options, tiny parameters
+of the same rank, dtype and device) is stepped several times while something that should not matter changes:
+the other parameters' gradients, whether they have any, their number, and the other rows of the same tensor.
+The weights and all optimizer state are compared bit for bit. The clone never touches the user's parameters,
+state, or random generators.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.log_lines import get_logger
-from ckptd.client.optimizers.hidden_state import HiddenState
-from ckptd.client.optimizers.optimizer_copies import CannotCopy, OptimizerCopier
+from ckptd.client.optimizers.optimizer_copies import CannotCopy, HiddenState, OptimizerCopier
 from ckptd.client.optimizers.value_trees import plain_tensor, strides_of
 from ckptd.client.rng_state import capture_rng, restore_rng
 
@@ -42,15 +41,17 @@ _STEPS = 3
 _ROWS = 4
 _SHAPE = (_ROWS, 6, 8, 3, 2)
 _BYSTANDER = (5, 7, 2, 2, 2)
+# Factors of the other rows' weights and gradients.
+_OTHER_ROWS = {"other": (-1.7, -2.3), "zero": (0, 0), "large": (1e3, 1e3)}
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
     """One entry of an optimizer's per-parameter state.
 
-    ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor),
-    ``tensor`` (another shape), ``python`` (no tensor, or one whose strided memory is not all there
-    is of it), ``none`` (None so far: the tensor appears later or never).
+    ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor), ``tensor``
+    (another shape), ``python`` (no tensor, or one with more than strided memory), ``none`` (None so far:
+    the tensor appears later or never).
     """
 
     key: str
@@ -61,14 +62,15 @@ class StateSpec:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether a plan captures it as a tensor."""
+        """True if a plan captures it as a tensor."""
         return self.kind in ("like", "scalar", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """``independent``: per parameter. ``rowwise``: per row along dimension 0. ``reason`` says what
-    was seen.
+    """Whether updates are ``independent`` per parameter, and ``rowwise`` per row along dimension 0.
+
+    ``reason`` says what was seen.
     """
 
     independent: bool
@@ -95,20 +97,17 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _is_whole(optimizer: Any) -> TypeGuard[torch.optim.Optimizer]:
-    """Whether this is a torch optimizer, and not a wrapper that passes for one (Accelerate's) but
-    was never set up as one.
-    """
+    """False for a wrapper that is an ``Optimizer`` (Accelerate's), but was never initialized as one."""
     return isinstance(optimizer, torch.optim.Optimizer) and (
         "param_groups" in vars(optimizer) or not hasattr(optimizer, "optimizer")
     )
 
 
 def state_keeper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that keeps the state: this rank's part of a ``ZeroRedundancyOptimizer``, else
-    the optimizer itself.
+    """The optimizer that keeps the state: this rank's part of a ``ZeroRedundancyOptimizer``, or itself.
 
     Raises:
-        ValueError: its updates happen within the backward pass, where no step can be told from the next.
+        ValueError: it updates weights within the backward pass, where steps cannot be distinguished.
     """
     if not any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         return optimizer
@@ -129,132 +128,130 @@ def probe_optimizer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ProbeResult:
-    """Step clones of ``optimizer`` on tiny parameters of this rank and dtype, with the options of
-    ``group``.
-    """
-    saved = capture_rng()
+    """Step clones of ``optimizer``, with the options of ``group``, on tiny parameters like the real ones."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _probe(optimizer, group, ndim, dtype, device)
+        with _same_rng(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return _Experiment(optimizer, group, ndim, dtype, device).result()
     except Exception as error:  # noqa: BLE001
-        # The user's optimizer ran inside the clone: whatever it raises means that it cannot be
-        # examined this way.
-        why = _why(error)
+        # The user's optimizer ran inside the clone: whatever it raises, it cannot be examined this way.
+        if isinstance(error, CannotCopy):
+            why = str(error)
+        elif isinstance(error, TypeError) and "closure" in str(error):
+            why = "its step() needs a closure, which may evaluate all parameters together"
+        else:
+            why = f"{type(error).__name__}: {error}"
         reason = f"{type(optimizer).__name__} cannot be stepped on a stand-in of rank {ndim}: {why}"
         return ProbeResult(False, False, reason, ())
+
+
+@contextmanager
+def _same_rng() -> Iterator[None]:
+    saved = capture_rng()
+    try:
+        yield
     finally:
         restore_rng(saved)
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, CannotCopy):
-        return str(error)
-    if isinstance(error, TypeError) and "closure" in str(error):
-        return "its step() needs a closure, which may evaluate all parameters together"
-    return f"{type(error).__name__}: {error}"
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    weight: Tensor
+    state: dict[str, Any]
 
-
-def _probe(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    ndim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> ProbeResult:
-    def run(bystanders: str, rows: str = "same") -> tuple[Tensor, dict[str, Any]]:
-        return _run(optimizer, group, ndim, dtype, device, bystanders, rows)
-
-    weight, state = run("base")
-    specs = state_specs(weight, state)
-    name = type(optimizer).__name__
-    for change, words in (
-        ("other", "other parameters' gradients"),
-        ("none", "whether other parameters have gradients"),
-        ("absent", "which other parameters there are"),
-    ):
-        difference = _difference((weight, state), run(change), slice(None))
-        if difference:
-            return ProbeResult(
-                False,
-                False,
-                f"{name}: the update of one parameter depends on {words} ({difference} differs)",
-                specs,
-            )
-    if ndim < 2:
-        return ProbeResult(True, _rowwise(weight, specs, run, ndim), "independent per parameter", specs)
-    rowwise = _rowwise(weight, specs, run, ndim)
-    return ProbeResult(
-        True,
-        rowwise,
-        "independent per row" if rowwise else f"{name}: independent per parameter, not per row",
-        specs,
-    )
-
-
-def _rowwise(
-    weight: Tensor,
-    specs: Sequence[StateSpec],
-    run: Callable[..., tuple[Tensor, dict[str, Any]]],
-    ndim: int,
-) -> bool:
-    if ndim == 0 or any(s.kind == "tensor" for s in specs):
-        return False
-    base = run("base")
-    return all(not _difference(base, run("base", rows), slice(0, 1)) for rows in ("other", "zero", "large"))
-
-
-def _run(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    ndim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    bystanders: str,
-    rows: str,
-) -> tuple[Tensor, dict[str, Any]]:
-    generator = torch.Generator().manual_seed(20260731)
-
-    def draw(shape: tuple[int, ...], scale: float) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(dtype=dtype, device=device)
-
-    subject = torch.nn.Parameter(draw(_SHAPE[:ndim], 0.5))
-    before, after = (
-        torch.nn.Parameter(draw(_BYSTANDER[:ndim], 0.5)),
-        torch.nn.Parameter(draw(_BYSTANDER[:ndim], 0.5)),
-    )
-    gradients = [[draw(tuple(p.shape), 0.1) for p in (before, subject, after)] for _ in range(_STEPS)]
-    if rows != "same" and ndim:
-        with torch.no_grad():
-            subject[1:] = {
-                "other": subject[1:] * -1.7,
-                "zero": subject[1:] * 0,
-                "large": subject[1:] * 1e3,
-            }[rows]
-            for _, g, _ in gradients:
-                g[1:] = {"other": g[1:] * -2.3, "zero": g[1:] * 0, "large": g[1:] * 1e3}[rows]
-    held = [subject] if bystanders == "absent" else [before, subject, after]
-    clone = clone_optimizer(optimizer, group, held)
-    torch.manual_seed(7)
-    with HiddenState([optimizer]).aside():
-        for g_before, g_subject, g_after in gradients:
-            subject.grad = g_subject.clone()
-            if bystanders == "base":
-                before.grad, after.grad = g_before.clone(), g_after.clone()
-            elif bystanders == "other":
-                before.grad, after.grad = g_before * -3, g_after * 40
+    def difference(self, other: _Outcome, rows: slice) -> str:
+        """The first difference within ``rows``; empty if all is identical to the bit."""
+        if not _same_bits(self.weight, other.weight, rows):
+            return "the weight"
+        if self.state.keys() != other.state.keys():
+            return "the set of state entries"
+        for key, value in self.state.items():
+            there = other.state[key]
+            if isinstance(value, Tensor) and isinstance(there, Tensor):
+                part = rows if value.shape == self.weight.shape else slice(None)
+                same = value.shape == there.shape and _same_bits(value, there, part)
             else:
-                before.grad = after.grad = None
-            type(clone).step(clone)
-    return subject.detach(), dict(clone.state.get(subject, {}))
+                same = type(value) is type(there) and _equal(value, there)
+            if not same:
+                return f"state {key!r}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Experiment:
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    ndim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def result(self) -> ProbeResult:
+        base = self.run("base")
+        specs = state_specs(base.weight, base.state)
+        name = type(self.optimizer).__name__
+        for change, words in (
+            ("other", "other parameters' gradients"),
+            ("none", "whether other parameters have gradients"),
+            ("absent", "which other parameters there are"),
+        ):
+            if difference := base.difference(self.run(change), slice(None)):
+                reason = f"{name}: the update of one parameter depends on {words} ({difference} differs)"
+                return ProbeResult(False, False, reason, specs)
+        rowwise = self.ndim > 0 and all(s.kind != "tensor" for s in specs) and self.is_rowwise()
+        if self.ndim < 2:
+            reason = "independent per parameter"
+        elif rowwise:
+            reason = "independent per row"
+        else:
+            reason = f"{name}: independent per parameter, not per row"
+        return ProbeResult(True, rowwise, reason, specs)
+
+    def is_rowwise(self) -> bool:
+        base, first = self.run("base"), slice(0, 1)
+        return all(not base.difference(self.run("base", rows), first) for rows in _OTHER_ROWS)
+
+    def run(self, bystanders: str, rows: str = "same") -> _Outcome:
+        """The outcome for one parameter beside two others.
+
+        Args:
+            bystanders: ``base``, or with ``other`` gradients, ``none``, or themselves ``absent``.
+            rows: ``same``, or a key of ``_OTHER_ROWS`` for all rows but the first.
+        """
+        generator = torch.Generator().manual_seed(20260731)
+
+        def draw(shape: tuple[int, ...], scale: float) -> Tensor:
+            drawn = torch.randn(shape, generator=generator) * scale
+            return drawn.to(dtype=self.dtype, device=self.device)
+
+        shapes = (_SHAPE[: self.ndim], _BYSTANDER[: self.ndim], _BYSTANDER[: self.ndim])
+        subject, before, after = (torch.nn.Parameter(draw(shape, 0.5)) for shape in shapes)
+        gradients = [[draw(tuple(p.shape), 0.1) for p in (before, subject, after)] for _ in range(_STEPS)]
+        if rows != "same" and self.ndim:
+            of_weight, of_gradient = _OTHER_ROWS[rows]
+            with torch.no_grad():
+                subject[1:] = subject[1:] * of_weight
+                for _, g, _ in gradients:
+                    g[1:] = g[1:] * of_gradient
+        held = [subject] if bystanders == "absent" else [before, subject, after]
+        clone = clone_optimizer(self.optimizer, self.group, held)
+        torch.manual_seed(7)
+        with HiddenState([self.optimizer]).aside():
+            for g_before, g_subject, g_after in gradients:
+                subject.grad = g_subject.clone()
+                if bystanders == "base":
+                    before.grad, after.grad = g_before.clone(), g_after.clone()
+                elif bystanders == "other":
+                    before.grad, after.grad = g_before * -3, g_after * 40
+                else:
+                    before.grad = after.grad = None
+                type(clone).step(clone)
+        return _Outcome(subject.detach(), dict(clone.state.get(subject, {})))
 
 
 def clone_optimizer(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options over ``params``, without state, hooks, or ties to
-    the original.
-    """
-    # Its groups, which hold the original's parameters, are put in place below.
+    """An optimizer of the same class and options over ``params``, without state, hooks, or ties."""
+    # Its groups, which hold the original's parameters, are replaced below.
     clone = OptimizerCopier({id(optimizer.param_groups): []}).optimizer(optimizer, state=False)
     options = {
         k: v.clone() if isinstance(v, Tensor) else copy.copy(v) for k, v in group.items() if k != "params"
@@ -271,7 +268,7 @@ def state_specs(param: Tensor, state: dict[str, Any]) -> tuple[StateSpec, ...]:
     for key, value in state.items():
         if value is None:
             specs.append(StateSpec(key, "none"))
-        elif not isinstance(value, Tensor) or not _strided(value):
+        elif not isinstance(value, Tensor) or not plain_tensor(_shard(value)):
             specs.append(StateSpec(key, "python"))
         elif value.ndim == 0:
             specs.append(StateSpec(key, "scalar", value.dtype, on_host=value.device.type == "cpu"))
@@ -283,12 +280,12 @@ def state_specs(param: Tensor, state: dict[str, Any]) -> tuple[StateSpec, ...]:
 
 
 def fits(value: Any, spec: StateSpec, param: Tensor) -> bool:
-    """Whether an entry of the state of ``param`` is such a tensor as ``spec`` says."""
+    """True if an entry of the state of ``param`` is such a tensor as ``spec`` describes."""
     if not spec.is_tensor or not isinstance(value, Tensor):
         return False
     here, held = _shard(value), _shard(param)
     wanted = held.shape if spec.kind == "like" else spec.shape or ()
-    if not (_strided(here) and here.dtype is spec.dtype and here.shape == wanted):
+    if not (plain_tensor(here) and here.dtype is spec.dtype and here.shape == wanted):
         return False
     # As a fresh process makes it: `empty_like` of the parameter, or contiguous.
     return strides_of(here) == (strides_of(held) if spec.kind == "like" else [])
@@ -299,72 +296,42 @@ def _shard(tensor: Tensor) -> Tensor:
     return found
 
 
-def _strided(tensor: Tensor) -> bool:
-    return plain_tensor(_shard(tensor))
-
-
 def observe_state(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     param: Tensor,
     otherwise: tuple[StateSpec, ...] = (),
 ) -> tuple[StateSpec, ...]:
-    """The state that this optimizer will keep for ``param``, by stepping a clone once on a stand-in
-    of its true shape.
+    """The state that this optimizer keeps for ``param``: steps a clone once on a stand-in of its shape.
 
-    Needs memory for a few tensors of that size; used only where the state's shapes are not the parameter's.
+    Needs memory for a few tensors of that size; used only if the state's shapes are not the parameter's.
 
     Args:
-        otherwise: what is taken for it where such a stand-in cannot be stepped.
+        otherwise: the result if the stand-in cannot be stepped.
     """
-    saved = capture_rng()
     try:
-        stand_in = torch.nn.Parameter(torch.zeros_like(param, requires_grad=False))
-        clone = clone_optimizer(optimizer, group, [stand_in])
-        stand_in.grad = torch.ones_like(param)
-        with HiddenState([optimizer]).aside():
-            type(clone).step(clone)
-        return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
-    except Exception as error:  # noqa: BLE001 - the user's optimizer: the first update will tell
+        with _same_rng():
+            stand_in = torch.nn.Parameter(torch.zeros_like(param, requires_grad=False))
+            clone = clone_optimizer(optimizer, group, [stand_in])
+            stand_in.grad = torch.ones_like(param)
+            with HiddenState([optimizer]).aside():
+                type(clone).step(clone)
+            return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
+    except Exception as error:  # noqa: BLE001 - the user's optimizer: its first update will tell
         logger.info("what %s keeps is seen after its first update: %s", type(optimizer).__name__, error)
         return otherwise
-    finally:
-        restore_rng(saved)
-
-
-def _difference(a: tuple[Tensor, dict[str, Any]], b: tuple[Tensor, dict[str, Any]], rows: slice) -> str:
-    """The name of the first thing that differs within ``rows``; empty if all is identical to the bit."""
-    weight_a, weight_b = a[0], b[0]
-    if not _same_bits(
-        weight_a[rows] if weight_a.ndim else weight_a, weight_b[rows] if weight_b.ndim else weight_b
-    ):
-        return "the weight"
-    if a[1].keys() != b[1].keys():
-        return "the set of state entries"
-    for key, value in a[1].items():
-        other = b[1][key]
-        if isinstance(value, Tensor) and isinstance(other, Tensor):
-            part = rows if value.ndim and value.shape == weight_a.shape else slice(None)
-            if value.shape != other.shape or not _same_bits(
-                value[part] if value.ndim else value, other[part] if other.ndim else other
-            ):
-                return f"state {key!r}"
-        elif type(value) is not type(other) or not _equal(value, other):
-            return f"state {key!r}"
-    return ""
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Of plain values, tensors in them included. What else there is cannot be compared, so it is
-    taken for different.
-    """
+    """Equality of plain values with tensors; others cannot be compared, and count as different."""
     try:
         return values.equal(a, b)
     except values.UnsupportedValue:
         return False
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
+def _same_bits(a: Tensor, b: Tensor, rows: slice) -> bool:
+    here, there = (t[rows] if t.ndim else t for t in (a, b))
+    if here.shape != there.shape or here.dtype != there.dtype:
         return False
-    return torch.equal(values.bytes_of(a), values.bytes_of(b))
+    return torch.equal(values.bytes_of(here), values.bytes_of(there))

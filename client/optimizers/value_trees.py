@@ -1,23 +1,25 @@
-"""What an object keeps, as a tree of plain values that a snapshot can hold; and such a tree put
-back into a live object.
+"""Trees of plain values that stand for what an object keeps, and their way back into a live object.
 
-A tree is made of a live object (an optimizer, an entry of its state) by a ``TreeWriter`` and put
-into one of another process by a ``TreeReader``: in place, wherever something of the same kind is
-there already, so that whoever else holds it sees what was restored. What two places have in common
-stays common. Nodes are plain values, or lists that begin with one of these tags:
+A ``TreeWriter`` makes a tree of a live object (an optimizer, an entry of its state); a ``TreeReader`` puts
+it into one of another process: in place, wherever a value of the same kind exists already, so that other
+holders of it see what was restored. A value in two places stays one value. Nodes are plain values, or
+lists that begin with one of these tags:
 
-=====  =============================================================================================
+=====  ==========================================================================================
 ``l``  list; ``t`` tuple; ``q`` deque; ``s`` set or frozenset of plain values
 ``d``  dict: pairs of nodes
-``x``  tensor, whether it wants a gradient, and its strides where it is not contiguous: a product of
-matrices may have other bits with others ``w``  tensor that is made of others, such as an 8-bit one
-of codes and scales: its class, these, and what else it says of itself ``k``  a tensor that is
-captured elsewhere: which ``g``  random number generator: which kind, and its state ``o``  object:
-its attributes. One that exists in a fresh process, too, is filled; none is ever made ``n``  in a
-key, the identity (``id()``) of a tensor that is captured elsewhere: which; ``a`` an address in it;
-``T`` a tuple with some ``r``  what the n-th of these nodes stands for, once more ``?``  left as it
-is in the process that reads this: functions, classes, locks, what never changed =====
-=============================================================================================
+``x``  tensor, whether it requires grad, and its strides if it is not contiguous: a product of
+       matrices may have other bits with other strides
+``w``  tensor made of others, such as an 8-bit one of codes and scales: its class, these, and the
+       rest of what it says about itself
+``k``  reference to a tensor that is captured elsewhere
+``g``  random number generator: its kind and state
+``o``  object: its attributes. One that exists in a fresh process, too, is filled; none is made
+``n``  in a key, the identity (``id()``) of a tensor that is captured elsewhere; ``a`` an address in
+       it; ``T`` a tuple with some; ``v`` a plain value
+``r``  the n-th of these nodes once more
+``?``  left as it is in the reading process: functions, classes, locks, what never changed
+=====  ==========================================================================================
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class NotCapturable(Exception):
-    """Something that no snapshot can hold; ``path`` is where it is."""
+    """No snapshot can hold the value at ``path``."""
 
     def __init__(self, path: str, why: str) -> None:
         self.path, self.why = path, why
@@ -106,9 +108,7 @@ class NotCapturable(Exception):
 
 
 class Baseline:
-    """What there was before training: of each object its type, of each value that a tree cannot
-    hold a fingerprint, by path.
-    """
+    """State before training, by path: types of objects, fingerprints of values that no tree can hold."""
 
     def __init__(self) -> None:
         self.objects: dict[str, type] = {}
@@ -116,7 +116,7 @@ class Baseline:
 
 
 def plain(value: object) -> bool:
-    """Whether a snapshot can hold this value as it is (``ckptd.client.values``), without any object in it."""
+    """True if a snapshot can hold this value as it is (``ckptd.client.values``), without any object in it."""
     if type(value) in _VALUES or isinstance(value, np.generic):
         return not (isinstance(value, np.ndarray) and value.dtype.hasobject)
     if type(value) in (list, tuple, set, frozenset):
@@ -127,7 +127,7 @@ def plain(value: object) -> bool:
 
 
 def plain_tensor(tensor: Tensor) -> bool:
-    """Whether all that it holds is its strided memory."""
+    """True if the tensor consists of its strided memory and nothing else."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -140,12 +140,11 @@ class TreeWriter:
     """Makes one tree.
 
     Args:
-        known: tells of a tensor that is captured elsewhere, or of a number that is the identity of
-            one, what it is; of an address in one ``a``, the distance from its beginning, and what
-            it is; None of others.
-        baseline: what may be left out, and which objects may be filled; None while it is made
-            (``made`` is that one then).
-        skipped: told the identity of what must not be looked into.
+        known: returns the reference of a tensor that is captured elsewhere, or of a number that is its
+            identity; of an address in it ``a``, the offset, and the reference; None for others.
+        baseline: decides what may be left out and which objects may be filled; None while it is made.
+        skipped: True for values that must not be looked into.
+        made: collects a new baseline.
     """
 
     def __init__(
@@ -153,19 +152,20 @@ class TreeWriter:
         known: Callable[[Tensor | int], list[str] | None],
         baseline: Baseline | None,
         skipped: Callable[[object], bool],
+        made: Baseline | None = None,
     ) -> None:
         self._known, self._baseline, self._skipped = known, baseline, skipped
-        self.made = Baseline()
+        self.made = Baseline() if made is None else made
         self._seen: dict[int, int] = {}
         self._kept_alive: list[object] = []
         self._nodes = 0
-        self.num_bytes = self.num_generators = 0
+        self.num_generators = 0
 
     def node(self, value: Any, path: str, depth: int = 0) -> Any:
         """The node of a value.
 
         Raises:
-            Refused: no snapshot can hold it.
+            NotCapturable: no snapshot can hold it.
         """
         if type(value) in _VALUES or isinstance(value, np.generic):
             if isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -175,7 +175,11 @@ class TreeWriter:
             return ["r", self._seen[id(value)]]
         if self._skipped(value) or is_ignored(value):
             return ["?"]
-        self._count(path, depth)
+        self._nodes += 1
+        if depth > MAX_DEPTH:
+            raise NotCapturable(path, f"nested deeper than {MAX_DEPTH}")
+        if self._nodes > MAX_NODES:
+            raise NotCapturable(path, f"more than {MAX_NODES} values")
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         found = _generator_state(value)
@@ -184,14 +188,6 @@ class TreeWriter:
             self.num_generators += 1
             return ["g", *found]
         return self._container(value, path, depth)
-
-    def _count(self, path: str, depth: int) -> None:
-        self._nodes += 1
-        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise NotCapturable(
-                path,
-                f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_NODES} values",
-            )
 
     def _note(self, value: object) -> None:
         self._seen[id(value)] = len(self._seen)
@@ -207,7 +203,6 @@ class TreeWriter:
             what = type(value).__name__ if type(value) is not Tensor else str(value.layout)
             raise NotCapturable(path, f"type {what}: a tensor whose memory is not all there is of it")
         self._note(value)
-        self.num_bytes += value.numel() * value.element_size()
         return ["x", value.detach(), value.requires_grad and value.is_leaf, strides_of(value)]
 
     def _wrapper(self, value: Any, path: str) -> Any:
@@ -217,15 +212,8 @@ class TreeWriter:
         self._note(value)
         parts = [[n, self.node(getattr(value, n), f"{path}.{n}")] for n in names]
         kind = type(value)
-        return [
-            "w",
-            kind.__module__,
-            kind.__qualname__,
-            context,
-            list(value.shape),
-            list(value.stride()),
-            parts,
-        ]
+        shape, stride = list(value.shape), list(value.stride())
+        return ["w", kind.__module__, kind.__qualname__, context, shape, stride, parts]
 
     def _container(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
@@ -240,16 +228,21 @@ class TreeWriter:
             return ["s", value]
         if isinstance(value, dict) and (kind in _DICTS or self._was_there(value, path)):
             self._note(value)
-            return ["d", [self._pair(k, v, path, depth) for k, v in value.items()]]
-        return self._object(value, path, depth)
+            return ["d", [self.pair(k, v, path, depth) for k, v in value.items()]]
+        if next(_attributes(value), None) is None:
+            return self._opaque(value, path)
+        if not self._was_there(value, path):
+            raise NotCapturable(path, f"type {_name(value)}, made in a step")
+        return ["o", self.attributes(value, path, depth)]
 
-    def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
+    def pair(self, key: Any, value: Any, path: str, depth: int = 0) -> list[Any]:
+        """The nodes of an item of the dict at ``path``."""
         made = self._key(key, path)
         where = f"{path}[{made[2] if made[0] == 'k' else repr(key)}]"
         return [made, self.node(value, where, depth + 1)]
 
     def _key(self, key: Any, path: str) -> list[Any]:
-        """Of a dict. Tensors, their identities and their addresses are other ones in each process."""
+        """The node of a dict's key; tensors, their identities and addresses differ between processes."""
         known = self._known(key) if isinstance(key, Tensor) or _is_large(key) else None
         if known is not None:
             return [*known] if known[0] == "a" else ["k" if isinstance(key, Tensor) else "n", *known]
@@ -262,13 +255,6 @@ class TreeWriter:
     def _was_there(self, value: object, path: str) -> bool:
         self.made.objects[path] = type(value)
         return self._baseline is None or self._baseline.objects.get(path) is type(value)
-
-    def _object(self, value: Any, path: str, depth: int) -> Any:
-        if next(_attributes(value), None) is None:
-            return self._opaque(value, path)
-        if not self._was_there(value, path):
-            raise NotCapturable(path, f"type {_name(value)}, made in a step")
-        return ["o", self.attributes(value, path, depth)]
 
     def attributes(self, value: Any, path: str, depth: int = 0) -> list[list[Any]]:
         """The nodes of an object's attributes, by name."""
@@ -289,10 +275,10 @@ class TreeWriter:
 
 
 class TreeReader:
-    """Puts one tree into what is live.
+    """Puts one tree into live objects.
 
     Args:
-        known: the live tensor that a ``k`` node tells.
+        known: returns the live tensor of a ``k`` node's reference.
     """
 
     def __init__(self, known: Callable[[list[str]], Any]) -> None:
@@ -300,33 +286,57 @@ class TreeReader:
         self._made: list[Any] = []
 
     def begin(self, root: object) -> None:
-        """The attributes that come next are of this one."""
+        """The next attributes belong to ``root``."""
         self._made.append(root)
 
     def put(self, node: Any, live: Any = None) -> Any:
-        """What the node stands for: ``live`` itself, filled, where it is of that kind."""
+        """The value of a node: ``live`` itself, filled, if it is of that kind."""
         if not isinstance(node, list):
             return node
-        tag = node[0]
-        if tag == "?":
-            return live
-        if tag == "k":
-            return self._known(node[1:])
-        if tag == "v":
-            return node[1]
-        if tag == "n":
-            return id(self._known(node[1:]))
-        if tag == "a":
-            return self._known(node[2:]).data_ptr() + node[1]
-        if tag == "T":
-            return tuple(self.put(part) for part in node[1])
-        if tag == "r":
-            return self._made[node[1]]
+        match node[0]:
+            case "?":
+                return live
+            case "k":
+                return self._known(node[1:])
+            case "v":
+                return node[1]
+            case "n":
+                return id(self._known(node[1:]))
+            case "a":
+                return self._known(node[2:]).data_ptr() + node[1]
+            case "T":
+                return tuple(self.put(part) for part in node[1])
+            case "r":
+                return self._made[node[1]]
         place = len(self._made)
         self._made.append(live)
-        made = _PUT[tag](self, node, live, place)
+        made = self._make(node, live, place)
         self._made[place] = made
         return made
+
+    def _make(self, node: Any, live: Any, place: int) -> Any:
+        match node[0]:
+            case "x":
+                return self._tensor(node, live)
+            case "w":
+                return self._wrapper(node, live)
+            case "l" | "t" | "q":
+                return self._sequence(node, live, place)
+            case "d":
+                return self._dict(node, live, place)
+            case "g":
+                return _put_generator(node[1], node[2], live)
+            case "s":
+                if type(live) is set and type(node[1]) is set:
+                    live.clear()
+                    live.update(node[1])
+                    return live
+                return node[1]
+            case "o":
+                if live is not None:
+                    self.put_attributes(live, node[1])
+                return live
+        raise KeyError(node[0])
 
     def put_attributes(self, live: Any, attributes: list[list[Any]]) -> None:
         """Fill an object."""
@@ -334,10 +344,15 @@ class TreeReader:
         for name, node in attributes:
             now = own.get(name)
             found = self.put(node, now)
-            if not left_alone(node) and (found is not now or name not in own):
-                _set(live, name, found)
+            if left_alone(node) or (found is now and name in own):
+                continue
+            if hasattr(live, "__dict__"):
+                live.__dict__[name] = found
+            else:
+                object.__setattr__(live, name, found)
 
-    def _tensor(self, node: Any, live: Any, place: int) -> Tensor:
+    @staticmethod
+    def _tensor(node: Any, live: Any) -> Tensor:
         recorded, wants_grad, strides = node[1:]
         with torch.no_grad():
             if (
@@ -350,16 +365,14 @@ class TreeReader:
                 return live
             made: Tensor = recorded.to(live.device) if isinstance(live, Tensor) else recorded
             if strides:
-                made = torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device).copy_(
-                    made
-                )
+                strided = torch.empty_strided(made.shape, strides, dtype=made.dtype, device=made.device)
+                made = strided.copy_(made)
         return made.requires_grad_(wants_grad)
 
-    def _wrapper(self, node: Any, live: Any, place: int) -> Any:
+    def _wrapper(self, node: Any, live: Any) -> Any:
         _, module, name, context, shape, stride, parts = node
         kind = getattr(sys.modules.get(module), name, None)
-        # The optimizer has been made, so its tensors' class is there. Nothing is imported, and
-        # nothing else is called.
+        # The optimizer exists, so its tensors' class does. Nothing is imported, and nothing else called.
         if not (
             isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")
         ):
@@ -383,13 +396,6 @@ class TreeReader:
         target.extend(parts)
         return target
 
-    def _set(self, node: Any, live: Any, place: int) -> Any:
-        if type(live) is set and type(node[1]) is set:
-            live.clear()
-            live.update(node[1])
-            return live
-        return node[1]
-
     def _dict(self, node: Any, live: Any, place: int) -> Any:
         target: Any = live if isinstance(live, dict) else {}
         self._made[place] = target
@@ -406,52 +412,14 @@ class TreeReader:
             target.setdefault(key, value)
         return target
 
-    def _generator(self, node: Any, live: Any, place: int) -> Any:
-        kind, state = node[1], node[2]
-        make, put = _GENERATORS[kind]
-        made = live if isinstance(live, make) else None
-        if made is None and kind == "numpy":
-            made = np.random.Generator(_BIT_GENERATORS[state["bit_generator"]]())
-        made = make() if made is None else made
-        put(made, state)
-        return made
-
-    def _object(self, node: Any, live: Any, place: int) -> Any:
-        if live is not None:
-            self.put_attributes(live, node[1])
-        return live
-
-
-_PUT: dict[str, Callable[[TreeReader, Any, Any, int], Any]] = {
-    "x": TreeReader._tensor,
-    "w": TreeReader._wrapper,
-    "l": TreeReader._sequence,
-    "t": TreeReader._sequence,
-    "q": TreeReader._sequence,
-    "s": TreeReader._set,
-    "d": TreeReader._dict,
-    "g": TreeReader._generator,
-    "o": TreeReader._object,
-}
-_GENERATORS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
-    "torch": (torch.Generator, lambda made, state: made.set_state(state)),
-    "python": (random.Random, lambda made, state: made.setstate(state)),
-    "numpy_legacy": (np.random.RandomState, lambda made, state: made.set_state(state)),
-    "numpy": (np.random.Generator, lambda made, state: setattr(made.bit_generator, "state", state)),
-}
-_BIT_GENERATORS = {
-    kind.__name__: kind
-    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
-}
-
 
 def left_alone(node: Any) -> bool:
-    """Whether it stands for what stays as it is."""
+    """True if the node stands for a value that stays as it is."""
     return isinstance(node, list) and node[0] == "?"
 
 
 def unlike(a: Any, b: Any, path: str = "") -> str:
-    """Where two trees differ first; empty if they are equal to the bit."""
+    """The path of the first difference of two trees; empty if they are equal to the bit."""
     if values.equal(a, b):
         return ""
     for name, x, y in _children(a, b):
@@ -462,7 +430,7 @@ def unlike(a: Any, b: Any, path: str = "") -> str:
 
 
 def _children(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The parts of two nodes of the same build, with how a path names them."""
+    """The parts of two nodes with the same structure, and how a path names them."""
     if not (isinstance(a, list) and isinstance(b, list) and a and b and a[0] == b[0]):
         return
     if a[0] not in ("l", "t", "q", "d", "o") or len(a[-1]) != len(b[-1]):
@@ -482,7 +450,7 @@ def _step(tag: str, key: Any) -> str:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What the object itself has, without the hooks that were put on it: those are of the process."""
+    """The object's own attributes, without hooks that were put on it: those belong to the process."""
     for name, part in getattr(value, "__dict__", {}).items():
         if not name.endswith("_hooks") and not name.startswith("_optimizer_"):
             yield name, part
@@ -493,26 +461,18 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-def _set(live: Any, name: str, value: Any) -> None:
-    if hasattr(live, "__dict__"):
-        live.__dict__[name] = value
-    else:
-        object.__setattr__(live, name, value)
-
-
 def is_ignored(value: object) -> bool:
+    """True for code, locks, and what libraries keep for the process: it is no state of the run."""
     if isinstance(value, _IGNORED):
         return True
+    if isinstance(value, Tensor | torch.Generator):
+        return False
     module = type(value).__module__ or ""
-    return any(module == m or module.startswith(m + ".") for m in _IGNORED_MODULES) and not (
-        isinstance(value, Tensor | torch.Generator)
-    )
+    return any(module == m or module.startswith(m + ".") for m in _IGNORED_MODULES)
 
 
 def _made_of_others(tensor: Tensor) -> bool:
-    """As ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``; a DTensor is captured as
-    the shard that it is of.
-    """
+    """Like torch's ``is_traceable_wrapper_subclass``, without DTensors, which are captured as their shard."""
     return (
         hasattr(tensor, "__tensor_flatten__")
         and hasattr(type(tensor), "__tensor_unflatten__")
@@ -521,9 +481,7 @@ def _made_of_others(tensor: Tensor) -> bool:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that this one is made of (codes and scales of an 8-bit one), or itself if it is
-    made of none.
-    """
+    """The tensors that this one is made of (codes and scales of an 8-bit one), or itself."""
     if not _made_of_others(tensor):
         yield tensor
         return
@@ -533,17 +491,29 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _is_large(key: object) -> bool:
-    """Whether it may be an identity or an address."""
+    """True if it may be an identity or an address."""
     return type(key) is int and key >= _LEAST_ADDRESS
 
 
 def strides_of(tensor: Tensor) -> list[int]:
-    """Its strides, in elements, where it is a contiguous tensor with its dimensions in another
-    order; empty of all others.
-    """
+    """The strides, in elements, of a dense tensor with its dimensions in another order; empty for others."""
     if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return []
     return list(tensor.stride())
+
+
+# -- generators and opaque values ------------------------------------------------------------------
+
+_GENERATORS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
+    "torch": (torch.Generator, lambda made, state: made.set_state(state)),
+    "python": (random.Random, lambda made, state: made.setstate(state)),
+    "numpy_legacy": (np.random.RandomState, lambda made, state: made.set_state(state)),
+    "numpy": (np.random.Generator, lambda made, state: setattr(made.bit_generator, "state", state)),
+}
+_BIT_GENERATORS = {
+    kind.__name__: kind
+    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
 
 
 def _generator_state(value: object) -> tuple[str, Any] | None:
@@ -559,16 +529,26 @@ def _generator_state(value: object) -> tuple[str, Any] | None:
     return None
 
 
+def _put_generator(kind: str, state: Any, live: Any) -> Any:
+    make, put = _GENERATORS[kind]
+    made = live if isinstance(live, make) else None
+    if made is None and kind == "numpy":
+        made = np.random.Generator(_BIT_GENERATORS[state["bit_generator"]]())
+    made = make() if made is None else made
+    put(made, state)
+    return made
+
+
 def _name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _fingerprint(value: object) -> object:
-    """Equal while such a value is the same, as far as it can be told from outside."""
+    """Equal while the value is unchanged, as far as this is visible from outside."""
     if isinstance(value, enum.Enum | complex | range | slice):
         return repr(value)
     try:
         return pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - whatever a type of somebody else's raises, it cannot be told that way
+    except Exception:  # noqa: BLE001 - whatever a type of somebody else's raises, its changes are invisible
         return f"type {_name(value)}"

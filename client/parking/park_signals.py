@@ -1,13 +1,13 @@
-"""SIGTERM parks first, and then does what it would have done.
+"""SIGTERM parks first, and then has its usual effect.
 
-While the main thread hangs in a collective of a rank that is gone, no handler of Python's runs. Its
-C handler does: it writes the signal's number to the wakeup descriptor, on which a thread waits
-here. When everybody is parked, the process ends as it would have: by the default action, which the
-thread brings about; or by the user's handler, which runs in the main thread as soon as that can. A
-second SIGTERM is not kept waiting. Whoever had a wakeup descriptor before still gets every byte.
+While the main thread hangs in a collective of a lost rank, no Python handler runs. The C handler does: it
+writes the signal's number to the wakeup descriptor, which a thread of ours reads. When all have parked, the
+process ends as it would have: by the default action, which the thread triggers, or by the user's handler,
+which runs in the main thread as soon as that can. A second SIGTERM does not wait. A previous owner of the
+wakeup descriptor still gets every byte.
 
-A forked child (a data loader's worker) has the handlers of before, and no wakeup descriptor: a
-signal to it is none to us.
+A forked child (a data loader's worker) has the previous handlers, and no wakeup descriptor: its signals do
+not concern us.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOK_S = 0.05
 
 
 class _Sigterm:
-    """This process' SIGTERM, for as long as somebody parks; a process has one, so there is one of these."""
+    """This process' SIGTERM while any rank parks; the process has one, so there is one instance."""
 
     def __init__(self) -> None:
         self._parkings: list[Parking] = []
@@ -47,20 +47,18 @@ class _Sigterm:
         self._knows_forks = False
 
     def add(self, parking: Parking) -> str:
-        """Park this one, too; why that cannot be, or "" (main thread)."""
+        """Park this one, too (main thread); returns why that is impossible, or ""."""
         if not self._sockets and (why := self._install()):
             return why
         self._parkings.append(parking)
         return ""
 
     def remove(self, parking: Parking) -> None:
-        """Do not park it any more; after the last one everything is as it was before the first."""
+        """Do not park it any more; after the last one, everything is as before the first."""
         if parking in self._parkings and os.getpid() == self._pid:
             self._parkings.remove(parking)
-            here = threading.current_thread() is threading.main_thread()
-            if (
-                not self._parkings and here
-            ):  # otherwise the handler stays, and does what would be done without it
+            # In another thread the handler stays, and has the previous effect.
+            if not self._parkings and threading.current_thread() is threading.main_thread():
                 self._uninstall()
 
     # -- installing (main thread) ----------------------------------------------------------------
@@ -91,18 +89,17 @@ class _Sigterm:
 
     def _uninstall(self) -> None:
         assert self._sockets is not None
-        reader, writer = self._sockets
+        writer = self._sockets[1]
         if signal.getsignal(_NUMBER) == self._on_signal:
             signal.signal(_NUMBER, self._previous)
         now = signal.set_wakeup_fd(-1)
         ours = now == writer.fileno()
         _set_wakeup_fd(self._previous_fd if ours else now)
         self._sockets = None
-        writer.close()  # the thread reads the end, and goes
-        del reader
+        writer.close()  # the thread reads the end, closes the reader, and ends
 
     def _before_fork(self) -> None:
-        """Between the fork and the child's clean-up, its SIGTERM would be written to our descriptor."""
+        """Block SIGTERM: until its clean-up, the child would write its own to our descriptor."""
         if self._sockets is not None and os.getpid() == self._pid:
             self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {_NUMBER})
 
@@ -126,14 +123,14 @@ class _Sigterm:
     # -- the signal ------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, if it can run. The default action is left to the thread."""
+        """The handler, in the main thread, if that can run. Our thread triggers the default action."""
         self._make_heard(number)
         if callable(self._previous):
             self._wait_for_copies()
             self._previous(number, frame)
 
     def _make_heard(self, number: int) -> None:
-        """Somebody else (asyncio, say) may have put a wakeup descriptor in the place of ours."""
+        """Pass the signal to our thread if another wakeup descriptor (asyncio's, say) replaced ours."""
         if self._sockets is None:
             return
         writer = self._sockets[1]
@@ -143,11 +140,9 @@ class _Sigterm:
             writer.send(bytes([number]))
 
     def _wait_for_copies(self) -> None:
-        """The user's handler may end this process at once: what can be parked now is parked before.
-        Bounded.
-        """
+        """Park before the user's handler, which may end this process at once; bounded."""
         waits = any(p.possible or p.copying for p in self._parkings)
-        # The signal may have come in the middle of what the thread would wait for.
+        # The signal may have interrupted the lock that the thread would wait for.
         if waits and not any(p.locked for p in self._parkings):
             self._settled.wait(PATIENCE_S)
 
@@ -159,7 +154,7 @@ class _Sigterm:
                 try:
                     self._park_all(reader)
                 except Exception:
-                    logger.exception("parking before SIGTERM")  # the signal must do what it does all the same
+                    logger.exception("parking before SIGTERM")  # the signal must have its effect
                 self._settled.set()
                 self._end()
         reader.close()
@@ -169,11 +164,11 @@ class _Sigterm:
             return
         try:
             os.write(self._previous_fd, data)
-        except OSError as error:  # full or closed: theirs to notice, as without us
+        except OSError as error:  # full or closed: for its owner to notice, as without us
             logger.debug("the wakeup descriptor of before takes nothing: %s", error)
 
     def _park_all(self, reader: socket.socket) -> None:
-        """Until everybody is parked or refuses, or a second SIGTERM comes."""
+        """Wait until all have parked or refused, or a second SIGTERM arrives."""
         waiting = list(self._parkings)
 
         def one_of(parking: Parking) -> Callable[[Parked], None]:
@@ -195,9 +190,9 @@ class _Sigterm:
         reader.settimeout(None)
 
     def _end(self) -> None:
-        """The default action, if that is what SIGTERM would have met."""
+        """Trigger the default action, if there was no other handler."""
         if self._previous == signal.SIG_DFL and signal.getsignal(_NUMBER) == self._on_signal:
-            # Python lets the main thread alone set handlers, which hangs.
+            # Python lets only the main thread set handlers, and that hangs.
             ctypes.CDLL(None).signal(int(_NUMBER), ctypes.c_void_p(0))
             os.kill(os.getpid(), _NUMBER)
 
@@ -206,9 +201,7 @@ _process = _Sigterm()
 
 
 def park_on_sigterm(parking: Parking) -> Callable[[], None]:
-    """Park before SIGTERM ends this process, if that can be had; returns what undoes it. Says once
-    why it cannot.
-    """
+    """Park before SIGTERM ends this process; returns what undoes it. Logs once why that is impossible."""
     why = _process.add(parking)
     if why:
         logger.warning("SIGTERM will not park: %s", why)

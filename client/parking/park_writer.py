@@ -1,5 +1,5 @@
-"""One parked image in the making: the live tensors of a moment, copied to a slot, and sealed by
-whoever comes first, us or the daemon.
+"""Writing of one parked image: the live tensors of a moment are copied to a slot, which is sealed by this
+process or by the daemon.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,22 +26,21 @@ from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import Samples
 
-__all__ = ["CopyFailed", "ParkCopy", "ParkFill"]
+__all__ = ["CopyFailed", "Moment", "ParkCopy", "ParkFill", "TopTensors"]
 
 # A device that does not deliver within this time hangs; what it may still write to is not used again.
 _COPY_S = 60.0
 
 
 class CopyFailed(RuntimeError):
-    """It could not be parked; says why."""
+    """The state could not be parked; says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopTensors:
-    """The live tensors at the top of a step, and how to tell later that nothing has written to them since.
+    """The live tensors at the top of a step, and the means to tell later that none was written to since.
 
-    ``versions``: of what is copied, in the order of ``split``. ``errors``: what went wrong when
-    they were sampled.
+    ``versions``: of what is copied, in the order of ``split``. ``errors``: of reading their samples.
     """
 
     sources: LiveSources
@@ -53,38 +52,46 @@ class TopTensors:
     samples: Samples
     errors: list[BaseException] = field(default_factory=list)
 
-    @property
-    def layout(self) -> PhasePlan:
-        return self.sources.plan
-
     def changed(self) -> set[str]:
-        """What does not hold what it held, by its version or by samples that were read again."""
+        """The tensors that were written to, by their version or by samples that were read again."""
         pairs = zip(self.split.watched, self.versions, strict=True)
         counted = {name for (tensor, name), version in pairs if tensor._version != version}
         return counted | self.split.names_of(self.samples.changed())[0]
 
     def unlike(self, segment: MappedSegment, index: int) -> set[str]:
-        """Of what the copy in this slot is not what was there at the top."""
+        """The tensors whose copy in this slot differs from their samples at the top."""
         numbers = self.samples.unlike(segment.memory.words, segment.slot_base(index))
         return self.split.names_of(numbers)[0]
 
 
-class TopState(Protocol):
-    """What is needed of the moment that is parked (see ``park_gate.Moment``)."""
+@dataclass(slots=True, eq=False)
+class Moment:
+    """The state at the top of a step: what must be kept separately; the rest is live.
 
-    @property
-    def step(self) -> int: ...
-    @property
-    def phase(self) -> int: ...
-    @property
-    def scalars(self) -> Mapping[str, Any]: ...
-    @property
-    def buffers(self) -> Mapping[str, Tensor]: ...
-    @property
-    def tensors(self) -> TopTensors | None: ...
-    @property
-    def ready(self) -> torch.cuda.Event | None: ...
-    def changed(self) -> str: ...
+    ``recorded``: the dictionary that the step's snapshot is written from, to which the first
+    forward adds. ``marks``: what must not change: where it is, and its version. ``tensors``: all that
+    is copied, with samples of it. ``ready``: the device has reached the top.
+    """
+
+    step: int
+    phase: int
+    scalars: dict[str, Any]
+    recorded: Mapping[str, Any]
+    buffers: dict[str, Tensor]
+    marks: list[tuple[Mapping[str, Any], str, Tensor, int]]
+    tensors: TopTensors | None
+    ready: torch.cuda.Event | None
+    begun_s: float = field(default_factory=time.monotonic)
+    rng_forward: dict[str, Any] | None = None
+    parked: bool = False
+    late: bool = False
+
+    def changed(self) -> str:
+        """The name of something that was written to or replaced since the top; empty if nothing was."""
+        for place, key, tensor, version in self.marks:
+            if place.get(key) is not tensor or tensor._version != version:
+                return key
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +105,7 @@ class ParkFill:
     packed: bytes
 
     def seal(self) -> None:
-        """Complete the image and seal it. A process that dies between the two leaves the sealing to
-        the daemon.
+        """Complete the image and seal it. If the process dies between the two, the daemon seals it.
 
         Raises:
             CopyFailed: it is no image; the slot is free again.
@@ -124,9 +130,7 @@ class ParkCopy:
         self._hangs = False
 
     def look(self, step: int) -> TopTensors | None:
-        """The top of a step (training thread): what is parked is what is there now. None while
-        nothing can be parked.
-        """
+        """The live tensors at the top of a step (training thread); None while nothing can be parked."""
         layout = self._slots.layout
         if layout is None:
             return None
@@ -144,16 +148,17 @@ class ParkCopy:
         return found
 
     @contextmanager
-    def of(self, moment: TopState, rng_forward: dict[str, Any] | None) -> Iterator[ParkFill]:
-        """A slot into which everything of ``moment`` has been copied; free again if the body does
-        not seal it.
+    def of(self, moment: Moment, rng_forward: dict[str, Any] | None) -> Iterator[ParkFill]:
+        """A slot with a copy of all of ``moment``; it is freed again if the body does not seal it.
 
         Raises:
             CopyFailed: there is no room, something changed while it was copied, or the device does
                 not answer.
         """
         layout = self._slots.layout
-        claimed = "an earlier copy never ended" if self._hangs else self._claim(moment)
+        if self._hangs:
+            raise CopyFailed("an earlier copy never ended")
+        claimed = self._slots.claim(moment.step, moment.phase)
         if isinstance(claimed, str):
             raise CopyFailed(claimed)
         assert layout is not None
@@ -168,25 +173,22 @@ class ParkCopy:
                     segment.set_state(index, SlotState.FREE)
                 segment.unlock_slot(index)
 
-    def _claim(self, moment: TopState) -> tuple[MappedSegment, int, SlotHeader] | str:
-        return self._slots.claim(moment.step, moment.phase)
-
     def _fill(
         self,
-        moment: TopState,
+        moment: Moment,
         layout: PhasePlan,
         segment: MappedSegment,
         index: int,
         rng_forward: dict[str, Any] | None,
     ) -> bytes:
-        """Copy all tensors; the packed step scalars."""
+        """Copy all tensors; returns the packed step scalars."""
         tensors = moment.tensors
-        if tensors is None or tensors.layout is not layout:
+        if tensors is None or tensors.sources.plan is not layout:
             raise CopyFailed("another copy was under way at the top of this step")
-        items = self._from_the_top(tensors.split.steady, layout, moment.buffers)
-        packed = self._pack(moment, layout, tensors.absent, rng_forward)
+        items = _from_the_top(tensors.split.steady, layout, moment.buffers)
+        packed = _packed_scalars(moment, layout, tensors.absent, rng_forward)
         zero_missing(segment, index, layout, tensors.missing)
-        self._copy(moment, segment, index, items, tensors)
+        self._copy(moment.ready, segment, index, items, tensors)
         written = tensors.changed() - moment.buffers.keys() | tensors.unlike(segment, index)
         changed = moment.changed() or some(written)
         if changed:
@@ -195,13 +197,13 @@ class ParkCopy:
 
     def _copy(
         self,
-        moment: TopState,
+        ready: torch.cuda.Event | None,
         segment: MappedSegment,
         index: int,
         items: list[CopyItem],
         tensors: TopTensors,
     ) -> None:
-        """Copy, and read the samples again; both must come."""
+        """Copy, and read the samples again; both must arrive."""
         awaited, errors = threading.Semaphore(0), tensors.errors
 
         def done(error: BaseException | None) -> None:
@@ -209,13 +211,12 @@ class ParkCopy:
                 errors.append(error)
             awaited.release()
 
-        # Not after what the device was given since: that may wait for a rank that is gone.
-        beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with beside:
-            if self._stream is not None and moment.ready is not None:
-                self._stream.wait_event(moment.ready)
-            base = segment.slot_base(index)
-            packed = tensors.packed
+        # Not after later work of the device: that may wait for a rank that is gone.
+        own_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with own_stream:
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            base, packed = segment.slot_base(index), tensors.packed
             self._engine.begin(
                 items, segment.memory, base, done, lambda: tensors.sources.packed_items(packed)
             )
@@ -229,36 +230,27 @@ class ParkCopy:
         if errors:
             raise CopyFailed(f"copying failed: {errors[0]}")
 
-    def _pack(
-        self,
-        moment: TopState,
-        layout: PhasePlan,
-        absent: list[str],
-        rng_forward: dict[str, Any] | None,
-    ) -> bytes:
-        scalars = {**moment.scalars, "absent": absent}
-        if rng_forward is not None:
-            scalars["rng_forward"] = rng_forward
-        packed = values.pack(scalars, "step scalars")
-        if len(packed) > layout.scalars_capacity:
-            raise CopyFailed(
-                f"step scalars grew to {len(packed)} bytes, {layout.scalars_capacity} are reserved"
-            )
-        return packed
 
-    @staticmethod
-    def _from_the_top(
-        items: Sequence[CopyItem], layout: PhasePlan, kept: Mapping[str, Tensor]
-    ) -> list[CopyItem]:
-        """The same copies, but of buffers as they were at the top."""
-        offsets = {
-            layout.offsets[i]: (kept[s.name], layout.layout.entries[i].nbytes)
-            for i, s in enumerate(layout.sources)
-            if s is not None and s.kind == "buffer" and s.name in kept and layout.layout.entries[i].nbytes
-        }
-        for tensor, nbytes in offsets.values():
-            if tensor.numel() * tensor.element_size() != nbytes:
-                raise CopyFailed("a buffer has another size than when this was planned")
-        return [
-            replace(i, tensor=offsets[i.offset][0]) if i.nbytes and i.offset in offsets else i for i in items
-        ]
+def _packed_scalars(
+    moment: Moment, layout: PhasePlan, absent: list[str], rng_forward: dict[str, Any] | None
+) -> bytes:
+    scalars = {**moment.scalars, "absent": absent}
+    if rng_forward is not None:
+        scalars["rng_forward"] = rng_forward
+    packed = values.pack(scalars, "step scalars")
+    if len(packed) > layout.scalars_capacity:
+        raise CopyFailed(f"step scalars grew to {len(packed)} bytes, {layout.scalars_capacity} are reserved")
+    return packed
+
+
+def _from_the_top(items: Sequence[CopyItem], layout: PhasePlan, kept: Mapping[str, Tensor]) -> list[CopyItem]:
+    """The same copies, but of buffers as they were at the top."""
+    buffers = {
+        layout.offsets[i]: (kept[s.name], layout.layout.entries[i].nbytes)
+        for i, s in enumerate(layout.sources)
+        if s is not None and s.kind == "buffer" and s.name in kept and layout.layout.entries[i].nbytes
+    }
+    for tensor, nbytes in buffers.values():
+        if tensor.numel() * tensor.element_size() != nbytes:
+            raise CopyFailed("a buffer has another size than when this was planned")
+    return [replace(i, tensor=buffers[i.offset][0]) if i.nbytes and i.offset in buffers else i for i in items]

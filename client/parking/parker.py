@@ -1,16 +1,18 @@
-"""Parking: this rank's whole state of the iteration that runs, copied beside the training thread
-(DESIGN §8; MoEvement §3.4).
+"""Parking: this rank's whole state of the current iteration, copied by another thread than the training
+thread (DESIGN §8; MoEvement §3.4).
 
-A rank whose job is being torn down is not lost: what it is at the top of iteration T goes to its
-daemon's memory, as a dense image, and the next life goes on at T with no replay. The state of the
-top of T is there until the first optimizer's step in T: parameters, masters and optimizer state do
-not change before; step scalars are kept from the top, and so are the buffers that a forward may
-change. This *moment* opens at the top and closes at the optimizer's pre-hook, which waits for a
-copy that is under way. If that takes too long, or something was written to nevertheless, the copy
-is thrown away: a torn image is never sealed.
+A rank whose job is being torn down is not lost: its state at the top of iteration T goes to its daemon's
+memory as a dense image, and the next life goes on at T without a replay. The state of the top of T exists
+until the first optimizer's step in T: parameters, masters and optimizer state do not change before; step
+scalars are kept from the top, and so are the buffers that a forward may change.
 
-Who asks: SIGTERM (`park_signals`), a loop that is left in the middle of a step, a step that lasts
-too long, and ``ckptctl park``.
+Two machines behind one lock (`ParkGate`) say when. The *moment* opens at the top of a step and closes at
+the optimizer's pre-hook. The *copy* of a moment may outlast it: the optimizer's step waits for it. If that
+takes too long the step goes on, and the copy is discarded; so is a copy of which anything was written to:
+a torn image is never sealed.
+
+Who asks: SIGTERM (`park_signals`), a loop that is left in the middle of a step, a step that lasts too long,
+and ``ckptctl park``.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -33,25 +36,35 @@ from ckptd.client.capture.slot_writer import SMALL_BUFFER_BYTES
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
-from ckptd.client.parking.park_gate import CopyState, Moment, ParkGate
 from ckptd.client.parking.park_memory import ParkMemory
-from ckptd.client.parking.park_writer import CopyFailed, ParkCopy
+from ckptd.client.parking.park_writer import CopyFailed, Moment, ParkCopy
 from ckptd.client.rng_state import capture_rng
-from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, human
 from ckptd.client.stats import Stats
+from ckptd.core.state_machine import MachineState, Transitions, validating
 from ckptd.cuda.engine import CopyEngine
 
-__all__ = ["PATIENCE_S", "Parked", "Parking"]
+__all__ = [
+    "COPY_TRANSITIONS",
+    "MOMENT_TRANSITIONS",
+    "PATIENCE_S",
+    "CopyEvent",
+    "CopyState",
+    "MomentEvent",
+    "MomentState",
+    "ParkGate",
+    "Parked",
+    "Parking",
+]
 
 logger = get_logger(__name__)
 
 _LOOK_S = 0.25
 _REQUESTS = 16
 _TELL_S = 2.0
-# How long who asks from outside waits for the next top, where the optimizer is stepping.
+# How long a request from outside waits for the next top while the optimizer is stepping.
 PATIENCE_S = 20.0
-# How long the optimizer's step waits for a copy, before that is thrown away: 100 GB at 4 GB/s.
+# How long the optimizer's step waits for a copy before that is discarded: 100 GB at 4 GB/s.
 _UPDATE_WAIT_S = 25.0
 # A step counts as hanging when it lasts longer than both: an evaluation or a save within the body
 # must not look like it.
@@ -60,13 +73,156 @@ _STEPS_OF_LIMIT = 20
 _KNOWN_STEPS = 3
 
 
+class MomentState(MachineState):
+    """Whether there is a state to park."""
+
+    CLOSED = "closed", "no state can be parked, and no top is near"
+    OPEN = "open", "from the top of a step on: its state can be parked"
+    UPDATING = "updating", "an optimizer is stepping; the next top is near"
+
+
+class MomentEvent(StrEnum):
+    """What the training thread reports."""
+
+    TOP = "top"
+    UPDATE = "update"
+    CLOSE = "close"
+
+
+MOMENT_TRANSITIONS = Transitions(
+    "parking moment",
+    {
+        **{(state, MomentEvent.TOP): MomentState.OPEN for state in MomentState},
+        **{(state, MomentEvent.UPDATE): MomentState.UPDATING for state in MomentState},
+        **{(state, MomentEvent.CLOSE): MomentState.CLOSED for state in MomentState},
+    },
+)
+
+
+class CopyState(MachineState):
+    """The copy of a moment that is being parked."""
+
+    NONE = "none", "no copy is under way"
+    RUNNING = "running", "the optimizer's step waits for it"
+    ABANDONED = "abandoned", "the optimizer's step has gone on; the result is discarded"
+
+
+class CopyEvent(StrEnum):
+    """What happens to a copy."""
+
+    BEGIN = "begin"
+    ABANDON = "abandon"
+    END = "end"
+
+
+COPY_TRANSITIONS = Transitions(
+    "parking copy",
+    {
+        (CopyState.NONE, CopyEvent.BEGIN): CopyState.RUNNING,
+        (CopyState.RUNNING, CopyEvent.ABANDON): CopyState.ABANDONED,
+        (CopyState.RUNNING, CopyEvent.END): CopyState.NONE,
+        (CopyState.ABANDONED, CopyEvent.END): CopyState.NONE,
+    },
+)
+
+
+class ParkGate:
+    """Opens and closes moments (training thread), and lets one copy at a time begin (any thread).
+
+    Attributes:
+        moment: the state that can be parked right now; None: there is none, and ``why_not`` says why.
+    """
+
+    def __init__(self, why_not: str) -> None:
+        self.moment: Moment | None = None
+        self.why_not = why_not
+        self._moments, self._copies = MomentState.CLOSED, CopyState.NONE
+        self._over = threading.Event()  # of the copy that is under way
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    @property
+    def state(self) -> tuple[MomentState, CopyState]:
+        """That of the moment, and of the copy."""
+        return self._moments, self._copies
+
+    @property
+    def locked(self) -> bool:
+        """Whether a thread is opening or closing a moment right now."""
+        return self._lock.locked()
+
+    def top(self, moment: Moment) -> None:
+        """A step begins, and can be parked."""
+        self._go(MomentEvent.TOP, moment, self.why_not)
+
+    def update(self) -> threading.Event | None:
+        """An optimizer is about to step; returns the event that ends its wait for a copy, if there is one."""
+        self._go(MomentEvent.UPDATE, None, "an optimizer is stepping")
+        # No copy of this moment can begin any more; one that ends just now need not be waited for.
+        return self._over if self._copies is CopyState.RUNNING else None
+
+    def close(self, why: str) -> None:
+        """There is no state to park until the next top."""
+        self._go(MomentEvent.CLOSE, None, why)
+
+    def awaited(self, patience_s: float) -> Moment | None:
+        """The moment; while an optimizer is stepping, the next one, if it comes in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._moments is not MomentState.UPDATING, timeout=patience_s)
+            return self.moment
+
+    def begin_copy(self, moment: Moment) -> bool:
+        """Begin a copy, which is under way until `end_copy`; False if that is no longer the moment."""
+        with self._lock:
+            if self.moment is not moment:
+                return False
+            self._over = threading.Event()
+            self._copy_on(CopyEvent.BEGIN)
+            return True
+
+    def abandon_copy(self) -> None:
+        """The optimizer's step has waited long enough."""
+        with self._lock:
+            if self._copies is CopyState.RUNNING:
+                self._copy_on(CopyEvent.ABANDON)
+
+    def end_copy(self) -> bool:
+        """Let the optimizer step; returns whether it did not wait for that. A second call does nothing."""
+        with self._lock:
+            abandoned = self._copies is CopyState.ABANDONED
+            if self._copies is not CopyState.NONE:
+                self._over.set()
+                self._copy_on(CopyEvent.END)
+            return abandoned
+
+    def _go(self, event: MomentEvent, moment: Moment | None, why_not: str) -> None:
+        with self._changed:
+            self._moments = MOMENT_TRANSITIONS.after(self._moments, event)
+            self.moment, self.why_not = moment, why_not
+            if validating():
+                self._validate()
+            if self._moments is not MomentState.UPDATING:
+                self._changed.notify_all()
+
+    def _copy_on(self, event: CopyEvent) -> None:
+        self._copies = COPY_TRANSITIONS.after(self._copies, event)
+        if validating():
+            self._validate()
+
+    def _validate(self) -> None:
+        """There is a moment exactly while one is open, and who waits for a copy is woken when it is over."""
+        assert (self.moment is not None) == (self._moments is MomentState.OPEN), self._moments
+        assert self._copies is CopyState.NONE or not self._over.is_set(), self._copies
+        assert self.moment is not None or self.why_not, "nothing to park, and no reason"
+
+
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """What came of a wish to park: the iteration, or -1 and why not."""
+    """The outcome of a request to park: the iteration, or -1 and why not."""
 
     iteration: int
     reason: str = ""
-    again: bool = False  # it was parked before it was asked for
+    again: bool = False  # it was parked before the request
 
 
 class Parking:
@@ -74,9 +230,9 @@ class Parking:
 
     Args:
         memory: this rank's memory, which has a session with the daemon.
-        engine: copies of its own: they do not wait for a snapshot's.
+        engine: its own, so that copies do not wait for a snapshot's.
         restless: names of large buffers that are known to change before the optimizer's step; added to.
-        park_after_s: a step that lasts longer is parked; None: derived from how long steps last.
+        park_after_s: a step that lasts longer is parked; None: derived from the durations of steps.
     """
 
     def __init__(
@@ -123,14 +279,17 @@ class Parking:
                 this dictionary.
         """
         try:
-            self._note_duration()
+            now, before = time.monotonic(), self._top_at
+            if before:
+                self._durations.append(now - before)
+            self._top_at = now
             if not self.copying:
                 self._slots.tidy()
                 self._slots.fit(plan, step)
             moment = self._moment_of(step, plan, phase, scalars)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            if why != self._gate.why_not:  # said once, not at every step
+            if why != self._gate.why_not:  # logged once, not at every step
                 logger.error("step %d cannot be parked", step, exc_info=error)
             self.closed_because(why)
             return
@@ -142,9 +301,7 @@ class Parking:
             moment.begun_s = time.monotonic()
 
     def first_forward(self) -> None:
-        """The step's first forward of the model is about to run: random state that a resumed step
-        must have there.
-        """
+        """The first forward is about to run: keep the random state that a resumed step must have there."""
         moment = self._gate.moment
         if moment is None or moment.rng_forward is not None:
             return
@@ -154,7 +311,7 @@ class Parking:
         moment.rng_forward = found
 
     def before_update(self) -> None:
-        """An optimizer is about to step: the moment is over, and a copy that is under way is waited for."""
+        """An optimizer is about to step: the moment is over. Blocks while a copy is under way."""
         over = self._gate.update()
         if over is not None and not over.wait(self._update_wait_s):
             self._gate.abandon_copy()
@@ -164,7 +321,7 @@ class Parking:
         self._gate.close(why)
 
     def leave(self, why: str) -> None:
-        """The loop is left; in the middle of a step, whose state is parked first. Never raises."""
+        """The loop is left; if that is in the middle of a step, its state is parked first. Never raises."""
         if os.getpid() != self._pid:
             return
         if self.possible:
@@ -180,7 +337,7 @@ class Parking:
 
     @property
     def locked(self) -> bool:
-        """Whether some thread is in the middle of opening or closing a moment."""
+        """Whether a thread is opening or closing a moment right now."""
         return self._gate.locked
 
     @property
@@ -189,11 +346,11 @@ class Parking:
         return self._gate.moment is not None
 
     def park(self, why: str, patience_s: float = 0.0) -> Parked:
-        """Park the step that runs; never raises.
+        """Park the current step; never raises.
 
         Args:
             why: for the log.
-            patience_s: how long to wait for the next top where the optimizer is stepping.
+            patience_s: how long to wait for the next top while the optimizer is stepping.
         """
         started = time.perf_counter()
         try:
@@ -203,13 +360,11 @@ class Parking:
         except Exception as error:  # whoever asks must get an answer, and training must go on
             logger.error("parking failed", exc_info=error)
             outcome = Parked(-1, f"{type(error).__name__}: {error}")
-        self._tell(why, outcome, time.perf_counter() - started)
+        self._report(why, outcome, time.perf_counter() - started)
         return outcome
 
     def ask(self, why: str, then: Callable[[Parked], None]) -> bool:
-        """Park beside the calling thread, with patience; ``then`` hears what came of it. False if
-        too many wait for that.
-        """
+        """Park on another thread, with patience, then call ``then``. False if too many requests wait."""
         try:
             self._requests.put_nowait((why, then))
         except queue.Full:
@@ -217,7 +372,7 @@ class Parking:
         return True
 
     def close(self) -> None:
-        """Park no more; what was parked stays. Never raises."""
+        """Park no more; parked state stays. Never raises."""
         self._memory.park_when_asked(None)
         self.closed_because("the checkpointer is closed")
         with contextlib.suppress(queue.Full):
@@ -226,7 +381,7 @@ class Parking:
         self._engine.close()
 
     def describe(self) -> str:
-        """One line: how large it is, or why there is none."""
+        """One line: the size of the memory, or why there is none."""
         newest, limit_s = self._slots.newest, self.limit_s
         if newest is None:
             return f"parking: no memory yet{f' ({self._slots.refused})' if self._slots.refused else ''}"
@@ -239,10 +394,10 @@ class Parking:
         """How long a step may last before it is parked; 0: not known yet."""
         if self._park_after_s is not None:
             return self._park_after_s
-        known = sorted(self._durations)
-        if len(known) < _KNOWN_STEPS:
+        if len(self._durations) < _KNOWN_STEPS:
             return 0.0
-        return max(_LEAST_LIMIT_S, _STEPS_OF_LIMIT * statistics.median(known))
+        # A copy: the parking thread asks, too.
+        return max(_LEAST_LIMIT_S, _STEPS_OF_LIMIT * statistics.median(list(self._durations)))
 
     def _park(self, patience_s: float) -> Parked:
         gate = self._gate
@@ -254,34 +409,29 @@ class Parking:
                 return Parked(moment.step, again=True)
             if not gate.begin_copy(moment):
                 return Parked(-1, gate.why_not)
+            gone_on = f"the optimizer's step waited {self._update_wait_s:g} s for it, and went on"
             try:
                 with self._copy.of(moment, self._rng_forward(moment)) as fill:
                     if gate.end_copy():
-                        raise CopyFailed(self._gone_on)
+                        raise CopyFailed(gone_on)
                     fill.seal()
             except CopyFailed as error:
                 if gate.end_copy():  # whatever has changed then, it may have been the optimizer
-                    raise CopyFailed(self._gone_on) from error
+                    raise CopyFailed(gone_on) from error
                 raise
             finally:
                 gate.end_copy()
             moment.parked = True
             return Parked(moment.step)
 
-    @property
-    def _gone_on(self) -> str:
-        return f"the optimizer's step waited {self._update_wait_s:g} s for it, and went on"
-
     def _rng_forward(self, moment: Moment) -> dict[str, Any] | None:
-        """Random state at the first forward. Before it was reached: as at the top, if nothing is
-        drawn in between.
-        """
+        """Random state at the first forward; before that, that at the top if nothing draws in between."""
         if moment.rng_forward is not None:
             return moment.rng_forward
         found: dict[str, Any] = moment.scalars["rng"]
         return found if self._draws_first is False else None
 
-    def _tell(self, why: str, outcome: Parked, took_s: float) -> None:
+    def _report(self, why: str, outcome: Parked, took_s: float) -> None:
         stats, session = self._stats, self._memory.session
         if outcome.again:
             return
@@ -296,8 +446,6 @@ class Parking:
         logger.warning("%s", text)
         if not session.tell("info", "parked", text, _TELL_S):
             logger.info("parked all the same: what is sealed needs no daemon")
-
-    # -- moments ---------------------------------------------------------------------------------
 
     def _moment_of(self, step: int, plan: SnapshotPlan, phase: int, scalars: dict[str, Any]) -> Moment:
         if plan is not self._placed_for:
@@ -320,45 +468,36 @@ class Parking:
                 kept[name] = local(buffer).detach().clone()
             else:
                 marks.append((place, key, buffer, buffer._version))
-        # Where a copy was given up by the optimizer's step, its thread may use what is looked at here.
+        # The thread of a copy that the optimizer's step gave up may use what `look` would change.
         tensors = None if self.copying else self._copy.look(step)
         ready = None
         if self._device.type == "cuda":
             ready = torch.cuda.current_stream(self._device).record_event()
         return Moment(step, phase, dict(scalars), scalars, kept, marks, tensors, ready)
 
-    def _note_duration(self) -> None:
-        now, before = time.monotonic(), self._top_at
-        if before:
-            self._durations.append(now - before)
-        self._top_at = now
-
     # -- on the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        for why, then in self._wishes():
+        while True:
+            try:
+                request = self._requests.get(timeout=_LOOK_S)
+            except queue.Empty:
+                try:
+                    self._look()
+                except Exception:
+                    logger.exception("looking whether a step lasts too long")  # as below
+                continue
+            if request is None:
+                return
+            why, then = request
             outcome = self.park(why, PATIENCE_S)
             try:
                 then(outcome)
             except Exception:
                 logger.exception("after parking")  # the thread must live: SIGTERM may come
 
-    def _wishes(self) -> Iterator[tuple[str, Callable[[Parked], None]]]:
-        while True:
-            try:
-                wish = self._requests.get(timeout=_LOOK_S)
-            except queue.Empty:
-                try:
-                    self._look()
-                except Exception:
-                    logger.exception("looking whether a step lasts too long")  # as above
-                continue
-            if wish is None:
-                return
-            yield wish
-
     def _look(self) -> None:
-        """Whether the step that runs lasts too long."""
+        """Park the current step if it lasts too long."""
         moment, limit_s = self._gate.moment, self.limit_s
         if moment is None or moment.late or moment.parked or not limit_s:
             return

@@ -9,42 +9,88 @@ training never waits or fails because of the log.
 
 A replay sends the same tensors again. If the log of the iteration exists, both are compared bit for bit;
 if not, the log is written.
+
+A `shared_value` (a gradient norm over all stages, say) is computed by all ranks together, once, and
+recorded. A replay takes it from this rank's own record of the step, and an isolated rank from any rank's
+log: it is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ckptd.client import values
 from ckptd.client.capture.comparison import Differences
-from ckptd.client.daemon_link.communication_facts import LogFacts, find_facts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.communication import Communication
+from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
 from ckptd.client.pipeline.isolated_stage import IsolatedStage
-from ckptd.client.pipeline.log_memory import LogMemory
-from ckptd.client.pipeline.log_writer import Comparison, Layouts, LogFill, Room
-from ckptd.client.pipeline.silent_log import SilentLog
-from ckptd.client.schedule.describe import human
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.client.pipeline.log_memory import Comparison, LogFill, LogMemory, Room, make_layouts
+from ckptd.client.pipeline.log_reader import LogFacts, find_facts, recorded_facts
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, human
 from ckptd.client.stats import Stats
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.cuda.engine import CopyEngine, CopyItem
-from ckptd.cuda.samples import SamplePlan, Samples
+from ckptd.cuda.samples import SamplePlan
 
-__all__ = ["BoundaryLog"]
+__all__ = ["BoundaryLog", "SilentLog", "shared_value"]
 
 logger = get_logger(__name__)
 
 _FAILURES_IN_A_ROW = 3
 _MOST_DIFFERENCES = 4
+
+# Kind, stage, micro-batch and index of a sent tensor.
+_Where = tuple[SentKind, int, int, int]
+
+
+class SilentLog:
+    """The log of a disabled checkpointer: accepts the calls of a hand-written pipeline, records nothing."""
+
+    def activation(
+        self,
+        tensor: Tensor,
+        *,
+        micro_batch: int,
+        stage: int = 0,
+        index: int = 0,
+        dest: int | None = None,
+    ) -> bool:
+        """Records nothing; returns True: send it."""
+        return True
+
+    def gradient(
+        self,
+        tensor: Tensor,
+        *,
+        micro_batch: int,
+        stage: int = 0,
+        index: int = 0,
+        dest: int | None = None,
+    ) -> bool:
+        """Records nothing; returns True: send it."""
+        return True
+
+    def receive_activation(
+        self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
+    ) -> bool:
+        """Fills nothing; returns False: receive it."""
+        return False
+
+    def receive_gradient(
+        self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
+    ) -> bool:
+        """Fills nothing; returns False: receive it."""
+        return False
 
 
 class BoundaryLog(SilentLog):
@@ -85,19 +131,19 @@ class BoundaryLog(SilentLog):
         self._memory, self._engine, self._stats = memory, engine, stats
         self._plan, self._silent = plan, silent
         self._slots = LogMemory(memory, engine, stats, limit_bytes, replicate=replicate)
-        self._layouts = Layouts(memory.identity.metadata())
+        self._layouts = make_layouts(memory.identity.metadata())
         # A hand-written pipeline may log from hooks, which run on the backward's thread.
         self._lock = threading.RLock()
         self._iteration: int | None = None
         self._fill: LogFill | None = None
         self._comparison: Comparison | None = None
-        self._rounds: dict[tuple[SentKind, int, int, int], int] = {}
+        self._rounds: dict[_Where, int] = {}
         self._room, self._largest = Room(), Room()
         # A tensor was changed after it was sent: from now on copies precede all later work of the
         # device.
         self._in_order = False
         self._failures = self._skips_in_a_row = 0
-        self._trouble = False  # in the iteration that runs
+        self._trouble = False  # in the current iteration
         self.given_up = False
         self.isolated: IsolatedStage | None = None
         self._communication, self._same_operators = communication, tuple(alike)
@@ -130,8 +176,7 @@ class BoundaryLog(SilentLog):
             ValueError: the call is outside a step of ``ckpt.steps()``, a number is negative, or the
                 dtype is not supported.
         """
-        self._by_hand(SentKind.ACTIVATION, tensor, stage, micro_batch, index, dest)
-        return self._is_there(dest)
+        return self._by_hand((SentKind.ACTIVATION, stage, micro_batch, index), tensor, dest)
 
     def gradient(
         self,
@@ -143,8 +188,7 @@ class BoundaryLog(SilentLog):
         dest: int | None = None,
     ) -> bool:
         """Log a gradient that is sent upstream; like ``activation``."""
-        self._by_hand(SentKind.GRADIENT, tensor, stage, micro_batch, index, dest)
-        return self._is_there(dest)
+        return self._by_hand((SentKind.GRADIENT, stage, micro_batch, index), tensor, dest)
 
     def receive_activation(
         self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
@@ -159,13 +203,13 @@ class BoundaryLog(SilentLog):
             ValueError: a number is negative.
             CorruptionError: the log has no such activation, or one of another shape or dtype.
         """
-        return self._receive(SentKind.ACTIVATION, buffer, source, stage, micro_batch, index)
+        return self._receive((SentKind.ACTIVATION, stage, micro_batch, index), buffer, source)
 
     def receive_gradient(
         self, buffer: Tensor, *, source: int, micro_batch: int, stage: int = 0, index: int = 0
     ) -> bool:
         """Fill ``buffer`` with a gradient; like ``receive_activation``."""
-        return self._receive(SentKind.GRADIENT, buffer, source, stage, micro_batch, index)
+        return self._receive((SentKind.GRADIENT, stage, micro_batch, index), buffer, source)
 
     def sent(
         self,
@@ -183,9 +227,7 @@ class BoundaryLog(SilentLog):
             return
         if self._communication is not None:
             self._communication.sends(peers)
-        keyed = [((kind, stage, micro_batch, i), local(t)) for i, t in enumerate(tensors)]
-        with self._surviving(), self._lock:
-            self._record(keyed)
+        self._record([((kind, stage, micro_batch, i), local(t)) for i, t in enumerate(tensors)])
 
     def receives(self, peers: Sequence[int]) -> None:
         """Record that a stage receives from each of these ranks; never raises."""
@@ -197,14 +239,9 @@ class BoundaryLog(SilentLog):
         if self._communication is not None:
             self._communication.all_of(group, why)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Communication in the block does not count for the choice of ranks that recover together."""
-        if self._communication is None:
-            yield
-        else:
-            with self._communication.aside():
-                yield
+        return nullcontext() if self._communication is None else self._communication.aside()
 
     def isolated_value(self, name: str) -> tuple[Any] | None:
         """The next shared value from a log, if not all ranks run this iteration; None: compute it.
@@ -222,21 +259,28 @@ class BoundaryLog(SilentLog):
             return
         number, self._num_values = self._num_values, self._num_values + 1
         tensor = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        with self._surviving(), self._lock:
-            self._record([((SentKind.VALUE, 0, number, 0), tensor)])
+        self._record([((SentKind.VALUE, 0, number, 0), tensor)])
 
-    def _is_there(self, rank: int | None) -> bool:
-        return rank is None or self.isolated is None or self.isolated.runs(rank)
+    def _by_hand(self, where: _Where, tensor: Tensor, dest: int | None) -> bool:
+        kind, stage, micro_batch, index = where
+        _check_numbers(micro_batch=micro_batch, stage=stage, index=index, dest=dest or 0)
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"log.{kind}(): the dtype {tensor.dtype} is not supported; send the tensor as another dtype"
+            )
+        if not self._silent() and not self.given_up:
+            if self._iteration is None:
+                raise ValueError(
+                    f"log.{kind}() was called outside a step: call it in the body of the loop over "
+                    "ckpt.steps()"
+                )
+            if dest is not None and self._communication is not None:
+                self._communication.sends([dest])
+            self._record([(where, local(tensor))])
+        return dest is None or self.isolated is None or self.isolated.runs(dest)
 
-    def _receive(
-        self,
-        kind: SentKind,
-        buffer: Tensor,
-        source: int,
-        stage: int,
-        micro_batch: int,
-        index: int,
-    ) -> bool:
+    def _receive(self, where: _Where, buffer: Tensor, source: int) -> bool:
+        kind, stage, micro_batch, index = where
         _check_numbers(source=source, micro_batch=micro_batch, stage=stage, index=index)
         # A rank that has stopped logging still reads logs: no other rank would send the tensor.
         if self._silent() or (self._iteration is None and not self.given_up):
@@ -246,45 +290,22 @@ class BoundaryLog(SilentLog):
         self.receives([source])
         return False
 
-    def _by_hand(
-        self,
-        kind: SentKind,
-        tensor: Tensor,
-        stage: int,
-        micro_batch: int,
-        index: int,
-        dest: int | None,
-    ) -> None:
-        _check_numbers(micro_batch=micro_batch, stage=stage, index=index, dest=dest or 0)
-        if tensor.dtype not in SAFETENSORS_DTYPES:
-            raise ValueError(
-                f"log.{kind}(): the dtype {tensor.dtype} is not supported; send the tensor as another dtype"
-            )
-        if self._silent() or self.given_up:
-            return
-        if self._iteration is None:
-            raise ValueError(
-                f"log.{kind}() was called outside a step: call it in the body of the loop over ckpt.steps()"
-            )
-        if dest is not None and self._communication is not None:
-            self._communication.sends([dest])
+    def _record(self, sent: Sequence[tuple[_Where, Tensor]]) -> None:
+        """Copy these tensors to the log, or compare them with it; never raises."""
         with self._surviving(), self._lock:
-            self._record([((kind, stage, micro_batch, index), local(tensor))])
-
-    def _record(self, sent: Sequence[tuple[tuple[SentKind, int, int, int], Tensor]]) -> None:
-        items: list[CopyItem] = []
-        for where, tensor in sent:
-            nth = self._rounds.get(where, 0)
-            self._rounds[where] = nth + 1
-            # A conjugate view has other values than its memory; copies and comparisons work on memory.
-            key, data = RecordKey(*where, nth), tensor.detach().resolve_conj().resolve_neg()
-            self._room.add(data.numel() * data.element_size())
-            if self._comparison is not None:
-                self._comparison.add(key, data)
-            elif self._fill is not None and (item := self._fill.place(key, data)) is not None:
-                items.append(item)
-        if items and self._fill is not None:
-            self._copy(self._fill, items)
+            items: list[CopyItem] = []
+            for where, tensor in sent:
+                nth = self._rounds.get(where, 0)
+                self._rounds[where] = nth + 1
+                # A conjugate view has other values than its memory; copies and comparisons work on memory.
+                key, data = RecordKey(*where, nth), tensor.detach().resolve_conj().resolve_neg()
+                self._room.add(data.numel() * data.element_size())
+                if self._comparison is not None:
+                    self._comparison.add(key, data)
+                elif self._fill is not None and (item := self._fill.place(key, data)) is not None:
+                    items.append(item)
+            if items and self._fill is not None:
+                self._copy(self._fill, items)
 
     def _copy(self, fill: LogFill, items: Sequence[CopyItem]) -> None:
         """Start the copies. They hold references to the tensors until they end, so that their memory is
@@ -299,14 +320,17 @@ class BoundaryLog(SilentLog):
         samples = None if self._engine.inline else SamplePlan(items, self._engine.device).draw(fill.iteration)
         errors: list[BaseException] = []
 
+        def is_torn() -> bool:
+            if check and any(_version(t) != v for t, v in versions):
+                return True
+            return samples is not None and bool(samples.unlike(fill.segment.memory.words, fill.base))
+
         def copied(error: BaseException | None) -> None:
             failed = error or next(iter(errors), None)
             why_not = "" if failed is None else f"copying failed: {failed}"
-            if not why_not:
-                counted = check and any(_version(t) != v for t, v in versions)
-                if counted or (samples is not None and _is_torn(samples, fill)):
-                    self._in_order = True
-                    why_not = "a tensor was changed in place while it was copied"
+            if not why_not and is_torn():
+                self._in_order = True
+                why_not = "a tensor was changed in place while it was copied"
             versions.clear()
             fill.copied(why_not)
 
@@ -374,10 +398,8 @@ class BoundaryLog(SilentLog):
         if self._communication is not None:
             self._communication.abandon()
         with self._lock:
-            self._iteration = self._comparison = None
-            fill, self._fill = self._fill, None
-            if fill is not None:
-                fill.end(keep=False)
+            self._iteration = None
+            self._drop_fill()
 
     def close(self) -> None:
         """Wait for copies in flight; the daemon keeps the log. Never raises."""
@@ -405,16 +427,12 @@ class BoundaryLog(SilentLog):
         )
 
     def describe_domain(self) -> list[str]:
-        """Lines about the ranks across a boundary that recover together with this rank; empty if there are
-        none.
-        """
+        """Lines about ranks across a boundary that recover together with this rank, if there are any."""
         facts = self._facts()
         return [] if facts is None else facts.warnings()
 
     def _facts(self) -> LogFacts | None:
-        """The facts known so far, including those of an earlier trainer, which may have observed
-        rare communication.
-        """
+        """The facts so far, with those of an earlier trainer: it may have observed rare communication."""
         rank = self._memory.identity.rank
         return find_facts(rank, self._communication, self._same_operators, self._known)
 
@@ -443,10 +461,14 @@ class BoundaryLog(SilentLog):
             need = human(self._room.data_bytes)
             has = human(fill.segment.geometry.slot_bytes - self._slots.data_offset)
             self._skipped(fill.iteration, f"the step sent {need}, but a slot has room for {has}")
-            fill.end(keep=False)
         else:
             self._skips_in_a_row = 0
-            fill.end()
+        fill.end(keep=not fill.full)
+
+    def _drop_fill(self) -> None:
+        fill, self._fill, self._comparison = self._fill, None, None
+        if fill is not None:
+            fill.end(keep=False)
 
     def _finish(self, fill: LogFill) -> None:
         """All copies have arrived, on any thread: complete the log immediately, in case this process ends."""
@@ -483,9 +505,7 @@ class BoundaryLog(SilentLog):
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Keep errors of the log away from the user's loop; after several consecutive failures, stop
-        logging.
-        """
+        """Keep errors of the log out of the user's loop; stop logging after several failures in a row."""
         try:
             yield
         except Exception as error:
@@ -493,9 +513,7 @@ class BoundaryLog(SilentLog):
             self._stats.log_failed += 1
             self._failures, self._trouble = self._failures + 1, True
             with self._lock:
-                fill, self._fill, self._comparison = self._fill, None, None
-            if fill is not None:
-                fill.end(keep=False)
+                self._drop_fill()
             if self._failures >= _FAILURES_IN_A_ROW:
                 self.given_up, self._iteration = True, None
                 text = f"stopped logging boundaries: {type(error).__name__}: {error}"
@@ -503,15 +521,32 @@ class BoundaryLog(SilentLog):
                 self._memory.session.notice("error", "boundaries_not_logged", text)
 
 
+def shared_value(name: str, compute: Callable[[], Any], tape: Tape, log: BoundaryLog | None) -> Any:
+    """The result of ``compute``, or its recorded result from the first run of this step.
+
+    Raises:
+        ValueError: the value has a type that cannot be recorded.
+        CorruptionError: not all ranks run this iteration, and no log that is read contains the value.
+    """
+    found = tape.recorded(name)
+    if found is None and log is not None:
+        found = log.isolated_value(name)
+    if found is not None:
+        value = found[0]
+    else:
+        with nullcontext() if log is None else log.aside():
+            value = compute()
+        tape.record(name, value)
+    if log is not None:
+        detached = value.detach() if hasattr(value, "detach") else value
+        log.value(values.pack([name, detached], f"shared value {name!r}"))
+    return value
+
+
 def _check_numbers(**numbers: int) -> None:
     for name, number in numbers.items():
         if not 0 <= number < 10**9:
             raise ValueError(f"{name}={number}: numbers start at 0")
-
-
-def _is_torn(samples: Samples, fill: LogFill) -> bool:
-    """Whether the copies differ from the tensors at the time of sending."""
-    return bool(samples.unlike(fill.segment.memory.words, fill.base))
 
 
 def _version(tensor: Any) -> int:

@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ckptd.client import values
 from ckptd.client.capture.stage_shapes import StageShapes, without_rehearsal
-from ckptd.client.model.function_patches import layered
+from ckptd.client.model.hooks import layered
 from ckptd.client.model.live_state import local
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
 
-__all__ = ["IsolatedStage", "Records"]
+__all__ = ["IsolatedStage", "Records", "hooked"]
 
 # All tensors that one rank sent in one iteration.
 Records = Mapping[RecordKey, Tensor]
@@ -39,6 +38,26 @@ _RECEIVES = {
     "get_bwd_recv_ops": (SentKind.GRADIENT, +1, "grad_recv_info"),
 }
 _SENDS = ("get_fwd_send_ops", "get_bwd_send_ops")
+
+
+Owner = TypeVar("Owner")
+
+
+def hooked(
+    stage: Any, name: str, owner: Owner, react: Callable[[Owner, Any, str, int, list[Any]], list[Any]]
+) -> AbstractContextManager[None]:
+    """While entered, ``react(owner, stage, name, micro_batch, operations)`` replaces what a method of a stage
+    returns: send or receive operations of a micro-batch.
+    """
+    # Weak: stages may outlive a checkpointer that was not closed, with its memory and logs.
+    reference = weakref.ref(owner)
+
+    def hook(below: Callable[[int], list[Any]], micro_batch: int) -> list[Any]:
+        operations = below(micro_batch)  # also removes the entries that the stage keeps for them
+        alive = reference()
+        return operations if alive is None else react(alive, stage, name, micro_batch, operations)
+
+    return layered(stage, name, hook)
 
 
 class IsolatedStage:
@@ -82,15 +101,9 @@ class IsolatedStage:
         self._fed: dict[int, Records] = {}
         self._rounds: dict[tuple[SentKind, int, int, int], int] = {}
         self._feeding, self._rehearsed = ExitStack(), ExitStack()
-        self.fed_bytes = 0
         self.stand_in_for(stages)
 
     # -- the life of a step ----------------------------------------------------------------------
-
-    @property
-    def base(self) -> int:
-        """The first iteration that this rank runs."""
-        return self.bases.get(self.rank, self.resume)
 
     @property
     def over(self) -> bool:
@@ -106,9 +119,7 @@ class IsolatedStage:
             self._feeding.close()
 
     def runs(self, rank: int) -> bool:
-        """Whether that rank runs this iteration, too. True outside iterations, and for negative numbers
-        (unknown ranks).
-        """
+        """Whether that rank runs this iteration; True outside iterations, and for negative (unknown) ones."""
         if self._iteration is None or rank < 0:
             return True
         return self.bases.get(rank, self.resume) <= self._iteration
@@ -141,13 +152,11 @@ class IsolatedStage:
                 self._rehearsed.enter_context(without_rehearsal(stage, shapes))
         if self.over:
             return
-        # Weak: stages may outlive a checkpointer that was not closed, and logs are large.
-        reference = weakref.ref(self)
         for stage in found:
             for name in _RECEIVES:
-                self._feeding.enter_context(layered(stage, name, partial(_receiving, reference, stage, name)))
+                self._feeding.enter_context(hooked(stage, name, self, IsolatedStage.received))
             for name in _SENDS:
-                self._feeding.enter_context(layered(stage, name, partial(_sending, reference)))
+                self._feeding.enter_context(hooked(stage, name, self, IsolatedStage.sending))
 
     def received(self, stage: Any, name: str, micro_batch: int, operations: Sequence[Any]) -> list[Any]:
         """Fill the buffers of receive operations from ranks that do not run; returns the other operations."""
@@ -161,6 +170,10 @@ class IsolatedStage:
             else:
                 self.feed(operation.tensor, kind, sender, micro_batch, index, operation.peer)
         return left
+
+    def sending(self, stage: Any, name: str, micro_batch: int, operations: Sequence[Any]) -> list[Any]:
+        """Drop the send operations to ranks that do not run."""
+        return [operation for operation in operations if self.runs(operation.peer)]
 
     # -- what was sent ---------------------------------------------------------------------------
 
@@ -200,7 +213,6 @@ class IsolatedStage:
         with torch.no_grad():
             # Like a receive: hidden from autograd. The buffer is a leaf that requires grad.
             target.data.copy_(record)
-        self.fed_bytes += record.numel() * record.element_size()
         return True
 
     def shared_value(self, name: str, number: int) -> tuple[Any] | None:
@@ -254,30 +266,6 @@ class IsolatedStage:
 
 def _known(shapes: Mapping[int, StageShapes | None]) -> list[int]:
     return sorted(index for index, found in shapes.items() if found is not None)
-
-
-def _receiving(
-    reference: weakref.ref[IsolatedStage],
-    stage: Any,
-    name: str,
-    below: Callable[[int], list[Any]],
-    micro_batch: int,
-) -> list[Any]:
-    operations = below(micro_batch)
-    isolated = reference()
-    if isolated is None:
-        return operations
-    return isolated.received(stage, name, micro_batch, operations)
-
-
-def _sending(
-    reference: weakref.ref[IsolatedStage], below: Callable[[int], list[Any]], micro_batch: int
-) -> list[Any]:
-    operations = below(micro_batch)  # also removes the entries that the stage keeps for them
-    isolated = reference()
-    if isolated is None:
-        return operations
-    return [operation for operation in operations if isolated.runs(operation.peer)]
 
 
 def _check_adjacent(stage: Any, infos: Iterable[Any], sender: int) -> None:

@@ -1,30 +1,132 @@
-"""Reading of boundary logs: the tensors that a neighbour sent in an iteration, verified.
+"""Reading of boundary logs: the verified tensors that a neighbour sent in an iteration, and the facts about
+its rank's communication.
 
 Readers own and change nothing: every process that may open the files can read them, including logs of
 other ranks of this node, and of ranks whose trainer and daemon are gone.
+
+The facts say which ranks recover together. They are in the ``client`` payload of the log segment's
+descriptor, beside ``data_offset``, so that they outlive the process. When they change, a log of the next
+generation is requested: those of the newest generation count.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ckptd.client.daemon_link.slot_file import SlotFile
-from ckptd.client.model.host_bytes import DTYPES
+from ckptd.client import values
+from ckptd.client.daemon_link.mapped_segment import SlotFile
+from ckptd.client.model.communication import Communication
+from ckptd.client.model.snapshot_layout import DTYPES
 from ckptd.core.slots.boundary import RecordKey, logged_iterations, parse_record_name
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.slots import NO_EPOCHS
 from ckptd.errors import CorruptionError, SegmentError
 from ckptd.holdings import header_record
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.storage.images.image_format import ImageError
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import ImageError
 
-__all__ = ["LogFile", "LogReader", "log_files"]
+__all__ = [
+    "LogFacts",
+    "LogFile",
+    "LogReader",
+    "data_offset_of",
+    "facts_of",
+    "find_facts",
+    "log_files",
+    "log_payload",
+    "recorded_facts",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LogFacts:
+    """With which ranks a rank communicates in a step (plans use ``RankFacts``, which has no reasons). All
+    ranks are numbers in the job, sorted.
+
+    Attributes:
+        neighbours: ranks with which it exchanges what is logged.
+        domain: itself, and ranks with which it communicates otherwise within a step, as far as it
+            knows: ranks that are joined through a third one follow from the facts of all ranks.
+        alike: other ranks whose operators all equal its own.
+        reasons: why others are in the domain, for people.
+    """
+
+    neighbours: tuple[int, ...] = ()
+    domain: tuple[int, ...] = ()
+    alike: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    def same_as(self, other: LogFacts) -> bool:
+        """Whether both mean the same for a recovery, whatever their reasons are."""
+        mine, theirs = (
+            (self.neighbours, self.domain, self.alike),
+            (other.neighbours, other.domain, other.alike),
+        )
+        return mine == theirs
+
+    def warnings(self) -> list[str]:
+        """Why this rank recovers together with ranks across a boundary, and what to do about it."""
+        both = sorted(set(self.neighbours) & set(self.domain))
+        if not both:
+            return []
+        ranks = ", ".join(map(str, both))
+        text = (
+            f"localized recovery: never apart from rank {ranks}, though a boundary is logged: "
+            f"{'; '.join(self.reasons)}. What all ranks compute together (a gradient norm, a loss to show) "
+            "goes into ckpt.shared_value(name, compute); sends and receives are told to the log (dest=, "
+            "source=)"
+        )
+        return [text]
+
+
+def find_facts(
+    rank: int, communication: Communication | None, same_operators: Iterable[int], known: LogFacts | None
+) -> LogFacts | None:
+    """The facts observed so far, with those of an earlier trainer; None before a step was observed."""
+    if communication is None or not communication.observed:
+        return known
+    before = known or LogFacts()
+    joined = communication.joined
+    reasons = dict.fromkeys([*before.reasons, *(joined[rank] for rank in sorted(joined))])
+    return LogFacts(
+        tuple(sorted({*before.neighbours, *communication.neighbours})),
+        tuple(sorted({*before.domain, *joined, rank})),
+        tuple(sorted(same_operators)),
+        tuple(reasons),
+    )
+
+
+def recorded_facts(payloads: Iterable[bytes]) -> LogFacts | None:
+    """The facts of a rank whose logs have these payloads, oldest generation first."""
+    found = [facts for payload in payloads if (facts := facts_of(payload)) is not None]
+    return found[-1] if found else None
+
+
+def log_payload(data_offset: int, facts: LogFacts | None) -> bytes:
+    """The ``client`` payload of a log segment. Without facts, all ranks recover together."""
+    payload: dict[str, Any] = {"data_offset": data_offset}
+    if facts is not None:
+        payload["facts"] = {name: list(value) for name, value in asdict(facts).items()}
+    return values.pack(payload, "boundary log")
+
+
+def data_offset_of(payload: bytes) -> int:
+    """The offset of the records in the slots of a log."""
+    return int(values.unpack(payload)["data_offset"])
+
+
+def facts_of(payload: bytes) -> LogFacts | None:
+    """The facts of a log's payload; None if it was written by a version that recorded none."""
+    found: dict[str, list[Any]] | None = values.unpack(payload).get("facts")
+    return None if found is None else LogFacts(*(tuple(found[field.name]) for field in fields(LogFacts)))
 
 
 def log_files(folder: str | os.PathLike[str], job: str, run: str, rank: int) -> list[Path]:

@@ -22,31 +22,27 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
-from ckptd.client.daemon_link.segment_arrival import KnowsFetches, wait_until_sealed
+from ckptd.client.daemon_link.retrieval import wait_until_sealed
+from ckptd.client.daemon_link.session import Session
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.log_reader import LogFile
 from ckptd.core.recovery.global_plan import SnapshotToLoad
+from ckptd.core.recovery.localized_plan import Feed, RankPlan
 from ckptd.core.slots.boundary import RecordKey
 from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_format import slot_lock_byte
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
 from ckptd.memory import locks
-from ckptd.transport.control.messages import (
-    FetchPiece,
-    FetchState,
-    NodeCard,
-    RefusalCode,
-    SegmentInfo,
-)
+from ckptd.transport.messages import FetchState, NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["BringsLogs", "FedLogs"]
+__all__ = ["FedLogs", "ValueLogs"]
 
 logger = get_logger(__name__)
+
 
 _BATCH_BYTES = 128 << 20
 _BATCHES = 2  # per neighbour: one is read, the next is being fetched
@@ -55,24 +51,6 @@ _AGAIN_S = 0.5
 _GRANT_S = 700.0  # longer than the session waits for memory
 _NO_MEMORY = (RefusalCode.QUOTA, RefusalCode.SEGMENT_FS)
 _NOTHING_NEW = FetchState("running", "", 0, 0, 0, {})
-
-
-class BringsLogs(KnowsFetches, Protocol):
-    """The part of this rank's daemon session that is used here."""
-
-    node_id: str
-    segment_dir: str
-
-    @property
-    def run(self) -> tuple[str, str]: ...
-
-    def fetch_for_reading(
-        self, rank: int, kind: str, pieces: tuple[FetchPiece, ...], cards: tuple[NodeCard, ...] = ()
-    ) -> Future[SegmentInfo]: ...
-
-    def drop(self, generation: int) -> None: ...
-
-    def notice(self, level: str, kind: str, message: str) -> None: ...
 
 
 class FedLogs:
@@ -90,7 +68,7 @@ class FedLogs:
 
     def __init__(
         self,
-        session: BringsLogs,
+        session: Session,
         logged: Mapping[int, Mapping[int, SnapshotToLoad]],
         cards: tuple[NodeCard, ...] = (),
         *,
@@ -134,9 +112,7 @@ class _Forgotten(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Iterations that are fetched into one copy, in the order of its slots. ``ahead``: requested before it
-    was needed.
-    """
+    """Iterations that are fetched into one copy, in slot order. ``ahead``: before they are needed."""
 
     iterations: list[int]
     answer: Future[SegmentInfo]
@@ -190,7 +166,7 @@ class _Feed:
 
     def __init__(
         self,
-        session: BringsLogs,
+        session: Session,
         neighbour: int,
         logged: Mapping[int, SnapshotToLoad],
         cards: tuple[NodeCard, ...],
@@ -230,7 +206,7 @@ class _Feed:
                 return held.tensors()
             except CorruptionError as error:
                 self._damaged_here(iteration, error)
-        return self._read_brought(iteration, log)
+        return self._read_fetched(iteration, log)
 
     def close(self) -> None:
         for held in self._here.values():
@@ -267,7 +243,6 @@ class _Feed:
         return self._files[name]
 
     def _open(self, name: str) -> LogFile | None:
-        job, run = self._session.run
         if name != os.path.basename(name):  # the name comes from another node
             return None
         try:
@@ -275,15 +250,11 @@ class _Feed:
         except (OSError, SegmentError) as error:
             logger.info("%s is not read directly: %s", name, error)
             return None
-        descriptor = file.descriptor
-        return (
-            file if (descriptor.job, descriptor.run, descriptor.rank) == (job, run, self._neighbour) else None
-        )
+        whose = file.descriptor.job, file.descriptor.run, file.descriptor.rank
+        return file if whose == (*self._session.run, self._neighbour) else None
 
     def _damaged_here(self, iteration: int, error: CorruptionError) -> None:
-        """Fetch a damaged local log like remote ones: the daemon takes the wrong tensors from other
-        copies.
-        """
+        """Fetch a damaged local log like a remote one: the daemon repairs it from other copies."""
         text = (
             f"the log of rank {self._neighbour} of iteration {iteration} is damaged on this "
             f"node; fetching other copies: {error}"
@@ -300,7 +271,7 @@ class _Feed:
 
     # -- fetched ---------------------------------------------------------------------------------
 
-    def _read_brought(self, iteration: int, log: SnapshotToLoad) -> dict[RecordKey, Tensor]:
+    def _read_fetched(self, iteration: int, log: SnapshotToLoad) -> dict[RecordKey, Tensor]:
         while True:
             batch = self._granted(iteration, patience_s=_AWAY_S)
             if self._left and len(self._batches) < _BATCHES:
@@ -382,16 +353,13 @@ class _Feed:
     def _ask_next(self, *, ahead: bool) -> None:
         """Request as many of the next iterations as fit into a batch."""
         taken = [self._left.popleft()]
-        size = self._size_of(taken[0])
+        size = self._logged[taken[0]].record.image_len
         while self._left and len(taken) < self._most:
-            size += self._size_of(self._left[0])
+            size += self._logged[self._left[0]].record.image_len
             if size > self._batch_bytes:
                 break
             taken.append(self._left.popleft())
         self._ask(taken, ahead=ahead)
-
-    def _size_of(self, iteration: int) -> int:
-        return self._logged[iteration].record.image_len
 
     def _ask(self, iterations: list[int], *, ahead: bool) -> None:
         logged = [self._logged[i] for i in iterations]
@@ -426,3 +394,52 @@ class _Feed:
             f"no copy of the log of rank {self._neighbour} of iteration {iteration} is available: {why}",
             operation="fetch",
         )
+
+
+class ValueLogs:
+    """Logs with shared values; for one thread. ``close`` releases the fetched logs.
+
+    Args:
+        mine: this rank's part of the plan.
+        feeds: the logs that feed the rank.
+        cards: the addresses of the nodes that hold the logs.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        mine: RankPlan,
+        feeds: FedLogs,
+        cards: tuple[NodeCard, ...] = (),
+    ) -> None:
+        self._session, self._mine, self._feeds, self._cards = session, mine, feeds, cards
+        self._asked: tuple[int, FedLogs] | None = None  # of the iteration that runs
+
+    def __call__(self, iteration: int) -> Mapping[RecordKey, Tensor]:
+        """A log of this iteration; empty if there is none.
+
+        Raises:
+            DaemonUnavailable: no copy is reachable any more.
+            AttachRefused: no memory is available, or none of its holders answers.
+        """
+        for feed in self._mine.feeds:
+            if feed.first <= iteration < feed.end:
+                return self._feeds(feed.neighbour, iteration)
+        for feed in self._mine.values:
+            if feed.first <= iteration < feed.end:
+                return self._other(feed, iteration)(feed.neighbour, iteration)
+        return {}
+
+    def _other(self, feed: Feed, iteration: int) -> FedLogs:
+        """The log of a rank that does not feed this one."""
+        if self._asked is None or self._asked[0] != iteration:
+            self.close()
+            logged = {feed.neighbour: {iteration: feed.pieces[iteration - feed.first]}}
+            self._asked = iteration, FedLogs(self._session, logged, self._cards)
+        return self._asked[1]
+
+    def close(self) -> None:
+        """Release the fetched log."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked[1].close()

@@ -1,14 +1,14 @@
-"""How all ranks agree, or all raise, at a start or at a boundary: every rank gives a value or an error,
-and every rank gets all values, or every rank raises.
+"""All ranks agree, or all raise: at a start or at a boundary every rank contributes a value or an error, and
+every rank gets all values, or every rank raises.
 
 Between two collective calls no rank may go on or give up alone: the others would wait for it in the
 next one until the process group times out. Whatever may fail on one rank is therefore passed to
-`Collectives.agree`, which lets no error pass before the other ranks know of it.
+`Collectives.agree`, which raises no error before the other ranks know of it.
 
-The calls of a job (`Collectives.of_job`) begin with a barrier in the job's store
-(`ckptd.client.ranks.store_barrier`): it names a rank that does not come. The values then travel
-over the process group, since the store would have to hand out *world size* squared payloads from
-one machine. Nothing is pickled.
+The calls of a job (`Collectives.of_job`) begin with a barrier in the job's store (`store_barrier`), which
+names a rank that does not arrive. The values then travel over the process group: the store would have to
+send *world size* squared payloads from one machine. They are tensors on the group's own device, so that
+groups of NCCL alone serve, too, and travel in rounds of a bounded size. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -20,18 +20,30 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks.byte_exchange import gather_bytes
 from ckptd.client.ranks.store_barrier import DEADLINE_S, StoreBarrier
 from ckptd.errors import CkptdError, DaemonUnavailable
 
-__all__ = ["Collectives", "Exchange", "Failure", "Outcomes", "TryAgain", "exchange", "refused"]
+__all__ = [
+    "Collectives",
+    "Exchange",
+    "Failure",
+    "Outcomes",
+    "TryAgain",
+    "exchange",
+    "gather_bytes",
+    "refused",
+    "ship_bytes",
+]
+
 
 T = TypeVar("T")
 
-# Gives what this rank says, gets what every rank said, in the order of ranks. A collective call.
+# Sends this rank's payload, and returns those of all ranks, in their order. A collective call.
 Exchange = Callable[[bytes], list[bytes]]
 
 _FAILURES_SHOWN = 4
@@ -39,11 +51,11 @@ _TEXT_LIMIT = 2000
 
 
 class TryAgain(Exception):
-    """Raised by the work of one rank: all ranks are to begin again. `Collectives.agree` raises it on all."""
+    """Raised by the work of one rank: all ranks must begin again. `Collectives.agree` raises it on all."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What went wrong on a rank's node; an empty text: nothing."""
+    """An error on a rank's node; an empty text: none."""
 
     node: str = ""
     text: str = ""
@@ -53,7 +65,7 @@ _NOTHING = msgspec.msgpack.encode(None)
 
 
 class _Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank gives: a packed value, or a failure, or the wish to begin again."""
+    """What a rank contributes: a packed value, or a failure, or the request to begin again."""
 
     value: msgspec.Raw = msgspec.Raw(_NOTHING)
     again: bool = False
@@ -62,7 +74,7 @@ class _Said(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Outcomes(Generic[T]):
-    """What came of the work of all ranks, in their order; the same on every rank but for ``own``.
+    """The outcomes of all ranks, in their order; the same on every rank but for ``own``.
 
     Attributes:
         values: None where a rank has none.
@@ -78,9 +90,9 @@ class Outcomes(Generic[T]):
         """Raise on every rank if any rank failed, or if any wants to begin again.
 
         Raises:
-            DaemonUnavailable: names the ranks that failed, and their nodes. Where something else
-                than a missing daemon was the matter, that is raised on the rank where it happened:
-                its type says what to do about it.
+            DaemonUnavailable: names the ranks that failed, and their nodes. An error that is not a
+                missing daemon is raised itself on the rank where it happened: its type says what to
+                do about it.
             TryAgain: no rank failed, and one wants to begin again.
         """
         failed = [(rank, one) for rank, one in enumerate(self.failures) if one.text]
@@ -102,9 +114,9 @@ class Collectives:
     """The collective calls of one rank: all ranks make the same ones in the same order.
 
     Args:
-        exchange: carries what the ranks say.
+        exchange: carries the payloads.
         rank: this one.
-        node: where it is, as the other ranks name it when something fails here.
+        node: its node, as the other ranks name it when something fails here.
     """
 
     def __init__(self, exchange: Exchange, *, rank: int = 0, node: str = "") -> None:
@@ -117,21 +129,21 @@ class Collectives:
 
     @classmethod
     def alone(cls, node: str = "") -> Collectives:
-        """Of a rank that decides for itself."""
+        """For a rank that decides for itself."""
         return cls(lambda payload: [payload], node=node)
 
     @classmethod
     def of_group(cls, group: Any) -> Collectives:
-        """Between the ranks of a process group, without a barrier: where collectives run anyway."""
+        """Between the ranks of a process group, without a barrier: collectives run there anyway."""
         said_by_all = partial(gather_bytes, world_size=dist.get_world_size(group), group=group)
         return cls(said_by_all, rank=dist.get_rank(group))
 
     def on_node(self, node: str) -> Collectives:
-        """The same calls, of a rank whose node is known by now."""
+        """The same, once the rank's node is known."""
         return Collectives(self._exchange, rank=self.rank, node=node)
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have arrived."""
         self._exchange(b"")
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
@@ -144,7 +156,7 @@ class Collectives:
         return [msgspec.msgpack.decode(each, type=kind) for each in said]
 
     def agree(self, work: Callable[[], T], kind: type[T]) -> list[T]:
-        """What the work of each rank has returned; or all ranks raise.
+        """The result of ``work`` on each rank; or all ranks raise.
 
         Raises:
             DaemonUnavailable: the work of a rank failed; on the rank where it did, that error
@@ -165,7 +177,7 @@ class Collectives:
         failed: Exception | None = None
         try:
             yield
-        except TryAgain as error:  # there is nothing that all could begin again
+        except TryAgain as error:  # a block cannot begin again
             failed = DaemonUnavailable(str(error))
             failed.__cause__ = error
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it; raised below
@@ -182,11 +194,11 @@ class Collectives:
         return self._outcomes(packed, failed, kind)
 
     def check(self, work: Callable[[], T], kind: type[T], *, what: str, unlike: str = "") -> list[T]:
-        """What the work of each rank has returned; or all ranks raise the same ``ValueError``.
+        """The result of ``work`` on each rank; or all ranks raise the same ``ValueError``.
 
         Args:
-            what: what is not done if the work of any rank fails, as the beginning of the message.
-            unlike: what is wrong with a rank whose value is not that of rank 0; empty: values may differ.
+            what: the beginning of the message: what is not done.
+            unlike: the problem of a rank whose value is not that of rank 0; empty: values may differ.
         Raises:
             ValueError: the same on every rank.
         """
@@ -208,7 +220,7 @@ class Collectives:
         try:
             said = self._exchange(msgspec.msgpack.encode(mine))
         except (ValueError, DaemonUnavailable) as error:
-            # No process group, or ranks that did not come: what went wrong here is the better answer.
+            # No process group, or ranks that did not arrive: this rank's own error is the better answer.
             if failed is None:
                 raise
             raise failed from error
@@ -222,7 +234,7 @@ class Collectives:
 
 
 def _text_of(error: Exception) -> str:
-    """An error as the other ranks show it; with its type where its text may not speak for itself."""
+    """An error as the other ranks show it; with its type if its text may not be clear without it."""
     text, kind = str(error), type(error).__name__
     if not isinstance(error, CkptdError | ValueError | TypeError):
         text = f"{kind}: {text}" if text else kind
@@ -235,9 +247,7 @@ def _first(texts: Sequence[str]) -> str:
 
 
 def refused(what: str, problems: Mapping[int, str]) -> ValueError:
-    """The error that names the ranks with problems, the first few; a problem that all have stands
-    there once.
-    """
+    """The error that names the first few ranks with problems; a problem that all share is named once."""
     if len(problems) > 1 and len(set(problems.values())) == 1:
         ranks = ", ".join(map(str, list(problems)[:_FAILURES_SHOWN]))
         more = ", …" if len(problems) > _FAILURES_SHOWN else ""
@@ -251,11 +261,11 @@ _barrier: StoreBarrier | None = None
 
 
 def exchange(identity: Identity, payload: bytes, *, deadline_s: float = DEADLINE_S) -> list[bytes]:
-    """What every rank of a job says, in the order of ranks; a collective call if there are several.
+    """The payloads of all ranks of a job, in their order; a collective call if there are several.
 
     Raises:
         ValueError: several ranks, and ``torch.distributed`` is not initialised with as many.
-        DaemonUnavailable: not all ranks came within ``deadline_s``, or one is gone; it is named.
+        DaemonUnavailable: not all ranks arrived within ``deadline_s``, or one is gone; names it.
     """
     if identity.world_size == 1:
         return [payload]
@@ -282,3 +292,96 @@ def _barrier_of_job() -> StoreBarrier:
             _barrier.close()
         _barrier = StoreBarrier(group)
     return _barrier
+
+
+# What all ranks together gather, or one rank ships, in one round.
+_ROUND_BYTES = 64 << 20
+
+Chunks = Sequence[bytes | memoryview]
+
+
+def gather_bytes(payload: bytes, world_size: int, group: Any = None) -> list[bytes]:
+    """The payloads of all ranks, in their order; a collective call of the process group (default: all)."""
+    device = _device_of(group)
+    mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    sizes = [int(size) for size in _gathered(mine, world_size, group).flatten().tolist()]
+    most = max(sizes)
+    # In rounds, so that one long payload does not cost world size times its length of memory.
+    width = max(1, min(most, _ROUND_BYTES // world_size))
+    parts: list[list[bytes]] = [[] for _ in sizes]
+    for start in range(0, most, width):
+        length = min(width, most - start)
+        piece = payload[start : start + length].ljust(length, b"\0")
+        row = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device)
+        rows = _gathered(row, world_size, group).cpu().numpy()
+        for rank, size in enumerate(sizes):
+            if size > start:
+                parts[rank].append(rows[rank, : size - start].tobytes())
+    return [b"".join(found) for found in parts]
+
+
+def _gathered(mine: Tensor, world_size: int, group: Any) -> Tensor:
+    everything = torch.empty((world_size, mine.numel()), dtype=mine.dtype, device=mine.device)
+    dist.all_gather(list(everything.unbind()), mine, group=group)
+    return everything
+
+
+def ship_bytes(outgoing: Sequence[Chunks], group: Any = None) -> list[bytearray]:
+    """The bytes that each of the ``R`` ranks has sent to this one, in their order; a collective call.
+
+    Args:
+        outgoing: ``[R]``, for each rank the parts of what it gets.
+    """
+    ranks = len(outgoing)
+    if ranks == 1:
+        return [bytearray(b"".join(outgoing[0]))]
+    device = _device_of(group)
+    sizes = [sum(map(len, parts)) for parts in outgoing]
+    mine = torch.tensor(sizes, dtype=torch.int64, device=device)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    coming = [int(size) for size in theirs.tolist()]
+    most = torch.tensor([max(*sizes, *coming)], dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    width = max(1, _ROUND_BYTES // ranks)
+    pieces = [_cut(parts, width) for parts in outgoing]
+    received = [bytearray() for _ in outgoing]
+    for start in range(0, int(most.item()), width):
+        counts = [min(width, max(0, size - start)) for size in coming]
+        for rank, piece in enumerate(_round([next(p, b"") for p in pieces], counts, device, group)):
+            received[rank] += piece
+    return received
+
+
+def _cut(parts: Chunks, width: int) -> Iterator[bytes]:
+    """The parts as pieces of that width, but for the last."""
+    piece = bytearray()
+    for part in parts:
+        view = memoryview(part)
+        while len(view):
+            taken = view[: width - len(piece)]
+            piece += taken
+            view = view[len(taken) :]
+            if len(piece) == width:
+                yield bytes(piece)
+                piece.clear()
+    if piece:
+        yield bytes(piece)
+
+
+def _round(pieces: Sequence[bytes], counts: Sequence[int], device: torch.device, group: Any) -> list[bytes]:
+    sent = torch.frombuffer(bytearray(b"".join(pieces)) or bytearray(1), dtype=torch.uint8)
+    sent = sent[: sum(map(len, pieces))].to(device)
+    got = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(got, sent, list(counts), [len(piece) for piece in pieces], group=group)
+    parts = torch.split(got.cpu(), list(counts))
+    return [part.numpy().tobytes() for part in parts]
+
+
+def _device_of(group: Any) -> torch.device:
+    """A device whose tensors the process group can send."""
+    backends = str(dist.get_backend_config(group))
+    names = [pair.split(":")[0] for pair in backends.split(",")]
+    if "cpu" in names:
+        return torch.device("cpu")
+    return torch.device(names[0], torch.accelerator.current_device_index())

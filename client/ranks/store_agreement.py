@@ -1,13 +1,12 @@
-"""Ranks agree through the job's own store, beside training: nobody waits for anybody.
+"""Ranks agree through the job's own store while training goes on: no rank waits for another.
 
-All ranks must snapshot by one schedule: where a parameter is replicated, its gradient is a mean
-over ranks, so it must be frozen on all of them in the same replayed iterations, or on none
-(MoEvement §3.4). What the schedule follows from is measured on each rank, hence agreed on: each
-rank proposes its numbers, and the largest of each counts. The last rank to propose announces the
-result, so the store is asked a constant number of times per rank.
+All ranks must snapshot by one schedule: the gradient of a replicated parameter is a mean over ranks, so the
+parameter must be frozen on all of them in the same replayed iterations, or on none (MoEvement §3.4). The
+schedule follows from measurements of each rank: each proposes its numbers, and the largest of each counts.
+The last rank to propose announces the result, so each rank makes a constant number of requests.
 
-Which registers are read and written in which order is decided by `ckptd.core.schedules.registers`;
-`play` does it on a real store.
+`ckptd.core.switching` decides which registers are read and written in which order; `play` does it
+on a real store.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any, TypeVar
 
 from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
-from ckptd.client.ranks.store_connection import own_connection
-from ckptd.core.schedules.registers import (
+from ckptd.client.ranks.store_barrier import own_connection
+from ckptd.core.switching import (
     Access,
     Add,
     CompareAndSwap,
@@ -52,13 +51,12 @@ class StoreAgreement:
         self._closed = threading.Event()
 
     def propose(self, what: str, mine: Sequence[int], *, among: int | None = None) -> None:
-        """Propose this rank's numbers, beside training.
+        """Propose this rank's numbers; does not block.
 
         Args:
-            among: how many ranks take part; all, if not given.
+            among: how many ranks take part; None: all.
         """
-        several = among or self._identity.world_size
-        args = what, tuple(mine), several
+        args = what, tuple(mine), among or self._identity.world_size
         threading.Thread(target=self._run, args=args, name="ckptd-agree", daemon=True).start()
 
     def largest(self, what: str) -> tuple[int, ...] | None:
@@ -87,9 +85,7 @@ class StoreAgreement:
 
 
 def play(store: Any, prefix: str, steps: Generator[Access, bytes | int, _Result]) -> _Result:
-    """Make the accesses that ``steps`` asks for, one after the other, to keys beneath ``prefix``;
-    its result.
-    """
+    """Make the accesses that ``steps`` yields, to keys beneath ``prefix``; returns its result."""
     answer: bytes | int | None = None
     while True:
         try:

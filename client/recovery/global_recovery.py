@@ -1,8 +1,20 @@
-"""The recovery of all ranks together: the newest suffix that every rank can have, from here or from
-other nodes.
+"""How all ranks start, and the global recovery: all ranks go back to the newest suffix that every rank
+can have, from this node or from others.
 
-What one rank lacks changes the plan of all, so a plan counts when every rank has what it needs. A
-run that got somewhere does not begin anew because a node is late: what is missing may lie there.
+A start is a loop of four steps (`agree_on_plan`):
+
+1. *Inventory*: the ranks exchange what their nodes hold. A collective call.
+2. *Plan*: each rank computes the same plan from that. The planners are pure, in `ckptd.core`:
+   `recovery.global_plan` (all ranks go back), `recovery.localized_plan` (only some do),
+   `elastic.incarnation_plan` (an elastic job goes on with other ranks).
+3. *Retrieve*: each rank verifies or requests what its part of the plan needs.
+4. *Vote*: the plan counts if every rank has what it needs. Otherwise each rank gives back what it
+   retrieved, and all begin again with another inventory: what one rank lacks changes the plan of all.
+
+If a rank vanishes meanwhile, the next collective call fails on the others, the launcher starts the job
+again, and that start plans from what is there then: nothing was freed.
+
+A run that got somewhere does not begin anew because a node is late: what is missing may be there.
 """
 
 from __future__ import annotations
@@ -10,8 +22,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Retrieved
@@ -19,15 +31,10 @@ from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import Collectives, TryAgain
-from ckptd.client.recovery.start_procedure import agree_on_plan
 from ckptd.client.recovery.verification import Replayed
-from ckptd.core.recovery.global_plan import (
-    NoRecovery,
-    RecoveryPlan,
-    complete_suffixes,
-    plan_recovery,
-)
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, complete_suffixes, plan_recovery
 from ckptd.core.recovery.held import STORE_NODE
+from ckptd.core.recovery.localized_plan import NotLocalized
 from ckptd.core.recovery.quarantine import (
     describe_failure,
     open_failures,
@@ -39,27 +46,96 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.errors import CorruptionError, DaemonUnavailable
 
-__all__ = ["Recovered", "recover_global"]
+__all__ = ["AgreedPlan", "Recovered", "StartProcedure", "agree_on_plan", "recover_global"]
 
 logger = get_logger(__name__)
 
 # Nodes may come and go while a plan is made. One more is for storage, which is looked at only if
 # memory is not enough.
 _ATTEMPTS = 8
-_VERIFIED_PLANS = 2  # of these the first: what is only for comparing must not keep the run from coming back
+_VERIFIED_PLANS = 2  # the first plans; snapshots for comparison alone must not keep the run from resuming
 _NODES_SHOWN = 8
 _FAILURES_SHOWN = 3
-_BESIDE = (
-    "To go on from them, stop this trainer and pass run=RunOptions(name=RUN, job=JOB); to "
-    "free their memory, `ckptctl forget JOB RUN`"
-)
+
+Inventory = TypeVar("Inventory")
+Plan = TypeVar("Plan")
+Vote = TypeVar("Vote")
+
+
+class StartProcedure(Protocol[Inventory, Plan, Vote]):
+    """One kind of start. Each method may raise `TryAgain`: `inventory` and `plan` on all ranks, `retrieve`
+    on one of them.
+    """
+
+    attempts: int
+    vote: type[Vote]
+
+    def inventory(self, undo: ExitStack) -> Inventory:
+        """What there is, the same on all ranks. A collective call.
+
+        Args:
+            undo: closed unless the plan counts.
+        """
+
+    def plan(self, inventory: Inventory) -> Plan:
+        """The plan, the same on all ranks; `NoRecovery` or `NotLocalized` if there is none."""
+
+    def retrieve(self, inventory: Inventory, plan: Plan, undo: ExitStack) -> Vote:
+        """Verify or request what this rank needs; returns what the other ranks have to know of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedPlan(Generic[Inventory, Plan, Vote]):
+    """A plan for which every rank has what it needs; or the agreement that there is none, without votes.
+
+    Attributes:
+        votes: by rank.
+        undo: gives back what was retrieved, unless it is emptied.
+    """
+
+    inventory: Inventory
+    plan: Plan
+    votes: list[Vote]
+    undo: ExitStack
+
+
+def agree_on_plan(
+    ranks: Collectives, procedure: StartProcedure[Inventory, Plan, Vote]
+) -> AgreedPlan[Inventory, Plan, Vote] | None:
+    """Repeat the procedure until all ranks have what a plan needs; a collective call.
+
+    Returns:
+        None on all ranks if no plan held within ``procedure.attempts``.
+    Raises:
+        DaemonUnavailable: a rank cannot go on (`Collectives.agree`).
+    """
+    for _ in range(procedure.attempts):
+        with ExitStack() as undo:
+            try:
+                inventory = procedure.inventory(undo)
+                plan = procedure.plan(inventory)
+                votes: list[Any] = []
+                if not isinstance(plan, NoRecovery | NotLocalized):
+                    votes = ranks.agree(
+                        lambda: procedure.retrieve(inventory, plan, undo),  # noqa: B023 - called at once
+                        procedure.vote,
+                    )
+            except TryAgain as error:
+                if str(error):
+                    logger.warning("%s; the ranks plan again", error)
+                continue
+            return AgreedPlan(inventory, plan, votes, undo.pop_all())
+    return None
+
+
+# -- all ranks go back -----------------------------------------------------------------------------
 
 
 class Recovered(NamedTuple):
     """What this rank begins with, oldest first, how it was chosen, and what is replayed for it.
 
-    ``unverified``: why nothing is replayed by which what is loaded last could be compared; "" where
-    it is. ``dense``: all ranks begin with everything, so nothing is frozen anywhere.
+    ``unverified``: why no replay compares the newest snapshot; "" if one does. ``dense``: all ranks
+    begin with everything, so nothing is frozen anywhere.
     """
 
     images: list[SnapshotImage]
@@ -74,20 +150,20 @@ def recover_global(
 ) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
-    What lies here is verified before use: a slot that fails its digests is quarantined and
-    reported, and the ranks plan anew without it. What lies elsewhere is being brought here when
-    this returns; its images are waited for when needed.
+    Snapshots in this rank's memory are verified before use: a slot that fails its digests is quarantined
+    and reported, and the ranks plan anew without it. The daemon may still be fetching other snapshots when
+    this returns; their images block when they are needed.
     A collective call: it returns on all ranks, or raises on all.
 
     Args:
-        at: go back to this iteration, from memory or storage; what is newer is given up.
+        at: go back to this iteration, from memory or storage, and give up what is newer.
         verify_iterations: how many iterations more than necessary may be replayed, to compare what
             is loaded; the least of all ranks' counts.
     Raises:
         ValueError: iteration ``at`` cannot be had; nothing was given up.
-        AttachRefused: there is no memory for what must be brought here, or the run was recovered
-            again meanwhile.
-        DaemonUnavailable: a daemon is away, or so was refused on another rank, or nodes are missing
+        AttachRefused: there is no memory for what must be fetched, or the run was recovered again
+            meanwhile.
+        DaemonUnavailable: a daemon is away, or another rank was refused so, or nodes are missing
             without which the run would have to begin anew.
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
             did not reproduce; on every rank.
@@ -105,22 +181,28 @@ def recover_global(
     agreed.undo.pop_all()  # it is used from here on
     view, plan = agreed.inventory, agreed.plan
     if isinstance(plan, NoRecovery):
-        _tell_start(memory, plan, view)
+        _report_new_run(memory, plan, view)
         with ranks.all_or_none():
             memory.begin_epoch_after(view, plan.epoch, -1)
         return plan.reason
-    rank = memory.identity.rank
+    pieces = plan.per_rank[memory.identity.rank]
     with ranks.all_or_none():
-        images = memory.resume(plan.per_rank[rank], procedure.retrieved, view, epoch=plan.epoch, end=plan.end)
-    return Recovered(images, _why(plan, view), _replayed(plan, rank), plan.unverified, plan.dense)
+        images = memory.resume(pieces, procedure.retrieved, view, epoch=plan.epoch, end=plan.end)
+    reason = plan.reason
+    if quarantined := quarantined_failures(view.failures):
+        reason += f"; {reported_spans(quarantined)} are quarantined, since no replay reproduced them"
+    # All ranks have the same boundaries if they have snapshots of the same iterations.
+    iterations = {tuple(piece.record.iteration for piece in of) for of in plan.per_rank.values()}
+    replayed = Replayed(snapshots_used(pieces), everybody=len(iterations) == 1)
+    return Recovered(images, reason, replayed, plan.unverified, plan.dense)
 
 
 class _GlobalStart:
-    """The start of a run of which all ranks go back to snapshots.
+    """The procedure of a start in which all ranks go back to snapshots.
 
     Attributes:
-        tried: plans whose snapshots were asked for.
-        retrieved: of the last of them.
+        tried: plans whose snapshots were requested.
+        retrieved: by the last of them.
     """
 
     attempts = _ATTEMPTS
@@ -136,9 +218,7 @@ class _GlobalStart:
         self.retrieved = Retrieved([])
 
     def inventory(self, undo: ExitStack) -> RunView:
-        """What the nodes hold of the run; and what is durable, once memory has turned out not to be
-        enough.
-        """
+        """What the nodes hold of the run, and what is durable once memory has proved insufficient."""
         return self._memory.see(self._ranks, storage=self._storage)
 
     def plan(self, view: RunView) -> RecoveryPlan | NoRecovery:
@@ -159,8 +239,8 @@ class _GlobalStart:
                 verify_iterations=verified,
             )
         if isinstance(plan, NoRecovery):
-            # A world of an elastic job is a new run. What is durable of those before was looked at
-            # when it was planned.
+            # An incarnation of an elastic job is a new run. What is durable of earlier ones was
+            # looked at when it was planned.
             if not self._storage and memory.topology != WORLD_TOPOLOGY:
                 # Every rank comes to the same conclusion, whether or not its own node has a store.
                 self._storage = True
@@ -178,81 +258,69 @@ class _GlobalStart:
         return plan
 
     def retrieve(self, view: RunView, plan: RecoveryPlan | NoRecovery, undo: ExitStack) -> None:
-        """Have this rank's snapshots, or have them on their way."""
+        """Verify this rank's snapshots, or request them."""
         assert isinstance(plan, RecoveryPlan), "without a plan nothing is retrieved"
         self.tried += 1
         pieces = plan.per_rank[self._memory.identity.rank]
         try:
-            self.retrieved = self._memory.retrieve(pieces, view, undo)
+            self.retrieved = self._memory.retrieval.retrieve(pieces, view.everybody, undo)
         except TryAgain:
             raise
         except Exception as error:
             if plan.start == plan.needed:
                 raise
-            # There may be memory for what the run needs, and none for what is to be compared with it.
+            # There may be memory for what the run needs, and none for the snapshots to compare with.
             raise TryAgain from error
 
 
-def _replayed(plan: RecoveryPlan, rank: int) -> Replayed:
-    """All ranks have the same boundaries where they have snapshots of the same iterations."""
-    iterations = {tuple(piece.record.iteration for piece in pieces) for pieces in plan.per_rank.values()}
-    return Replayed(snapshots_used(plan.per_rank[rank]), len(iterations) == 1)
+# -- refusals --------------------------------------------------------------------------------------
+# Every rank raises the same, from the same data.
+
+Refusal = TypeVar("Refusal", CorruptionError, DaemonUnavailable)
 
 
-def _why(plan: RecoveryPlan, view: RunView) -> str:
-    quarantined = quarantined_failures(view.failures)
-    if not quarantined:
-        return plan.reason
-    return f"{plan.reason}; {reported_spans(quarantined)} are quarantined, since no replay reproduced them"
+def _refusal(kind: type[Refusal], memory: RankMemory, what: str, hint: str) -> Refusal:
+    ids = {"job": memory.identity.job, "run": memory.identity.run}
+    return kind(what, operation="recover", ids=ids, hint=hint)
 
 
 def _refuse_what_is_quarantined(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
-    """Raise where nothing is left but what no replay reproduces: somebody has to decide.
-
-    Raises:
-        CorruptionError: so it is; every rank decides this from the same data.
-    """
+    """Raise CorruptionError if only snapshots that no replay reproduces are left: a person has to decide."""
     quarantined = quarantined_failures(view.failures)
     if not quarantined:
         return
     job, run = memory.identity.job, memory.identity.run
     away = f"; {_nodes(view.silent)} did not answer" if view.silent else ""
     shown = "; ".join(describe_failure(failure) for failure in quarantined[-_FAILURES_SHOWN:])
-    raise CorruptionError(
+    raise _refusal(
+        CorruptionError,
+        memory,
         "there is no state left that a replay reproduces. Quarantined are "
         f"{reported_spans(quarantined)}, because two replays of each "
         f"came to the same result and not to what was recorded ({shown}). Memory, peers and "
-        "storage hold nothing else: "
-        f"{plan.reason}{away}",
-        operation="recover",
-        ids={"job": job, "run": run},
-        hint="Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine "
-        "has changed since, start it as it was "
-        f"after `ckptctl unquarantine {job} {run}` on every node. To train on from what was "
-        "recorded all the same, do that and pass "
+        f"storage hold nothing else: {plan.reason}{away}",
+        "Nothing was deleted: `ckptctl snapshots` shows it. If the program or the machine "
+        f"has changed since, start it as it was after `ckptctl unquarantine {job} {run}` on every node. "
+        "To train on from what was recorded all the same, do that and pass "
         f'recovery=RecoveryOptions(on_mismatch="warn"). To begin anew, `ckptctl forget {job} '
         f"{run}` on every node, or pass run= a new name",
     )
 
 
 def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view: RunView) -> None:
-    """Raise where a replay did not reproduce, and what is left would be trained on without any.
-
-    Raises:
-        CorruptionError: so it is; every rank decides this from the same data.
-    """
+    """Raise CorruptionError if a replay did not reproduce, and no replay can check what is left."""
     failures = open_failures(view.failures)
     if not failures or plan.start < plan.end:
         return
     job, run = memory.identity.job, memory.identity.run
     shown = "; ".join(describe_failure(failure) for failure in failures[-_FAILURES_SHOWN:])
-    raise CorruptionError(
+    raise _refusal(
+        CorruptionError,
+        memory,
         f"the only state left is that of iteration {plan.end}, and no replay can show whether a "
-        "job that goes on from there is exact: "
-        f"{plan.unverified}. Replays of this run did not reproduce what was recorded ({shown})",
-        operation="recover",
-        ids={"job": job, "run": run},
-        hint="Most often the program keeps something that no snapshot holds: data that is not in "
+        f"job that goes on from there is exact: {plan.unverified}. Replays of this run did not "
+        f"reproduce what was recorded ({shown})",
+        "Most often the program keeps something that no snapshot holds: data that is not in "
         "state=, an optimizer that counts in an "
         "attribute. Nothing was deleted: `ckptctl snapshots` shows it. When the program is as it "
         f"should be, `ckptctl unquarantine {job} {run}` "
@@ -263,39 +331,28 @@ def _refuse_what_cannot_be_compared(memory: RankMemory, plan: RecoveryPlan, view
 
 
 def _refuse_to_forget(memory: RankMemory, plan: NoRecovery, view: RunView, recoverable_before: bool) -> None:
-    """Raise where what is missing may be had later.
-
-    Raises:
-        DaemonUnavailable: so it is; every rank decides this from the same data.
-    """
+    """Raise DaemonUnavailable if what is missing may be had later."""
     job, run = memory.identity.job, memory.identity.run
     if plan.different_schedules:
-        raise DaemonUnavailable(
+        raise _refusal(
+            DaemonUnavailable,
+            memory,
             plan.reason,
-            operation="recover",
-            ids={"job": job, "run": run},
-            hint="Nothing was lost, but no replay of it would be exact. Were the ranks of this run "
-            "started with different "
-            f"versions of ckptd? `ckptctl forget {job} {run}` on every node, or pass run= a new "
-            "name, to begin anew",
+            "Nothing was lost, but no replay of it would be exact. Were the ranks of this run "
+            f"started with different versions of ckptd? `ckptctl forget {job} {run}` on every node, or "
+            "pass run= a new name, to begin anew",
         )
     if STORE_NODE in view.silent:
-        raise DaemonUnavailable(
+        raise _refusal(
+            DaemonUnavailable,
+            memory,
             f"{plan.reason}; and the store did not answer, or nothing that it holds of this run can be used",
-            operation="recover",
-            ids={"job": job, "run": run},
-            hint="`ckptctl events` says which. Start again when the store answers. What is damaged "
-            "is named by "
-            "`ckptctl checkpoints verify`; to begin anew remove it with `ckptctl checkpoints rm`, "
-            "or pass run= a new name",
+            "`ckptctl events` says which. Start again when the store answers. What is damaged "
+            "is named by `ckptctl checkpoints verify`; to begin anew remove it with "
+            "`ckptctl checkpoints rm`, or pass run= a new name",
         )
     if why := _would_be_lost(view, recoverable_before):
-        raise DaemonUnavailable(
-            f"{plan.reason}; {why}",
-            operation="recover",
-            ids={"job": job, "run": run},
-            hint=_how_to_go_on(job, run, view),
-        )
+        raise _refusal(DaemonUnavailable, memory, f"{plan.reason}; {why}", _how_to_go_on(job, run, view))
 
 
 def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
@@ -311,11 +368,10 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
     there = [f"of rank {rank} there are {text}" for rank, text in complete.items()]
     shown = "; ".join(there[:_NODES_SHOWN]) + ("; …" if len(there) > _NODES_SHOWN else "")
     missing = ""
-    # A configured peer that does not answer means nothing to a run of which nobody has heard.
+    # A configured peer that does not answer means nothing to a run that no node knows.
     if view.silent and (was or there or view.is_known):
         missing = f"{_nodes(view.silent)} took part in the run before and did not answer"
-    elif not view.is_known and any(record.lost for record in view.records):
-        lost = [record.node for record in view.records if record.lost]
+    elif lost := [] if view.is_known else _damaged_records(view):
         missing = f"the record of who took part is damaged on {_nodes(lost)}, and nobody else knows"
     elif shown:
         missing = (
@@ -326,11 +382,10 @@ def _would_be_lost(view: RunView, recoverable_before: bool) -> str:
 
 def _how_to_go_on(job: str, run: str, view: RunView) -> str:
     where = _nodes([record.node for record in view.records if record.holds])
-    if not view.silent and not any(record.lost for record in view.records):
+    if not view.silent and not _damaged_records(view):
         return (
-            "Nothing was deleted, and waiting changes nothing. To begin anew, run `ckptctl forget "
-            f"{job} {run}` on {where} and "
-            "start again, or pass run= a new name"
+            f"Nothing was deleted, and waiting changes nothing. To begin anew, run `ckptctl forget {job} "
+            f"{run}` on {where} and start again, or pass run= a new name"
         )
     first = "What is there stays"
     if view.silent:
@@ -342,17 +397,25 @@ def _how_to_go_on(job: str, run: str, view: RunView) -> str:
     )
 
 
-def _tell_start(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
-    """Normal for a new run, worth a word for one of which something was held, an error where there
-    is damage.
-    """
+def _damaged_records(view: RunView) -> list[str]:
+    """The nodes whose record of the run is damaged."""
+    return [record.node for record in view.records if record.lost]
+
+
+def _report_new_run(memory: RankMemory, plan: NoRecovery, view: RunView) -> None:
+    """Log why this run begins at the beginning: normal for a new run, an error where slots are damaged."""
     damaged = sum(r.state is SlotState.QUARANTINED for r in memory.table.records())
     if not damaged and memory.descriptor is None and not view.held:
         # One rank speaks for all; a warning, so that it is seen without any logging set-up.
         level = logging.INFO if memory.identity.rank else logging.WARNING
         logger.log(level, "%s: nothing to resume from was found; a new run begins", memory.identity)
         for note in memory.session.notes:
-            logger.log(level, "A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS: %s. %s", note, _BESIDE)
+            logger.log(
+                level,
+                "A NEW RUN BEGINS BESIDE OTHER SNAPSHOTS: %s. To go on from them, stop this trainer and pass "
+                "run=RunOptions(name=RUN, job=JOB); to free their memory, `ckptctl forget JOB RUN`",
+                note,
+            )
         return
     why = f"{damaged} slots are damaged; {plan.reason}" if damaged else plan.reason
     if view.silent:

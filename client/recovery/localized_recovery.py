@@ -1,33 +1,28 @@
-"""The start of a localized recovery: who keeps a parked state, who copies one, who replays apart;
-and all of it had here, or no plan.
+"""The localized recovery: some ranks keep their parked state or copy a peer's, and only the others replay,
+fed from boundary logs (docs/localized_recovery.md).
 
-``begin_localized`` is tried before the recovery of all ranks together
-(``ckptd.client.recovery.global_recovery``). What one rank lacks changes the plan of all, so a plan
-counts when every rank has what it needs. Where no plan holds, or localized recoveries have not come
-to their end twice in a row, all ranks recover together: that is always possible while there are
-snapshots.
+``begin_localized`` is tried before the global recovery (`global_recovery`), by the same procedure. If no
+plan holds, or two localized recoveries in a row have not come to their end, all ranks recover together:
+that is always possible while there are snapshots.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ckptd.client.daemon_link.communication_facts import LogFacts, recorded_facts
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Retrieved
 from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
-from ckptd.client.parking.park_memory import parked_image
-from ckptd.client.parking.parked_copy import CopiedImage, ParkedCopy
-from ckptd.client.pipeline.upstream_feed import FedLogs
-from ckptd.client.pipeline.value_logs import ValueLogs
+from ckptd.client.parking.park_memory import CopiedImage, ParkedCopy, parked_image
+from ckptd.client.pipeline.log_reader import LogFacts, recorded_facts
+from ckptd.client.pipeline.upstream_feed import FedLogs, ValueLogs
 from ckptd.client.ranks.collectives import Collectives, TryAgain
-from ckptd.client.recovery.global_recovery import Recovered
-from ckptd.client.recovery.start_procedure import agree_on_plan
+from ckptd.client.recovery.global_recovery import Recovered, agree_on_plan
 from ckptd.client.recovery.verification import Replayed
-from ckptd.client.schedule.same_schedule import ScheduleStart, differing, of_parked
+from ckptd.client.schedule.schedule_change import ScheduleStart, differing, of_parked
 from ckptd.core.recovery.held import RunHoldings
 from ckptd.core.recovery.localized_plan import (
     LocalizedPlan,
@@ -36,21 +31,19 @@ from ckptd.core.recovery.localized_plan import (
     RankPlan,
     plan_localized,
 )
-from ckptd.core.recovery.log_facts import facts_from_logs
 from ckptd.core.recovery.quarantine import open_failures, snapshots_used
-from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
-from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
+from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
+from ckptd.core.slots.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
 from ckptd.holdings import operators_id
-from ckptd.transport.control.messages import NodeCard
 
 __all__ = ["LocalizedStart", "begin_localized", "end_localized", "recovered_locally"]
 
 logger = get_logger(__name__)
 
 _PLANS = 4  # what is found damaged changes the plan
-# Of these the first: what is only for comparing must not make all ranks recover together.
+# The first plans; snapshots for comparison alone must not make all ranks recover together.
 _VERIFIED_PLANS = 2
 _TRIES = 2  # of the same plan: a node may have been slow
 
@@ -62,7 +55,7 @@ class LocalizedStart:
     Attributes:
         mine: this rank's part of the plan.
         images: for a replay: the one dense image, or the snapshots from ``mine.start`` on.
-        feeds: what neighbours sent that start later.
+        feeds: the logs of neighbours that start later.
         values: logs in which shared values are looked up.
     """
 
@@ -78,7 +71,7 @@ class LocalizedStart:
         return self.mine.kind is RankKind.REPLAYS
 
     def close(self) -> None:
-        """Give back what was brought here to run apart; a peer's parked state is as large as the model."""
+        """Release images and logs; a peer's parked state is as large as the model."""
         self.images = []
         self.values.close()
         self.feeds.close()
@@ -87,64 +80,44 @@ class LocalizedStart:
 def begin_localized(
     memory: RankMemory,
     ranks: Collectives,
-    alike: tuple[int, ...],
+    same_operators: tuple[int, ...],
     *,
     verify_iterations: int = 0,
 ) -> LocalizedStart | None:
-    """The localized recovery of this run, where there is one; None on all ranks where all recover
-    together. A collective call.
+    """The localized recovery of this run; None on all ranks if all recover together. A collective call.
 
     Args:
-        alike: ranks with which this one has all operators alike, values too.
+        same_operators: ranks whose operators all equal those of this rank, in their values too.
         verify_iterations: how many iterations more than necessary may be replayed to compare what
             is loaded: here one at most.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    found = _try_plans(memory, ranks, alike, verify_iterations)
-    if not isinstance(found, str):
-        return found
-    if found:
-        _report_global(memory, found)
+    procedure = _LocalizedProcedure(memory, ranks, same_operators, min(ranks.gather(verify_iterations, int)))
+    agreed = agree_on_plan(ranks, procedure)
+    if agreed is None:
+        reason = procedure.not_held
+    else:
+        with agreed.undo as undo:
+            if isinstance(agreed.plan, LocalizedPlan):
+                reason = differing(agreed.votes)
+                if not reason:
+                    undo.pop_all()
+                    return procedure.begin(agreed.plan)
+            else:
+                reason = agreed.plan.reason
+    if reason:
+        text = f"all ranks recover together, though some were parked: {reason}"
+        logger.info("%s", text)
+        if memory.identity.rank == 0:
+            memory.session.notice("info", "not_localized", text)
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
     return None
 
 
-def _try_plans(
-    memory: RankMemory, ranks: Collectives, alike: tuple[int, ...], verify_iterations: int
-) -> LocalizedStart | str:
-    """The first plan of which every rank has what it needs; or why there is none, nothing if nobody
-    was parked. A collective call.
-    """
-    procedure = _Procedure(memory, ranks, alike, min(ranks.gather(verify_iterations, int)))
-    agreed = agree_on_plan(ranks, procedure)
-    if agreed is None:
-        return procedure.not_held
-    with agreed.undo as undo:
-        if isinstance(agreed.plan, NotLocalized):
-            return agreed.plan.reason
-        if why := differing(agreed.votes):
-            return why
-        undo.pop_all()
-    return _begin(memory, ranks, procedure.part, agreed.plan)
-
-
-def _begin(memory: RankMemory, ranks: Collectives, part: _Part, plan: LocalizedPlan) -> LocalizedStart:
-    """All ranks have what they need: the new history begins. A collective call."""
-    with ExitStack() as undo:
-        undo.callback(part.feeds.close)
-        with ranks.all_or_none():
-            images = part.resume(plan)
-            again_in_a_row = memory.hint & HINT_APART
-            memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
-        undo.pop_all()
-    values = ValueLogs(memory.session, part.mine, part.feeds, part.view.everybody)
-    return LocalizedStart(plan, part.mine, images, part.feeds, values)
-
-
 def recovered_locally(start: LocalizedStart) -> Recovered:
-    """What this rank begins with; each of those that replay decides for itself."""
+    """What this rank begins with; each rank that replays decides for itself."""
     replayed = Replayed(snapshots_used(start.mine.snapshots), everybody=False, localized=True)
     unverified = start.mine.unverified
     if not start.replays:
@@ -153,59 +126,57 @@ def recovered_locally(start: LocalizedStart) -> Recovered:
         rest = "; random state, scalars and buffers are those of its own snapshot" if copied else ""
         unverified = (
             f"this rank goes on from {whose} parked state, which was read from the live tensors "
-            "when the step was cut off, and whose digests "
-            f"fit{rest}"
+            f"when the step was cut off, and whose digests fit{rest}"
         )
     return Recovered(start.images, start.plan.reason, replayed, unverified)
 
 
 def end_localized(memory: RankMemory, start: LocalizedStart) -> None:
-    """The localized recovery is over."""
+    """All ranks run together again."""
     start.close()
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
 
 
-class _Procedure:
-    """The start of a run of which only some ranks go back to snapshots.
+class _LocalizedProcedure:
+    """The procedure of a start in which only some ranks go back to snapshots.
 
-    Attributes:
-        part: what this rank has of the last plan that was tried.
+    After `retrieve`, it holds what this rank needs for its part of that plan.
     """
 
     attempts = _PLANS
     vote = ScheduleStart
-    part: _Part
+    _view: RunView
+    _mine: RankPlan
+    _feeds: FedLogs
 
     def __init__(
-        self,
-        memory: RankMemory,
-        ranks: Collectives,
-        alike: tuple[int, ...],
-        verify_iterations: int,
+        self, memory: RankMemory, ranks: Collectives, same_operators: tuple[int, ...], verify_iterations: int
     ) -> None:
-        self._memory, self._ranks, self._alike = memory, ranks, alike
+        self._memory, self._ranks, self._same_operators = memory, ranks, same_operators
         self._verify_iterations = verify_iterations
-        self._unusable: tuple[SnapshotCopy, ...] = ()
+        self._unusable: tuple[SnapshotCopy, ...] = ()  # parked states that this rank could not have
         self._tried: list[LocalizedPlan] = []
+        self._parked: SnapshotImage | None = None
+        self._retrieved = Retrieved([])
 
     @property
     def not_held(self) -> str:
-        """That no plan could be followed."""
+        """The reason, if no plan could be followed."""
         return f"not every rank could have what it needs, in {len(self._tried)} attempts"
 
     def inventory(self, undo: ExitStack) -> RunView:
-        """What there is, and what ranks tell of themselves. A collective call.
-
-        Of a rank that runs on another node now its log there has told; it goes on telling that.
-        """
+        """What the nodes hold, and what the ranks know of themselves. A collective call."""
         memory = self._memory
         here = recorded_facts(segment.descriptor.client for segment in memory.logs)
         found, facts = memory.brought_facts or here, None
         if found is not None:
-            both = tuple(rank for rank in found.alike if rank in self._alike)
+            both = tuple(rank for rank in found.alike if rank in self._same_operators)
             facts = RankFacts(found.neighbours, found.domain, both)
-        view = memory.see(self._ranks, facts=facts, alike=self._alike, unusable=self._unusable)
+        view = memory.see(
+            self._ranks, facts=facts, same_operators=self._same_operators, unusable=self._unusable
+        )
         if found is None:
+            # A rank that moved to another node takes over the facts that its log there holds.
             rank = memory.identity.rank
             left_behind = facts_from_logs((rank,), view.logs, view.parked).get(rank)
             if left_behind is not None:
@@ -214,7 +185,7 @@ class _Procedure:
         return view
 
     def plan(self, view: RunView) -> LocalizedPlan | NotLocalized:
-        """Who keeps its parked state, who copies one, who replays."""
+        """Which rank keeps its parked state, which copies one, which replays."""
         if not view.parked:
             return NotLocalized("")
         if any(hint & HINT_APART_AGAIN for hint in view.hints):
@@ -236,136 +207,118 @@ class _Procedure:
         return plan
 
     def retrieve(self, view: RunView, plan: LocalizedPlan | NotLocalized, undo: ExitStack) -> ScheduleStart:
-        """Have what this rank's part needs; returns by which schedule it would go on.
+        """Verify or request what this rank's part needs; returns the schedule by which it would go on.
 
         Raises:
             TryAgain: another plan may do, or the recovery of all ranks.
         """
         assert isinstance(plan, LocalizedPlan), "without a plan nothing is retrieved"
-        mine = plan.per_rank[self._memory.identity.rank]
-        self.part = part = _Part(self._memory, mine, view, len({*plan.bases.values()}) > 1)
+        self._view, self._mine = view, plan.per_rank[self._memory.identity.rank]
+        self._parked, self._retrieved = None, Retrieved([])
         try:
-            return part.retrieve(undo)
+            return self._retrieve(plan, undo)
         except TryAgain:
             raise
         except (AttachRefused, CorruptionError, DaemonUnavailable) as error:
-            # Another plan asks for something else, and the recovery of all ranks for none of this.
+            # Another plan needs something else, and the recovery of all ranks none of this.
             logger.warning("this localized recovery cannot be: %s", error)
             raise TryAgain from error
         except Exception as error:
             # What is raised here would be raised again at each start.
             logger.exception("this localized recovery cannot be")
             raise TryAgain from error
-        finally:
-            self._unusable += part.unusable
 
-
-def _report_global(memory: RankMemory, reason: str) -> None:
-    text = f"all ranks recover together, though some were parked: {reason}"
-    logger.info("%s", text)
-    if memory.identity.rank == 0:
-        memory.session.notice("info", "not_localized", text)
-
-
-@dataclass(slots=True)
-class _Part:
-    """What this rank has of its part of a plan.
-
-    Attributes:
-        unusable: copies of parked state that it could not have.
-    """
-
-    memory: RankMemory
-    mine: RankPlan
-    view: RunView
-    apart: bool  # some ranks begin before others
-    feeds: FedLogs = field(init=False)
-    unusable: tuple[SnapshotCopy, ...] = ()
-    _parked: SnapshotImage | None = None
-    _retrieved: Retrieved = field(default_factory=lambda: Retrieved([]))
-
-    def retrieve(self, undo: ExitStack) -> ScheduleStart:
-        """Have it; returns by which schedule this rank would go on.
-
-        Raises:
-            TryAgain, AttachRefused, CorruptionError, DaemonUnavailable: it cannot be had.
-        """
-        memory, mine, cards = self.memory, self.mine, self.view.everybody
-        schedule = ScheduleStart()
+    def _retrieve(self, plan: LocalizedPlan, undo: ExitStack) -> ScheduleStart:
+        memory, mine, schedule = self._memory, self._mine, ScheduleStart()
         if mine.snapshots:
             records = [piece.record for piece in mine.snapshots]
             schedule = ScheduleStart([(r.iteration, r.phase) for r in records])
-            self._retrieved = memory.retrieve(mine.snapshots, self.view, undo)
+            self._retrieved = memory.retrieval.retrieve(mine.snapshots, self._view.everybody, undo)
         if mine.kind is not RankKind.REPLAYS:
-            self._parked = parked = self._read_parked(mine.pieces[0], cards)
+            self._parked = self._read_parked(mine.pieces[0])
             if mine.kind is not RankKind.COPIED:
-                schedule = self._schedule_as_parked(parked)
-        self.feeds = FedLogs(memory.session, mine.logs, cards)
-        undo.callback(self.feeds.close)
+                isolated = len({*plan.bases.values()}) > 1
+                schedule = self._schedule_of_parked(self._parked, isolated=isolated)
+        self._feeds = FedLogs(memory.session, mine.logs, self._view.everybody)
+        undo.callback(self._feeds.close)
         return schedule
 
-    def _read_parked(self, piece: SnapshotToLoad, cards: tuple[NodeCard, ...]) -> SnapshotImage:
-        """A parked state, this rank's or a peer's; what cannot be had is `unusable` for the next plan."""
+    def _read_parked(self, piece: SnapshotToLoad) -> SnapshotImage:
+        """A parked state, this rank's or a peer's; the next plan does without it if it cannot be had."""
+        session = self._memory.session
         try:
-            if self.mine.kind is RankKind.PARKED:
+            if self._mine.kind is RankKind.PARKED:
                 return self._own_parked(piece)
-            return ParkedCopy.read(self.memory.session, piece, cards)
+            return ParkedCopy.read(session, piece, self._view.everybody)
         except (AttachRefused, CorruptionError, DaemonUnavailable) as error:
-            self.unusable = piece.sources
+            self._unusable += piece.sources
             where = ", ".join(f"{source.segment} on {source.node}" for source in piece.sources)
             text = (
                 f"planning without the parked state of iteration {piece.record.iteration} ({where}): {error}"
             )
-            self.memory.session.notice("error", "parked_unusable", text)
+            session.notice("error", "parked_unusable", text)
             raise
 
     def _own_parked(self, piece: SnapshotToLoad) -> SnapshotImage:
-        """In this rank's own segment, beside a ring with the same operators.
+        """The parked state in this rank's own segment.
 
         Raises:
             CorruptionError: it is damaged, and in quarantine now.
-            DaemonUnavailable: it is of no use here.
+            DaemonUnavailable: it is gone, or the ring has other operators.
         """
-        memory = self.memory
+        memory = self._memory
         record = memory.parks.own_copy(memory.session.node_id, piece)
         if record is None or memory.descriptor is None:
             raise DaemonUnavailable(
                 "what this rank parked is not in its memory any more", operation="read parked state"
             )
-        parked = memory.parks.of(record).descriptor
-        if operators_id(parked) != operators_id(memory.descriptor):
+        if operators_id(memory.parks.of(record).descriptor) != operators_id(memory.descriptor):
             raise DaemonUnavailable(
                 "the parked state has other operators than the newest snapshots",
                 operation="read parked state",
             )
         return parked_image(memory, record)
 
-    def _schedule_as_parked(self, image: SnapshotImage) -> ScheduleStart:
-        """By which schedule it goes on, if it can run apart.
+    def _schedule_of_parked(self, image: SnapshotImage, *, isolated: bool) -> ScheduleStart:
+        """The schedule by which a parked state goes on.
 
+        Args:
+            isolated: some ranks begin before others.
         Raises:
-            DaemonUnavailable: its stages would ask neighbours that are not there.
+            DaemonUnavailable: its stages would ask neighbours that do not run.
         """
         scalars = image.scalars()
-        if self.apart and None in scalars.get("stages", {}).values():
+        if isolated and None in scalars.get("stages", {}).values():
             raise DaemonUnavailable(
                 "what a stage sends is not known (DTensors?): it would ask its neighbours, which "
                 "are not there",
                 operation="run isolated",
             )
-        ring = self.memory.descriptor
-        if self.mine.kind is RankKind.MOVED:
-            ring = self.memory.descriptor_of(self._retrieved)
+        ring = self._memory.descriptor
+        if self._mine.kind is RankKind.MOVED:
+            ring = self._memory.retrieval.descriptor_of(self._retrieved)
         assert ring is not None
         return of_parked(image.iteration, image.phase, scalars, ring.client)
 
-    def resume(self, plan: LocalizedPlan) -> list[SnapshotImage]:
-        """Begin the new history; the images that this rank begins with."""
-        images = self.memory.resume(
-            self.mine.snapshots, self._retrieved, self.view, epoch=plan.epoch, end=plan.resume
+    def begin(self, plan: LocalizedPlan) -> LocalizedStart:
+        """Begin the new history: all ranks have what they need. A collective call."""
+        memory = self._memory
+        with ExitStack() as undo:
+            undo.callback(self._feeds.close)
+            with self._ranks.all_or_none():
+                images = self._resume(plan)
+                again_in_a_row = memory.hint & HINT_APART
+                memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
+            undo.pop_all()
+        values = ValueLogs(memory.session, self._mine, self._feeds, self._view.everybody)
+        return LocalizedStart(plan, self._mine, images, self._feeds, values)
+
+    def _resume(self, plan: LocalizedPlan) -> list[SnapshotImage]:
+        images = self._memory.resume(
+            self._mine.snapshots, self._retrieved, self._view, epoch=plan.epoch, end=plan.resume
         )
         if self._parked is None:
             return images
-        if isinstance(self._parked, ParkedCopy) and self.mine.kind is RankKind.COPIED:
+        if isinstance(self._parked, ParkedCopy) and self._mine.kind is RankKind.COPIED:
             return [CopiedImage(self._parked, images[0])]
         return [self._parked]

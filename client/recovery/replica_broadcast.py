@@ -1,10 +1,9 @@
-"""In replay, who holds a recorded tensor hands it to the other ranks that have the same
+"""In replay, the rank that holds a recorded replicated operator sends it to the other ranks that share it
 (``ckptd.client.model.replicated_params``).
 
-What is handed over are the bytes of the snapshot, over the job's own process groups: every rank is
-at the top of the same step, or right after the same optimizer's step. From whom an operator comes
-is settled once per replay, from what each rank's snapshots hold; whatever each of them planned,
-nothing is missed that anybody has.
+The bytes of the snapshot travel over the job's own process groups: every rank is at the top of the same
+step, or right after the same optimizer's step. The sender of each operator is settled once per replay,
+from what each rank's snapshots hold; whatever each of them planned, nothing is missed that any rank has.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ckptd.client.model.host_bytes import DTYPES
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK, Replicas, ReplicatedParams, identity_of
-from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, EntrySource
+from ckptd.client.model.snapshot_layout import DTYPES, SAFETENSORS_DTYPES, EntrySource
 from ckptd.client.ranks.collectives import Collectives
 
 __all__ = ["Piece", "ReplicaBroadcast", "Take", "arrange"]
@@ -31,13 +29,17 @@ _ALIGNMENT = 64
 
 # A recorded part, and its bytes in host memory.
 Piece = tuple[EntrySource, Tensor]
-# Puts a part that was received where it belongs; the bytes are on the group's device.
+# Writes a received part where it belongs; the bytes are on the group's device.
 Take = Callable[[EntrySource, Tensor], None]
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """Of one group: which operators there are, those that this rank's snapshots hold, as a bitmap
-    in their order, and whether these are all.
+    """What a rank's snapshots hold of one group.
+
+    Args:
+        operators: digest of their names, in order.
+        bitmap: the operators that are held, in that order.
+        complete: whether all are.
     """
 
     operators: str
@@ -58,9 +60,9 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Chunk(msgspec.Struct, frozen=True):
-    """What the next broadcast of ``nbytes`` bytes holds; no parts: this sender has sent everything.
+    """Describes the next broadcast of ``nbytes`` bytes; without parts, the sender has sent everything.
 
-    ``absent``: parameters without optimizer state of which the sender is the one that knows.
+    ``absent``: parameters without optimizer state, as this sender recorded.
     """
 
     parts: tuple[_Part, ...] = ()
@@ -70,14 +72,14 @@ class _Chunk(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Group:
-    """A group, and the operators (by their numbers here) that each of its members hands to the others."""
+    """A group, and the operators (by their numbers here) that each of its members sends to the others."""
 
     replicas: Replicas
     senders: dict[int, frozenset[int]]
 
 
 class ReplicaBroadcast:
-    """What this rank hands over and is handed, by group.
+    """What this rank sends and receives, by group.
 
     Args:
         rank: this rank's number in the job.
@@ -85,27 +87,23 @@ class ReplicaBroadcast:
 
     def __init__(self, rank: int, groups: Sequence[_Group]) -> None:
         self._rank, self._groups = rank, groups
-        self.bytes_sent = self.bytes_received = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+        self.bytes_sent = 0
 
     def sends(self) -> frozenset[int]:
-        """The operators that this rank hands to others."""
+        """The operators that this rank sends to others."""
         return frozenset[int]().union(*(g.senders.get(self._rank, ()) for g in self._groups))
 
     def unlike(self, checksum: Callable[[frozenset[int]], str]) -> list[str]:
-        """Where ranks do not have the same now though they should; a collective call of each group,
-        equal on its members.
+        """The groups whose ranks no longer have equal values, in words; a collective call of each group, with
+        the same result on its members.
 
         Args:
-            checksum: of what some operators are now.
+            checksum: of the present values of some operators.
         """
         found = []
         for group in self._groups:
             operators = frozenset[int]().union(*group.senders.values())
-            mine = int(checksum(operators), 16) >> 1
-            sums = _Wire(group.replicas).tell(mine)
+            sums = _Wire(group.replicas).gather(int(checksum(operators), 16) >> 1)
             if len(set(sums)) > 1:
                 found.append(f"what ranks {list(group.replicas.ranks)} have alike, which is not now")
         return found
@@ -117,15 +115,14 @@ class ReplicaBroadcast:
         *,
         among: frozenset[int] | None = None,
     ) -> set[str]:
-        """Every member sends what is its to send; a collective call of each group that has any of it.
+        """Every member sends what it holds; a collective call of each group with such operators.
 
         Args:
-            mine: of some operators, the parts that are loaded now, and their parameters that have
-                no optimizer state.
-            among: the operators that are handed over; None: all. The same on all members, as far as
-                they have them.
+            mine: returns, for some operators, the parts that are loaded now, and their parameters that
+                have no optimizer state.
+            among: the operators to send; None: all. The same on all members, as far as they have them.
         Returns:
-            what others told of parameters that have no optimizer state.
+            The parameters that have no optimizer state, as others recorded.
         """
         absent: set[str] = set()
         for group in self._groups:
@@ -137,9 +134,7 @@ class ReplicaBroadcast:
                 if sender == self._rank:
                     self.bytes_sent += wire.send(sender, *mine(operators))
                 else:
-                    nbytes, lacking = wire.receive(sender, take)
-                    self.bytes_received += nbytes
-                    absent |= lacking
+                    absent |= wire.receive(sender, take)
         return absent
 
 
@@ -149,19 +144,21 @@ def arrange(
     owners: Sequence[int],
     ranks: Collectives,
 ) -> ReplicaBroadcast:
-    """Settle from whom each operator comes; a collective call.
+    """Settle the sender of each operator; a collective call.
 
     Args:
         owners: of each operator, as this rank's snapshots were planned.
     Raises:
-        ValueError: nobody has a part of what this rank needs, or the ranks' snapshots do not fit each other.
+        ValueError: no rank has a part of what this rank needs, or the ranks' snapshots do not fit each other.
     """
-    groups = sharing.groups(operators)
-    owner_of, rank = dict(enumerate(owners)), ranks.rank
+    groups, rank = sharing.groups(operators), ranks.rank
 
     def held(indices: Sequence[int]) -> _Held:
-        flags = [owner_of.get(i, EVERY_RANK) in (EVERY_RANK, rank) for i in indices]
-        return _Held(_names_digest([operators[i] for i in indices]), _bitmap(flags), all(flags))
+        flags = [i >= len(owners) or owners[i] in (EVERY_RANK, rank) for i in indices]
+        identities = msgspec.msgpack.encode([identity_of(operators[i]) for i in indices])
+        bitmap = sum(1 << place for place, flag in enumerate(flags) if flag)
+        packed = bitmap.to_bytes((len(flags) + 7) // 8, "little")
+        return _Held(xxhash.xxh3_64_hexdigest(identities), packed, all(flags))
 
     mine = {group.key: held(indices) for group, indices in groups.items()}
     by_rank = ranks.gather(mine, dict[str, _Held])
@@ -180,11 +177,12 @@ def _settle(
     by_rank: Sequence[dict[str, _Held]],
     mine: _Held,
 ) -> _Group | None:
-    """Who sends what in a group; None where every member has everything."""
+    """The senders of a group; None if every member has everything."""
     held = {rank: by_rank[rank].get(group.key) for rank in group.ranks}
-    # Then it does not matter how each cut its operators, nor that they are alike.
+    # Then it does not matter how each cut its operators, nor that they are equal.
     if all(h is None or h.complete for h in held.values()):
         return None
+    bitmaps: dict[int, int] = {}
     for rank, theirs in held.items():
         if theirs is None or theirs.operators != mine.operators:
             raise ValueError(
@@ -192,9 +190,10 @@ def _settle(
                 f"{operators[indices[0]].name} and others, but those are of "
                 "other operators; start with the parallel layout that the run had, or pass run= a new name"
             )
+        bitmaps[rank] = int.from_bytes(theirs.bitmap, "little")
     senders: dict[int, set[int]] = {}
     for place, index in enumerate(indices):
-        having = [rank for rank, h in held.items() if h is not None and _has(h.bitmap, place)]
+        having = [rank for rank, bitmap in bitmaps.items() if bitmap >> place & 1]
         if not having:
             raise ValueError(
                 f"no rank of {list(group.ranks)} has recorded {operators[index].name}; pass run= a "
@@ -219,19 +218,19 @@ def _check_reachable(
 
 
 class _Wire:
-    """Collectives within one group; what is sent is a header that says what comes, then the bytes,
-    until there is nothing left.
+    """Collectives within one group. A sender sends pairs of a header and the bytes that it describes, until
+    nothing is left.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._group = replicas.group
-        # The backend's name tells it not: "cuda:nccl" has no device type but cuda,
-        # "cpu:gloo,cuda:nccl" has both.
+        # Not by the backend's name: "cuda:nccl" has no device type but cuda, "cpu:gloo,cuda:nccl"
+        # has both.
         types = {device.type for device in self._group._device_types}
         self._device = torch.device("cpu" if "cpu" in types or not types else min(types))
 
-    def tell(self, number: int) -> list[int]:
-        """What each member says."""
+    def gather(self, number: int) -> list[int]:
+        """The numbers of all members."""
         mine = torch.tensor([number], dtype=torch.int64, device=self._device)
         by_rank = [torch.zeros_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(by_rank, mine, group=self._group)
@@ -247,16 +246,16 @@ class _Wire:
         self._send_header(sender, _Chunk(absent=names))
         return total
 
-    def receive(self, sender: int, take: Take) -> tuple[int, set[str]]:
-        total, absent = 0, set[str]()
+    def receive(self, sender: int, take: Take) -> set[str]:
+        absent = set[str]()
         while True:
-            chunk = self._receive_header(sender)
+            size = int(self._received(sender, 1, torch.int64).item())
+            header = self._received(sender, size).cpu().numpy().tobytes()
+            chunk = msgspec.msgpack.decode(header, type=_Chunk)
             absent.update(chunk.absent)
             if not chunk.parts:
-                return total, absent
-            buffer = torch.empty(chunk.nbytes, dtype=torch.uint8, device=self._device)
-            dist.broadcast(buffer, src=sender, group=self._group)
-            total += chunk.nbytes
+                return absent
+            buffer = self._received(sender, chunk.nbytes)
             for part in chunk.parts:
                 dtype = DTYPES[part.dtype]
                 source = EntrySource(part.kind, part.name, part.key, part.start, part.stop, dtype)
@@ -270,16 +269,14 @@ class _Wire:
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         dist.broadcast(body, src=sender, group=self._group)
 
-    def _receive_header(self, sender: int) -> _Chunk:
-        size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dist.broadcast(size, src=sender, group=self._group)
-        body = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-        dist.broadcast(body, src=sender, group=self._group)
-        return msgspec.msgpack.decode(body.cpu().numpy().tobytes(), type=_Chunk)
+    def _received(self, sender: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        buffer = torch.empty(size, dtype=dtype, device=self._device)
+        dist.broadcast(buffer, src=sender, group=self._group)
+        return buffer
 
 
 def _packed(pieces: Iterable[Piece]) -> Iterator[tuple[tuple[_Part, ...], Tensor]]:
-    """Parts side by side in buffers of a bounded size; one that is larger than that gets its own."""
+    """Pack parts into buffers of a bounded size; a part that is larger than that gets its own."""
     waiting: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -300,36 +297,11 @@ def _pack(pieces: Sequence[Piece], size: int) -> tuple[tuple[_Part, ...], Tensor
         nbytes = data.numel() * data.element_size()
         if nbytes:
             buffer[offset : offset + nbytes] = data.contiguous().view(-1).view(torch.uint8)
-        parts.append(
-            _Part(
-                source.kind,
-                source.name,
-                source.key,
-                source.start,
-                source.stop,
-                SAFETENSORS_DTYPES[data.dtype],
-                tuple(data.shape),
-                offset,
-                nbytes,
-            )
-        )
+        where = (source.kind, source.name, source.key, source.start, source.stop)
+        parts.append(_Part(*where, SAFETENSORS_DTYPES[data.dtype], tuple(data.shape), offset, nbytes))
         offset += _aligned(nbytes)
     return tuple(parts), buffer
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _names_digest(operators: Sequence[Operator]) -> str:
-    identities = [identity_of(op) for op in operators]
-    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(identities))
-
-
-def _bitmap(flags: Sequence[bool]) -> bytes:
-    value = sum(1 << place for place, flag in enumerate(flags) if flag)
-    return value.to_bytes((len(flags) + 7) // 8, "little")
-
-
-def _has(bitmap: bytes, place: int) -> bool:
-    return bool(bitmap[place // 8] >> (place % 8) & 1)

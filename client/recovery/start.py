@@ -1,24 +1,24 @@
-"""What happens at a start: find the run's snapshots, check that they are this model's, and prepare
-their replay.
+"""A start: find the run's snapshots, check that they are of this model, and follow their replay through
+the user's own loop (`ReplayPart`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from ckptd.client import values
+from ckptd.client.capture.comparison import Differences
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.replicated_params import ReplicatedParams
-from ckptd.client.model.signature import signature, signature_difference
 from ckptd.client.options import RecoveryOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import recover_global
@@ -27,18 +27,25 @@ from ckptd.client.recovery.localized_recovery import (
     begin_localized,
     recovered_locally,
 )
-from ckptd.client.recovery.mismatch_causes import likely_causes
 from ckptd.client.recovery.replay import Replay
-from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
+from ckptd.client.recovery.replica_broadcast import arrange
+from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.client.recovery.verification import Verification
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan, captured_once, plan_from_payload
+from ckptd.client.schedule.snapshot_plan import (
+    SnapshotPlan,
+    captured_once,
+    plan_from_payload,
+    signature,
+    signature_difference,
+)
+from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
 from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix
-from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
+from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused
 
-__all__ = ["Recovery", "Resumption", "newest_window"]
+__all__ = ["Recovery", "ReplayPart", "Resumption", "newest_window"]
 
 logger = get_logger(__name__)
 
@@ -47,8 +54,12 @@ _SEAL_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A run that can go on: how to replay it, under which plan, the phase of its newest snapshot,
-    and who shares what by structure.
+    """A run that can go on.
+
+    Attributes:
+        phase: of its newest snapshot.
+        unverified: why the newest snapshot is loaded and not compared; "" if it is compared.
+        apart: after a localized recovery: which rank begins where.
     """
 
     replay: Replay
@@ -57,8 +68,8 @@ class Resumption:
     reason: str
     sharing: ReplicatedParams
     verification: Verification
-    unverified: str  # why the newest snapshot is loaded and not compared; "" where it is compared
-    apart: LocalizedStart | None = None  # after a localized recovery: who begins where
+    unverified: str
+    apart: LocalizedStart | None = None
 
 
 def newest_window(memory: RankMemory, ranks: Collectives) -> Suffix:
@@ -93,9 +104,10 @@ class Recovery:
     """Makes replays of this rank's snapshots.
 
     Args:
-        subject: as it is built now. What several ranks have alike is given to all of them by a
-            replay, whether or not they have the same values now. Its freezing falls back to
-            ``drop`` where an earlier trainer left that hint.
+        subject: as it is built now. A replay gives replicated operators to all ranks that share them,
+            whether or not they have the same values now.
+    Attributes:
+        freezing: that of the subject, or ``drop`` if an earlier trainer left that hint.
     """
 
     def __init__(
@@ -106,11 +118,7 @@ class Recovery:
         options: RecoveryOptions,
     ) -> None:
         self._at = _wanted_iteration(options.resume_at)
-        self._binding, self._engine, self._identity = subject.binding, engine, subject.identity
-        self._stateful, self._tape, self._on_mismatch = subject.stateful, tape, options.on_mismatch
-        self._operators, self._sharing = subject.operators, subject.sharing
-        self._device = subject.device
-        self._verify_iterations = options.verify_iterations
+        self._subject, self._engine, self._tape, self._options = subject, engine, tape, options
         self.freezing, self.freezing_reason = subject.freezing
 
     def find(self, memory: RankMemory, ranks: Collectives) -> Resumption | None:
@@ -119,81 +127,91 @@ class Recovery:
 
         Raises:
             ValueError: the iteration to go back to cannot be had.
-            AttachRefused: the snapshots are of another model, or it is refused by the daemon;
-                nothing was lost.
+            AttachRefused: the snapshots are of another model, or the daemon refuses; nothing was lost.
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
+        subject, options = self._subject, self._options
         with ranks.all_or_none():
             memory.settle_filled(_SEAL_WAIT_S)
         # What is parked is newer than what was asked for.
-        apart = None if self._at is not None else self._apart(memory, ranks)
-        found = (
-            recover_global(memory, ranks, self._at, verify_iterations=self._verify_iterations)
-            if apart is None
-            else recovered_locally(apart)
-        )
-        if isinstance(found, str):
-            memory.forget_everything()
-            return None
-        with ExitStack() as undo:
-            if apart is not None:
-                undo.callback(apart.close)
+        localized = None if self._at is not None else self._begin_localized(memory, ranks)
+        if localized is not None:
+            found = recovered_locally(localized)
+        else:
+            recovered = recover_global(memory, ranks, self._at, verify_iterations=options.verify_iterations)
+            if isinstance(recovered, str):
+                memory.forget_everything()
+                return None
+            found = recovered
+        with contextlib.ExitStack() as undo:
+            if localized is not None:
+                undo.callback(localized.close)
             self._heed(ranks.gather(memory.hint, int))
             with ranks.all_or_none():
                 plan = self._plan_of(memory)
-                changed = self._changed_since(memory)
-            images = found.images
+                changed = _changed_since(memory)
             with ranks.all_or_none():
-                alone = apart is not None and not apart.replays
-                replay = self.replay_of(images, plan, ranks, alone=alone, dense=found.dense)
-                # What is loaded first must have arrived. The rest is waited for in replay.
-                _ = images[0].view
+                alone = localized is not None and not localized.replays
+                replay = self.replay_of(found.images, plan, ranks, alone=alone, dense=found.dense)
+                # The first snapshot must have arrived. Replay waits for the others.
+                _ = found.images[0].view
             undo.pop_all()
         verification = Verification(
             memory,
             ranks,
             found.replayed,
-            on_mismatch=self._on_mismatch,
+            on_mismatch=options.on_mismatch,
             changed=changed,
-            causes=partial(likely_causes, changed=changed, stateful=self._stateful, device=self._device),
+            stateful=subject.stateful,
+            device=subject.device,
         )
         return Resumption(
             replay,
             plan,
-            images[-1].phase,
+            found.images[-1].phase,
             found.reason,
-            self._sharing,
+            subject.sharing,
             verification,
             found.unverified,
-            apart,
+            localized,
         )
 
-    def _apart(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | None:
-        """A collective call."""
-        if self._identity.world_size == 1:
+    def _begin_localized(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | None:
+        subject = self._subject
+        if subject.identity.world_size == 1:
             return None
-        alike = self._sharing.ranks_with_same_operators(self._operators, self._identity.rank)
+        same = subject.sharing.ranks_with_same_operators(subject.operators, subject.identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
-            alike = ()  # by their wrappers they are, but values were not compared, or differed
-        return begin_localized(memory, ranks, alike, verify_iterations=self._verify_iterations)
+            same = ()  # by their wrappers they are, but values were not compared, or differed
+        return begin_localized(memory, ranks, same, verify_iterations=self._options.verify_iterations)
 
     def _heed(self, hints: Sequence[int]) -> None:
-        """Freeze otherwise if any rank left the hint: what one computes from all gradients, it
-        computes from the others', too.
-        """
+        """Freeze like the most careful rank: what it computes from all gradients includes the others'."""
         if any(hint & HINT_DROP_GRADIENTS for hint in hints) and self.freezing == "inputs":
             self.freezing = "drop"
             self.freezing_reason = "an earlier replay with 'inputs' did not reproduce what was recorded"
 
     def _plan_of(self, memory: RankMemory) -> SnapshotPlan:
-        newest = memory.table.segments[-1]
-        self._check_signature(newest.descriptor.client)
+        """The plan of the newest snapshots.
+
+        Raises:
+            AttachRefused: they are of another model.
+        """
+        subject, newest = self._subject, memory.table.segments[-1]
+        recorded = values.unpack(newest.descriptor.client)["signature"]
+        if difference := signature_difference(recorded, signature(subject.binding)):
+            job, run = subject.identity.job, subject.identity.run
+            raise AttachRefused(
+                "model_changed",
+                f"the snapshots of job {job}, run {run} are of another model: {difference}",
+                f"pass run= a new name, or `ckptctl forget {job} {run}`",
+            )
         return plan_from_payload(
-            self._binding,
+            subject.binding,
             newest.descriptor.client,
-            self._identity.metadata(),
+            subject.identity.metadata(),
             newest.geometry,
-            self._sharing,
+            subject.sharing,
         )
 
     def replay_of(
@@ -208,58 +226,158 @@ class Recovery:
         """A replay of these snapshots, oldest first; a collective call if there are several ranks.
 
         Args:
-            alone: the images have everything that this rank has; nobody hands it anything.
+            alone: the images have everything that this rank has; it receives nothing from others.
             dense: the oldest one anchors everything, on all ranks.
         Raises:
-            ValueError: what this rank shares with others was recorded by none that it can reach now.
+            ValueError: no rank that this rank can reach has recorded what both share.
         """
-        handing: ReplicaBroadcast | None = None
-        if self._identity.world_size > 1:
-            handing = arrange(self._sharing, plan.operators, plan.owners, ranks)
-            if alone:
-                handing = None
+        subject, broadcast = self._subject, None
+        if subject.identity.world_size > 1:
+            broadcast = arrange(subject.sharing, plan.operators, plan.owners, ranks)
         return Replay(
-            self._binding,
-            plan.operators,
-            self._engine,
+            SnapshotLoader(subject.binding, plan.operators, self._engine, None if alone else broadcast),
             images,
-            stateful=self._stateful,
+            stateful=subject.stateful,
             tape=self._tape,
             freezing=self.freezing,
-            handing=handing,
             begins_dense=dense,
         )
 
-    def _check_signature(self, payload: bytes) -> None:
-        recorded = values.unpack(payload)
-        job, run = self._identity.job, self._identity.run
-        difference = signature_difference(recorded["signature"], signature(self._binding))
-        if difference:
-            raise AttachRefused(
-                "model_changed",
-                f"the snapshots of job {job}, run {run} are of another model: {difference}",
-                f"pass run= a new name, or `ckptctl forget {job} {run}`",
-            )
 
-    def _changed_since(self, memory: RankMemory) -> str:
-        """How this machine differs from the one that took the newest snapshots, in what can change bits."""
-        recorded = values.unpack(memory.table.segments[-1].descriptor.client)
-        changed = [
-            f"{what}: {before} when the snapshots were taken, {now} now"
-            for what, before, now in (
-                ("torch", recorded["torch"], str(torch.__version__)),
-                ("intra-op threads", recorded["threads"], torch.get_num_threads()),
-            )
-            if before != now
-        ]
-        for text in changed:
-            logger.warning("%s; this can change bits (replay verifies itself)", text)
-        return "; ".join(changed)
+def _changed_since(memory: RankMemory) -> str:
+    """How this machine differs from the one that took the newest snapshots, in what can change bits."""
+    recorded = values.unpack(memory.table.segments[-1].descriptor.client)
+    changed = [
+        f"{what}: {before} when the snapshots were taken, {now} now"
+        for what, before, now in (
+            ("torch", recorded["torch"], str(torch.__version__)),
+            ("intra-op threads", recorded["threads"], torch.get_num_threads()),
+        )
+        if before != now
+    ]
+    for text in changed:
+        logger.warning("%s; this can change bits (replay verifies itself)", text)
+    return "; ".join(changed)
 
 
 def _wanted_iteration(resume_at: int | None) -> int | None:
-    """Where this start goes back to; None: the newest."""
+    """The iteration to which this start goes back; None: the newest."""
     if resume_at is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return resume_at
     logger.warning("resume_at=%d was for the first start; this one goes on from the newest state", resume_at)
     return None
+
+
+class ReplayPart:
+    """The replay in the user's loop. Without one, each call returns at once.
+
+    Attributes:
+        replay: None where the state is dense.
+        cut_off: the checkpointer was closed in the middle of it.
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._found: Resumption | None = None
+        # Not `replay`: one of a single snapshot is over at the first top, before its first forward.
+        self._unforwarded: Replay | None = None
+        self._began_s = 0.0
+        self.replay: Replay | None = None
+        self.cut_off = False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether some operators are frozen."""
+        return self.replay is not None and not self.replay.dense
+
+    @property
+    def before_first_forward(self) -> bool:
+        """Whether the first forward of a resumed run is still to come."""
+        return self._unforwarded is not None
+
+    @property
+    def took_s(self) -> float:
+        """Seconds since the first step of the replay began."""
+        return time.perf_counter() - self._began_s
+
+    def span(self, step: int) -> tuple[int, int]:
+        """The first step of a loop that asks for ``step``, and how far this run has come (-1: unknown)."""
+        replay = self.replay
+        return (step, -1) if replay is None or replay.begun else (replay.start, replay.end)
+
+    def check_whole(self) -> None:
+        """Check that the model is not in the middle of a replay that was given up.
+
+        Raises:
+            ValueError: it is.
+        """
+        if self.cut_off:
+            raise ValueError(
+                "this Checkpointer was closed in the middle of a replay: part of the model is not restored; "
+                "create a new one, which begins the replay again"
+            )
+
+    def resume(self, found: Resumption) -> None:
+        """The oldest snapshot is loaded; its replay begins at the loop's first top."""
+        self._found = found
+        self.replay = self._unforwarded = found.replay
+
+    def top(self, step: int, sent: Differences) -> bool:
+        """The top of a step; returns whether it is one of a replay.
+
+        Args:
+            sent: what the step before sent to other stages otherwise than when it ran first.
+        Raises:
+            ReplayMismatch: what was recomputed is not what was recorded, on any rank.
+        """
+        replay = self.replay
+        if replay is not None and not replay.begun:
+            # The first step after a restore: the loop, and the iterators it needs, exist now.
+            replay.begin_first_step()
+            self._began_s = time.perf_counter()
+        elif replay is not None and step == replay.next_iteration:
+            self._stats.replayed_steps += step - replay.reached
+            assert self._found is not None
+            self._found.verification.advance(replay, sent)
+        return replay is not None
+
+    def end(self) -> Resumption | None:
+        """The state is dense; returns what was resumed, if this replay came from a restart."""
+        self.replay = None
+        found, self._found = self._found, None
+        if found is not None:
+            found.verification.reproduced()
+        return found
+
+    def before_optimizer_step(self) -> None:
+        """An optimizer is about to change weights."""
+        if self.replay is not None:
+            self.replay.before_optimizer_step()
+
+    def after_optimizer_step(self, optimizer: int) -> None:
+        """Optimizer number ``optimizer`` has updated its parameters."""
+        if self.replay is not None:
+            self.replay.after_optimizer_step(optimizer)
+
+    def first_forward(self) -> None:
+        """A forward is about to run; only the first one counts."""
+        replay, self._unforwarded = self._unforwarded, None
+        if replay is not None:
+            replay.first_forward()
+
+    @contextlib.contextmanager
+    def instead(self, replay: Replay) -> Iterator[None]:
+        """The steps of the body are those of another replay, which is given up at the end."""
+        self.replay = self._unforwarded = replay
+        try:
+            yield
+        finally:
+            replay.abandon()
+            self.replay = self._unforwarded = None
+
+    def abandon(self) -> None:
+        """Undo the patches of a replay; a state that is still partly frozen is not the run's."""
+        if self.replay is not None:
+            self.replay.abandon()
+            self.replay = self._unforwarded = None
+            self.cut_off = True

@@ -1,3 +1,1 @@
-"""Which operators are captured in which step: planning, slots for it, and changes that all ranks
-make together.
-"""
+"""The operators captured in each step: plans, slots for them, and changes that all ranks make together."""

@@ -1,57 +1,336 @@
-"""Makes this rank's plans: from the user's options, what was measured in the first steps, and what
-the ranks agreed on.
+"""Makes snapshot plans from the model, the user's options, measured speeds, and what ranks agreed on.
+
+A plan (`ckptd.client.schedule.snapshot_plan`) is a schedule, a segment geometry, and one static copy
+plan per phase. The window is the smallest whose largest snapshot can be copied between the top of the
+loop and the optimizer's step (MoEvement Algorithm 1, corrected: bytes, not operator counts; the time
+until the optimizer's step, not the iteration), and whose ring fits the memory that the daemon grants.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from ckptd.client import values
 from ckptd.client.daemon_link.rank_memory import MemoryNeed, RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
-from ckptd.client.model.operators import Operator
-from ckptd.client.model.precision import PrecisionProbe
-from ckptd.client.model.replicated_params import ReplicatedParams
+from ckptd.client.model.operators import Operator, ParameterRows, split_operator
+from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
+from ckptd.client.model.snapshot_layout import member_bytes
 from ckptd.client.options import SnapshotOptions
-from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.planning import (
-    MAX_WINDOW,
-    PlanInputs,
-    TrainingSpeed,
-    make_plan,
-    most_pieces,
-    plan_together,
-)
-from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs
-from ckptd.client.schedule.step_timing import StepTiming
+from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.stats import Stats
-from ckptd.core.schedules.schedule import Ordering
+from ckptd.core.schedule import (
+    OperatorCost,
+    Ordering,
+    Schedule,
+    max_piece_bytes,
+    order_operators,
+    plan_aligned,
+    plan_schedule,
+)
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 
-__all__ = ["Planner", "RankContext", "needed_memory", "note_prepared", "own_share_bytes"]
+__all__ = [
+    "MAX_WINDOW",
+    "PlanInputs",
+    "Planner",
+    "RankContext",
+    "TrainingSpeed",
+    "make_plan",
+    "most_pieces",
+    "needed_memory",
+    "note_prepared",
+    "own_share_bytes",
+    "plan_together",
+]
 
 logger = get_logger(__name__)
 
+MAX_WINDOW = 64
+# Shared operators are cut until each rank's share has this many pieces, so that shares come out
+# equal; but into no more than _MAX_PIECES altogether (each is named in every step's scalars), and
+# into none smaller than _MIN_PIECE_BYTES. The window does not matter: owners outlive its changes.
+_PIECES_PER_SHARE = 32
+_MAX_PIECES = 4096
+_MIN_PIECE_BYTES = 16 << 10
 _MIN_SCALARS = 64 << 10
-# What one rank has sealed the others hear of a little later: slots for the meantime, where no peers
+# Other ranks learn a little later what one rank has sealed: slots for the meantime, where no peers
 # ask for some anyway.
 _RANKS_SLACK = 2
 _NUMBER_BYTES = 5  # msgpack's longest for an operator's number
 
 
 @dataclass(frozen=True, slots=True)
-class RankContext:
-    """What the snapshots of one rank are planned and taken with: what is trained, where snapshots go,
-    and what watches the steps.
+class TrainingSpeed:
+    """Measured: seconds from the loop's top to the optimizer's step and per iteration, bytes per second."""
+
+    copy_window_s: float
+    iteration_s: float
+    bandwidth: float
+
+    def budget_bytes(self, max_overhead: float | None) -> int:
+        """Bytes that may be copied per step.
+
+        Args:
+            max_overhead: the largest share of an iteration, for copies on the trainer's own cores.
+        """
+        seconds = 0.8 * self.copy_window_s
+        if max_overhead is not None:
+            seconds = min(seconds, max_overhead * self.iteration_s)
+        return int(seconds * self.bandwidth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """Everything besides the model that determines a plan.
 
     Attributes:
-        operators: as they are found in the model; a plan may cut them.
-        counter, precision: measure the forwards: how popular experts are, which dtypes suffice.
-        sharing: what several ranks have alike and one of them captures.
+        window: None: the smallest that fits.
+        every: iterations between two snapshots of a dense policy.
+        budget_bytes: the most that may be copied per step; None: no limit.
+        available_bytes: memory for the ring; None: no limit.
+        popularity: of each operator; None: all are equally popular.
+        slack: slots beyond what one node needs.
+        sharing: what several ranks hold and one of them captures.
+        before: the plan that this one follows. Other ranks may adopt theirs at another iteration,
+            or not at all. So owners (and, with the same window, phases) stay, and if operators are
+            cut otherwise than before, every rank captures all of them.
+    """
+
+    policy: str
+    window: int | None
+    every: int
+    budget_bytes: int | None
+    available_bytes: int | None
+    popularity: Sequence[float] | None
+    ordering: Ordering
+    compute_dtypes: dict[str, torch.dtype]
+    identity: dict[str, str]
+    scalars_capacity: int
+    slack: int = 0
+    sharing: ReplicatedParams = NOTHING_SHARED
+    before: SnapshotPlan | None = None
+
+
+def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs) -> SnapshotPlan:
+    """Plan the smallest window that fits the budget and the memory; the schedule's reason says what decided.
+
+    Raises:
+        ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
+    """
+    fixed = fixed_bytes(binding, inputs.scalars_capacity)
+    whole = operator_costs(binding, operators, inputs.compute_dtypes)
+    worthwhile = _worthwhile_window(inputs.sharing.mean_costs(operators, whole), fixed)
+    wanted = 1 if inputs.policy == "dense" else inputs.window
+    tried = []
+    candidates = [wanted] if wanted is not None else [None, *range(2, MAX_WINDOW + 1)]
+    while candidates:
+        candidate = candidates.pop(0)
+        plan = _plan_once(binding, operators, inputs, candidate)
+        if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
+            # No window fits, so the largest was planned: most of its length saves next to nothing
+            # and lengthens recovery.
+            logger.info("%s; window %d is used", plan.schedule.reason, worthwhile)
+            candidates.insert(0, worthwhile)
+            continue
+        needed = plan.slot_bytes * plan.num_slots
+        if inputs.available_bytes is None or needed <= inputs.available_bytes:
+            return plan
+        tried.append(f"W={plan.schedule.window}: {plan.num_slots} slots of {plan.slot_bytes} bytes")
+        if wanted is None and plan.schedule.window >= len(operators):
+            break
+    raise ValueError(
+        f"no ring fits the {inputs.available_bytes} bytes that the daemon has left "
+        f"({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
+    )
+
+
+def _worthwhile_window(costs: Sequence[OperatorCost], fixed: int) -> int:
+    """The window whose largest snapshot exceeds by at most a half what every snapshot holds."""
+    floor = fixed + sum(c.compute_bytes for c in costs)
+    extra = sum(c.anchor_bytes - c.compute_bytes for c in costs)
+    return max(1, min(MAX_WINDOW, -(-2 * extra // max(floor, 1))))
+
+
+def _plan_once(
+    binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs, window: int | None
+) -> SnapshotPlan:
+    compute_dtypes, sharing, before = inputs.compute_dtypes, inputs.sharing, inputs.before
+    fixed = fixed_bytes(binding, inputs.scalars_capacity)
+    popularity = inputs.popularity or [0.0] * len(operators)
+
+    def scheduled(parts: Sequence[Operator], popular: Sequence[float]) -> tuple[list[OperatorCost], Schedule]:
+        costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
+        planner = plan_aligned if inputs.policy == "aligned" else plan_schedule
+        return costs, planner(
+            costs,
+            budget_bytes=inputs.budget_bytes,
+            fixed_bytes=fixed,
+            order=order_operators(costs, popular, inputs.ordering),
+            max_window=MAX_WINDOW,
+            window=window,
+        )
+
+    parts = list(operators)
+    costs, schedule = scheduled(parts, popularity)
+    limit = max_piece_bytes(costs, _split_window(costs, schedule, fixed, inputs.budget_bytes), fixed)
+    if (limit is not None and schedule.window > 1) or sharing.replicas:
+        alone = limit if schedule.window > 1 else None
+        parts = _split(binding, parts, alone, compute_dtypes, sharing)
+        if len(parts) != len(operators):
+            known = {op.name: p for op, p in zip(operators, popularity, strict=True)}
+            costs, schedule = scheduled(parts, [known.get(part.name, 0.0) for part in parts])
+    if before is not None and before.shares and _only_costs_differ(before, parts, schedule, inputs.policy):
+        # Only this rank may have found the cause (state of its own experts): what other ranks
+        # anchor with it stays in its phases.
+        schedule = schedule_of(costs, before.schedule.phases, fixed, inputs.policy)
+    plan = SnapshotPlan(
+        parts,
+        costs,
+        schedule,
+        inputs.policy,
+        compute_dtypes,
+        inputs.identity,
+        inputs.scalars_capacity,
+        inputs.every,
+        slack=inputs.slack,
+        budget_bytes=inputs.budget_bytes,
+    )
+    if before is None:
+        whole = operator_costs(binding, parts, compute_dtypes)
+        plan.owners = sharing.owners(parts, whole, schedule.phases)
+    else:
+        plan.owners = _owners_as_before(before, parts)
+    plan.measure_slots(binding)
+    return plan
+
+
+def _only_costs_differ(
+    before: SnapshotPlan, operators: Sequence[Operator], schedule: Schedule, policy: str
+) -> bool:
+    same = [(op.name, op.members) for op in before.operators] == [(op.name, op.members) for op in operators]
+    return same and policy == before.policy_name and schedule.window == before.schedule.window
+
+
+def _owners_as_before(before: SnapshotPlan, operators: Sequence[Operator]) -> list[int]:
+    """The same owners; none (every rank captures) if a shared operator is cut otherwise now."""
+    pairs = zip(before.operators, before.owners, strict=False)
+    owner_of = {(op.name, op.members): owner for op, owner in pairs if owner != EVERY_RANK}
+    owners = [owner_of.pop((op.name, op.members), EVERY_RANK) for op in operators]
+    return [] if owner_of else owners
+
+
+def _split_window(
+    costs: Sequence[OperatorCost], schedule: Schedule, fixed: int, budget_bytes: int | None
+) -> int:
+    """The window for which large operators are split.
+
+    If none fits: the smallest that would fit if all operators could be cut evenly.
+    """
+    if schedule.fits or budget_bytes is None:
+        return schedule.window
+    floor = fixed + sum(c.compute_bytes for c in costs)
+    extra = sum(c.anchor_bytes - c.compute_bytes for c in costs)
+    if budget_bytes <= floor:
+        return schedule.window
+    return min(MAX_WINDOW, max(schedule.window, -(-extra // (budget_bytes - floor))))
+
+
+def most_pieces(sharing: ReplicatedParams, operators: Sequence[Operator]) -> int:
+    """The most operators that cutting the shared ones adds."""
+    return sum(_pieces_of(len(group.ranks)) for group in sharing.groups(operators))
+
+
+def _pieces_of(num_ranks: int) -> int:
+    return min(num_ranks * _PIECES_PER_SHARE, _MAX_PIECES)
+
+
+def _split(
+    binding: LiveState,
+    operators: Sequence[Operator],
+    limit: int | None,
+    compute_dtypes: Mapping[str, torch.dtype],
+    sharing: ReplicatedParams,
+) -> list[Operator]:
+    """Cut operators larger than ``limit``, and shared ones into pieces that spread evenly over ranks."""
+    shapes = {name: tuple(local(p).shape) for name, p in binding.params.items()}
+
+    def anchored(member: ParameterRows) -> int:
+        return member_bytes(binding, member, compute_dtypes, anchored=True)
+
+    def stored(member: ParameterRows) -> int:
+        # Not the bytes of an anchor: all ranks must cut in the same places, also a rank that has
+        # not seen yet everything that its optimizer keeps.
+        param = local(binding.params[member.param])
+        start, stop = member.range(binding.num_rows(member.param))
+        return param.numel() * param.element_size() * (stop - start) // max(binding.num_rows(member.param), 1)
+
+    shared: dict[int, int] = {}
+    for group, indices in sharing.groups(operators).items():
+        total = sum(stored(m) for i in indices for m in operators[i].members)
+        even = total // _pieces_of(len(group.ranks))
+        shared.update(dict.fromkeys(indices, max(even, _MIN_PIECE_BYTES)))
+    found: list[Operator] = []
+    for i, op in enumerate(operators):
+        bytes_of, most = (stored, shared[i]) if i in shared else (anchored, limit)
+        if most is None:
+            found.append(op)
+        else:
+            found += split_operator(op, shapes, bytes_of, most, binding.rows_allowed)
+    return found
+
+
+def plan_together(
+    plan: SnapshotPlan,
+    binding: LiveState,
+    scalars_capacity: int,
+    coming: Sequence[Sequence[Sequence[int]]],
+    sharing: ReplicatedParams = NOTHING_SHARED,
+) -> SnapshotPlan:
+    """The same schedule for state that has grown; one of several ranks may change this by itself.
+
+    Args:
+        coming: phases that the ranks have agreed to adopt later; slots have room for them, too.
+    """
+    whole = operator_costs(binding, plan.operators, plan.compute_dtypes)
+    costs = sharing.mean_costs(plan.operators, whole)
+    fixed = fixed_bytes(binding, scalars_capacity)
+    now, *later = (
+        schedule_of(costs, phases, fixed, plan.policy_name) for phases in (plan.schedule.phases, *coming)
+    )
+    found = replace(
+        plan,
+        costs=costs,
+        schedule=now,
+        scalars_capacity=scalars_capacity,
+        upload_slots=0,
+        _policy=None,
+        _phases={},
+        _state=None,
+    )
+    found.measure_slots(binding)
+    growth = max(schedule.peak_bytes for schedule in (now, *later)) - now.peak_bytes
+    found.slot_bytes += -(-growth // 4096) * 4096
+    return found
+
+
+# -- of one rank -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What one rank plans and takes its snapshots with.
+
+    Attributes:
+        operators: as found in the model; a plan may cut them.
+        sharing: what several ranks hold and one of them captures.
     """
 
     binding: LiveState
@@ -66,22 +345,21 @@ class RankContext:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank is the only one."""
+        """True if this rank is the only one."""
         return self.memory.identity.world_size == 1
 
 
 class Planner:
-    """Makes plans, and asks for nothing.
+    """Makes plans; reserves nothing.
 
     Args:
-        scalars_sample: step scalars of the size that they will have.
+        scalars_sample: returns step scalars of the expected size.
 
     Attributes:
         policy: that of the next plan.
-        sharing: what is captured once; as it was told in an earlier life, where plans of that life
-            are gone on with.
-        limits: bytes per step and bytes of memory, as several ranks agreed on them before their
-            first plan; None: as measured here.
+        sharing: what one of several ranks captures; after a restore, as recorded.
+        limits: bytes per step and bytes of memory that several ranks agreed on before their first
+            plan; None: as measured here.
     """
 
     def __init__(
@@ -90,35 +368,21 @@ class Planner:
         pace: StepTiming,
         scalars_sample: Callable[[], dict[str, Any]],
     ) -> None:
+        self._context, self._pace, self._scalars_sample = context, pace, scalars_sample
         self._binding, self._operators = context.binding, list(context.operators)
-        self._memory, self._alone = context.memory, context.alone
-        self._stats, self._options = context.stats, context.options
-        self._counter, self._precision = context.counter, context.precision
-        self._pace, self._scalars_sample = pace, scalars_sample
         self.policy: str = context.options.policy
         self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
 
     @property
     def dense(self) -> bool:
-        """Whether the next plan is one of dense snapshots."""
+        """True if the next plan takes dense snapshots."""
         return self.policy == "dense"
 
-    def speed(self) -> TrainingSpeed:
-        """Medians of what was measured so far."""
-        tensors = [local(p) for p in self._binding.params.values()]
-        return TrainingSpeed(
-            copy_window_s=self._pace.copy_window_s,
-            iteration_s=self._pace.iteration_s,
-            bandwidth=measure_bandwidth(tensors),
-        )
-
     def measured(self) -> tuple[int, int, int]:
-        """What this rank can copy per step and the memory that it can have, in bytes; and how many
-        operators it has.
-        """
-        budget, available = self._measured_budget(), self._memory.session.available_bytes
-        return budget, available, len(self._operators)
+        """Bytes that this rank can copy per step, bytes of memory for it, its number of operators."""
+        available = self._context.memory.session.available_bytes
+        return self._measured_budget(), available, len(self._operators)
 
     def make(
         self, before: SnapshotPlan | None, *, window: int | None = None, policy: str = ""
@@ -126,14 +390,14 @@ class Planner:
         """A plan.
 
         Args:
-            before: the one that is in use.
-            window: as the user wants it, if not given.
+            before: the plan in use.
+            window: None: the user's.
             policy: of this plan only.
         Raises:
-            ValueError: there can be none.
+            ValueError: no plan is possible.
         """
         started = time.perf_counter()
-        options = self._options
+        context, options = self._context, self._context.options
         budget, available = self._limits(before)
         inputs = PlanInputs(
             policy=policy or self.policy,
@@ -142,17 +406,17 @@ class Planner:
             budget_bytes=budget,
             available_bytes=available,
             # Each rank counts its own tokens, and all must have one order.
-            popularity=self._counter.popularity(self._operators) if self._alone else None,
+            popularity=context.counter.popularity(self._operators) if context.alone else None,
             ordering=Ordering(options.ordering),
-            compute_dtypes=self._precision.sufficient(),
-            identity=self._memory.identity.metadata(),
+            compute_dtypes=context.precision.sufficient(),
+            identity=context.memory.identity.metadata(),
             scalars_capacity=self._scalars_capacity(),
-            slack=max(self._memory.slack, 0 if self._alone else _RANKS_SLACK),
+            slack=max(context.memory.slack, 0 if context.alone else _RANKS_SLACK),
             sharing=self.sharing,
             before=before,
         )
         plan = make_plan(self._binding, self._operators, inputs)
-        if self._memory.persists:
+        if context.memory.persists:
             plan.make_room_for_uploads(available)
         logger.info(
             "window W=%d, %d slots of %.1f MiB (dense %.1f MiB); %.1f MiB may be copied per step; %s",
@@ -163,46 +427,46 @@ class Planner:
             budget / 2**20,
             plan.schedule.reason,
         )
-        note_prepared(self._pace, self._stats, started)
+        note_prepared(self._pace, context.stats, started)
         return plan
 
     def make_common(self, plan: SnapshotPlan, orders: Sequence[Sequence[Sequence[int]]]) -> SnapshotPlan:
-        """A plan by the schedule of another one, for what this rank has to capture now.
+        """A plan with the schedule of another one, for what this rank has to capture now.
 
         Args:
             orders: other schedules that its slots must be large enough for.
         """
-        alike = plan_together(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
-        if self._memory.persists:
-            alike.make_room_for_uploads(self._memory.session.available_bytes)
-        return alike
+        found = plan_together(plan, self._binding, self._scalars_capacity(), orders, self.sharing)
+        if self._context.memory.persists:
+            found.make_room_for_uploads(self._context.memory.session.available_bytes)
+        return found
 
     def _limits(self, before: SnapshotPlan | None) -> tuple[int, int]:
-        """The most that may be copied per step, and the memory that there is."""
-        available = self._memory.session.available_bytes
+        """The most bytes to copy per step, and the available memory."""
+        available = self._context.memory.session.available_bytes
         budget: int | None = None
         if self.limits is not None:
             budget = self.limits[0]
             available = available if before is not None else min(available, self.limits[1])
-        elif before is not None and not self._alone:
+        elif before is not None and not self._context.alone:
             budget = before.budget_bytes  # agreed on in an earlier life
         return self._measured_budget() if budget is None else budget, available
 
     def _measured_budget(self) -> int:
-        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
-        return self.speed().budget_bytes(self._options.max_overhead if on_cpu else None)
+        tensors = [local(p) for p in self._binding.params.values()]
+        speed = TrainingSpeed(self._pace.copy_window_s, self._pace.iteration_s, measure_bandwidth(tensors))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        return speed.budget_bytes(self._context.options.max_overhead if on_cpu else None)
 
     def _scalars_capacity(self) -> int:
-        """Room for step scalars. Each operator's number is in them, of what is shared that of each piece."""
+        """Room for step scalars, which hold each operator's number (of a shared one, each piece's)."""
         packed = len(values.pack(self._scalars_sample(), "step scalars"))
         pieces = most_pieces(self.sharing, self._operators)
         return max(_MIN_SCALARS, 2 * packed + _NUMBER_BYTES * pieces)
 
 
 def note_prepared(pace: StepTiming, stats: Stats, started_s: float) -> None:
-    """Planning or reserving began then (by the performance counter) and is over: it is no part of a
-    step's usual length.
-    """
+    """Planning or reserving began then (performance counter) and is over; it is no part of a step."""
     took = time.perf_counter() - started_s
     pace.prepared(took)
     stats.prepare_ms += took * 1e3
@@ -214,9 +478,7 @@ def needed_memory(
     options: SnapshotOptions,
     sharing: ReplicatedParams,
 ) -> MemoryNeed:
-    """The least memory with which this rank can be protected, for the daemon to check at the
-    attach, and how it comes about.
-    """
+    """The least memory that protects this rank, and its derivation; the daemon checks it at the attach."""
     costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}))
     anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
     windows = [1] if options.dense else [options.window or 0]
@@ -234,7 +496,7 @@ def own_share_bytes(
     binding: LiveState,
     options: SnapshotOptions,
 ) -> int:
-    """What every snapshot of this rank takes beside what it has in common with others."""
+    """Bytes of every snapshot of this rank besides what it shares with others."""
     shared = {i for indices in sharing.groups(operators).values() for i in indices}
     costs = operator_costs(binding, operators, {})
     return fixed_bytes(binding, 0) + sum(

@@ -1,53 +1,189 @@
-"""What the recorder takes snapshots with: the plan, and the generations of slots that it needs;
-made once enough was measured.
+"""The plan that the recorder snapshots by, and the generations of slots for it.
 
-Planning and reserving happen in the training thread and take milliseconds; memory is made by the
-daemon meanwhile, and is used from the boundary on at which it is there (``NewSlots``). Several
-ranks first agree on what their plans follow from (see ``FirstPlan``), so that all have one window,
-and change it together (``ScheduleChanges``).
+Planning and reserving run in the training thread and take milliseconds. The daemon makes the memory
+meanwhile; a generation is used from the first boundary at which it is there. Several ranks first
+agree on what their plans follow from (`FirstPlan`), so that all have one window, and change it
+together (`ScheduleChanges`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import ReplicatedParams
-from ckptd.client.schedule.first_plan import FirstPlan
-from ckptd.client.schedule.planner import Planner, RankContext
-from ckptd.client.schedule.planning import MAX_WINDOW
+from ckptd.client.schedule.initial_schedule import FirstPlan
+from ckptd.client.schedule.measurements import StepTiming
+from ckptd.client.schedule.planner import MAX_WINDOW, Planner, RankContext, note_prepared
 from ckptd.client.schedule.schedule_change import ScheduleChanges
-from ckptd.client.schedule.slot_reservation import RETRY_STEPS, NewSlots
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.client.schedule.step_timing import StepTiming
-from ckptd.core.schedules.switching import Change
 from ckptd.core.slots.ring import most_slots
+from ckptd.core.switching import Change
+from ckptd.errors import AttachRefused, DaemonUnavailable
 
 __all__ = ["Provision"]
 
 logger = get_logger(__name__)
 
 _MEASURED_STEPS = 3
+_RETRY_STEPS = 50
 # Where much of each step is lost, the next look comes sooner, and the window grows by as much as
 # that asks for, but by this factor at most.
 _SEVERE_STEPS = 8
 _MOST_WIDER = 8.0
 _REORDER_STEPS = 50
 _MORE_SLOTS = 2
-# A peer that is behind by more than a window that often in a row, RETRY_STEPS apart, cannot keep up.
+# A peer that is behind by more than a window that often in a row, _RETRY_STEPS apart, cannot keep up.
 _LAGGING_LOOKS = 2
 # A median stall above this share of a step is not noise.
 _TOLERATED_STALL = 0.05
 
 
-class Provision:
-    """Decides when to plan, and when to ask for slots.
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Slots that were requested for a plan; ``optional``: snapshots continue without them."""
+
+    plan: SnapshotPlan
+    why: str
+    slots: int
+    optional: bool
+
+
+class NewSlots:
+    """Requests further generations of slots from the daemon, one at a time.
+
+    If no memory is left, what is complete stays recoverable, later snapshots are not protected, and
+    the request is repeated later.
 
     Args:
-        scalars_sample: step scalars of the size that they will have.
-        switched: called when a further generation is in use; told whether its plan is another than before.
+        in_use: returns the current plan; None: there is none yet.
+        use: called when a generation is there: snapshots follow this plan from now on.
+
+    Attributes:
+        retry_at: the first step at which a new request makes sense.
+        optional_at: the same for slots that snapshots can do without.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        pace: StepTiming,
+        *,
+        in_use: Callable[[], SnapshotPlan | None],
+        use: Callable[[SnapshotPlan], None],
+    ) -> None:
+        self._binding, self._memory, self._engine = context.binding, context.memory, context.engine
+        self._pace, self._stats = pace, context.stats
+        self._in_use, self._use = in_use, use
+        self._request: _Request | None = None
+        self.retry_at = self.optional_at = 0
+
+    @property
+    def coming(self) -> bool:
+        """True while a request is open."""
+        return self._request is not None
+
+    @property
+    def pending(self) -> bool:
+        """True if there are as many generations as allowed.
+
+        With several ranks one may hold what they agreed on, one what they may agree on next, and
+        one the chain that is being built.
+        """
+        most = 2 if self._memory.identity.world_size == 1 else 3
+        return len(self._memory.table.segments) >= most
+
+    def ask(
+        self,
+        plan: SnapshotPlan,
+        step: int,
+        why: str,
+        *,
+        slots: int | None = None,
+        optional: bool = False,
+    ) -> None:
+        """Request a generation; it may be there at once.
+
+        Args:
+            slots: None: as many as the plan has.
+            optional: snapshots continue without it.
+        """
+        self._request = _Request(plan, why, slots or plan.num_slots, optional)
+        self.collect(step)
+
+    def collect(self, step: int) -> None:
+        """Use the requested generation if it is there."""
+        request = self._request
+        if request is None or self._memory.session.reserving:
+            return
+        try:
+            self._reserve(request)
+        except TimeoutError as error:
+            logger.info("new slots come later: %s", error)
+            return
+        except (AttachRefused, DaemonUnavailable) as error:
+            self._refused(request, step, error)
+            return
+        self._request = None
+
+    def forget(self) -> None:
+        """Drop the open request."""
+        self._request = None
+
+    def failed(self, step: int, why: str, error: Exception) -> None:
+        """Report that there are no new slots; a later step tries again."""
+        # A daemon that went away is worth another try as soon as it is back; a refusal is not.
+        self.retry_at = step + (1 if isinstance(error, DaemonUnavailable) else _RETRY_STEPS)
+        kept = (
+            "the last complete suffix is kept, newer steps are not protected"
+            if self._in_use() is not None
+            else "nothing is protected yet"
+        )
+        text = f"no slots ({why}): {error}; {kept}; trying again at step {self.retry_at}"
+        logger.error("%s", text)
+        self._memory.session.notice("error", "not_protected", text)
+
+    def _reserve(self, request: _Request) -> None:
+        started, plan = time.perf_counter(), request.plan
+        segment = self._memory.reserve(
+            plan.slot_bytes,
+            request.slots,
+            patient=self._in_use() is None,
+            window=plan.schedule.window,
+            num_operators=len(plan.operators),
+            payload=plan.payload(self._binding),
+        )
+        self._engine.register(segment.memory, segment.regions())
+        plan.num_slots = request.slots
+        self._use(plan)
+        note_prepared(self._pace, self._stats, started)
+        logger.info("protected once %d snapshots from here on are sealed", plan.policy.window)
+
+    def _refused(self, request: _Request, step: int, error: Exception) -> None:
+        self._request = None
+        plan = request.plan
+        if isinstance(error, AttachRefused) and plan.upload_slots:
+            slots = request.slots - plan.upload_slots
+            plan.leave_no_room_for_uploads()
+            logger.warning("no memory for slots that wait to be uploaded: %s", error)
+            self.ask(plan, step, request.why, slots=slots, optional=request.optional)
+        elif request.optional:
+            self.optional_at = step + _RETRY_STEPS
+            logger.info("%s: no memory for more slots (%s)", request.why, error)
+        else:
+            self.failed(step, request.why, error)
+
+
+class Provision:
+    """Decides when to plan, and when to request slots.
+
+    Args:
+        scalars_sample: returns step scalars of the expected size.
+        switched: called when a further generation is in use, with True if its plan is another one.
     """
 
     def __init__(
@@ -58,46 +194,26 @@ class Provision:
         scalars_sample: Callable[[], dict[str, Any]],
         switched: Callable[[bool], None],
     ) -> None:
-        binding, memory, engine, stats = (
-            context.binding,
-            context.memory,
-            context.engine,
-            context.stats,
-        )
-        self._binding, self._memory = binding, memory
-        self._stats, self._options, self._counter = stats, context.options, context.counter
+        self._binding, self._memory = context.binding, context.memory
+        self._stats, self._options, self._counter = context.stats, context.options, context.counter
         self._pace, self._switched = pace, switched
         self.plan: SnapshotPlan | None = None
         self._planner = Planner(context, pace, scalars_sample)
-        self._slots = NewSlots(
-            binding,
-            memory,
-            engine,
-            pace=pace,
-            stats=stats,
-            in_use=lambda: self.plan,
-            use=self._use,
-        )
-        self._first = FirstPlan(binding, memory, self._planner, self._slots)
+        self._slots = NewSlots(context, pace, in_use=lambda: self.plan, use=self._use)
+        self._first = FirstPlan(context.binding, context.memory, self._planner, self._slots.failed)
         # Several ranks change their schedule together, or not at all; one by itself, whenever it wants to.
-        self.changes = (
-            None
-            if context.alone
-            else ScheduleChanges(
-                self, binding, memory, engine, counter=context.counter, pace=pace, stats=stats
-            )
-        )
+        self.changes = None if context.alone else ScheduleChanges(self, context, pace)
         self._widen_at = self._severe_at = 0
         self._uncaptured = self._announced = ""
-        self._group_key = binding.group_key()
+        self._group_key = self._binding.group_key()
         self._lagging = 0
 
     def resume(self, plan: SnapshotPlan, sharing: ReplicatedParams) -> None:
-        """Go on with the plan of an earlier life.
+        """Continue with the plan of an earlier life.
 
         Args:
-            sharing: as it was told then. Were operators cut in another way from now on, other ranks
-                would look in vain for what they leave to this one.
+            sharing: as recorded then. If operators were cut otherwise from now on, other ranks would
+                not find what they leave to this one.
         """
         self.plan = plan
         if plan.shares:
@@ -112,39 +228,38 @@ class Provision:
     # -- the first plan --------------------------------------------------------------------------
 
     def prepare(self, step: int, *, stepped: bool, most_updates: int, draws: bool = False) -> bool:
-        """Choose the window and reserve the ring, once enough was measured; True if snapshots can be taken.
+        """Choose the window and reserve the ring after enough measurements; True if snapshots can be taken.
 
         Args:
-            stepped: there was an update in the last step.
-            most_updates: how often one optimizer updated within it.
+            stepped: the last step had an update.
+            most_updates: the most updates of one optimizer within it.
             draws: an optimizer draws random numbers.
         """
         if stepped:
             self._first.look(draws=draws)
-        fixed = self._options.window is not None or self._options.policy == "dense"
+        fixed = self._options.window is not None or self._options.dense
         if most_updates > 1:
             # Between two updates in a step, frozen operators would have to change.
             self._planner.policy = "dense"
         if (
             self._pace.steps <= (1 if fixed else _MEASURED_STEPS)
             or step < self._slots.retry_at
-            # After the first update the state that the optimizer keeps is there (plain SGD keeps none).
+            # After the first update the optimizer's state is there (plain SGD keeps none).
             or not (stepped or any(self._binding.state(n) for n in self._binding.owner))
             or not self._first.looked
         ):
             return False
         if not self._slots.coming:
-            plan = self._first_plan(step, "no ring yet")
+            why = "no ring yet"
+
+            def make(window: int | None) -> SnapshotPlan | None:
+                return self._try_plan(why, step, window=window)
+
+            plan = make(None) if self.changes is None else self._first.find(step, why, self.changes, make)
             if plan is None:
                 return False
-            self._slots.ask(plan, step, "no ring yet")
+            self._slots.ask(plan, step, why)
         return self.plan is not None
-
-    def _first_plan(self, step: int, why: str) -> SnapshotPlan | None:
-        def make(window: int | None) -> SnapshotPlan | None:
-            return self._try_plan(why, step, window=window)
-
-        return make(None) if self.changes is None else self._first.find(step, why, self.changes, make)
 
     # -- plans -----------------------------------------------------------------------------------
 
@@ -158,7 +273,7 @@ class Provision:
             return None
 
     def maybe_reorder(self) -> None:
-        """Where a window begins: go one step closer to today's popularity."""
+        """Move one step closer to today's popularity; call it where a window begins."""
         plan = self.plan
         if plan is None or plan.schedule.window == 1 or plan.policy_name == "dense":
             return
@@ -171,19 +286,15 @@ class Provision:
             self._stats.reorders += 1
 
     def maybe_widen(self, step: int) -> None:
-        """A wider window makes snapshots smaller: where copies stall the trainer, or peers cannot
-        keep up (DESIGN 5.3).
-        """
+        """Make snapshots smaller if copies stall the trainer or peers cannot keep up (DESIGN 5.3)."""
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
         soon = self._pace.stalls_severely and step >= self._severe_at
-        if not (soon or step >= self._widen_at):
-            return
-        if self._slots.coming or self._slots.pending:
+        if not (soon or step >= self._widen_at) or self._slots.coming or self._slots.pending:
             return
         self._severe_at = step + _SEVERE_STEPS
-        self._widen_at = step + RETRY_STEPS
+        self._widen_at = step + _RETRY_STEPS
         wide = self._worth_widening(plan)
         if wide is None:
             self._severe_at = self._widen_at  # to plan again soon would find the same
@@ -198,8 +309,8 @@ class Provision:
 
     def _worth_widening(self, plan: SnapshotPlan) -> SnapshotPlan | None:
         """The plan of a wider window, if there is a reason for one, and it helps."""
-        behind = self._memory.table.ring_hint.behind
-        self._lagging = self._lagging + 1 if behind > plan.schedule.window else 0
+        window, behind = plan.schedule.window, self._memory.table.ring_hint.behind
+        self._lagging = self._lagging + 1 if behind > window else 0
         share = self._pace.stall_share
         if share > _TOLERATED_STALL:
             why = f"snapshots hold training up for {share:.1%} of a step"
@@ -207,13 +318,11 @@ class Provision:
             why = f"a peer is {behind} iterations behind, and was when last looked at"
         else:
             return None
-        # What is lost of a step is lost by bytes: as many times fewer of them would do.
+        # The loss is proportional to bytes: as many times fewer of them would do.
         factor = min(_MOST_WIDER, 1.0 / (1.0 - min(share, 0.99)))
-        window = plan.schedule.window
         wider = max(window + max(1, window // 2), math.ceil(window * factor))
         try:
-            longest = min(MAX_WINDOW, self._first.longest)
-            wide = self._planner.make(plan, window=min(wider, longest))
+            wide = self._planner.make(plan, window=min(wider, MAX_WINDOW, self._first.longest))
         except ValueError as error:
             logger.warning("%s, but the window stays: %s", why, error)
             return None
@@ -224,15 +333,14 @@ class Provision:
         return wide
 
     def captures_everything(self, step: int, *, unknown: str, outgrown: int, most_updates: int) -> bool:
-        """Whether the plan knows all state there is; plans anew where an optimizer began to keep or
-        to update more.
+        """True if the plan covers all state; plans anew if an optimizer began to keep or to update more.
 
-        False while that is not possible: an inexact snapshot is worse than none.
+        False until the new plan is in use: an inexact snapshot is worse than none.
 
         Args:
             unknown: optimizer state that no plan captures.
             outgrown: the size of step scalars that no longer fit, or 0.
-            most_updates: how often one optimizer updated within the last step.
+            most_updates: the most updates of one optimizer within the last step.
         """
         assert self.plan is not None
         key = self._binding.group_key()
@@ -252,7 +360,7 @@ class Provision:
             logger.warning("found %s after the snapshots were planned: planning anew", found)
         self._uncaptured, self._group_key = found, key
         if self.changes is not None:
-            self._replan_together(found, step)
+            self._replan_together(self.plan, self.changes, found, step)
         elif not self._slots.coming:
             window = None if self._planner.dense else self.plan.schedule.window
             plan = self._try_plan(found, step, window=window)
@@ -260,11 +368,8 @@ class Provision:
                 self._slots.ask(plan, step, found)
         return not self._uncaptured
 
-    def _replan_together(self, why: str, step: int) -> None:
-        """Plan anew by the schedule that all ranks have; to dense snapshots they go over together."""
-        plan, changes = self.plan, self.changes
-        assert plan is not None
-        assert changes is not None
+    def _replan_together(self, plan: SnapshotPlan, changes: ScheduleChanges, why: str, step: int) -> None:
+        """Plan anew by the schedule of all ranks; to dense snapshots they change together."""
         if self._planner.dense and plan.policy_name != "dense":
             changes.wish(Change(why, dense=True))
             return
@@ -275,23 +380,24 @@ class Provision:
         if not slots.coming and step >= slots.retry_at and self._memory.session.connected:
             slots.ask(self._planner.make_common(plan, changes.calendar.orders), step, why)
 
-    # -- with the other ranks (see `ckptd.client.schedule.schedule_change.Plans`) ---------------------
+    # -- for `ScheduleChanges` -------------------------------------------------------------------
 
+    @property
     def reserves(self) -> bool:
-        """Whether memory for something else is on its way."""
+        """True while memory for something else is on its way."""
         return self._slots.coming
 
     def plan_for(self, change: Change) -> SnapshotPlan:
-        """A plan with another window, or of dense snapshots.
+        """A plan with another window, or with dense snapshots.
 
         Raises:
-            ValueError: there can be none.
+            ValueError: no such plan is possible.
         """
         policy = "dense" if change.dense else ""
         return self._planner.make(self.plan, window=change.window or None, policy=policy)
 
     def adopt(self, plan: SnapshotPlan) -> None:
-        """All ranks go over to this plan; its memory is the newest generation."""
+        """Use this plan, as all ranks do from now on; its memory is the newest generation."""
         self.plan, self._planner.policy = plan, plan.policy_name
         self._slots.forget()
         self._uncaptured = self._announced = ""
@@ -299,14 +405,14 @@ class Provision:
         self._switched(True)
 
     def only_dense(self, why: str) -> None:
-        """From the next plan on: no sparse snapshot could be exact."""
+        """Plan dense snapshots next time: no sparse one could be exact."""
         if not self._planner.dense:
             self._planner.policy, self._uncaptured = "dense", why
 
     # -- generations -----------------------------------------------------------------------------
 
     def missed(self, step: int, reason: str) -> None:
-        """No slot was free. With a new generation the old suffix can stay while a new one is built."""
+        """No slot was free: a new generation lets the old suffix stay while a new one is built."""
         slots = self._slots
         if slots.coming or self._making_room() or slots.pending or step < slots.retry_at:
             return
@@ -314,29 +420,22 @@ class Provision:
         slots.ask(self.plan, step, reason)
 
     def maybe_grow(self, step: int, *, crowded: bool) -> None:
-        """More slots, before there are too few, where this ring must hold more than its own suffix.
+        """Request more slots before there are too few, if this ring must hold more than its own suffix.
 
-        That is so while another rank lags behind, and where another rank's window is longer: all
-        ranks replay from one start (docs/replication.md §6).
+        It must while another rank lags behind, and if another rank's window is longer: all ranks
+        replay from one start (docs/replication.md §6).
 
         Args:
             crowded: the ring is full of what the other ranks need.
         """
-        plan = self.plan
-        if (
-            plan is None
-            or step < self._slots.optional_at
-            or plan.policy_name == "dense"
-            or self.changes is None
-        ):
+        plan, request = self.plan, self._slots
+        if plan is None or step < request.optional_at or plan.policy_name == "dense" or self.changes is None:
             return
         table = self._memory.table
         span = table.ring_hint.span
         needed = span + 2 + plan.slack
         longer = needed > table.segments[-1].geometry.num_slots
-        if not (longer or crowded) or self._slots.coming or self._making_room():
-            return
-        if self._slots.pending:
+        if not (longer or crowded) or request.coming or self._making_room() or request.pending:
             return
         most = most_slots(plan.schedule.window, span, plan.slack, returned=table.returned)
         more = max(plan.num_slots, min(plan.num_slots + _MORE_SLOTS, most))
@@ -344,19 +443,18 @@ class Provision:
         why = "another rank's window is longer" if longer else "another rank lags behind"
         logger.info("%s: a ring of %d slots", why, slots)
         self._stats.grown += 1
-        self._slots.ask(plan, step, why, slots=slots, optional=True)
+        request.ask(plan, step, why, slots=slots, optional=True)
 
     def collect(self, step: int) -> None:
-        """Go over to the generation that was asked for, if it is there."""
+        """Use the requested generation if it is there."""
         self._slots.collect(step)
 
     def _use(self, plan: SnapshotPlan) -> None:
-        """A generation of this plan is there."""
         other = plan is not self.plan
         self.plan = plan
         self._uncaptured = self._announced = ""
         self._switched(other)
 
     def _making_room(self) -> bool:
-        """Whether memory for a change of the schedule is on its way: one request at a time."""
+        """True while memory for a schedule change is on its way: one request at a time."""
         return self.changes is not None and self.changes.reserving

@@ -1,53 +1,186 @@
-"""What a rank among several does for a change of the schedule that all have agreed on: plan,
-memory, and going over to it.
+"""Schedule changes that all ranks make at one iteration: agreement, plan, memory, switch-over.
 
-Which phase an iteration has follows from its number and from what was agreed on
-(``ckptd.core.schedules.calendar``); when something changes, from
-``ckptd.core.schedules.switching``. Memory for a change is made before this rank says that it is
-ready, so that going over cannot fail.
+The phase of an iteration follows from its number and from what was agreed on
+(`ckptd.core.snapshot_policy`); the protocol is `ckptd.core.switching`. A thread beside
+training (`ScheduleAgreement`) asks the job's store; training never waits for it. Memory for a change is
+made before this rank reports that it is prepared, so that the switch-over cannot fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 
+from ckptd.client import values
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
-from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
-from ckptd.client.model.live_state import LiveState
-from ckptd.client.ranks.store_connection import job_store
-from ckptd.client.schedule.expert_popularity import TokenCounter
-from ckptd.client.schedule.schedule_agreement import ScheduleAgreement
+from ckptd.client.ranks.store_agreement import play
+from ckptd.client.ranks.store_barrier import job_store, own_connection
+from ckptd.client.schedule.measurements import StepTiming
+from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.client.schedule.step_timing import StepTiming
-from ckptd.client.stats import Stats
-from ckptd.core.schedules.calendar import Calendar, Strides
-from ckptd.core.schedules.schedule import OperatorCost, Schedule, reorder
-from ckptd.core.schedules.switching import Apply, Change, Discard, Effect, Prepare
+from ckptd.core.schedule import OperatorCost, Schedule, reorder
+from ckptd.core.snapshot_policy import Calendar, Strides
 from ckptd.core.state_machine import MachineState, Transitions, validated
-from ckptd.cuda.engine import CopyEngine
-from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.core.switching import (
+    Apply,
+    Ask,
+    Change,
+    Discard,
+    Effect,
+    Event,
+    LookForAttempt,
+    Prepare,
+    Prepared,
+    RequestFailed,
+    Stage,
+    Switching,
+    Unable,
+    accesses,
+)
+from ckptd.errors import AttachRefused, DaemonUnavailable, LocalProtocolError
+
+if TYPE_CHECKING:
+    from ckptd.client.schedule.provision import Provision
 
 __all__ = [
     "TRANSITIONS",
-    "Plans",
     "Preparation",
     "PreparationEvent",
+    "ScheduleAgreement",
     "ScheduleChanges",
+    "ScheduleStart",
+    "differing",
+    "of_parked",
     "orders_towards",
+    "table_digest",
 ]
 
 logger = get_logger(__name__)
 
+# Seconds between two looks while nothing is open, and while something is; each rank looks, and one
+# store serves them all: it answers some 20,000 small requests per second.
+_IDLE_S, _OPEN_S = 1.0, 0.1
+_RANKS_PER_S = 4_000
+_ANSWER_S = 10.0
+_RETRY_S, _RETRY_MAX_S, _TOLD_OUTAGES = 0.5, 30.0, 3
+# A promise leaves time for so many looks of all ranks.
+_MARGIN_LOOKS = 10
+_PATIENCE_S, _APART_S, _APART_MAX_S = 120.0, 10.0, 600.0
+_ORDER_TRIES = 5
+
 Phases = tuple[tuple[int, ...], ...]
 
-_ORDER_TRIES = 5
+
+class ScheduleAgreement:
+    """One rank's part in the agreements of one epoch: a thread that runs the protocol, and its lock.
+
+    Args:
+        find_store: returns the job's store; called in the thread, again after a failure.
+        prefix: equal on all ranks, and new after each restart of the job.
+        machine: other delays, for tests.
+    """
+
+    def __init__(
+        self,
+        find_store: Callable[[], Any],
+        *,
+        prefix: str,
+        world_size: int,
+        machine: Switching | None = None,
+    ) -> None:
+        self._find_store, self._prefix, self._world_size = find_store, prefix, world_size
+        self._machine = machine or Switching(
+            patience_s=_PATIENCE_S, apart_s=_APART_S, apart_max_s=_APART_MAX_S
+        )
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._open_s = max(_OPEN_S, world_size / _RANKS_PER_S)
+        self._outages = 0
+        threading.Thread(target=self._run, name="ckptd-switch", daemon=True).start()
+
+    def wish(self, change: Change) -> bool:
+        """Propose a change; False if another one is open or was a moment ago."""
+        margin_s = _MARGIN_LOOKS * self._open_s
+        with self._lock:
+            return self._machine.wish(change, margin_s=margin_s, now_s=time.monotonic())
+
+    def boundary(self, step: int, *, iteration_s: float) -> list[Effect]:
+        """The effects to perform at the top of ``step``, before its snapshot."""
+        with self._lock:
+            return self._machine.boundary(step, iteration_s=iteration_s)
+
+    def knows(self, step: int) -> bool:
+        """True if this rank may snapshot ``step``."""
+        with self._lock:
+            return self._machine.knows(step)
+
+    def prepared(self, number: int) -> None:
+        """Report that this rank can make the change."""
+        self._handle(Prepared(number))
+
+    def unable(self, number: int, why: str) -> None:
+        """Report that this rank cannot make the change."""
+        self._handle(Unable(number, why))
+
+    def close(self) -> None:
+        """Take no further part. An open attempt fails, unless all ranks have promised."""
+        self._closed.set()
+
+    def _handle(self, event: Event) -> None:
+        with self._lock:
+            self._machine.handle(event, now_s=time.monotonic())
+
+    def _run(self) -> None:
+        store = None
+        while not self._closed.is_set():
+            with self._lock:
+                ask = self._machine.ask(time.monotonic())
+            if ask is None:
+                self._closed.wait(self._open_s)
+                continue
+            try:
+                if store is None:
+                    store = own_connection(self._find_store(), answer_s=_ANSWER_S)
+                event = play(store, self._prefix, accesses(ask, self._world_size))
+                if event is not None:
+                    self._handle(event)
+            except LocalProtocolError as error:
+                logger.error("the ranks cannot agree on changes any more: %s", error)
+                return
+            except Exception as error:  # noqa: BLE001 - see the next line
+                # The store ends with the job, in as many ways as there are backends.
+                store = None
+                self._failed(ask, error)
+                continue
+            if self._outages >= _TOLD_OUTAGES:
+                logger.info("the job's store answers again")
+            self._outages = 0
+            if event is None:
+                idle = isinstance(ask, LookForAttempt)
+                pause_s = max(_IDLE_S, self._world_size / _RANKS_PER_S) if idle else self._open_s
+                self._closed.wait(pause_s)
+
+    def _failed(self, ask: Ask, error: Exception) -> None:
+        self._handle(RequestFailed())
+        self._outages += 1
+        doubt = self._machine.stage is Stage.PROMISED
+        # While nothing is open it may just be the end of the job: logged if it lasts for some seconds.
+        if self._outages == (1 if doubt else _TOLD_OUTAGES) and not self._closed.is_set():
+            kept = (
+                "whether the schedule changes is open, and no snapshots are taken until it answers"
+                if doubt
+                else "the schedule stays as it is"
+            )
+            logger.error("the job's store did not answer (%s): %s; %s", type(ask).__name__, error, kept)
+        self._closed.wait(min(_RETRY_S * 2 ** min(self._outages, 10), _RETRY_MAX_S))
 
 
 class Preparation(MachineState):
@@ -61,7 +194,7 @@ class Preparation(MachineState):
 
 
 class PreparationEvent(StrEnum):
-    """What happens to it."""
+    """An event of the preparation."""
 
     ASK = "ask"
     PLAN = "plan"
@@ -86,25 +219,6 @@ TRANSITIONS = Transitions(
 )
 
 
-class Plans(Protocol):
-    """Who makes plans, as far as it is asked here."""
-
-    plan: SnapshotPlan | None
-
-    def plan_for(self, change: Change) -> SnapshotPlan:
-        """Another plan for this rank.
-
-        Raises:
-            ValueError: there can be none.
-        """
-
-    def reserves(self) -> bool:
-        """Whether memory for something else is on its way."""
-
-    def adopt(self, plan: SnapshotPlan) -> None:
-        """Snapshots go by this plan from now on, into the newest generation."""
-
-
 @dataclass(slots=True)
 class _Ready:
     """What was prepared for an attempt."""
@@ -115,37 +229,28 @@ class _Ready:
 
 
 class ScheduleChanges:
-    """One rank's part; nothing here waits."""
+    """One rank's schedule changes; no call waits."""
 
-    def __init__(
-        self,
-        plans: Plans,
-        binding: LiveState,
-        memory: RankMemory,
-        engine: CopyEngine,
-        *,
-        counter: TokenCounter,
-        pace: StepTiming,
-        stats: Stats,
-    ) -> None:
-        self._plans, self._binding, self._memory, self._engine = plans, binding, memory, engine
-        self._counter, self._pace, self._stats = counter, pace, stats
+    def __init__(self, plans: Provision, context: RankContext, pace: StepTiming) -> None:
+        self._plans, self._pace = plans, pace
+        self._binding, self._memory, self._engine = context.binding, context.memory, context.engine
+        self._counter, self._stats = context.counter, context.stats
         self.calendar = Calendar()
         self.strides = Strides()
-        self._switches: ScheduleAgreement | None = None
+        self._agreement: ScheduleAgreement | None = None
         self._state, self._ready = Preparation.NONE, _Ready()
         self._number = 0  # of the attempt for which this rank prepares or has prepared
         self._order: tuple[int, ...] = ()  # to be proposed, and how often still
         self._order_tries = 0
 
     def close(self) -> None:
-        """Take part no more, and give back what was prepared."""
-        if self._switches is not None:
-            self._switches.close()
+        """Take no further part, and return what was prepared."""
+        if self._agreement is not None:
+            self._agreement.close()
         self._give_back()
 
     def resume(self, last: int, phase: int, stride: int) -> None:
-        """Go on after snapshot ``last``, which has this phase."""
+        """Continue after snapshot ``last``, which has this phase."""
         self.calendar = Calendar().from_here(last, phase=phase, stride=stride)
         self.strides.forget()
 
@@ -153,32 +258,43 @@ class ScheduleChanges:
 
     @validated
     def boundary(self, step: int) -> bool:
-        """Do what is to be done at this boundary; False if this step must not be captured: by which
-        schedule is not known.
+        """Perform what is due at this boundary.
+
+        False if this rank does not know the schedule of this step, which must then not be captured.
         """
         for effect in self._agreed().boundary(step, iteration_s=self._pace.iteration_s):
-            self._perform(effect, step)
+            match effect:
+                case Prepare():
+                    self._number = effect.number
+                    if self._state is Preparation.NONE:
+                        self._on(PreparationEvent.ASK)
+                    self._prepare(effect.change)
+                case Apply():
+                    self._apply(effect)
+                case Discard():
+                    logger.info("the schedule stays (%s): %s", effect.change.why, effect.why)
+                    self._give_back()
         self._follow_calendar(step)
         knows = self._agreed().knows(step)
         self._stats.undecided += not knows
         return knows
 
     def wish(self, change: Change) -> bool:
-        """Propose it to the other ranks; False if it must be tried again later."""
+        """Propose a change to the other ranks; False if it must be tried again later."""
         return self._agreed().wish(change)
 
     @property
     def open(self) -> bool:
-        """Whether this rank prepares, or has prepared, a change."""
+        """True while this rank prepares, or has prepared, a change."""
         return self._state is not Preparation.NONE
 
     @property
     def reserving(self) -> bool:
-        """Whether memory for a change is on its way: there can be one request at a time."""
+        """True while memory for a change is on its way: one request at a time."""
         return self._ready.plan is not None and self._ready.segment is None
 
     def unable(self, why: str) -> None:
-        """Whatever was prepared is of no use any more."""
+        """Report that whatever was prepared is useless now."""
         if self.open:
             self._agreed().unable(self._number, why)
 
@@ -192,7 +308,7 @@ class ScheduleChanges:
         self._state = TRANSITIONS.after(self._state, event, attempt=self._number)
 
     def _validate(self) -> None:
-        """Memory that was made is there until it is used or given back, and no longer."""
+        """Memory that was made exists until it is used or given back, and no longer."""
         ready, state = self._ready, self._state
         if state in (Preparation.NONE, Preparation.WAITING):
             assert ready.plan is None, f"{state}, and a plan"
@@ -204,29 +320,20 @@ class ScheduleChanges:
         assert state is Preparation.NONE or self._number > 0
 
     def _agreed(self) -> ScheduleAgreement:
-        if self._switches is None:
+        if self._agreement is None:
             identity = self._memory.identity
             prefix = f"ckptd/{identity.job}/{identity.run}/{self._memory.epoch}/switch"
-            self._switches = ScheduleAgreement(job_store, prefix=prefix, world_size=identity.world_size)
-        return self._switches
+            self._agreement = ScheduleAgreement(job_store, prefix=prefix, world_size=identity.world_size)
+        return self._agreement
 
-    def _perform(self, effect: Effect, step: int) -> None:
-        match effect:
-            case Prepare():
-                self._number = effect.number
-                if self._state is Preparation.NONE:
-                    self._on(PreparationEvent.ASK)
-                self._prepare(effect.change)
-            case Apply():
-                self._apply(effect, step)
-            case Discard():
-                logger.info("the schedule stays (%s): %s", effect.change.why, effect.why)
-                self._give_back()
-
-    def _follow_calendar(self, step: int) -> None:
-        """Where a window begins the order may be another one, a step closer to what was agreed on."""
+    def _plan(self) -> SnapshotPlan:
         plan = self._plans.plan
         assert plan is not None
+        return plan
+
+    def _follow_calendar(self, step: int) -> None:
+        """Where a window begins, take the next step towards the order that was agreed on."""
+        plan = self._plan()
         phases = self.calendar.phases(step, plan.schedule.window)
         if phases is not None and phases != plan.schedule.phases:
             plan.use_phases(phases)
@@ -235,13 +342,11 @@ class ScheduleChanges:
     # -- preparing -----------------------------------------------------------------------------------
 
     def _prepare(self, change: Change) -> None:
-        plan = self._plans.plan
-        assert plan is not None
         if self._state is Preparation.WAITING:
-            if (change.window or change.dense) and self._plans.reserves():
+            if (change.window or change.dense) and self._plans.reserves:
                 return  # later: one thing at a time
             try:
-                self._ready = self._made_ready(change, plan)
+                self._ready = self._made_ready(change, self._plan())
             except ValueError as error:
                 self._refuse(str(error))
                 return
@@ -269,39 +374,36 @@ class ScheduleChanges:
         return _Ready(plan=other)
 
     def _reserve(self, ready: _Ready) -> bool:
-        """Have its memory made; False while it is on its way, or there is none."""
-        assert ready.plan is not None
+        """Have the memory made; False while it is on its way, or if there is none."""
+        plan = ready.plan
+        assert plan is not None
         if self._memory.session.reserving:
             return False
         try:
             ready.segment = self._memory.reserve(
-                ready.plan.slot_bytes,
-                ready.plan.num_slots,
-                window=ready.plan.schedule.window,
-                num_operators=len(ready.plan.operators),
-                payload=ready.plan.payload(self._binding),
+                plan.slot_bytes,
+                plan.num_slots,
+                window=plan.schedule.window,
+                num_operators=len(plan.operators),
+                payload=plan.payload(self._binding),
                 patient=False,
                 ahead=True,
             )
         except TimeoutError:
             return False
-        except AttachRefused as error:
-            if ready.plan.upload_slots:
-                ready.plan.leave_no_room_for_uploads()
-                return False
-            self._refuse(str(error))
-            return False
-        except DaemonUnavailable as error:
-            self._refuse(str(error))
+        except (AttachRefused, DaemonUnavailable) as error:
+            if isinstance(error, AttachRefused) and plan.upload_slots:
+                plan.leave_no_room_for_uploads()
+            else:
+                self._refuse(str(error))
             return False
         self._engine.register(ready.segment.memory, ready.segment.regions())
         return True
 
     def _refuse(self, why: str) -> None:
         self._on(PreparationEvent.REFUSE)
-        identity = self._memory.identity
         logger.info("this rank cannot change its schedule: %s", why)
-        self._agreed().unable(self._number, f"rank {identity.rank} cannot: {why}")
+        self._agreed().unable(self._number, f"rank {self._memory.identity.rank} cannot: {why}")
 
     def _give_back(self) -> None:
         self._on(PreparationEvent.GIVE_BACK)
@@ -310,9 +412,9 @@ class ScheduleChanges:
             self._engine.release(ready.segment.memory)
             self._memory.give_back(ready.segment)
 
-    # -- going over ----------------------------------------------------------------------------------
+    # -- switching over --------------------------------------------------------------------------------
 
-    def _apply(self, effect: Apply, step: int) -> None:
+    def _apply(self, effect: Apply) -> None:
         ready, change = self._ready, effect.change
         assert effect.number == self._number
         self._on(PreparationEvent.APPLY)
@@ -328,20 +430,17 @@ class ScheduleChanges:
             self.calendar = self.calendar.from_here(effect.at)
             self._plans.adopt(ready.plan)
         elif change.stride:
-            plan = self._plans.plan
-            assert plan is not None
-            phase = self.calendar.ordinal(effect.at) % plan.span
+            phase = self.calendar.ordinal(effect.at) % self._plan().span
             self.calendar = self.calendar.from_here(effect.at, phase=phase, stride=change.stride)
         else:
             self._order = ()
             self.calendar = self.calendar.ordered(ready.orders, effect.at)
 
-    # -- wishes of rank 0 ----------------------------------------------------------------------------
+    # -- proposals of rank 0 ---------------------------------------------------------------------------
 
     def wish_for_order(self, *, every: int) -> None:
-        """Where a window begins: propose an order by today's popularity, as this rank has counted it."""
-        plan = self._plans.plan
-        assert plan is not None
+        """Propose an order by the popularity that this rank has counted; call it where a window begins."""
+        plan = self._plan()
         if self._memory.identity.rank != 0 or plan.schedule.window == 1:
             return
         order = self._counter.new_order(plan, every=every)
@@ -352,13 +451,12 @@ class ScheduleChanges:
             return
         change = Change("experts by popularity", order=self._order, table=table_digest(plan))
         if self.wish(change):
-            # Messages may be late. Where ranks have other operators they cannot agree, however
-            # often they are asked.
+            # Messages may be late. Ranks with other operators never agree, however often they are asked.
             self._order_tries -= 1
             self._order = self._order if self._order_tries else ()
 
     def wish_for_stride(self) -> None:
-        """Propose to count in other strides, once they have settled."""
+        """Propose other strides once they have settled."""
         settled = self.strides.settled()
         if self._memory.identity.rank == 0 and settled not in (0, self.calendar.stride):
             change = Change(f"a snapshot can be taken every {settled} iterations", stride=settled)
@@ -367,7 +465,7 @@ class ScheduleChanges:
 
 
 def table_digest(plan: SnapshotPlan) -> str:
-    """What the steps towards another order follow from: equal on ranks that take the same ones."""
+    """A digest of what the steps towards another order follow from, equal on ranks that take the same."""
     facts = [
         [(c.name, c.anchor_bytes, c.compute_bytes) for c in plan.costs],
         plan.schedule.phases,
@@ -386,8 +484,7 @@ def _orders(plan: SnapshotPlan, order: Sequence[int]) -> tuple[Phases, ...]:
 def orders_towards(
     schedule: Schedule, costs: Sequence[OperatorCost], order: Sequence[int], *, capacity_bytes: int
 ) -> tuple[Phases, ...]:
-    """The schedules by which an order is reached, one for each following window; none if it cannot
-    come closer.
+    """The phases of each following window until the order is reached; none if it cannot come closer.
 
     Raises:
         ValueError: the order is not one of these operators.
@@ -403,3 +500,65 @@ def orders_towards(
         found.append(after.phases)
         schedule = after
     return tuple(found)
+
+
+# -- after a localized restart ---------------------------------------------------------------------
+
+
+class ScheduleStart(msgspec.Struct, frozen=True, array_like=True):
+    """The schedule that one rank begins a localized recovery with.
+
+    Args:
+        phases: pairs of an iteration and its phase.
+        span: the number of snapshots after which phases repeat, at the last of ``phases``; 0:
+            unknown (a snapshot may not be here yet).
+        stride: iterations between two snapshots there.
+    """
+
+    phases: list[tuple[int, int]] = []
+    span: int = 0
+    stride: int = 1
+
+    def agrees(self, iteration: int, phase: int) -> bool:
+        """True if this rank has that phase in that iteration, under an unchanged schedule."""
+        at, here = self.phases[-1]
+        return (here + (iteration - at) // self.stride) % self.span == phase
+
+
+def of_parked(iteration: int, phase: int, scalars: dict[str, Any], payload: bytes) -> ScheduleStart:
+    """The start of a rank that continues from parked state.
+
+    Args:
+        scalars: its step scalars.
+        payload: the plan in its ring, as in a segment's descriptor.
+    """
+    plan = values.unpack(payload)
+    dense = plan["policy"] == "dense"
+    window = len(scalars["phases"])
+    if window != len(plan["phases"]):
+        return ScheduleStart()  # its ring is already that of another window, or not yet
+    return ScheduleStart(
+        [(iteration, phase)], plan["every"] if dense else window, int(scalars.get("stride", 1))
+    )
+
+
+def differing(starts: Sequence[ScheduleStart]) -> str:
+    """The first rank whose schedule differs, in words; empty if all agree.
+
+    Each rank continues with the schedule of what it loads. If the ranks changed the window after the
+    last snapshot of those that replay, these would not know: phases would differ for good, and no
+    global recovery would be exact any more. So all ranks go back now, while they have a suffix in
+    common.
+
+    Args:
+        starts: by rank; an empty one differs from all.
+    """
+    known = next((each for each in starts if each.span), None)
+    for rank, each in enumerate(starts):
+        agrees = known is not None and bool(each.phases)
+        if agrees and known is not None:
+            agrees = all(known.agrees(*pair) for pair in each.phases)
+            agrees &= not each.span or (each.span, each.stride) == (known.span, known.stride)
+        if not agrees:
+            return f"rank {rank} would go on by another schedule of snapshots than those before it"
+    return ""

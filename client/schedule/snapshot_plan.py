@@ -1,31 +1,30 @@
-"""A plan: what is captured when, and how large the ring is for it; as it is recorded in a segment,
-and read from there.
+"""A snapshot plan: what each snapshot captures, how large the ring is, and how both are recorded.
 
-How one comes about is in `ckptd.client.schedule.planning`.
+The plan travels in the segment's descriptor, from which a fresh process reads it back
+(``plan_from_payload``). `ckptd.client.schedule.planner` makes plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ckptd.client import values
-from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.live_state import LiveState, local, named_modules, named_parameters
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
-from ckptd.client.model.signature import recorded_specs, signature
 from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.client.schedule.export_facts import export_facts
-from ckptd.core.schedules.schedule import (
+from ckptd.core.schedule import (
     AlignedPolicy,
     DensePolicy,
     OperatorCost,
     OperatorKind,
-    PhaseLevels,
     PolicyKind,
     Schedule,
     SlidingPolicy,
@@ -36,25 +35,29 @@ from ckptd.core.slots.segment_format import SegmentGeometry
 __all__ = [
     "SnapshotPlan",
     "captured_once",
+    "describe_table",
+    "export_facts",
     "fixed_bytes",
+    "human",
     "operator_costs",
     "plan_from_payload",
+    "recorded_specs",
     "schedule_of",
+    "signature",
+    "signature_difference",
 ]
 
 _SLOT_SLACK = 64 << 10
+_STATE_ROW = re.compile(r"optimizer state (.*) of")
 
 
 @dataclass
 class SnapshotPlan:
-    """What is captured when, and how large the ring is for it.
-
-    ``costs``: what each operator takes in this rank's snapshots; of what several ranks share, this
-    rank's part in the mean.
-    """
+    """What each snapshot captures, and the geometry of the ring."""
 
     operators: list[Operator]
     costs: list[OperatorCost]
+    """Bytes of each operator in this rank's snapshots; of a shared operator, the mean over its ranks."""
     schedule: Schedule
     policy_name: str
     compute_dtypes: dict[str, torch.dtype]
@@ -63,16 +66,14 @@ class SnapshotPlan:
     every: int = 1
     slot_bytes: int = 0
     num_slots: int = 0
-    # Slots beyond what one node needs, for snapshots that wait for peers.
     slack: int = 0
-    # Of `num_slots`, those that are there so that a suffix can stay while it is uploaded; snapshots
-    # go on without them.
+    """Slots beyond what one node needs, for snapshots that wait for peers."""
     upload_slots: int = 0
-    # What may be copied per step, as it was measured (or agreed on); it decides where large
-    # operators are split.
+    """Part of ``num_slots``: they keep a suffix during its upload. Snapshots do without them."""
     budget_bytes: int | None = None
-    # The rank that captures each operator; empty: this one, all of them.
+    """Bytes that may be copied per step, measured or agreed on; decides where large operators are split."""
     owners: list[int] = field(default_factory=list)
+    """The rank that captures each operator; empty: this rank captures all."""
     _policy: SnapshotPolicy | None = None
     _phases: dict[int, tuple[PhasePlan, bool] | None] = field(default_factory=dict)
     _state: StateTable | None = None
@@ -80,15 +81,13 @@ class SnapshotPlan:
     @property
     def policy(self) -> SnapshotPolicy:
         if self._policy is None:
-            self._policy = self._make_policy()
+            if self.policy_name == "aligned":
+                self._policy = AlignedPolicy(self.schedule)
+            elif self.policy_name == "dense":
+                self._policy = DensePolicy(len(self.operators), self.every)
+            else:
+                self._policy = SlidingPolicy(self.schedule)
         return self._policy
-
-    def _make_policy(self) -> SnapshotPolicy:
-        if self.policy_name == "aligned":
-            return AlignedPolicy(self.schedule)
-        if self.policy_name == "dense":
-            return DensePolicy(len(self.operators), self.every)
-        return SlidingPolicy(self.schedule)
 
     @property
     def left_out(self) -> frozenset[int]:
@@ -97,126 +96,124 @@ class SnapshotPlan:
         return frozenset(i for i, owner in enumerate(self.owners) if owner not in mine)
 
     @property
+    def shares(self) -> bool:
+        """True if one of several ranks captures some operator, so that ranks rely on each other."""
+        return any(owner != EVERY_RANK for owner in self.owners)
+
+    @property
+    def span(self) -> int:
+        """The number of snapshots after which the phases repeat."""
+        return self.every if self.policy_name == "dense" else self.schedule.window
+
+    @property
     def order_capacity(self) -> int:
-        """What a phase may take, by `costs`, in another order; equal on ranks that share, whose
-        slots differ a little.
+        """The most bytes, by `costs`, of a phase in another order.
+
+        Equal on ranks that share operators, although their slots differ a little.
         """
         peak = self.schedule.peak_bytes
         return peak + peak // 50 if self.shares else self.slot_bytes
 
     def takes(self, binding: LiveState, phases: Sequence[Sequence[int]]) -> int:
-        """What this rank's largest snapshot takes, were these the phases."""
+        """Bytes of this rank's largest snapshot under these phases."""
         left_out = self.left_out
         whole = operator_costs(binding, self.operators, self.compute_dtypes)
         extra = [0 if i in left_out else c.anchor_bytes - c.compute_bytes for i, c in enumerate(whole)]
-        plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
-        always = max(p.layout.image_len - sum(extra[i] for i in p.anchored) for p, _ in plans)
+        always = max(
+            p.layout.image_len - sum(extra[i] for i in p.anchored) for p in self._phase_plans(binding)
+        )
         return always + max(sum(extra[i] for i in phase) for phase in phases)
 
-    @property
-    def shares(self) -> bool:
-        """Whether ranks rely on each other: some operator is captured by one of several that have it."""
-        return any(owner != EVERY_RANK for owner in self.owners)
-
-    @property
-    def span(self) -> int:
-        """After how many snapshots the phases repeat."""
-        return self.every if self.policy_name == "dense" else self.schedule.window
-
     def use(self, schedule: Schedule) -> None:
-        """Go on with another order of the same operators."""
+        """Continue with another order of the same operators."""
         self.schedule = schedule
         self._policy = self._state = None
         self._phases.clear()
 
     def use_phases(self, phases: Sequence[Sequence[int]]) -> None:
-        """Go on with recorded phases (a reorder after the segment was made)."""
+        """Continue with recorded phases, which a reorder made after the segment was created."""
+        first, costs = self.schedule.phases[0], self.costs
         floor = self.schedule.phase_bytes[0] - sum(
-            self.costs[i].anchor_bytes - self.costs[i].compute_bytes for i in self.schedule.phases[0]
+            costs[i].anchor_bytes - costs[i].compute_bytes for i in first
         )
-        fixed = floor - sum(c.compute_bytes for c in self.costs)
-        self.use(schedule_of(self.costs, phases, fixed, self.policy_name))
+        fixed = floor - sum(c.compute_bytes for c in costs)
+        self.use(schedule_of(costs, phases, fixed, self.policy_name))
 
     def phase_plan(self, binding: LiveState, ordinal: int) -> tuple[PhasePlan, bool] | None:
-        """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it; None
-        where none is taken.
+        """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it.
+
+        None if the policy takes no snapshot there.
         """
         key = ordinal % self.span
         if key not in self._phases:
             levels = self.policy.levels_for(ordinal)
-            self._phases[key] = (
-                None if levels is None else (self._build(binding, levels), levels.begins_chain)
-            )
+            self._phases[key] = None
+            if levels is not None:
+                layout = self._layout(binding, levels.phase, levels.anchored, levels.compute, self.left_out)
+                self._phases[key] = layout, levels.begins_chain
         return self._phases[key]
 
-    def _build(self, binding: LiveState, levels: PhaseLevels) -> PhasePlan:
-        if self._state is None:
-            self._state = StateTable.of(binding)
-        return build_phase(
-            binding,
-            self.operators,
-            state=self._state,
-            phase=levels.phase,
-            anchored=levels.anchored,
-            compute=levels.compute,
-            compute_dtypes=self.compute_dtypes,
-            identity=self.identity,
-            scalars_capacity=self.scalars_capacity,
-            left_out=self.left_out,
-        )
+    def _phase_plans(self, binding: LiveState) -> list[PhasePlan]:
+        return [found[0] for i in range(self.span) if (found := self.phase_plan(binding, i)) is not None]
+
+    def everything(self, binding: LiveState) -> PhasePlan:
+        """The layout of an image that anchors all operators of this rank, for parked state."""
+        return self._layout(binding, 0, range(len(self.operators)), (), frozenset())
 
     def state_specs(self, binding: LiveState) -> Mapping[str, tuple[StateSpec, ...]]:
-        """The optimizer state that it captures as tensors, by parameter."""
+        """The optimizer state that the plan captures as tensors, by parameter."""
         if self._state is None:
             self._state = StateTable.of(binding)
         return self._state.specs
 
-    def everything(self, binding: LiveState) -> PhasePlan:
-        """The layout of an image that anchors all this rank has, whoever captures it otherwise: of
-        parked state.
-        """
+    def _layout(
+        self,
+        binding: LiveState,
+        phase: int,
+        anchored: Iterable[int],
+        compute: Iterable[int],
+        left_out: frozenset[int],
+    ) -> PhasePlan:
         if self._state is None:
             self._state = StateTable.of(binding)
         return build_phase(
             binding,
             self.operators,
             state=self._state,
-            phase=0,
-            anchored=range(len(self.operators)),
-            compute=(),
+            phase=phase,
+            anchored=anchored,
+            compute=compute,
             compute_dtypes=self.compute_dtypes,
             identity=self.identity,
             scalars_capacity=self.scalars_capacity,
+            left_out=left_out,
         )
 
     def measure_slots(self, binding: LiveState) -> None:
-        """Fix the geometry: the largest image of a window, and enough slots for a suffix and what
-        is in flight.
-        """
-        plans = [p for i in range(self.span) if (p := self.phase_plan(binding, i)) is not None]
-        largest = max(p.layout.image_len for p, _ in plans)
-        slack = (
-            0 if self.schedule.window == 1 else largest // 50 + _SLOT_SLACK
-        )  # a reorder shifts bytes between phases
+        """Fix the geometry: slots for the largest image, enough for a suffix and what is in flight."""
+        largest = max(plan.layout.image_len for plan in self._phase_plans(binding))
+        # A reorder shifts bytes between phases.
+        slack = 0 if self.schedule.window == 1 else largest // 50 + _SLOT_SLACK
         self.slot_bytes = -(-(largest + slack) // 4096) * 4096
         self.num_slots = self.policy.num_slots + self.slack
 
     def capture_all(self, binding: LiveState) -> None:
-        """Leave nothing to other ranks. Operators and phases stay, so that ranks which leave theirs
-        to this one find them here.
+        """Leave nothing to other ranks.
+
+        Operators and phases stay, so that ranks that leave theirs to this one find them here.
         """
         self.owners = []
         self._phases.clear()
         self.measure_slots(binding)
 
     def make_room_for_uploads(self, available_bytes: int) -> None:
-        """Slots for one more suffix, as far as there is memory for them."""
+        """Add slots for one more suffix, as far as memory allows."""
         left = available_bytes // self.slot_bytes - self.num_slots
         self.upload_slots = max(0, min(self.policy.window, left))
         self.num_slots += self.upload_slots
 
     def leave_no_room_for_uploads(self) -> None:
-        """As few slots as snapshots need."""
+        """Keep only the slots that snapshots need."""
         self.num_slots -= self.upload_slots
         self.upload_slots = 0
 
@@ -224,17 +221,7 @@ class SnapshotPlan:
         """The trainer's part of the segment descriptor: all that a fresh process needs to read the ring."""
         return values.pack(
             {
-                "operators": [
-                    [
-                        op.name,
-                        str(op.kind),
-                        op.layer,
-                        op.group,
-                        list(op.expert) if op.expert else None,
-                        [[m.param, m.start, m.stop] for m in op.members],
-                    ]
-                    for op in self.operators
-                ],
+                "operators": [_packed_operator(op) for op in self.operators],
                 "owners": self.owners,
                 "signature": signature(binding),
                 "phases": [list(p) for p in self.schedule.phases],
@@ -251,25 +238,16 @@ class SnapshotPlan:
         )
 
 
-def operator_costs(
-    binding: LiveState, operators: Sequence[Operator], compute_dtypes: Mapping[str, torch.dtype]
-) -> list[OperatorCost]:
-    """What each operator takes in a snapshot, anchored and not."""
-    return [
-        OperatorCost(
-            name=op.name,
-            kind=op.kind,
-            anchor_bytes=sum(member_bytes(binding, m, compute_dtypes, anchored=True) for m in op.members),
-            compute_bytes=sum(member_bytes(binding, m, compute_dtypes, anchored=False) for m in op.members),
-            group=op.group,
-        )
-        for op in operators
-    ]
+def _packed_operator(op: Operator) -> list[Any]:
+    expert = list(op.expert) if op.expert else None
+    members = [[m.param, m.start, m.stop] for m in op.members]
+    return [op.name, str(op.kind), op.layer, op.group, expert, members]
 
 
-def fixed_bytes(binding: LiveState, scalars_capacity: int) -> int:
-    """What every snapshot holds besides operators: buffers and step scalars."""
-    return scalars_capacity + sum(local(b).numel() * b.element_size() for b in binding.buffers().values())
+def _unpacked_operator(packed: Sequence[Any]) -> Operator:
+    name, kind, layer, group, expert, members = packed
+    rows = tuple(ParameterRows(*member) for member in members)
+    return Operator(name, OperatorKind(kind), rows, layer, group, tuple(expert) if expert else None)
 
 
 def plan_from_payload(
@@ -280,65 +258,220 @@ def plan_from_payload(
     sharing: ReplicatedParams = NOTHING_SHARED,
 ) -> SnapshotPlan:
     """The plan under which a segment was written, for this process's live tensors."""
-    told: dict[str, Any] = values.unpack(payload)
-    binding.recall(recorded_specs(binding, told["signature"]))
-    operators = [
-        Operator(
-            name,
-            OperatorKind(kind),
-            tuple(ParameterRows(*m) for m in members),
-            layer,
-            group,
-            tuple(expert) if expert else None,
-        )
-        for name, kind, layer, group, expert, members in told["operators"]
-    ]
-    compute_dtypes = {k: getattr(torch, v) for k, v in told["compute_dtypes"].items()}
+    recorded: dict[str, Any] = values.unpack(payload)
+    binding.recall(recorded_specs(binding, recorded["signature"]))
+    operators = [_unpacked_operator(packed) for packed in recorded["operators"]]
+    compute_dtypes = {k: getattr(torch, v) for k, v in recorded["compute_dtypes"].items()}
     costs = sharing.mean_costs(operators, operator_costs(binding, operators, compute_dtypes))
-    capacity = told["scalars_capacity"]
-    schedule = schedule_of(costs, told["phases"], fixed_bytes(binding, capacity), told["policy"])
+    capacity, policy = recorded["scalars_capacity"], recorded["policy"]
     return SnapshotPlan(
         operators,
         costs,
-        schedule,
-        told["policy"],
+        schedule_of(costs, recorded["phases"], fixed_bytes(binding, capacity), policy),
+        policy,
         compute_dtypes,
         identity,
         capacity,
-        told["every"],
+        recorded["every"],
         geometry.slot_bytes,
         geometry.num_slots,
-        budget_bytes=told["budget_bytes"],
-        owners=list(told.get("owners", ())),
+        budget_bytes=recorded["budget_bytes"],
+        owners=list(recorded.get("owners", ())),
     )
 
 
 def captured_once(payload: bytes) -> bool:
-    """Whether, under the plan of a segment, each operator is captured by one of the ranks that have
-    it: these have compared its values.
+    """True if, under a segment's plan, one of several ranks captures each operator.
+
+    Those ranks have compared the operator's values.
     """
     owners = values.unpack(payload).get("owners", ())
     return bool(owners) and all(owner != EVERY_RANK for owner in owners)
 
 
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def operator_costs(
+    binding: LiveState, operators: Sequence[Operator], compute_dtypes: Mapping[str, torch.dtype]
+) -> list[OperatorCost]:
+    """Bytes of each operator in a snapshot, anchored and not."""
+
+    def size(op: Operator, *, anchored: bool) -> int:
+        return sum(member_bytes(binding, m, compute_dtypes, anchored=anchored) for m in op.members)
+
+    return [
+        OperatorCost(
+            name=op.name,
+            kind=op.kind,
+            anchor_bytes=size(op, anchored=True),
+            compute_bytes=size(op, anchored=False),
+            group=op.group,
+        )
+        for op in operators
+    ]
+
+
+def fixed_bytes(binding: LiveState, scalars_capacity: int) -> int:
+    """Bytes of every snapshot besides operators: buffers and step scalars."""
+    return scalars_capacity + sum(local(b).numel() * b.element_size() for b in binding.buffers().values())
+
+
 def schedule_of(
     costs: Sequence[OperatorCost], phases: Sequence[Sequence[int]], fixed: int, policy: str
 ) -> Schedule:
-    """The schedule with these phases, as it was recorded."""
+    """The schedule with recorded phases."""
     floor = fixed + sum(c.compute_bytes for c in costs)
-    found = []
+    sizes = []
     for phase in phases:
-        found.append(floor + sum(costs[i].anchor_bytes - costs[i].compute_bytes for i in phase))
+        sizes.append(floor + sum(costs[i].anchor_bytes - costs[i].compute_bytes for i in phase))
         if policy == "aligned":  # what was anchored is in none of the window's later snapshots
             floor -= sum(costs[i].compute_bytes for i in phase)
-    sizes = tuple(found)
     return Schedule(
         window=len(phases),
         phases=tuple(tuple(p) for p in phases),
-        phase_bytes=sizes,
+        phase_bytes=tuple(sizes),
         peak_bytes=max(sizes),
         dense_bytes=fixed + sum(c.anchor_bytes for c in costs),
         fits=True,
         reason="as recorded in the segment",
         policy=PolicyKind.ALIGNED if policy == "aligned" else PolicyKind.SLIDING,
     )
+
+
+# -- what a descriptor says of the model -----------------------------------------------------------
+
+
+def export_facts(binding: LiveState) -> dict[str, Any]:
+    """What an export needs and cannot see in a snapshot (`ckptd.export.source.facts_of` reads it).
+
+    ``transient_buffers``: buffers outside the model's state dict. ``aliases``: further names of
+    tied parameters. ``groups``: (optimizer, group) of each parameter, if there are several groups.
+    """
+    model = binding.model
+    transient = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in named_modules(model)
+        for name in module._non_persistent_buffers_set
+    ]
+    first = {id(param): name for name, param in binding.params.items()}
+    aliases = {
+        name: first[id(param)]
+        for name, param in named_parameters(model, remove_duplicate=False)
+        if name != first[id(param)]
+    }
+    several = sum(len(o.param_groups) for o in binding.optimizers) > 1
+    groups = {name: list(owner) for name, owner in binding.owner.items()} if several else {}
+    return {"transient_buffers": transient, "aliases": aliases, "groups": groups}
+
+
+def signature(binding: LiveState) -> list[list[Any]]:
+    """``[kind, name, dtype, shape]`` of everything captured.
+
+    It tells a process whether a snapshot belongs to its model.
+    """
+    rows: list[list[Any]] = [
+        ["optimizer", str(i), type(o).__name__, [len(o.param_groups)]]
+        for i, o in enumerate(binding.optimizers)
+    ]
+    for name, param in binding.params.items():
+        shape = list(local(param).shape)
+        rows.append(["parameter", name, str(param.dtype)[6:], shape])
+        for spec in sorted(binding.specs(name), key=lambda spec: spec.key):
+            if spec.kind in ("like", "tensor"):
+                state_shape = shape if spec.shape is None else list(spec.shape)
+                rows.append([f"optimizer state {spec.key!r} of", name, str(spec.dtype)[6:], state_shape])
+    for kind, tensors in (("master weights of", binding.masters), ("buffer", binding.buffers())):
+        rows += [[kind, n, str(t.dtype)[6:], list(local(t).shape)] for n, t in tensors.items()]
+    return rows
+
+
+def recorded_specs(binding: LiveState, recorded: Sequence[Sequence[Any]]) -> dict[str, tuple[StateSpec, ...]]:
+    """The optimizer state tensors of a recorded signature, by parameter."""
+    found: dict[str, tuple[StateSpec, ...]] = {}
+    for kind, name, dtype, shape in recorded:
+        match = _STATE_ROW.fullmatch(kind)
+        if match is None or name not in binding.owner:
+            continue
+        like = tuple(shape) == tuple(local(binding.held(name)).shape)
+        spec = StateSpec(
+            ast.literal_eval(match[1]),
+            "like" if like else "tensor",
+            getattr(torch, dtype),
+            None if like else tuple(shape),
+        )
+        found[name] = (*found.get(name, ()), spec)
+    return found
+
+
+def signature_difference(
+    recorded: Sequence[Sequence[Any]], here: Sequence[Sequence[Any]], limit: int = 5
+) -> str:
+    """The first differences of two signatures in words; empty if there are none.
+
+    Optimizer state does not count: the recording decides which state exists, and a probe need not
+    have seen it.
+    """
+    before = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in recorded}
+    now = {(kind, name): (dtype, tuple(shape)) for kind, name, dtype, shape in here}
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key) and not _STATE_ROW.fullmatch(key[0]):
+            old, new = (_words(d.get(key)) for d in (before, now))
+            found.append(f"{key[0]} {key[1]}: {old} in the snapshot, {new} here")
+    more = f"; and {len(found) - limit} more" if len(found) > limit else ""
+    return "; ".join(found[:limit]) + more
+
+
+def _words(value: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if value is None else f"{value[0]}{list(value[1])}"
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+
+def describe_table(
+    operators: Sequence[Operator],
+    costs: Sequence[OperatorCost],
+    schedule: Schedule | None,
+    owners: Sequence[int],
+    head: Sequence[str],
+) -> str:
+    """The table that ``Checkpointer.describe()`` prints, one row per operator.
+
+    Args:
+        owners: the rank that captures each operator; negative, or no owners: each rank that has it.
+    """
+    rows = [("operator", "kind", "params", "anchor", "compute", "phase", "captured by")]
+    for i, (op, cost) in enumerate(zip(operators, costs, strict=True)):
+        rows.append(
+            (
+                op.name,
+                str(op.kind),
+                str(len(op.members)),
+                human(cost.anchor_bytes),
+                human(cost.compute_bytes),
+                "-" if schedule is None else str(schedule.phase_of[i]),
+                f"rank {owners[i]}" if owners and owners[i] >= 0 else "each",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        names = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(names + numbers))
+    total = (
+        f"{len(operators)} operators, dense {human(sum(c.anchor_bytes for c in costs))}, "
+        f"compute weights {human(sum(c.compute_bytes for c in costs))}"
+    )
+    return "\n".join([*head, lines[0], "-" * len(lines[0]), *lines[1:], total])
+
+
+def human(size: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -33,24 +33,23 @@ __all__ = [
     "Epoch",
     "ListedObject",
     "StoredCheckpoint",
+    "Views",
     "build_catalog",
+    "see",
 ]
+
 
 _MOST_LISTED = 8
 
 
 class CheckpointState(StrEnum):
-    """See the module."""
-
     COMMITTED = "committed"
     INCOMPLETE = "incomplete"
     STALE = "stale"
 
 
 class Epoch(NamedTuple):
-    """A history: the iteration at which it left the one before, and the time since which the store
-    shows it.
-    """
+    """A history: the iteration at which it left the one before, and since when the store shows it."""
 
     start: int
     since_ns: int | None
@@ -65,14 +64,13 @@ class ListedObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint, as far as the listing shows it.
+    """A checkpoint, as the listing shows it.
 
     Attributes:
-        manifests: the manifests by rank.
         missing: the ranks without a manifest.
         modified_ns: when the last of its manifests was written, by the store's clock.
-        stale_since_ns: the time since which the store shows the history that made it stale; None if it is not
-            stale, or if only the caller knows of that history.
+        stale_since_ns: since when the store shows the history that made it stale; None if it is not stale,
+            or if only the caller knows of that history.
     """
 
     id: CheckpointId
@@ -96,11 +94,10 @@ class Catalog:
     """The contents of a run; ``checkpoints`` are newest first.
 
     Attributes:
+        objects: by (rank, iteration).
+        epochs: the known histories by number; ``known_epochs`` are those that the caller passed.
         identity: ``run.json``, if it exists.
-        objects: the objects by (rank, iteration).
-        epochs: the known histories by number.
-        known_epochs: the histories that the caller passed.
-        foreign: keys below the run's prefix that ckptd did not write; they are left alone.
+        foreign: keys below the run's prefix that ckptd did not write.
     """
 
     job: str
@@ -120,7 +117,6 @@ class Catalog:
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """The newest committed checkpoint."""
         return next((c for c in self.checkpoints if c.state is CheckpointState.COMMITTED), None)
 
     def last_of(self, rank: int) -> StoredCheckpoint | None:
@@ -131,16 +127,11 @@ class Catalog:
         return None
 
     def leaving(self, epoch: int, iteration: int) -> Epoch | None:
-        """The history that made a record of this epoch and iteration stale, or None.
-
-        If several did: the one that the store has shown for longest.
-        """
+        """The history (that shown for longest) that made a record of this epoch and iteration stale."""
         return _leaving(self.epochs, epoch, iteration)
 
     def only(self, ids: Collection[CheckpointId]) -> Catalog:
-        """The same catalog with only these checkpoints, and without the histories that only the others
-        show.
-        """
+        """The catalog with only these checkpoints, and the histories that they show."""
         manifests = {c.id: {c.world_size: dict(c.manifests)} for c in self.checkpoints if c.id in ids}
         epochs = _epochs(manifests, self.known_epochs)
         return replace(self, checkpoints=_checkpoints(manifests, epochs, self.pins), epochs=epochs)
@@ -176,18 +167,12 @@ class _Found:
 
 
 def build_catalog(
-    listing: Iterable[ObjectInfo],
-    job: str,
-    run: str,
-    *,
-    known_epochs: Mapping[int, int] | None = None,
+    listing: Iterable[ObjectInfo], job: str, run: str, *, known_epochs: Mapping[int, int] | None = None
 ) -> Catalog:
     """Build the catalog of a run from ``listing``; ignores the keys of other runs.
 
     Args:
         known_epochs: histories that the caller knows: epoch_start by epoch.
-    Raises:
-        ValueError: ``job`` or ``run`` is not a valid name.
     """
     prefix = run_prefix(job, run)
     found = _Found()
@@ -286,3 +271,64 @@ def _counting_world_size(by_size: _ManifestsBySize) -> int:
 def _listed(ranks: tuple[int, ...]) -> str:
     more = f" and {len(ranks) - _MOST_LISTED} more" if len(ranks) > _MOST_LISTED else ""
     return ", ".join(map(str, ranks[:_MOST_LISTED])) + more
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """One listing of a run as every process sees it (``shown``), and as the writer sees it (``own``)."""
+
+    shown: Catalog
+    own: Catalog
+
+    def base_of(self, rank: int) -> StoredCheckpoint | None:
+        """The checkpoint whose objects this rank need not upload again; None if none is sure to stay."""
+        last = self.own.last_of(rank)
+        return last if last is not None and last.id in self._staying() else None
+
+    def refusal(self, checkpoint: CheckpointId, relied: Collection[str]) -> str:
+        """The reason why a rank must not write its manifest of ``checkpoint``; "" if it may.
+
+        Args:
+            relied: the keys of the manifests whose objects the rank did not upload again.
+        """
+        left = self.own.leaving(checkpoint.epoch, checkpoint.end)
+        if left is not None:
+            return f"a later history began at iteration {left.start}"
+        newest = self.own.newest
+        if newest is not None and newest.id.end >= checkpoint.end and newest.id != checkpoint:
+            return f"{newest.id} is committed"
+        staying = self._staying()
+        sure = {info.key for c in self.own.checkpoints if c.id in staying for info in c.manifests.values()}
+        lost = sorted(set(relied) - sure)
+        return f"objects that it refers to may be deleted: {lost[0]} was replaced" if lost else ""
+
+    def _staying(self) -> set[CheckpointId]:
+        """The checkpoints that no collector may delete: stale in neither view, and replaced in no view.
+
+        A collector may still act on an older listing, in which a stale checkpoint was not stale yet.
+        Therefore every complete checkpoint counts as a replacement, stale or not, unless each view that
+        shows the one shows the other as stale.
+        """
+        complete = [c.id for c in self.shown.checkpoints if c.complete]
+        stale = {
+            c.id for c in (*self.shown.checkpoints, *self.own.checkpoints) if c.state is CheckpointState.STALE
+        }
+        return {
+            c.id
+            for c in self.own.checkpoints
+            if c.id not in stale and not any(_may_replace(other, c.id) for other in complete)
+        }
+
+
+def _may_replace(newer: CheckpointId, older: CheckpointId) -> bool:
+    abandoned = newer.epoch < older.epoch and older.epoch_start < newer.end
+    return newer.end > older.end and not abandoned
+
+
+def see(listing: Iterable[ObjectInfo], job: str, run: str, *, known_epochs: Mapping[int, int]) -> Views:
+    """Both views of one listing; ``known_epochs`` as in `build_catalog`, the writer's own among them."""
+    infos = list(listing)
+    return Views(
+        build_catalog(infos, job, run),
+        build_catalog(infos, job, run, known_epochs=known_epochs),
+    )

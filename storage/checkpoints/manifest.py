@@ -1,9 +1,9 @@
 """The manifest of one rank's part of a checkpoint: written last, and checked completely when it is read.
 
-``docs/format.md`` section 4 is the specification. Reading a manifest checks that its numbers are in
-range, its keys are object keys below the run's prefix, its extents cover each image without gap or
-overlap and stay within their objects, and its snapshots are an unbroken chain that anchors every operator.
-The result is a `RankManifest` with these properties, or a `ManifestError`.
+``docs/format.md`` section 4 is the specification. The constructors check that all numbers are in range,
+keys are object keys below the run's prefix, extents cover each image without gap or overlap and stay
+within their objects, every object is used, and the snapshots are an unbroken chain that anchors every
+operator.
 
 `RankManifest.from_bytes` accepts only the one spelling that `to_bytes` writes.
 """
@@ -16,29 +16,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
-from ckptd.storage.checkpoints.manifest_snapshots import (
-    MAX_BYTES,
-    Extent,
-    StoredObject,
-    StoredSnapshot,
-)
 from ckptd.storage.checkpoints.names import (
+    MAX_EPOCH,
     MAX_ITERATION,
     MAX_RANKS,
+    MAX_SEQUENCE,
     CheckpointId,
     ManifestName,
+    ObjectName,
+    parse,
     run_prefix,
 )
-from ckptd.storage.checkpoints.run_identity import check_run
 from ckptd.storage.checkpoints.sealed_json import (
     MAX_TEXT,
     ManifestError,
+    check_run,
     decode_sealed,
     from_base64,
     head_of,
@@ -46,10 +44,9 @@ from ckptd.storage.checkpoints.sealed_json import (
     seal_json,
 )
 from ckptd.storage.checkpoints.signing import SIGNER, ManifestSigner
-from ckptd.storage.images.strong_digest import STRONG_DIGEST
+from ckptd.storage.strong_digest import STRONG_DIGEST, is_strong_digest
 
 __all__ = [
-    "MANIFEST_FORMAT",
     "MAX_MANIFEST_BYTES",
     "Extent",
     "ManifestError",
@@ -59,19 +56,112 @@ __all__ = [
     "agreement",
 ]
 
-MANIFEST_FORMAT = "ckptd.manifest/2"
-_FORMATS = {1: "ckptd.manifest/1", 2: MANIFEST_FORMAT}
 MAX_MANIFEST_BYTES = 64 << 20
-_MAX_WINDOW = 2**32 - 1
+_FORMAT = "ckptd.manifest/2"
+_FORMATS = {1: "ckptd.manifest/1", 2: _FORMAT}
+_MAX_BYTES = 1 << 50  # of an image or an object; a store's own limits are lower
+_MAX_OPERATORS = 10**9 - 1  # as in an image
+_MAX_U32 = 2**32 - 1  # of a phase or a window
+_MAX_TIME_NS = 2**63 - 1
 _MAX_SLOTS = 1 << 16
-_MAX_NUMBER = 2**63 - 1
-_SIGNATURE_BYTES = 64
 _MAX_DESCRIPTOR_BYTES = 16 << 20
+_DIGEST_BYTES = 16
+_SIGNATURE_BYTES = 64
 
 
-@dataclass(frozen=True)  # no slots: `agreement` is a cached property, used by every key
+class StoredObject(NamedTuple):
+    """An object as the store reported it after the upload; ``etag`` is "" if the store has none."""
+
+    key: str
+    size: int
+    etag: str
+
+
+class Extent(NamedTuple):
+    """A range of an image and its place; ``object`` is an index into the snapshot's objects."""
+
+    image_offset: int
+    length: int
+    object: int
+    object_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSnapshot:
+    """One snapshot of a rank: the facts of its slot, and the extents of its image."""
+
+    iteration: int
+    previous: int
+    sequence: int
+    phase: int
+    epoch: int
+    epoch_start: int
+    filled_at_ns: int
+    header_digest: bytes
+    image_len: int
+    layout_id: int
+    num_operators: int
+    anchors: int
+    objects: tuple[StoredObject, ...]
+    extents: tuple[Extent, ...]
+    image_digest: str = ""  # see `ckptd.storage.strong_digest`; "" in manifests of version 1
+
+    def __post_init__(self) -> None:
+        in_range("iteration", self.iteration, 0, MAX_ITERATION)
+        in_range("previous", self.previous, -1, self.iteration - 1)
+        in_range("sequence", self.sequence, 0, MAX_SEQUENCE)
+        in_range("phase", self.phase, 0, _MAX_U32)
+        in_range("epoch", self.epoch, 0, MAX_EPOCH)
+        in_range("epoch_start", self.epoch_start, -1, MAX_ITERATION)
+        in_range("filled_at_ns", self.filled_at_ns, 0, _MAX_TIME_NS)
+        in_range("image_len", self.image_len, 1, _MAX_BYTES)
+        in_range("layout_id", self.layout_id, 0, 2**64 - 1)
+        in_range("num_operators", self.num_operators, 0, _MAX_OPERATORS)
+        if len(self.header_digest) != _DIGEST_BYTES:
+            raise ManifestError(f"a header digest has {len(self.header_digest)} bytes")
+        if self.image_digest and not is_strong_digest(self.image_digest):
+            raise ManifestError(f"{self.image_digest[:80]!r} is not the digest of an image")
+        if self.anchors < 0 or self.anchors >> self.num_operators:
+            raise ManifestError(f"iteration {self.iteration} anchors operators that do not exist")
+        _check_objects(self.objects)
+        _check_extents(self)
+
+    @property
+    def anchor_bitmap(self) -> bytes:
+        """``anchors`` as a little-endian bitmap over all operators."""
+        return self.anchors.to_bytes((self.num_operators + 7) // 8, "little")
+
+
+def _check_objects(objects: Sequence[StoredObject]) -> None:
+    for stored in objects:
+        if not isinstance(parse(stored.key), ObjectName):
+            raise ManifestError(f"{stored.key[:120]!r} is not the key of an object")
+        in_range("the size of an object", stored.size, 1, _MAX_BYTES)
+        in_range("characters of an etag", len(stored.etag), 0, MAX_TEXT)
+    if len({stored.key for stored in objects}) != len(objects):
+        raise ManifestError("an object is listed twice")
+
+
+def _check_extents(snapshot: StoredSnapshot) -> None:
+    """The extents cover the image from the first byte to the last, and all objects are used."""
+    objects, at = snapshot.objects, 0
+    for extent in snapshot.extents:
+        if extent.image_offset != at or extent.length < 1:
+            raise ManifestError(f"an extent leaves a gap at byte {at} of the image, or overlaps")
+        if not 0 <= extent.object < len(objects) or extent.object_offset < 0:
+            raise ManifestError(f"the extent at byte {at} of the image is in no object")
+        if extent.object_offset + extent.length > objects[extent.object].size:
+            raise ManifestError(f"the extent at byte {at} of the image exceeds its object")
+        at += extent.length
+    if at != snapshot.image_len:
+        raise ManifestError(f"extents cover {at} bytes of an image of {snapshot.image_len}")
+    if {extent.object for extent in snapshot.extents} != set(range(len(objects))):
+        raise ManifestError("an object is listed but not used")
+
+
+@dataclass(frozen=True)  # no slots, because of the cached property
 class RankManifest:
-    """The objects and snapshots of a checkpoint that one rank has stored.
+    """One rank's part of a checkpoint: its snapshots, and the objects that contain them.
 
     Attributes:
         every: iterations between checkpoints.
@@ -79,8 +169,8 @@ class RankManifest:
         num_slots: the number of slots of the ring.
         descriptor: the segment's descriptor, opaque to storage.
         tool: name and version of the writer.
-        version: of the format. Version 1 has no digests of images and no signatures; it is read,
-            but no longer written.
+        version: of the format. Version 1, which has no digests of images and no signatures, is read but not
+            written any more.
         signer: public key of the signer (`ckptd.storage.checkpoints.signing`); "" if it is not signed.
         signature: 64 bytes over `signed_bytes`; empty if it is not signed.
     """
@@ -106,10 +196,10 @@ class RankManifest:
         check_run(self.job, self.run, self.run_id, self.tool)
         in_range("world_size", self.world_size, 1, MAX_RANKS)
         in_range("rank", self.rank, 0, self.world_size - 1)
-        in_range("window", self.window, 1, _MAX_WINDOW)
+        in_range("window", self.window, 1, _MAX_U32)
         in_range("every", self.every, 1, MAX_ITERATION)
-        in_range("written_at_ns", self.written_at_ns, 0, _MAX_NUMBER)
-        in_range("slot_bytes", self.slot_bytes, 1, MAX_BYTES)
+        in_range("written_at_ns", self.written_at_ns, 0, _MAX_TIME_NS)
+        in_range("slot_bytes", self.slot_bytes, 1, _MAX_BYTES)
         in_range("num_slots", self.num_slots, 1, _MAX_SLOTS)
         in_range("bytes of the descriptor", len(self.descriptor), 0, _MAX_DESCRIPTOR_BYTES)
         _check_chain(self.snapshots)
@@ -131,17 +221,14 @@ class RankManifest:
 
     @property
     def start(self) -> int:
-        """The iteration of the oldest snapshot, at which a replay starts."""
         return self.snapshots[0].iteration
 
     @property
     def end(self) -> int:
-        """The iteration of the newest snapshot, whose state the checkpoint represents."""
         return self.snapshots[-1].iteration
 
     @cached_property
     def checkpoint(self) -> CheckpointId:
-        """The checkpoint that this manifest belongs to."""
         last = self.snapshots[-1]
         agreed = agreement(
             job=self.job,
@@ -156,9 +243,7 @@ class RankManifest:
 
     @property
     def key(self) -> str:
-        """The key of the manifest."""
-        name = ManifestName(self.job, self.run, self.checkpoint, self.rank, self.world_size)
-        return name.key
+        return ManifestName(self.job, self.run, self.checkpoint, self.rank, self.world_size).key
 
     @property
     def object_keys(self) -> frozenset[str]:
@@ -188,24 +273,11 @@ class RankManifest:
         return head_of(self._body())
 
     def _body(self) -> dict[str, object]:
-        body: dict[str, object] = {
-            "format": _FORMATS[self.version],
-            "job": self.job,
-            "run": self.run,
-            "run_id": self.run_id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "start": self.start,
-            "end": self.end,
-            "window": self.window,
-            "every": self.every,
-            "written_at_ns": self.written_at_ns,
-            "slot_bytes": self.slot_bytes,
-            "num_slots": self.num_slots,
-            "descriptor": base64.b64encode(self.descriptor).decode("ascii"),
-            "tool": self.tool,
-            "snapshots": [_snapshot_fields(snapshot, self.version) for snapshot in self.snapshots],
-        }
+        """The fields before the signature, in the order of the format."""
+        body: dict[str, object] = {"format": _FORMATS[self.version]}
+        body |= {name: getattr(self, name) for name in _MANIFEST_FIELDS}
+        body["descriptor"] = base64.b64encode(self.descriptor).decode("ascii")
+        body["snapshots"] = [_snapshot_fields(snapshot, self.version) for snapshot in self.snapshots]
         if self.version > 1:
             body["signer"] = self.signer
         return body
@@ -214,25 +286,15 @@ class RankManifest:
     def from_bytes(cls, data: bytes) -> RankManifest:
         """Parse the output of `to_bytes`; raises ManifestError for anything else."""
         wire = decode_sealed(data, MAX_MANIFEST_BYTES, _manifest_decoder)
-        snapshots = tuple([_snapshot(fields) for fields in wire.snapshots])
-        manifest = cls(
-            wire.job,
-            wire.run,
-            wire.run_id,
-            wire.rank,
-            wire.world_size,
-            wire.window,
-            wire.every,
-            wire.written_at_ns,
-            wire.slot_bytes,
-            wire.num_slots,
-            from_base64("descriptor", wire.descriptor),
-            wire.tool,
-            snapshots,
-            2 if wire.format == MANIFEST_FORMAT else 1,
-            wire.signer,
-            from_base64("signature", wire.signature),
-        )
+        values = {name: getattr(wire, name) for name in _MANIFEST_FIELDS if name not in ("start", "end")}
+        values |= {
+            "descriptor": from_base64("descriptor", wire.descriptor),
+            "snapshots": tuple([_snapshot(fields) for fields in wire.snapshots]),
+            "version": 2 if wire.format == _FORMAT else 1,
+            "signer": wire.signer,
+            "signature": from_base64("signature", wire.signature),
+        }
+        manifest = cls(**values)
         if manifest.to_bytes() != data:
             raise ManifestError("the manifest is not in the form that this version writes")
         return manifest
@@ -254,66 +316,46 @@ def agreement(
         phases: (iteration, phase) of each snapshot, from the start of the checkpoint to its end.
     """
     start, end = phases[0][0], phases[-1][0]
-    values = [
-        job,
-        run,
-        run_id,
-        world_size,
-        start,
-        end,
-        epoch,
-        epoch_start,
-        [list(p) for p in phases],
-    ]
+    spans = [list(pair) for pair in phases]
+    values = [job, run, run_id, world_size, start, end, epoch, epoch_start, spans]
     return xxhash.xxh3_128_hexdigest(json.dumps(values, separators=(",", ":")).encode("ascii"))
 
 
-_Natural = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
-_Number = Annotated[int, Meta(ge=-1, le=_MAX_NUMBER)]
-_Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-_Key = Annotated[str, Meta(max_length=1024)]
-
-
-class _WireObject(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    key: _Key
-    size: _Natural
-    etag: _Text
-
-
+# The fields in the order of the format. The constructors above check the ranges.
 class _WireSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    iteration: _Natural
-    previous: _Number
-    sequence: _Natural
-    phase: _Natural
-    epoch: _Natural
-    epoch_start: _Number
-    filled_at_ns: _Natural
+    iteration: int
+    previous: int
+    sequence: int
+    phase: int
+    epoch: int
+    epoch_start: int
+    filled_at_ns: int
     header_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-    image_len: _Natural
+    image_len: int
     layout_id: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-    num_operators: _Natural
+    num_operators: int
     anchors: str
-    objects: list[_WireObject]
-    extents: list[tuple[_Natural, _Natural, _Natural, _Natural]]
+    objects: tuple[StoredObject, ...]
+    extents: tuple[Extent, ...]
     image_digest: Annotated[str, Meta(pattern=f"^({STRONG_DIGEST})?$")] = ""
 
 
 class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Annotated[str, Meta(pattern=f"^({'|'.join(_FORMATS.values())})$")]
-    job: _Text
-    run: _Text
-    run_id: _Text
-    rank: _Natural
-    world_size: _Natural
-    start: _Natural
-    end: _Natural
-    window: _Natural
-    every: _Natural
-    written_at_ns: _Natural
-    slot_bytes: _Natural
-    num_slots: _Natural
+    job: str
+    run: str
+    run_id: str
+    rank: int
+    world_size: int
+    start: int
+    end: int
+    window: int
+    every: int
+    written_at_ns: int
+    slot_bytes: int
+    num_slots: int
     descriptor: str
-    tool: _Text
+    tool: str
     snapshots: list[_WireSnapshot]
     digest: str
     signer: Annotated[str, Meta(pattern=f"^({SIGNER})?$")] = ""
@@ -321,28 +363,21 @@ class _WireManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _manifest_decoder = msgspec.json.Decoder(_WireManifest)
+_FIELDS = _WireManifest.__struct_fields__
+_MANIFEST_FIELDS = _FIELDS[_FIELDS.index("job") : _FIELDS.index("digest")]
 
 
 def _snapshot_fields(snapshot: StoredSnapshot, version: int) -> dict[str, object]:
-    bitmap = snapshot.anchors.to_bytes((snapshot.num_operators + 7) // 8, "little")
-    fields: dict[str, object] = {
-        "iteration": snapshot.iteration,
-        "previous": snapshot.previous,
-        "sequence": snapshot.sequence,
-        "phase": snapshot.phase,
-        "epoch": snapshot.epoch,
-        "epoch_start": snapshot.epoch_start,
-        "filled_at_ns": snapshot.filled_at_ns,
+    fields: dict[str, object] = {name: getattr(snapshot, name) for name in _WireSnapshot.__struct_fields__}
+    fields |= {
         "header_digest": snapshot.header_digest.hex(),
-        "image_len": snapshot.image_len,
         "layout_id": f"{snapshot.layout_id:016x}",
-        "num_operators": snapshot.num_operators,
-        "anchors": base64.b64encode(bitmap).decode("ascii"),
+        "anchors": base64.b64encode(snapshot.anchor_bitmap).decode("ascii"),
         "objects": [list(stored) for stored in snapshot.objects],
         "extents": [list(extent) for extent in snapshot.extents],
     }
-    if version > 1:
-        fields["image_digest"] = snapshot.image_digest
+    if version == 1:
+        del fields["image_digest"]
     return fields
 
 
@@ -350,23 +385,12 @@ def _snapshot(fields: _WireSnapshot) -> StoredSnapshot:
     bitmap = from_base64("anchors", fields.anchors)
     if len(bitmap) != (fields.num_operators + 7) // 8:
         raise ManifestError(f"{len(bitmap)} bytes of anchors do not fit {fields.num_operators} operators")
-    return StoredSnapshot(
-        fields.iteration,
-        fields.previous,
-        fields.sequence,
-        fields.phase,
-        fields.epoch,
-        fields.epoch_start,
-        fields.filled_at_ns,
-        bytes.fromhex(fields.header_digest),
-        fields.image_len,
-        int(fields.layout_id, 16),
-        fields.num_operators,
-        int.from_bytes(bitmap, "little"),
-        tuple([StoredObject(stored.key, stored.size, stored.etag) for stored in fields.objects]),
-        tuple([Extent(*extent) for extent in fields.extents]),
-        fields.image_digest,
-    )
+    values = msgspec.structs.asdict(fields) | {
+        "header_digest": bytes.fromhex(fields.header_digest),
+        "layout_id": int(fields.layout_id, 16),
+        "anchors": int.from_bytes(bitmap, "little"),
+    }
+    return StoredSnapshot(**values)
 
 
 def _check_chain(snapshots: Sequence[StoredSnapshot]) -> None:

@@ -63,7 +63,7 @@ _INCARNATION_RUN = re.compile(rf"({_LABEL})\.w([0-9]{{1,12}})")
 
 
 class CheckpointId(NamedTuple):
-    """The identity of a checkpoint in a run: the state at the top of iteration ``end`` of one history."""
+    """A checkpoint of a run: the state at the top of iteration ``end`` of one history."""
 
     end: int
     epoch: int
@@ -71,19 +71,15 @@ class CheckpointId(NamedTuple):
     agreement: str
 
     def __str__(self) -> str:
-        """The identity as text."""
         return f"iteration {self.end} (epoch {self.epoch}, agreement {self.agreement[:8]})"
 
 
 class RunName(NamedTuple):
-    """The identity of a run."""
-
     job: str
     run: str
 
     @property
     def key(self) -> str:
-        """The key."""
         return f"{run_prefix(self.job, self.run)}run.json"
 
 
@@ -184,10 +180,42 @@ def parse(key: str) -> StoredName | None:
     if key.endswith(".safetensors"):
         return _object(key)
     if key.endswith("/run.json"):
-        return _run(key)
+        found = _RUN.fullmatch(key)
+        return None if found is None else RunName(found[1], found[2])
     if key.endswith(".json"):
         return _manifest(key)
-    return _pin(key) or _incarnation(key)
+    found = _INCARNATION.fullmatch(key)
+    return _pin(key) if found is None else IncarnationName(found[1], found[2], int(found[3]))
+
+
+def _object(key: str) -> ObjectName | None:
+    found = _OBJECT.fullmatch(key)
+    if found is None:
+        return None
+    job, run, iteration, rank, epoch, sequence, tag = found.groups()
+    name = ObjectName(job, run, int(iteration), int(rank), int(epoch), int(sequence), tag)
+    fits = name.rank < MAX_RANKS and name.epoch <= MAX_EPOCH and name.sequence <= MAX_SEQUENCE
+    return name if fits else None
+
+
+def _manifest(key: str) -> ManifestName | None:
+    found = _MANIFEST.fullmatch(key)
+    if found is None:
+        return None
+    job, run, end, epoch, epoch_start, agreement, rank, world_size = found.groups()
+    checkpoint = _checkpoint(end, epoch, epoch_start, agreement)
+    if checkpoint is None or rank >= world_size:  # of equal width
+        return None
+    return ManifestName(job, run, checkpoint, int(rank), int(world_size))
+
+
+def _pin(key: str) -> PinName | None:
+    found = _PIN.fullmatch(key)
+    if found is None:
+        return None
+    job, run, end, epoch, agreement = found.groups()
+    name = PinName(job, run, int(end), int(epoch), agreement)
+    return name if name.epoch <= MAX_EPOCH else None
 
 
 def run_prefix(job: str, run: str) -> str:
@@ -214,11 +242,7 @@ def incarnation_of_run(name: str) -> tuple[str, int] | None:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return ``name`` if it is valid for a job or a run.
-
-    Raises:
-        ValueError: ``name`` is not valid.
-    """
+    """Return ``name`` if it is valid for a job or a run; raises ValueError otherwise."""
     if _NAME.fullmatch(name) is None or name in (".", "..") or name.startswith(RESERVED):
         raise ValueError(
             f"{what} {name[:80]!r} must be 1 to 64 letters, digits, '.', '_' or '-', "
@@ -227,50 +251,10 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def _object(key: str) -> ObjectName | None:
-    found = _OBJECT.fullmatch(key)
-    if found is None:
-        return None
-    job, run, iteration, rank, epoch, sequence, tag = found.groups()
-    name = ObjectName(job, run, int(iteration), int(rank), int(epoch), int(sequence), tag)
-    fits = name.rank < MAX_RANKS and name.epoch <= MAX_EPOCH and name.sequence <= MAX_SEQUENCE
-    return name if fits else None
-
-
-def _manifest(key: str) -> ManifestName | None:
-    found = _MANIFEST.fullmatch(key)
-    if found is None:
-        return None
-    job, run, end, epoch, epoch_start, agreement, rank, world_size = found.groups()
-    checkpoint = _checkpoint(end, epoch, epoch_start, agreement)
-    if checkpoint is None or rank >= world_size:  # of equal width
-        return None
-    return ManifestName(job, run, checkpoint, int(rank), int(world_size))
-
-
 @lru_cache(maxsize=256)  # a folder has thousands of manifests
 def _checkpoint(end: str, epoch: str, epoch_start: str, agreement: str) -> CheckpointId | None:
     name = CheckpointId(int(end), int(epoch), int(epoch_start), agreement)
     return name if name.epoch <= MAX_EPOCH and name.epoch_start <= MAX_ITERATION else None
-
-
-def _pin(key: str) -> PinName | None:
-    found = _PIN.fullmatch(key)
-    if found is None:
-        return None
-    job, run, end, epoch, agreement = found.groups()
-    name = PinName(job, run, int(end), int(epoch), agreement)
-    return name if name.epoch <= MAX_EPOCH else None
-
-
-def _run(key: str) -> RunName | None:
-    found = _RUN.fullmatch(key)
-    return None if found is None else RunName(found[1], found[2])
-
-
-def _incarnation(key: str) -> IncarnationName | None:
-    found = _INCARNATION.fullmatch(key)
-    return None if found is None else IncarnationName(found[1], found[2], int(found[3]))
 
 
 def _check_range(what: str, value: int, most: int, *, least: int = 0) -> None:

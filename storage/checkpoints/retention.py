@@ -15,6 +15,14 @@ Invariants, for every policy and after any interrupted plan:
   object is deleted.
 
 All times come from the store's listing; no other clock is compared with them.
+
+Incarnations (`plan_incarnations`): an incarnation is one life of an elastic job; in the store it is a run
+of its own, marked by an `IncarnationName`. The newest incarnation with a committed checkpoint is the
+history of the job. Once that checkpoint is verified and has settled, earlier incarnations are not needed
+any more, whatever iterations they reached. Checkpoints that retention keeps for other reasons (pins,
+``keep_every``, age) stay, and ``keep_last`` counts over all incarnations: while the newest one has fewer,
+the newest whole checkpoints of the one before stay as a fallback. A node that does not know yet that an
+incarnation is over may still write into it; therefore objects are deleted only after the grace time.
 """
 
 from __future__ import annotations
@@ -30,16 +38,25 @@ from ckptd.storage.checkpoints.catalog import (
     StoredCheckpoint,
 )
 from ckptd.storage.checkpoints.manifest import RankManifest
-from ckptd.storage.checkpoints.names import CheckpointId
+from ckptd.storage.checkpoints.names import (
+    CheckpointId,
+    IncarnationName,
+    RunName,
+    incarnation_of_run,
+)
 
 __all__ = [
     "CheckpointChoice",
     "Deletion",
+    "IncarnationRemoval",
     "References",
     "RetentionPlan",
     "RetentionPolicy",
+    "StoredIncarnation",
     "choose_checkpoints",
+    "plan_incarnations",
     "plan_retention",
+    "replacing_incarnation",
     "run_of",
     "wanted_by",
 ]
@@ -123,7 +140,7 @@ def choose_checkpoints(
     """Choose the checkpoints of one run to delete, from the listing alone.
 
     Args:
-        catalog: if several runs have used the names, the catalog of one of them (`Catalog.only`).
+        catalog: if several runs have used the names, that of one of them (`Catalog.only`).
         verified: the checkpoints that were verified as whole.
         now_ns: the time of the store's clock.
     """
@@ -135,16 +152,14 @@ def choose_checkpoints(
     doomed: dict[CheckpointId, str] = {}
     for checkpoint in catalog.checkpoints:
         if checkpoint.pinned:
-            kept[checkpoint.id] = "pinned"
+            goes, reason = False, "pinned"
         elif checkpoint.state is CheckpointState.COMMITTED:
             goes, reason = _committed(checkpoint, anchor, wanted)
-            (doomed if goes else kept)[checkpoint.id] = reason
         elif checkpoint.state is CheckpointState.STALE:
             goes, reason = _stale(checkpoint, anchor, policy.grace_ns, now_ns)
-            (doomed if goes else kept)[checkpoint.id] = reason
         else:
             goes, reason = _incomplete(checkpoint, settled, policy.grace_ns, now_ns)
-            (doomed if goes else kept)[checkpoint.id] = reason
+        (doomed if goes else kept)[checkpoint.id] = reason
     return CheckpointChoice(kept, doomed)
 
 
@@ -166,35 +181,37 @@ def plan_retention(
         now_ns: the time of the store's clock.
     """
     runs, unknown = _by_run(catalog, references)
-    choices = [choose_checkpoints(r, policy, verified=verified, now_ns=now_ns) for r in runs]
-    choice = _merged(choices, unknown)
+    kept = dict.fromkeys(unknown, "its run is not known")
+    doomed: dict[CheckpointId, str] = {}
+    for each in runs:
+        choice = choose_checkpoints(each, policy, verified=verified, now_ns=now_ns)
+        kept |= choice.kept
+        doomed |= choice.doomed
     manifests = [
-        Deletion(info.key, info.size, choice.doomed[checkpoint.id])
+        Deletion(info.key, info.size, doomed[checkpoint.id])
         for checkpoint in reversed(catalog.checkpoints)
-        if checkpoint.id in choice.doomed
+        if checkpoint.id in doomed
         for _, info in sorted(checkpoint.manifests.items())
     ]
-    staying = [c for c in catalog.checkpoints if c.id in choice.kept]
+    staying = [c for c in catalog.checkpoints if c.id in kept]
     unread = [info.key for c in staying for info in c.manifests.values() if info.key not in references]
     if unread:
         note = (
             f"no object is deleted: {len(unread)} manifests could not be read "
             f"({', '.join(sorted(unread)[:3])})"
         )
-        return RetentionPlan(tuple(manifests), (), choice.kept, (note,))
+        return RetentionPlan(tuple(manifests), (), kept, (note,))
     used: set[str] = set()
     for checkpoint in staying:
         for info in checkpoint.manifests.values():
             used |= references[info.key].objects
     live = max(runs, key=_committed_ns)
     objects = _orphans(live, used, _begin(live, references), policy.grace_ns, now_ns)
-    return RetentionPlan(tuple(manifests), tuple(objects), choice.kept, ())
+    return RetentionPlan(tuple(manifests), tuple(objects), kept, ())
 
 
 def run_of(catalog: Catalog, checkpoint: CheckpointId, references: Mapping[str, References]) -> Catalog:
-    """The catalog with only the checkpoints of the same run as this one; with all checkpoints if its
-    run is not known.
-    """
+    """The catalog with only the checkpoints of this one's run; with all of them if its run is not known."""
     runs, unknown = _by_run(catalog, references)
     if checkpoint in unknown:
         return catalog
@@ -221,15 +238,6 @@ def _by_run(
     return [catalog.only(ids) for ids in found.values()], unknown
 
 
-def _merged(choices: Iterable[CheckpointChoice], unknown: Iterable[CheckpointId]) -> CheckpointChoice:
-    kept = dict.fromkeys(unknown, "its run is not known")
-    doomed: dict[CheckpointId, str] = {}
-    for choice in choices:
-        kept |= choice.kept
-        doomed |= choice.doomed
-    return CheckpointChoice(kept, doomed)
-
-
 def _committed_ns(run: Catalog) -> int:
     """The time of a run's newest committed checkpoint; the running job has the latest."""
     return -1 if run.newest is None else run.newest.modified_ns
@@ -238,12 +246,7 @@ def _committed_ns(run: Catalog) -> int:
 def wanted_by(
     policy: RetentionPolicy, committed: Iterable[StoredCheckpoint], now_ns: int, *, last: int
 ) -> dict[CheckpointId, str]:
-    """The committed checkpoints that the policy names.
-
-    Args:
-        committed: newest first.
-        last: number of newest checkpoints to keep.
-    """
+    """The checkpoints that the policy names, of ``committed`` (newest first); ``last`` of the newest."""
     wanted: dict[CheckpointId, str] = {}
     firsts: dict[int, CheckpointId] = {}
     for number, checkpoint in enumerate(committed):
@@ -279,10 +282,7 @@ def _stale(
 ) -> tuple[bool, str]:
     """The other history must have been in the store for some time, so that all writers have seen it."""
     if anchor is None or anchor.id.epoch <= checkpoint.id.epoch:
-        return (
-            False,
-            f"stale ({checkpoint.reason}), but no checkpoint of a later history is verified",
-        )
+        return False, f"stale ({checkpoint.reason}), but no checkpoint of a later history is verified"
     since = checkpoint.stale_since_ns
     if since is None or now_ns - max(since, checkpoint.modified_ns) < grace_ns:
         return False, f"stale ({checkpoint.reason}), within the grace time"
@@ -304,9 +304,7 @@ def _incomplete(
 
 
 def _begin(catalog: Catalog, references: Mapping[str, References]) -> tuple[int, int]:
-    """Epoch and start of the newest committed checkpoint: no history up to this epoch needs older
-    objects.
-
+    """Epoch and start of the newest committed checkpoint: no history up to this epoch needs older objects.
     A later history without a checkpoint may have begun before it.
     """
     newest = catalog.newest
@@ -340,3 +338,118 @@ def _useless(
     if left is not None and left.since_ns is not None and now_ns - left.since_ns >= grace_ns:
         return f"no manifest refers to it, and a later history began at {left.start}"
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredIncarnation:
+    """One incarnation as the store shows it.
+
+    Args:
+        verified: the checkpoints whose objects are all listed and not known to be damaged.
+        references: the references of its manifests by key; a missing manifest could not be read.
+    """
+
+    catalog: Catalog
+    verified: Collection[CheckpointId]
+    references: Mapping[str, References]
+
+    @property
+    def name(self) -> IncarnationName:
+        """The name of its mark in the store."""
+        found = incarnation_of_run(self.catalog.run)
+        assert found is not None, "the run has the name of an incarnation"
+        return IncarnationName(self.catalog.job, *found)
+
+
+@dataclass(frozen=True, slots=True)
+class IncarnationRemoval:
+    """The deletions in incarnation ``number``: ``manifests``, then ``objects``, and its ``names`` at the
+    end if nothing else is left. ``kept`` are the checkpoints that stay, with the reason.
+    """
+
+    number: int
+    manifests: tuple[Deletion, ...]
+    objects: tuple[Deletion, ...]
+    names: tuple[Deletion, ...]
+    kept: Mapping[CheckpointId, str]
+
+
+def replacing_incarnation(
+    incarnations: Mapping[int, StoredIncarnation], policy: RetentionPolicy, *, now_ns: int
+) -> int | None:
+    """The number of the latest incarnation with a verified and settled checkpoint; None if there is none."""
+    return max((n for n, each in incarnations.items() if _replaces(each, policy, now_ns)), default=None)
+
+
+def plan_incarnations(
+    newest: StoredIncarnation,
+    earlier: Mapping[int, StoredIncarnation],
+    policy: RetentionPolicy,
+    *,
+    now_ns: int,
+) -> list[IncarnationRemoval]:
+    """Plan the deletions in earlier incarnations (by number), once the newest one replaces them."""
+    if not _replaces(newest, policy, now_ns):
+        return []
+    left = policy.keep_last - len(newest.catalog.committed)
+    plans = []
+    for _, incarnation in sorted(earlier.items(), reverse=True):
+        whole = [c for c in incarnation.catalog.committed if c.id in incarnation.verified]
+        wanted = wanted_by(policy, whole, now_ns, last=max(0, left))
+        left -= len(whole)
+        plans.append(_plan(incarnation, wanted, newest.name.number, policy.grace_ns, now_ns))
+    return plans
+
+
+def _replaces(incarnation: StoredIncarnation, policy: RetentionPolicy, now_ns: int) -> bool:
+    settled = [c for c in incarnation.catalog.committed if now_ns - c.modified_ns >= policy.settle_ns]
+    return any(c.id in incarnation.verified for c in settled)
+
+
+def _why_it_stays(
+    checkpoint: StoredCheckpoint, wanted: Mapping[CheckpointId, str], grace_ns: int, now_ns: int
+) -> str:
+    """The reason why a checkpoint stays; "" if it is deleted."""
+    if checkpoint.pinned:
+        return "pinned"
+    unfinished = checkpoint.state is CheckpointState.INCOMPLETE
+    if unfinished and now_ns - checkpoint.modified_ns < grace_ns:
+        return "incomplete, within the grace time"
+    return wanted.get(checkpoint.id, "")
+
+
+def _plan(
+    incarnation: StoredIncarnation,
+    wanted: Mapping[CheckpointId, str],
+    by: int,
+    grace_ns: int,
+    now_ns: int,
+) -> IncarnationRemoval:
+    catalog, why = incarnation.catalog, f"incarnation {by} replaced it"
+    reasons = {c.id: _why_it_stays(c, wanted, grace_ns, now_ns) for c in catalog.checkpoints}
+    kept = [c for c in catalog.checkpoints if reasons[c.id]]
+    manifests = [
+        Deletion(info.key, info.size, why)
+        for c in catalog.checkpoints
+        if not reasons[c.id]
+        for _, info in sorted(c.manifests.items())
+    ]
+    keys = [info.key for c in kept for info in c.manifests.values()]
+    listed = [found.info for each in catalog.objects.values() for found in each]
+    objects: list[Deletion] = []
+    if all(key in incarnation.references for key in keys):
+        used = frozenset[str]().union(*(incarnation.references[key].objects for key in keys))
+        objects = [
+            Deletion(info.key, info.size, why)
+            for info in listed
+            if info.key not in used and now_ns - info.modified_ns >= grace_ns
+        ]
+    names: list[Deletion] = []
+    if not (kept or catalog.pins or catalog.foreign) and len(objects) == len(listed):
+        run = RunName(catalog.job, catalog.run).key
+        sizes = {} if catalog.identity is None else {run: catalog.identity.size}
+        names = [Deletion(key, sizes.get(key, 0), why) for key in (run, incarnation.name.key)]
+    stays = {checkpoint.id: reasons[checkpoint.id] for checkpoint in kept}
+    return IncarnationRemoval(
+        incarnation.name.number, tuple(manifests), tuple(sorted(objects)), tuple(names), stays
+    )

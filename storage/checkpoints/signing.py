@@ -41,11 +41,7 @@ class ManifestSigner:
 
     @classmethod
     def load(cls, folder: Path) -> ManifestSigner:
-        """Load the key that `create_signer` made.
-
-        Raises:
-            SigningError: the key is missing or damaged, or other users can read it.
-        """
+        """Load the key of this node; SigningError if it is missing or damaged, or others can read it."""
         path = Path(folder) / "sign.key"
         try:
             mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
@@ -64,7 +60,6 @@ class ManifestSigner:
         return cls(secret, secret.public_key().public_bytes_raw().hex())
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes."""
         return self._secret.sign(data)
 
 
@@ -97,11 +92,7 @@ class Signers:
 
     @classmethod
     def found(cls, folder: Path) -> Signers | None:
-        """Like `load`, but None if there is no signer.
-
-        Raises:
-            SigningError: a file contains no key.
-        """
+        """Like `load`, but None if there is no signer."""
         folder = Path(folder)
         some = any((folder / "signers").glob("[!.]*.pub")) or (folder / "sign.pub").exists()
         return cls.load(folder) if some else None
@@ -120,7 +111,7 @@ class Signers:
 
 
 def create_signer(folder: Path) -> str:
-    """Create this node's key, and its folder (mode 0700) if missing. Returns the public key.
+    """Create this node's key, and its folder (mode 0700) if missing; returns the public key.
 
     Raises:
         SigningError: a key exists already (it is never overwritten), or it cannot be written.
@@ -135,11 +126,7 @@ def create_signer(folder: Path) -> str:
 
 
 def trust_signer(folder: Path, name: str, public: str) -> None:
-    """Trust the node ``name`` with this key; replaces its previous key.
-
-    Raises:
-        SigningError: the name or key is malformed, or the file cannot be written.
-    """
+    """Trust the node ``name`` with this key, which replaces its previous one; may raise SigningError."""
     if not _NAME.match(name):
         raise SigningError(f"{name!r} is not a valid name: use 1 to 64 letters, digits, '.', '_', '-'")
     if not _KEY.fullmatch(public):

@@ -1,8 +1,8 @@
-"""A folder as a store: plain files, written aside, synced, and then given their names.
+"""A folder as a store: files that are written under a temporary name, synced, and then renamed.
 
-A file that is being written is called ``.ckptd-<random>`` and lies in the folder of its object. A
-put ends with the file and its name on disk (fsync of both), and creating is exclusive: a hard link
-never replaces.
+A file that is being written is called ``.ckptd-<random>`` and lies in the folder of its object. A put ends
+when the file and its name are on disk (fsync of both). A create is exclusive, because a hard link never
+replaces a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from ckptd.private_files import sync_folder
-from ckptd.storage.stores.cutting import RangeRequest, cut
 from ckptd.storage.stores.objects import (
     RESERVED,
     ContainerMissing,
@@ -29,12 +28,10 @@ from ckptd.storage.stores.objects import (
     ObjectMissing,
     StoreError,
     StoreRefused,
-    TooLarge,
     Unavailable,
     is_reserved,
 )
-from ckptd.storage.stores.store_base import StoreBase, run_all
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import RangeRequest, StoreBase, StoreOptions, check_limit, cut, run_all
 
 __all__ = ["LocalStore"]
 
@@ -43,23 +40,22 @@ _FOLDER_TRIES = 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-_THREADS_FROM = 32 << 20  # below this one thread reads as fast
-# What is stored is not read again here: left in the page cache it would push out the training data,
-# and each new page costs more than the copy into it (2.7 against 0.4 CPU seconds per GiB in a
-# virtual machine that returns free memory to its host).
+_THREADS_FROM = 32 << 20  # one thread reads less than this as fast
+# Stored bytes are not read again on this node: in the page cache they would evict the training data, and each
+# new page costs more than the copy into it (2.7 against 0.4 CPU seconds per GiB in a virtual machine that
+# returns free memory to its host).
 _UNCACHE_BYTES = 32 << 20
 
 
 class LocalStore(StoreBase):
-    """Objects are files below a folder, which is made when the store is opened and never again."""
+    """Objects are files below a folder, which is created when the store is opened and never again.
+
+    Raises:
+        ValueError: the path is not absolute.
+        StoreError: the folder does not exist and cannot be created.
+    """
 
     def __init__(self, folder: str, options: StoreOptions) -> None:
-        """Open the folder.
-
-        Raises:
-            ValueError: the path is not absolute.
-            StoreError: it is not there and cannot be made.
-        """
         if not folder.startswith("/"):
             raise ValueError(f"{folder!r} is not an absolute path")
         self._base = os.path.normpath(folder)
@@ -70,13 +66,11 @@ class LocalStore(StoreBase):
             multipart=False,
             conditional=True,
         )
-        self._concurrency = options.concurrency
         self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="ckptd-local")
         with self._mapped(""):
             Path(self._base).mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def _put(self, key: str, views: Sequence[memoryview], size: int, *, if_absent: bool) -> None:
@@ -95,15 +89,14 @@ class LocalStore(StoreBase):
                 else:
                     os.rename(aside, path)
             finally:
-                with contextlib.suppress(FileNotFoundError):  # it has its name by now
+                with contextlib.suppress(FileNotFoundError):  # it was renamed
                     os.unlink(aside)
             sync_folder(folder)
 
     def _read(self, key: str, limit: int) -> bytes:
         with self._mapped(key), _opened(self._path(key)) as file:
             size = os.fstat(file).st_size
-            if size > limit:
-                raise TooLarge(key, f"has {size} bytes, of which {limit} are allowed")
+            check_limit(key, size, limit)
             data = bytearray(size)
             _fill(key, file, 0, [memoryview(data)])
             return bytes(data)
@@ -148,7 +141,7 @@ class LocalStore(StoreBase):
                 self._drop_empty_folders(key)
 
     def _abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Remove what dead writers left: a living one writes, and that is seen in the file's time."""
+        """Remove the files of dead writers; a living writer updates the time of its file."""
         aborted = 0
         with self._mapped(prefix):
             now_s = self._clock_s()
@@ -159,24 +152,22 @@ class LocalStore(StoreBase):
                         aborted += 1
         return aborted
 
-    # --- files and folders ---
-
     def _clock_s(self) -> float:
-        """The time by the clock that dates files: the folder may be another machine's."""
+        """The time by the clock that dates the files; the folder may belong to another machine."""
         path = os.path.join(self._base, f"{RESERVED}{secrets.token_hex(8)}")
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             return os.fstat(fd).st_mtime
         finally:
             os.close(fd)
-            with contextlib.suppress(FileNotFoundError):  # somebody else was tidying up
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
                 os.unlink(path)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._base, key)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """The files below a folder, with their paths from the base."""
+        """The files below a folder, with their paths relative to the base."""
         self._check_base(prefix)
         waiting = [prefix.removesuffix("/")]
         while waiting:
@@ -195,7 +186,7 @@ class LocalStore(StoreBase):
         try:
             with os.scandir(os.path.join(self._base, folder)) as entries:
                 return [*entries]
-        except (FileNotFoundError, NotADirectoryError):  # gone meanwhile, or never there
+        except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or never created
             return []
 
     def _check_base(self, key: str) -> None:
@@ -203,15 +194,15 @@ class LocalStore(StoreBase):
             raise ContainerMissing(key, f"the folder {self._base} is not there")
 
     def _create(self, folder: str, aside: str) -> int:
-        """The file to write into, in its folder."""
+        """Create the temporary file, and its folder."""
         for _ in range(_FOLDER_TRIES):
-            with contextlib.suppress(FileNotFoundError):  # the folder was empty, and was dropped
+            with contextlib.suppress(FileNotFoundError):  # another process removed the empty folder
                 self._make_folders(folder)
                 return os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         raise OSError(errno.EAGAIN, "the folder is removed again and again")
 
     def _make_folders(self, folder: str) -> None:
-        """Make what is missing below the base, not the base: it may be a mount that went away."""
+        """Create the missing folders below the base; the base itself may be a mount that disappeared."""
         self._check_base("")
         missing: list[str] = []
         while folder != self._base and not os.path.isdir(folder):
@@ -223,18 +214,17 @@ class LocalStore(StoreBase):
             sync_folder(os.path.dirname(each))
 
     def _drop_empty_folders(self, key: str) -> None:
-        """Folders are there for their objects."""
+        """Remove the folders of a deleted object that are empty now."""
         folder = os.path.dirname(self._path(key))
         while folder != self._base:
             try:
                 os.rmdir(folder)
             except OSError:
-                return  # not empty, or somebody was quicker
+                return  # not empty, or another process removed it
             folder = os.path.dirname(folder)
 
     @contextlib.contextmanager
     def _mapped(self, key: str) -> Iterator[None]:
-        """What the file system says, in the words of the seam."""
         try:
             yield
         except StoreError:
@@ -274,7 +264,7 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def _write(file: int, views: Sequence[memoryview]) -> None:
-    """Write the file, see it on disk, and leave nothing of it in the page cache."""
+    """Write and sync the file, and drop it from the page cache."""
     offset = 0
     for group in cut(views, _UNCACHE_BYTES):
         left = group
@@ -282,14 +272,13 @@ def _write(file: int, views: Sequence[memoryview]) -> None:
             written = os.pwritev(file, left[:_MAX_VECTORS], offset)
             offset += written
             left = _behind(left, written)
-        # Begins to write what is not on disk yet, and drops what is.
+        # Starts the writeback of dirty pages, and drops the clean ones.
         os.posix_fadvise(file, 0, offset, os.POSIX_FADV_DONTNEED)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _fill(key: str, file: int, offset: int, views: list[memoryview]) -> None:
-    """Read until the buffers are full."""
     left = views
     while left:
         got = os.preadv(file, left[:_MAX_VECTORS], offset)
@@ -302,7 +291,7 @@ def _fill(key: str, file: int, offset: int, views: list[memoryview]) -> None:
 
 
 def _behind(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of the buffers after their first ``done`` bytes."""
+    """The buffers without their first ``done`` bytes."""
     count = 0
     while count < len(views) and done >= len(views[count]):
         done -= len(views[count])

@@ -1,27 +1,27 @@
-"""The seam to object storage: what every store offers, what it tells, how it fails.
+"""The interface to object storage: what every store offers, and the errors that it raises.
 
-A store is synchronous and may be called from several threads at once; its calls let other threads run while
-they wait. Keys are relative to the URL that the store was opened with. When a call has returned or raised,
-nobody touches the buffers any more that it was given.
+A store is synchronous and may be called from several threads at once; its calls release the GIL while they
+wait. Keys are relative to the URL of the store. Once a call has returned or raised, the store does not touch
+the caller's buffers any more.
 
-Names that begin with ``.ckptd-`` are the stores' own (files that are being written, probes): no key may
+Names that begin with ``.ckptd-`` are reserved for the stores (files being written, probes): no key may
 contain one, and no listing shows one.
 
-The errors::
+The errors; the retriable ones are worth another attempt::
 
     StoreError                   .key, .retriable
     ├── ObjectMissing
-    ├── ObjectExists             (of a put that must not replace)
-    ├── ContainerMissing         the bucket, or the base folder, is not there
-    ├── Refused                  credentials, permissions, or a key that the store cannot hold
-    ├── NoSpace
-    ├── Damaged                  what is stored is not what it should be: too short, of another size
-    ├── TooLarge                 more than the caller's limit
+    ├── ObjectExists             of a put that must not replace
+    ├── ContainerMissing         the bucket or base folder does not exist
+    ├── StoreRefused             credentials, permissions, or a key that the store cannot hold
+    ├── NoSpace                  the store is full, or a quota is
+    ├── Damaged                  the stored object is too short, or has another size
+    ├── TooLarge                 the object is larger than the caller's limit
     ├── NotInstalled             a Python package is missing
-    ├── Cancelled                between attempts, by whoever asked
-    ├── Throttled                retriable: the store asks for patience
-    ├── Unavailable              retriable: connection, timeout, 5xx, and whatever nobody knows
-    └── CircuitOpen              retriable: the store failed so often that it is left in peace for a while
+    ├── Cancelled                the caller cancelled between two attempts
+    ├── Throttled                retriable: the store asks for fewer requests
+    ├── Unavailable              retriable: connection, timeout, 5xx, and every unknown error
+    └── CircuitOpen              retriable: not tried, because the store failed too often just now
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 __all__ = [
-    "MAX_KEY_BYTES",
     "RESERVED",
     "Cancelled",
     "CircuitOpen",
@@ -56,16 +55,16 @@ __all__ = [
     "is_reserved",
 ]
 
-MAX_KEY_BYTES = 800  # S3 allows 1024, and the URL's own path comes in front
+MAX_KEY_BYTES = 800  # S3 allows 1024, including the path of the URL
 MAX_NAME_BYTES = 200  # file systems allow 255
 RESERVED = ".ckptd-"
 
-# Printable ASCII; a backslash is a separator to some stores. Tried with each of them.
+# Printable ASCII without the backslash, which some stores treat as a separator. Tested with each store.
 _NAME = re.compile(r"[ -\[\]-~]+")
 
 
 class StoreError(RuntimeError):
-    """What a store could not do, and with which key (or prefix)."""
+    """A store cannot do what it was asked to do with ``key`` (a key or prefix); see the module."""
 
     retriable: ClassVar[bool] = False
 
@@ -75,153 +74,134 @@ class StoreError(RuntimeError):
         self.detail = detail
 
     def __str__(self) -> str:
-        """The key and what is wrong with it."""
         return f"{self.key or 'the store'}: {self.detail}"
 
 
-class ObjectMissing(StoreError):
-    """There is no such object."""
+class ObjectMissing(StoreError): ...
 
 
-class ObjectExists(StoreError):
-    """There is such an object, and it must not be replaced."""
+class ObjectExists(StoreError): ...
 
 
-class ContainerMissing(StoreError):
-    """The bucket, or the base folder, is not there (any more)."""
+class ContainerMissing(StoreError): ...
 
 
-class StoreRefused(StoreError):
-    """The store understood, and said no: credentials, permissions, an impossible key."""
+class StoreRefused(StoreError): ...
 
 
-class NoSpace(StoreError):
-    """The store is full, or a quota is."""
+class NoSpace(StoreError): ...
 
 
-class Damaged(StoreError):
-    """What is stored is not what it should be."""
+class Damaged(StoreError): ...
 
 
-class TooLarge(StoreError):
-    """The object is larger than the caller allowed."""
+class TooLarge(StoreError): ...
 
 
-class NotInstalled(StoreError):
-    """The Python package that speaks to this store is missing."""
+class NotInstalled(StoreError): ...
 
 
-class Cancelled(StoreError):
-    """Given up between two attempts, because somebody asked for it."""
+class Cancelled(StoreError): ...
 
 
 class Throttled(StoreError):
-    """The store asks for fewer requests."""
-
     retriable = True
 
 
 class Unavailable(StoreError):
-    """The store was not reached, did not answer in time, or failed."""
-
     retriable = True
 
 
 class CircuitOpen(StoreError):
-    """Not tried: the store failed too often just now."""
-
     retriable = True
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a store says of one object."""
+    """One object, as its store describes it."""
 
     key: str
     size: int
     modified_ns: int
-    """Since the epoch, by the store's clock; many stores know seconds only."""
+    """Unix time by the store's clock; many stores have a resolution of seconds."""
     etag: str
-    """Empty where the store has none."""
+    """Empty if the store has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFacts:
-    """What a store is and can do."""
+    """The kind of a store and its capabilities."""
 
     backend: str
     url: str
     """Without user and password."""
     conditional_create: bool
-    """Of several writers with ``if_absent`` exactly one wins; tried out, not believed. (By obstore
-    that holds for objects that travel whole: one that is put in parts is looked for once more just
-    before the last of them.)
+    """Exactly one of several writers with ``if_absent`` wins; probed, not assumed.
+
+    With obstore this holds for objects that travel whole: a multipart upload only checks once more before it
+    completes.
     """
     multipart: bool
-    """Large objects travel in parts, several at a time, and a part that fails is repeated alone."""
+    """Large objects travel in parts, several at a time; a part that fails is repeated alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The bytes of an object from ``offset`` on, as many as fit ``into``."""
+    """The ``len(into)`` bytes of an object from ``offset`` on."""
 
     offset: int
     into: memoryview
 
 
 class ObjectStore(Protocol):
-    """A place for objects; see the module for what holds for all its calls."""
+    """A store of objects; the module docstring holds for all its calls."""
 
     @property
     def facts(self) -> StoreFacts:
-        """What the store is; the first call may ask the store, and raise `StoreError`."""
+        """The store's capabilities; the first call may send requests, and raise `StoreError`."""
 
     def put(self, key: str, parts: Sequence[memoryview], *, if_absent: bool = False) -> ObjectInfo:
-        """Store the parts, one after the other, as one object; others see all of it or nothing.
+        """Store the concatenated parts as one object, which becomes visible as a whole.
 
-        The returned info is the store's own, asked after the put.
-
+        Returns:
+            The store's own description, requested after the put.
         Raises:
-            ObjectExists: ``if_absent``, and there is one already.
-            Damaged: the store has another size than was put.
+            ObjectExists: ``if_absent``, and the object exists already.
+            Damaged: the stored object has another size.
         """
 
     def read(self, key: str, *, limit: int) -> bytes:
-        """A small object, whole.
+        """Read a small object as a whole.
 
         Raises:
             TooLarge: it has more than ``limit`` bytes.
         """
 
     def read_ranges(self, key: str, ranges: Sequence[Range]) -> None:
-        """Fill every buffer, several at a time.
+        """Fill every buffer, with several requests at a time.
 
         Raises:
-            Damaged: the object ends before a range does. What the buffers hold then is undefined.
+            Damaged: the object ends before a range does; the contents of the buffers are then undefined.
         """
 
     def info(self, key: str) -> ObjectInfo | None:
-        """What the store says of an object; None if there is none."""
+        """The description of an object; None if it does not exist."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Everything below a folder (``"a/b/"``, or ``""`` for all), at any depth, in any order."""
+        """All objects below a folder (``"a/b/"``, or ``""`` for all), at any depth, in any order."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that are not there are fine."""
+        """Delete objects; missing ones are not an error."""
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """End what dead writers left half-finished below ``prefix``; how many, or -1: cannot know."""
+        """Abort unfinished uploads of dead writers below ``prefix``; returns their number, -1 if unknown."""
 
     def close(self) -> None:
-        """Let go of connections and threads. Closing twice is fine."""
+        """Release connections and threads; may be called twice."""
 
 
 def check_key(key: str) -> str:
-    """The key, if every store can hold it.
-
-    Raises:
-        ValueError: it cannot be a key, and why.
-    """
+    """Return ``key`` if every store can hold it; raises ValueError with the reason otherwise."""
     if not key or len(key) > MAX_KEY_BYTES:
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} characters, not {len(key)}")
     for name in key.split("/"):
@@ -230,16 +210,12 @@ def check_key(key: str) -> str:
         if len(name) > MAX_NAME_BYTES:
             raise ValueError(f"a part of key {key[:40]!r}… has more than {MAX_NAME_BYTES} bytes")
         if name.startswith(RESERVED):
-            raise ValueError(f"key {key!r} has a part that begins with {RESERVED!r}: those are ours")
+            raise ValueError(f"key {key!r} has a part that begins with {RESERVED!r}, which is reserved")
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix, if it is a folder of keys.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Return ``prefix`` if it is "" or a folder of keys; raises ValueError otherwise."""
     if prefix:
         if not prefix.endswith("/"):
             raise ValueError(f"prefix {prefix!r} does not end with a slash: it is a folder")
@@ -248,5 +224,5 @@ def check_prefix(prefix: str) -> str:
 
 
 def is_reserved(key: str) -> bool:
-    """Whether a listed name is not an object of anybody's: a store's own, or a folder's marker."""
+    """Whether a listed name is no user's object: a reserved name, or the marker of a folder."""
     return key == "" or key.endswith("/") or key.startswith(RESERVED) or f"/{RESERVED}" in key

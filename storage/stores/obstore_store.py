@@ -1,9 +1,9 @@
-"""S3, Google and Azure by way of obstore (Rust): a fifth of the CPU of s3fs for the same upload.
+"""S3, Google and Azure through obstore (Rust), which needs a fifth of the CPU of s3fs for the same upload.
 
-Buffers are handed over without a copy. obstore cuts an object into parts, repeats a part that
-failed and aborts an upload that failed; it offers no condition on completing a multipart upload, so
-for large objects ``if_absent`` looks again just before the end. Nor can it list half-finished
-uploads: where s3fs is installed, that is asked for cleaning up.
+No buffer is copied. obstore cuts an object into parts, repeats a part that failed, and aborts an upload
+that failed. It offers no condition on the completion of a multipart upload, so for large objects
+``if_absent`` checks once more just before the completion. It cannot list unfinished uploads: if s3fs is
+installed, a store of that kind aborts them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ckptd.storage.stores.aws_credentials import aws_credentials
-from ckptd.storage.stores.cutting import Filler, RangeRequest, cut, part_size
+import obstore
+from obstore import exceptions
+from obstore.store import MemoryStore, from_url
+
 from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,
@@ -27,21 +30,30 @@ from ckptd.storage.stores.objects import (
     ObjectStore,
     StoreError,
     StoreRefused,
-    TooLarge,
     Unavailable,
 )
-from ckptd.storage.stores.s3_faults import s3_fault
-from ckptd.storage.stores.store_base import StoreBase, run_all
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import (
+    Filler,
+    RangeRequest,
+    StoreBase,
+    StoreOptions,
+    check_limit,
+    cut,
+    part_size,
+    run_all,
+    s3_fault,
+)
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore as RustStore
+    from obstore.store import S3Credential
 
 __all__ = ["ObstoreStore"]
 
 _PAGE = 1000
 _CHUNK_BYTES = 1 << 20
+_VALID = timedelta(minutes=5)  # obstore then asks botocore again, which refreshes expiring credentials
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 _BEYOND = re.compile(r"Invalid range|Range Not Satisfiable")
@@ -49,7 +61,13 @@ _NO_CREDENTIALS = re.compile(r"credential|169\.254\.169\.254|metadata endpoint",
 
 
 class ObstoreStore(StoreBase):
-    """Objects below the path of a URL that obstore speaks."""
+    """Objects below the path of a URL that obstore supports; the first call connects.
+
+    Args:
+        housekeeper: opens a store of the same objects that can list unfinished uploads.
+    Raises:
+        ValueError: obstore does not accept an option.
+    """
 
     def __init__(
         self,
@@ -57,14 +75,6 @@ class ObstoreStore(StoreBase):
         options: StoreOptions,
         housekeeper: Callable[[], ObjectStore] | None = None,
     ) -> None:
-        """Set up the client; the first call connects.
-
-        Args:
-            housekeeper: opens a store of the same objects that can list half-finished uploads.
-        Raises:
-            ImportError: obstore is not installed.
-            ValueError: an option that obstore does not take.
-        """
         self._memory = url.startswith("memory:")
         super().__init__(
             "obstore",
@@ -77,25 +87,20 @@ class ObstoreStore(StoreBase):
         self._housekeeper = housekeeper
         self._housekeeping = threading.Lock()
         self._opened: ObjectStore | None = None
-        # What may be repeated within a call (a part, a range), and what may not (a create that was
-        # refused because its first attempt, whose answer got lost, had succeeded).
+        # obstore may repeat a part or a range, but not a whole put: a repeated create would be refused if
+        # the first attempt succeeded and its answer got lost.
         self._store = _open(url, options, retries=options.attempts - 1)
         self._single = self._store if self._memory else _open(url, options, retries=0)
         self._pool = ThreadPoolExecutor(options.concurrency, thread_name_prefix="ckptd-obstore")
 
     def close(self) -> None:
-        """End the threads; connections end with the client."""
         self._pool.shutdown()
         with self._housekeeping:
             if self._opened is not None:
                 self._opened.close()
                 self._opened = None
 
-    # --- the seam ---
-
     def _put(self, key: str, views: Sequence[memoryview], size: int, *, if_absent: bool) -> None:
-        import obstore
-
         with self._mapped(key):
             if size <= self._options.threshold_bytes or self._memory:
                 obstore.put(
@@ -121,26 +126,20 @@ class ObstoreStore(StoreBase):
     ) -> Iterator[memoryview]:
         for group in cut(views, part_bytes):
             yield from group
-        # In another thread: this one runs obstore's event loop just now.
+        # On another thread, because this one is running obstore's event loop.
         if if_absent and self._pool.submit(self._info, key).result() is not None:
             raise ObjectExists(key, "exists already")
 
     def _read(self, key: str, limit: int) -> bytes:
-        import obstore
-
         with self._mapped(key):
             answer = obstore.get(self._store, key)
-            size = answer.meta["size"]
-            if size > limit:
-                raise TooLarge(key, f"has {size} bytes, of which {limit} are allowed")
+            check_limit(key, answer.meta["size"], limit)
             return answer.bytes().to_bytes()
 
     def _read_pieces(self, key: str, pieces: Sequence[RangeRequest]) -> None:
         run_all(self._pool, [partial(self._fetch, key, piece) for piece in pieces])
 
     def _fetch(self, key: str, piece: RangeRequest) -> None:
-        import obstore
-
         end = piece.offset + piece.size
         with self._mapped(key):
             answer = obstore.get(self._store, key, options={"range": (piece.offset, end)})
@@ -154,8 +153,6 @@ class ObstoreStore(StoreBase):
             raise Unavailable(key, f"the answer ended {filler.left} bytes too early")
 
     def _info(self, key: str) -> ObjectInfo | None:
-        import obstore
-
         try:
             with self._mapped(key):
                 return _object(obstore.head(self._store, key))
@@ -164,28 +161,22 @@ class ObstoreStore(StoreBase):
             return None
 
     def _check_bucket(self, key: str) -> None:
-        """An answer to HEAD has no room to say what is missing: the object or the bucket."""
-        import obstore
-
+        """An answer to HEAD does not say whether the object or the bucket is missing; a listing does."""
         with self._mapped(key):
             next(iter(obstore.list(self._store, prefix=key, chunk_size=1)), None)
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        import obstore
-
         with self._mapped(prefix):
             for page in obstore.list(self._store, prefix=prefix or None, chunk_size=_PAGE):
                 for each in page:
                     yield _object(each)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        import obstore
-
         try:
             with self._mapped(keys[0]):
                 obstore.delete(self._store, list(keys))
         except ObjectMissing:
-            # Stores without deletes in batches stop at the first that is not there.
+            # Stores without batched deletes stop at the first missing object.
             if len(keys) > 1:
                 for key in keys:
                     self._delete([key])
@@ -194,16 +185,12 @@ class ObstoreStore(StoreBase):
         if self._housekeeper is None:
             return -1
         with self._housekeeping:
-            if self._opened is None:  # kept: opening one takes most of a CPU second
+            if self._opened is None:  # kept, because opening one takes most of a CPU second
                 self._opened = self._housekeeper()
             return self._opened.abort_uploads(prefix, older_than_s)
 
-    # --- errors ---
-
     @contextmanager
     def _mapped(self, key: str) -> Iterator[None]:
-        from obstore import exceptions
-
         try:
             yield
         except StoreError:
@@ -216,7 +203,7 @@ class ObstoreStore(StoreBase):
             raise self._fault(key, error) from error
 
     def _fault(self, key: str, error: Exception) -> StoreError:
-        """By the server's answer, which obstore quotes in its text."""
+        """The error for the server's answer, which obstore quotes in its message."""
         detail = self._text(error)
         code, status = _CODE.search(str(error)), _STATUS.search(str(error))
         if code or status:
@@ -230,14 +217,12 @@ class ObstoreStore(StoreBase):
         return Unavailable(key, detail)
 
     def _text(self, error: Exception) -> str:
-        """What is for people: the first part, without the client's insides."""
+        """The first part of the message, without the internals of the client."""
         text = str(error).partition("\n\nDebug source:")[0]
         return self._options.hide(" ".join(text.split()))
 
 
 def _open(url: str, options: StoreOptions, *, retries: int) -> RustStore:
-    from obstore.store import MemoryStore, from_url
-
     if url.startswith("memory:"):
         return MemoryStore()
     own = dict(options.obstore)
@@ -249,7 +234,7 @@ def _open(url: str, options: StoreOptions, *, retries: int) -> RustStore:
     }
     s3 = url.startswith(("s3:", "s3a:"))
     if s3 and options.key is None and not options.anon and "credential_provider" not in own:
-        own["credential_provider"] = aws_credentials()
+        own["credential_provider"] = _aws_credentials()
     provider = own.pop("credential_provider", None)
     arguments: dict[str, Any] = {
         "config": {**(_s3_config(options) if s3 else {}), **own},
@@ -266,6 +251,31 @@ def _open(url: str, options: StoreOptions, *, retries: int) -> RustStore:
     if provider is not None:
         arguments["credential_provider"] = provider
     return from_url(url, **arguments)
+
+
+def _aws_credentials() -> Callable[[], S3Credential] | None:
+    """botocore's chain (environment, profiles, SSO, containers, instances), since obstore reads neither
+    profiles nor SSO; None without botocore.
+    """
+    if find_spec("botocore") is None:
+        return None
+    import botocore.session
+
+    session = botocore.session.get_session()
+
+    def current() -> S3Credential:
+        found = session.get_credentials()
+        if found is None:
+            raise PermissionError("no AWS credentials: neither options, environment nor profile")
+        frozen = found.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _VALID,
+        }
+
+    return current
 
 
 def _s3_config(options: StoreOptions) -> dict[str, Any]:

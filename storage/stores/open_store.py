@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ckptd.storage.stores.objects import NotInstalled, ObjectStore, StoreError, Unavailable
-from ckptd.storage.stores.store_base import public_url
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import StoreOptions, public_url
 
 __all__ = ["BACKENDS", "open_store"]
 
@@ -21,19 +20,19 @@ _OBSTORE_SCHEMES = (*_S3_SCHEMES, "gs", "az", "azure", "abfs", "abfss", "adl")
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None, backend: str = "auto") -> ObjectStore:
-    """The store at ``url``; nothing is asked of it yet.
+    """Open the store at ``url``; sends no request yet.
 
     Args:
         url: ``file:///folder`` or a plain absolute path, ``s3://bucket/path``, ``memory://name``,
             or any other URL that obstore or fsspec knows.
         options: see `StoreOptions`.
-        backend: ``auto`` takes obstore where it is installed and speaks the scheme, else fsspec.
-            Folders are always read and written by `LocalStore`; ``memory://`` is fsspec's, which a
-            whole process shares, unless obstore is asked for by name.
+        backend: ``auto`` takes obstore if it is installed and supports the scheme, else fsspec. Folders
+            always use `LocalStore`. ``memory://`` is that of fsspec, which a process shares, unless the
+            backend is ``obstore``.
     Raises:
-        ValueError: an option, a backend or a URL that there is not, in one line without what is secret.
-        NotInstalled: the package that speaks the scheme is missing.
-        StoreError: a folder that is not there and cannot be made, a server that does not answer.
+        ValueError: an unknown option or backend, or an invalid URL; one line without secrets.
+        NotInstalled: the package for the scheme is missing.
+        StoreError: the folder cannot be created, or the server does not answer.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
@@ -49,8 +48,8 @@ def open_store(url: str, options: Mapping[str, Any] | None = None, backend: str 
     if backend == "obstore" and not spoken:
         raise ValueError(f"obstore does not speak {scheme}://")
     if backend == "obstore" or (backend == "auto" and spoken and find_spec("obstore")):
-        return _obstore(url, checked)
-    return _s3fs(url, checked) if scheme in _S3_SCHEMES else _fsspec(url, checked)
+        return _created(url, checked, "ckptd[s3]", lambda: _obstore(url, checked))
+    return _created(url, checked, "ckptd[s3]" if scheme in _S3_SCHEMES else "", lambda: _fsspec(url, checked))
 
 
 def _local(url: str, options: StoreOptions) -> ObjectStore:
@@ -63,56 +62,42 @@ def _local(url: str, options: StoreOptions) -> ObjectStore:
 
 
 def _obstore(url: str, options: StoreOptions) -> ObjectStore:
-    def opened() -> ObjectStore:
-        from ckptd.storage.stores.obstore_store import ObstoreStore
+    from ckptd.storage.stores.obstore_store import ObstoreStore
 
-        s3 = urlsplit(url).scheme in _S3_SCHEMES and find_spec("s3fs") is not None
-        return ObstoreStore(url, options, (lambda: _s3fs(url, options)) if s3 else None)
+    def housekeeper() -> ObjectStore:
+        return _created(url, options, "ckptd[s3]", lambda: _fsspec(url, options))
 
-    return _made(url, options, "ckptd[s3]", opened)
-
-
-def _s3fs(url: str, options: StoreOptions) -> ObjectStore:
-    def opened() -> ObjectStore:
-        from ckptd.storage.stores.fsspec_s3 import FsspecS3Store
-
-        return FsspecS3Store(url, options)
-
-    return _made(url, options, "ckptd[s3]", opened)
+    s3 = urlsplit(url).scheme in _S3_SCHEMES and find_spec("s3fs") is not None
+    return ObstoreStore(url, options, housekeeper if s3 else None)
 
 
 def _fsspec(url: str, options: StoreOptions) -> ObjectStore:
-    def opened() -> ObjectStore:
-        from ckptd.storage.stores.fsspec_store import FsspecStore
+    from ckptd.storage.stores.fsspec_store import FsspecS3Store, FsspecStore
 
-        return FsspecStore(url, options)
-
-    return _made(url, options, "", opened)
+    s3 = urlsplit(url).scheme in _S3_SCHEMES
+    return FsspecS3Store(url, options) if s3 else FsspecStore(url, options)
 
 
-def _made(url: str, options: StoreOptions, extra: str, opened: Callable[[], ObjectStore]) -> ObjectStore:
-    """What ``opened`` makes; whatever a client raises of its own kinds comes out as one of the
-    seam's, or as ValueError.
-    """
+def _created(url: str, options: StoreOptions, extra: str, create: Callable[[], ObjectStore]) -> ObjectStore:
+    """The result of ``create``; the errors of a client become a `StoreError` or a ValueError."""
     try:
-        return opened()
+        return create()
     except StoreError:
         raise
     except ImportError as error:
         hint = f"pip install '{extra}'" if extra else "see its documentation"
         raise NotInstalled(public_url(url), f"{error} ({hint})") from error
     except OSError as error:  # a file system that connects at once
-        raise Unavailable(public_url(url), _told(url, options, error)) from error
-    # Clients of somebody else's are given a URL and options that users typed. What they make of
-    # them is of any kind: obstore's exceptions derive from Exception alone, file systems of fsspec
-    # raise what they like.
+        raise Unavailable(public_url(url), _one_line(url, options, error)) from error
+    # Clients raise errors of any kind for URLs and options that users typed: the exceptions of obstore derive
+    # from Exception alone, and the file systems of fsspec have no common base either.
     except Exception as error:
-        text = _told(url, options, error)
+        text = _one_line(url, options, error)
         kind = "an option has a value of another kind: " if isinstance(error, TypeError) else ""
         raise ValueError(f"{kind}{text}") from error
 
 
-def _told(url: str, options: StoreOptions, error: Exception) -> str:
-    """What is wrong, on one line, without a client's insides and without what is secret."""
+def _one_line(url: str, options: StoreOptions, error: Exception) -> str:
+    """The error's message on one line, without the internals of the client and without secrets."""
     text = str(error).partition("\n\nDebug source:")[0].replace(url, public_url(url))
     return options.hide(" ".join(text.split()))

@@ -9,8 +9,8 @@ import numpy as np
 from bench import dispatch, placement, traces
 from bench.spot.simulation import Halt, Switch, simulate
 from bench.spot.trace import Change, Trace, memberships
+from ckptd.core.elastic.allocation import allocate
 from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.allocation import allocate
 from tests.bench.test_spot import TINY, Scripted
 
 PNG = b"\x89PNG\r\n\x1a\n"

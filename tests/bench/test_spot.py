@@ -18,7 +18,7 @@ from bench.spot.strategies import Elastic, Fixed, Gather
 from bench.spot.trace import Change, Membership, Trace, memberships, parse
 from bench.traces import STORED, UNITS
 from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.rebalance_policy import (
+from ckptd.core.elastic.rebalance_policy import (
     Action,
     NodesSeen,
     PlacementTimes,

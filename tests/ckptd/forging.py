@@ -17,7 +17,7 @@ import xxhash
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.images.image import ImageView, verify
+from ckptd.storage.image import ImageView, verify
 
 __all__ = ["FORGEABLE_BYTES", "forge", "forge_slot", "forged", "plant"]
 

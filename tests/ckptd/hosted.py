@@ -13,19 +13,18 @@ from unittest.mock import Mock
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.replicas import Promise
 from ckptd.event_log import EventLog
-from ckptd.memory.image_digests import ImageDigests
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.segment_maker import SegmentMaker
-from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.segment_store import SegmentMaker, SegmentStore
+from ckptd.memory.slot_digests import ImageDigests
 from ckptd.node_context import NodeContext
-from ckptd.peers.replicas.host_parts import HostWorkers
-from ckptd.peers.replicas.replica_server import Host
-from ckptd.peers.replicas.replica_store import ReplicaStore
+from ckptd.peers.replica_leases import HostWorkers
+from ckptd.peers.replica_server import Host, local_holdings
+from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import ReplayFailure
+from ckptd.transport import peer_messages as p
 from ckptd.transport.fabric.regions import LocalRegion
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.messages import Holdings
 from ckptd.transport.verbs import Access, FileRange, Scope
 from ckptd.workers import Workers
 from tests.ckptd.puppet import begin_slot, open_replica
@@ -77,27 +76,21 @@ class Setting:
         self.workers = Workers("test", 2, 100, lambda: None)
         config = DaemonConfig(peer_deadline_s=5.0, retain_detached_s=self.retain_s)
         maker = SegmentMaker(self.store, self.events, self.workers, lambda: self.now_s)
+        self.records = RunRecords(self.store.folder, self.events)
+        digests = ImageDigests(self.workers, self.events, threads=1, map_fn=None, doubt=self.doubt)
         self.host = Host(
             NodeContext(config, self.store, self.events, Mock(), "here", clock=lambda: self.now_s),
             self.fabric,
             self.replicas,
-            HostWorkers(self.workers, maker, self.workers),
-            owner=self,
-            vouch=ImageDigests(
-                self.workers,
-                self.events,
-                threads=1,
-                map_fn=None,
-                doubt=self.doubt,
-            ).want,
-            records=RunRecords(self.store.folder, self.events),
+            HostWorkers(self.workers, maker, self.workers, digests.want),
+            records=self.records,
+            promise_of=lambda job, run: (self.epoch, self.promise, self.span),
+            holdings=self.holdings,
+            doubt=self.doubt,
         )
 
-    def promise_of(self, job: str, run: str) -> tuple[int, Promise, int]:
-        return self.epoch, self.promise, self.span
-
-    def failures_of(self, job: str, run: str) -> tuple[ReplayFailure, ...]:
-        return ()
+    def holdings(self, job: str, run: str) -> Holdings:
+        return local_holdings(self.store, self.replicas, job, run, self.records.of(job, run))
 
     def doubt(self, segment: Segment, index: int, sequence: int) -> None:
         self.doubted.append((segment, index, sequence))
@@ -126,7 +119,7 @@ class Setting:
         def collected() -> bool:
             self.workers.collect()
             if not condition():
-                self.host._lending.tick()  # what outlasts its worker is looked at again
+                self.host._loans.tick()  # what outlasts its worker is looked at again
             return condition()
 
         eventually(collected, what)

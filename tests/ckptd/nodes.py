@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckptd.launch import answers
 from ckptd.transport.access.keys import Keys, trust
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     EventInfo,
     Events,
     GetEvents,

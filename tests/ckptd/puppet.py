@@ -12,7 +12,8 @@ from ckptd.core.slots.segment_format import (
     origin_of,
     pack_slot_header,
 )
-from ckptd.transport.control.peer_messages import (
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.peer_messages import (
     BeginSlot,
     OpenReplica,
     PeerDone,
@@ -22,7 +23,6 @@ from ckptd.transport.control.peer_messages import (
     decode_peer,
     encode_peer,
 )
-from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.tcp.stream_fabric import StreamFabric
 from ckptd.transport.verbs import Completion, Fault, Peer, PeerAddress, RegionKey
 from tests.ckptd.nodes import PORT, Node

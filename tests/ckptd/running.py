@@ -22,19 +22,19 @@ from ckptd.config.daemon_config import endpoint_for
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
+    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
     slot_lock_byte,
     slot_view,
 )
-from ckptd.core.slots.segment_names import Kind
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
-from ckptd.transport.control.wire import ControlClient
+from ckptd.storage.image import ImageLayout
+from ckptd.storage.image_format import TensorEntry
+from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.memory.fresh import put_header
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,9 @@ import numpy as np
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.images.image import ImageView, seal
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.image import ImageLayout, ImageView, seal
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.strong_digest import strong_digest
 from tests.ckptd.forging import FORGEABLE_BYTES, plant
 
 __all__ = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.memory.pages import filesystem_kind, is_in_memory
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from tests.ckptd.running import (
     ROOT,
     DaemonProcess,

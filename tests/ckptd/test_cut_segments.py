@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.slots.ring import SlotState
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import (

@@ -17,9 +17,9 @@ import pytest
 from ckptd.config.daemon_config import endpoint_for
 from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.storage.images.image import verify
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout
+from ckptd.storage.image import verify
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout
 from tests.ckptd.running import (
     MIB,
     DaemonProcess,

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ckptd.ctl import render
+from ckptd.ctl import daemon_commands
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.open_store import open_store
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from tests.ckptd.persistence.slots import fill
 from tests.ckptd.running import DaemonProcess, attach, eventually, reserve, running_daemon
 
@@ -120,7 +120,7 @@ def test_what_is_under_way_and_what_went_wrong_is_shown() -> None:
     )
     first = msgspec.structs.replace(rank, rank=4, committed=-1, under_way=-1, reason="", last_s=0.0)
     told = m.DurableStatus("s3://bucket/x", 4711, 4 << 30, 1 << 30, (rank, first))
-    text = render.status(msgspec.structs.replace(STATUS, durable=told))
+    text = daemon_commands.status_text(msgspec.structs.replace(STATUS, durable=told))
     assert "durable   s3://bucket/x, store keeper 4711; 4 GiB uploaded, 1 GiB spared" in text
     lines = text.splitlines()
     row = next(line for line in lines if line.startswith("moe") and "120" in line)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.open_store import open_store
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from tests.ckptd.persistence.slots import fill
 from tests.ckptd.running import DaemonProcess, attach, eventually, reserve, running_daemon
 

@@ -12,7 +12,7 @@ from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, pack_slot_header
 from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import held_from_segments, newest_history, operators_id
-from ckptd.transport.control.messages import HeldSegment, HeldSlot, Holdings, RunRecord, RunSeen
+from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, RunRecord, RunSeen
 
 HEADER = SlotHeader(
     state=SlotState.SEALED,

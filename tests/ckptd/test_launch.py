@@ -18,8 +18,8 @@ import pytest
 
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers, ensure_daemon
-from ckptd.transport.control.messages import GetStatus, Status
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import GetStatus, Status
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import ROOT, eventually
 from tests.users import STRANGER, needs_users
 

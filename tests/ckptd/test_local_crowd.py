@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.slots.ring import SlotState
-from ckptd.transport.control.messages import Detach, Done, GetStatus, Status
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import Detach, Done, GetStatus, Status
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import (
     MIB,
     DaemonProcess,
@@ -43,8 +43,8 @@ sys.stdin.read()
 """
 SPEAKERS = """
 import os, sys
-from ckptd.transport.control.messages import GetStatus, Status
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import GetStatus, Status
+from ckptd.transport.wire import ControlClient
 clients = []
 for _ in range(int(sys.argv[2])):
     clients.append(ControlClient(sys.argv[1], timeout_s=60))

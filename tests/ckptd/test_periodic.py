@@ -20,10 +20,10 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.daemon import Daemon
 from ckptd.node.peering import Peering
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.peers.replicas.replica_server import Host
+from ckptd.peers.replica_server import Host
 from ckptd.peers.runs import Run
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import Join, Member, NodeCard, RunRecord
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
 from ckptd.workers import Workers
 from tests.ckptd.running import eventually
 
@@ -75,9 +75,9 @@ def test_trouble_in_one_part_does_not_keep_the_others_from_their_work(
     """
     worked: list[str] = []
     peering = node.peering
-    peering.runs["broken", "run"] = cast("Run", Broken())
-    assert peering.join(RANK, Join(1, -1, ())) == ""
-    monkeypatch.setattr(peering.runs["job", "run"], "tick", lambda: worked.append("run"))
+    peering.runs.by_name["broken", "run"] = cast("Run", Broken())
+    assert peering.runs.join(RANK, Join(1, -1, ())) == ""
+    monkeypatch.setattr(peering.runs.by_name["job", "run"], "tick", lambda: worked.append("run"))
     monkeypatch.setattr(peering.neighbours, "tick", Broken().tick)
     monkeypatch.setattr(peering.fetches, "tick", lambda: worked.append("fetches"))
     monkeypatch.setattr(peering, "host", cast("Host", Broken()))
@@ -94,14 +94,14 @@ def test_a_run_without_segments_for_long_is_ended_at_its_peers(
     """Its job crashed for good, and its segments expired: who holds replicas for it need not any more."""
     told: list[p.PeerMessage] = []
     monkeypatch.setattr(node.peering.neighbours, "tell_all", told.append)
-    node.peering.join(RANK, Join(1, -1, ()))
+    node.peering.runs.join(RANK, Join(1, -1, ()))
     node.now_s += 3000
     node.peering.tick(node.now_s)
     assert told == []
     node.now_s += 3000
     node.peering.tick(node.now_s)
     assert told == [p.EndRun("job", "run")]
-    assert not node.peering.runs
+    assert not node.peering.runs.by_name
 
 
 def test_trouble_at_the_end_of_a_trainer_does_not_stop_the_daemon(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_members_that_cannot_be_are_not_believed_of_a_peer(
     """What trainers tell was checked, and what peers tell of runs without a rank here was not."""
     told = tuple(Member(NodeCard(name), ranks) for name, ranks in members)
     record = RunRecord("job", "run", 0, 0, told, (), ((0, 0, -1),))
-    reply = node.peering._news.learn_from_member("other", record)
+    reply = node.peering.runs.learn_from_member("other", record)
     if why:
         assert isinstance(reply, p.PeerRefused)
         assert (reply.code, why in reply.message) == ("bad_message", True)

@@ -18,9 +18,8 @@ import pytest
 from ckptd.config.daemon_config import load_config, render_toml
 from ckptd.event_log import EventLog
 from ckptd.launch import ensure_daemon
-from ckptd.logs import set_up_logging
-from ckptd.printable import for_json, for_terminal, hide_options, hide_secrets, one_line
-from ckptd.transport.control.messages import Notice, Ping, Report
+from ckptd.printable import for_json, for_terminal, hide_options, hide_secrets, one_line, set_up_logging
+from ckptd.transport.messages import Notice, Ping, Report
 from tests.ckptd.running import attach, eventually, running_daemon
 
 SECRET = "hunter2-very-secret"

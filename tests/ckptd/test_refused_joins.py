@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import RefusedError
+from ckptd.transport import messages as m
+from ckptd.transport.wire import RefusedError
 from tests.ckptd.running import DaemonProcess, attach, reserve, running_daemon
 
 

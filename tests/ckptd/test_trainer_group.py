@@ -41,7 +41,7 @@ import torch
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.launch import connect
 from ckptd.core.slots.segment_format import encode_descriptor
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from tests.ckptd.running import attach, descriptor
 """
 DAEMON_IMPORTS = (

@@ -16,9 +16,9 @@ from ckptd.core.recovery.recovery_facts import facts_from_wire, facts_of_log
 from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import RemoteProtocolError, SegmentError
 from ckptd.memory.inventory import operator_names
-from ckptd.transport.control.peer_messages import decode_peer
-from ckptd.transport.control.wire import WireError, decode
 from ckptd.transport.fabric.frames import decode_answer, decode_ask
+from ckptd.transport.peer_messages import decode_peer
+from ckptd.transport.wire import WireError, decode
 from ckptd.unpacking import unpack
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.schedule.export_facts import export_facts
+from ckptd.client.schedule.snapshot_plan import export_facts
 from ckptd.export.memory_source import SlotSource, open_slot
-from ckptd.transport.control.messages import GetSnapshots, GetStatus, Snapshots, Status
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import GetSnapshots, GetStatus, Snapshots, Status
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import eventually
 from tests.option_groups import grouped
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from ckptd.core.export.entry_names import BUFFER, OURS, param_and_key, split_rows
-from ckptd.export.held_slots import open_segments, sealed_slots
+from ckptd.core.export_plan import BUFFER, OURS, param_and_key, split_rows
+from ckptd.export.memory_source import open_segments, sealed_slots
 from ckptd.memory.segment_file import Segment
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.storage.image import ImageView
+from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.stores.objects import ObjectStore
 from tests.ckptd.export.samples import DENSE, SPARSE, Tensors, snapshot, stored_window
 from tests.client.exporting import Trained

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ckptd.client import Checkpointer
-from ckptd.client.daemon_link.communication_facts import LogFacts, facts_of
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.model.communication import Communication
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.isolated_stage import IsolatedStage, Records
-from ckptd.client.pipeline.log_reader import LogReader
+from ckptd.client.pipeline.log_reader import LogFacts, LogReader, facts_of
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.errors import CorruptionError
 from tests.ckptd.running import eventually

@@ -9,7 +9,7 @@ import pytest
 from ckptd.client.daemon_link.session import Session
 from ckptd.core.slots.segment_format import encode_descriptor
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.control.messages import Attach
+from ckptd.transport.messages import Attach
 from tests.ckptd.running import DaemonProcess, descriptor, eventually, running_daemon
 from tests.client.silent_listener import SilentListener
 from tests.long import long

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from ckptd.client.capture.stage_shapes import StageShapes
-from ckptd.client.pipeline.upstream_feed import FedLogs
-from ckptd.client.pipeline.value_logs import ValueLogs
+from ckptd.client.pipeline.upstream_feed import FedLogs, ValueLogs
 from ckptd.client.pipeline_support import PipelinePart
 from ckptd.client.recovery.localized_recovery import LocalizedStart
 from ckptd.client.stats import Stats

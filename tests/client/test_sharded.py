@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import ParameterRows, discover_operators
-from ckptd.client.model.tensor_sharding import check_sharded, placement_lines
+from ckptd.client.training_state import check_sharded, placement_lines
 
 EXPERTS = 4
 

@@ -144,8 +144,8 @@ def tokens(step: int) -> Tensor:
 def body(model: Net, optimizer: torch.optim.Optimizer, step: int, write: Write | None) -> None:
     batch = tokens(step)
     if hasattr(next(model.parameters()), "to_local"):
-        where: Any = next(model.parameters())
-        batch = torch.distributed.tensor.DTensor.from_local(batch, where.device_mesh, [Replicate()])
+        mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
+        batch = torch.distributed.tensor.DTensor.from_local(batch, mesh, [Replicate()])
     loss = model(batch).square().mean()
     loss.backward()
     if write is not None:

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.snapshot_layout import StateTable, build_phase
-from ckptd.client.model.tensor_sharding import placement_lines
-from ckptd.core.schedules.schedule import OperatorKind
+from ckptd.client.training_state import placement_lines
+from ckptd.core.schedule import OperatorKind
 
 with warnings.catch_warnings():
     # torch builds the functional optimizers in this package with its own deprecated torch.jit.script.

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import torch.distributed as dist
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks import collectives, failure_detector, store_connection
+from ckptd.client.ranks import collectives, store_barrier
 from ckptd.client.ranks.collectives import exchange
 from ckptd.errors import DaemonUnavailable
 from tests.forked import FORKED
@@ -83,10 +83,10 @@ class Ranks:
 
 def _rank(rank: int, world_size: int, port: int, what: str, folder: str, quick: float | None) -> None:
     if quick is not None:
-        failure_detector._SILENT_S, failure_detector._BEAT_S = quick, quick / 8
-        store_connection.STORE_ANSWER_S = quick
+        store_barrier._SILENT_S, store_barrier._BEAT_S = quick, quick / 8
+        store_barrier.STORE_ANSWER_S = quick
     if what == "unreachable":
-        failure_detector._listener = _nowhere
+        store_barrier._listener = _nowhere
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore(HOST, port, timeout=datetime.timedelta(seconds=30))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

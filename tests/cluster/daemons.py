@@ -17,8 +17,8 @@ import zmq.auth
 from ckptd.config.daemon_config import endpoint_for
 from ckptd.launch import answers
 from ckptd.transport.access.keys import Keys, trust
-from ckptd.transport.control.messages import EventInfo, Events, GetEvents
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import EventInfo, Events, GetEvents
+from ckptd.transport.wire import ControlClient
 from tests.cluster.hosts import Host, clean_environment
 
 __all__ = ["PEER_PORT", "DaemonFailed", "HostDaemon", "exchange_keys", "provision_keys"]

@@ -2,7 +2,7 @@
 torchrun starts them again without it.
 
 Before, they waited for half an hour, since nobody told torchrun:
-`ckptd.client.ranks.failure_detector`. No deadline of theirs is near here.
+`ckptd.client.ranks.store_barrier`. No deadline of theirs is near here.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.transport.control.messages import GetPeers, Peers
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import GetPeers, Peers
+from ckptd.transport.wire import ControlClient
 from tests.cluster.daemons import PEER_PORT, HostDaemon, provision_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.network import NOBODY, why_no_namespaces

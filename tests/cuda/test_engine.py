@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine, CopyItem, CpuEngine, HostMemory, measure_bandwidth
-from ckptd.cuda.select import make_engine
 
 SIZE = 8 << 20
 SLOT = 1 << 20  # a slot does not begin at 0

@@ -26,7 +26,7 @@ from enum import StrEnum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ckptd.transport.control.messages import Done, Forget, GetSnapshots, Snapshots
+from ckptd.transport.messages import Done, Forget, GetSnapshots, Snapshots
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+from ckptd.core.elastic.rebalance_policy import TimesConfig
 from tests.ckptd.nodes import Net
 from tests.e2e.campaigns import play
 from tests.e2e.elastic import ElasticRun, Life

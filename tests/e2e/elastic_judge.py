@@ -151,7 +151,7 @@ class Judge:
         self._found.starts.append(world.start)
         if world.number in self._worlds or world.number <= max(self._worlds, default=-1):
             self._fail(f"world {world.number} came after {max(self._worlds)}")
-        where = re.search(r"goes on from iteration (\d+) of world (\d+)", world.reason)
+        where = re.search(r"goes on from iteration (\d+) of incarnation (\d+)", world.reason)
         came = (int(where[2]), int(where[1])) if where else (-1, -1)
         if where and came[1] != world.start:
             self._fail(f"it begins at {world.start}: {world.reason}")

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ckptd.client.model.host_bytes import buffer_of
+from ckptd.client.model.snapshot_layout import buffer_of
 
 __all__ = ["STACKS", "Phase", "Tail", "digests", "hold_bringing", "watch"]
 
@@ -52,19 +52,20 @@ def watch(log: Writes, phase_ms: float, seed: int) -> None:
     it are hit.
     """
     from ckptd.client.elastic.incarnation import incarnation_start, state_transfer
-    from ckptd.client.elastic.incarnation.store_start import Storage
-    from ckptd.client.elastic.incarnation.unit_loading import Loader
+    from ckptd.client.elastic.incarnation.checkpoint_selection import Storage
+    from ckptd.client.elastic.incarnation.image_inventory import LocalState
+    from ckptd.client.elastic.incarnation.state_transfer import Loader
     from ckptd.client.elastic.job import elastic_job
-    from ckptd.client.elastic.job.garbage_collection import GarbageCollection
+    from ckptd.client.elastic.job.background_tasks import GarbageCollection
 
     faulthandler.register(STACKS, all_threads=True)
     rng = random.Random(seed)
     for phase, holder, name in (
-        (Phase.LOOKING, incarnation_start, "look"),
-        (Phase.PLANNING, incarnation_start, "plan_world"),
+        (Phase.LOOKING, incarnation_start, "discover"),
+        (Phase.PLANNING, incarnation_start, "plan_incarnation"),
         (Phase.BRINGING, Storage, "bring"),
-        (Phase.VERIFYING, incarnation_start, "_verify"),
-        (Phase.SHIPPING, state_transfer, "ship"),
+        (Phase.VERIFYING, LocalState, "open_for"),
+        (Phase.SHIPPING, state_transfer, "ship_bytes"),
         (Phase.LOADING, Loader, "scalars"),
         (Phase.ATTACHING, elastic_job, "Checkpointer"),
         (Phase.RETIRING, GarbageCollection, "_forget"),
@@ -76,7 +77,7 @@ def hold_bringing(log: Writes, gate: Path) -> None:
     """Tell when something is about to be brought from storage, and go on when ``gate`` is there;
     the first time only.
     """
-    from ckptd.client.elastic.incarnation.store_start import Storage
+    from ckptd.client.elastic.incarnation.checkpoint_selection import Storage
 
     bring = Storage.bring
 

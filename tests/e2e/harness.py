@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.launch import answers
-from ckptd.transport.control.messages import Events, GetEvents, Request
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import Events, GetEvents, Request
+from ckptd.transport.wire import ControlClient
 from tests.forked import FORKED
 
 __all__ = ["DaemonProcess", "Jobs", "own_daemon"]

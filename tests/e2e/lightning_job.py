@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(args.seed)
     if args.forget:
-        import ckptd.client.frameworks.lightning_loop as loop
+        import ckptd.client.frameworks.lightning as loop
 
         vars(loop)["DataPosition"] = ForgetsRandomState
     history = History()

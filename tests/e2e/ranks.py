@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 
-from ckptd.transport.control.messages import Events, GetEvents
+from ckptd.transport.messages import Events, GetEvents
 from tests.e2e.harness import DaemonProcess, Jobs
 
 __all__ = ["KILL_AT", "TOTAL", "Ranks", "story"]

@@ -25,8 +25,8 @@ from enum import StrEnum
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ckptd.storage.checkpoints.findings import Severity
-from ckptd.transport.control.messages import Events, GetEvents
+from ckptd.storage.checkpoints.verifier import Severity
+from ckptd.transport.messages import Events, GetEvents
 from tests.e2e.bucket import (
     JOB,
     Bucket,

@@ -29,9 +29,9 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.storage.images.image import ImageView
-from ckptd.transport.control.messages import GetSnapshots, GetStatus, Refused, Snapshots, Status
-from ckptd.transport.control.wire import encode
+from ckptd.storage.image import ImageView
+from ckptd.transport.messages import GetSnapshots, GetStatus, Refused, Snapshots, Status
+from ckptd.transport.wire import encode
 from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import eventually, small_tmpfs
 from tests.e2e.compare import differences

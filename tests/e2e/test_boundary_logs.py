@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptd.client.daemon_link.communication_facts import facts_of
-from ckptd.client.pipeline.log_reader import LogReader, log_files
+from ckptd.client.pipeline.log_reader import LogReader, facts_of, log_files
 from ckptd.core.slots.boundary import SentKind
 from ckptd.core.slots.segment_format import read_prologue
-from ckptd.transport.control.messages import GetStatus, Status
+from ckptd.transport.messages import GetStatus, Status
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

@@ -21,7 +21,7 @@ from ckptd.persistence import keeper_wire as w
 from ckptd.storage.checkpoints.names import ManifestName, ObjectName, parse
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.verifier import verify_run
-from ckptd.storage.images.image import verify
+from ckptd.storage.image import verify
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 from tests.ckptd.persistence.test_keeper import Desk

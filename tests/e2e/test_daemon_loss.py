@@ -15,7 +15,7 @@ import torch
 
 from ckptd.client import Checkpointer, DaemonOptions, RunOptions
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     GetSnapshots,
     GetStatus,
     SessionStatus,

@@ -10,8 +10,8 @@ import pytest
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.images.image import ImageView
-from ckptd.transport.control.messages import GetSnapshots, Snapshots
+from ckptd.storage.image import ImageView
+from ckptd.transport.messages import GetSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs

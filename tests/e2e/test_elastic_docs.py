@@ -34,7 +34,8 @@ def test_a_job_goes_on_with_more_ranks(tmp_path: Path, daemon: DaemonProcess) ->
     run = uuid.uuid4().hex[:8]
     (program,) = [block for block in programs() if JOB in block]
     program = program.replace(
-        'job="first", run="elastic"', f'job="docs", run="{run}", daemon="{daemon.endpoint}"'
+        'run=RunOptions(name="elastic", job="first")',
+        f'run=RunOptions(name="{run}", job="docs"), daemon="{daemon.endpoint}"',
     )
     assert run in program
     path = tmp_path / "elastic.py"

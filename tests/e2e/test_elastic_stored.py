@@ -67,7 +67,7 @@ def test_only_what_no_node_holds_comes_from_storage(store: WorldStore, run: Elas
         second.ends()
         assert_goes_on(first, second, TOTAL)
         assert "no iteration is held as a whole" in second.logs, run.logs
-        assert "of which 1 of 3 images are brought here" in second.logs, run.logs
+        assert "the daemons bring 1 of 3 images" in second.logs, run.logs
 
 
 @long

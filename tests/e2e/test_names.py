@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.transport.control.messages import GetStatus, Status
+from ckptd.transport.messages import GetStatus, Status
 from tests.e2e.habits import SCRIPT, Started, start
 from tests.e2e.harness import DaemonProcess, own_daemon
 

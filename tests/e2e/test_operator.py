@@ -15,8 +15,8 @@ import pytest
 
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers, ensure_daemon
-from ckptd.transport.control.messages import GetStatus, Hello, Status, Welcome
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import GetStatus, Hello, Status, Welcome
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import eventually
 from tests.e2e.habits import SCRIPT, environment, start
 from tests.e2e.harness import DaemonProcess, own_daemon

@@ -23,13 +23,14 @@ from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.replicated_params import NOTHING_SHARED
 from ckptd.client.recovery.replay import Replay
+from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.client.schedule.snapshot_plan import plan_from_payload
 from ckptd.core.slots.ring import SlotState
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.images.image import ImageView, verify
-from ckptd.transport.control.messages import GetSnapshots, RankSnapshots, Snapshots
+from ckptd.storage.image import ImageView, verify
+from ckptd.transport.messages import GetSnapshots, RankSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.harness import DaemonProcess
 from tests.e2e.parking_job import READY, Job, Plot, act, unlike
@@ -106,9 +107,7 @@ class Life:
         base = segment.geometry.slot_offset(index)
         parked = SnapshotImage(iteration, ImageView(image), HostMemory(segment.buffer), base)
         replay = Replay(
-            binding,
-            plan.operators,
-            CpuEngine(),
+            SnapshotLoader(binding, plan.operators, CpuEngine()),
             [parked],
             stateful=fresh.state,
             tape=Tape(),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.transport.control.messages import GetSnapshots, ReplayFailure, Snapshots
+from ckptd.transport.messages import GetSnapshots, ReplayFailure, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon

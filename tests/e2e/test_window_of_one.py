@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.slots.ring import SlotState
-from ckptd.ctl import render
+from ckptd.ctl import daemon_commands
 from ckptd.memory.segment_file import open_segment
 from ckptd.saved import saved_iterations
-from ckptd.storage.images.image import ImageView
-from ckptd.transport.control.messages import GetSnapshots, Snapshots
+from ckptd.storage.image import ImageView
+from ckptd.transport.messages import GetSnapshots, Snapshots
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
@@ -85,7 +85,9 @@ def test_a_resume_replays_and_compares_though_it_needs_no_replay(
     reference = jobs.run(case, *options, daemon="none")
     jobs.run(case, *options, "--run", run, *KILLED, expect_killed=True)
     newest = max(sealed(daemon, run))
-    foretold = render.snapshots(daemon.ask(GetSnapshots("e2e", run), Snapshots), operators=False)
+    foretold = daemon_commands.snapshots_text(
+        daemon.ask(GetSnapshots("e2e", run), Snapshots), operators=False
+    )
     back = saved_iterations("e2e", run, daemon=daemon.endpoint)[0]
     resumed = jobs.run(case, *options, "--run", run, "--seed", "77")
     report = jobs.report(resumed)

@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     if args.forget:
-        import ckptd.client.frameworks.hf_loop as loop
+        import ckptd.client.frameworks.huggingface as loop
 
         vars(loop)["DataPosition"] = ForgetsRandomState
     callbacks: list[Any] = [Killer(args.kill_at)]

@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.transport.control.messages import Forget
-from ckptd.transport.control.wire import ControlClient, RefusedError
+from ckptd.transport.messages import Forget
+from ckptd.transport.wire import ControlClient, RefusedError
 from tests.e2e.lives import Life, Parent, free_port
 from tests.habits.leaves import differences
 from tests.long import long_since

@@ -1,5 +1,5 @@
 """Many schedules of `tests.simulation.replication_world`, and one in twenty as many of each row of
-`tests.simulation.single_losses`.
+`tests.simulation.special_worlds`.
 
 ``python -m tests.simulation.campaign --schedules 10000 --seed 0 [--processes 2]`` prints a line per
 thousand; a seed that breaks a promise is printed with its trace, and the rest is still played: one
@@ -17,7 +17,7 @@ from multiprocessing import get_context
 
 from ckptd.core.state_machine import validate_always
 from tests.simulation.replication_world import play
-from tests.simulation.single_losses import ROWS, play_row
+from tests.simulation.special_worlds import ROWS, play_row
 
 __all__ = ["main"]
 

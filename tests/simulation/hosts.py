@@ -1,15 +1,15 @@
-"""The daemon's shell around the replica host: `ckptd.peers.replicas.replica_leases`,
-`ckptd.peers.replicas.write_grants` and `ckptd.peers.replicas.replica_server`, in short.
+"""The daemon's shell around the replica host: `ckptd.peers.replica_leases`,
+`ckptd.peers.slot_grants` and `ckptd.peers.replica_server`, in short.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptd.core.replication import replication_events as rep
+from ckptd.core.replication import target as rep
 from ckptd.core.replication.replicas import Deny, Promise, admit, promised, removable, stale_slots
 from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table, is_stale
-from ckptd.core.slots.snapshot_events import SnapshotKey
+from ckptd.core.slots.slots import SnapshotKey
 from tests.simulation.checks import Checks
 from tests.simulation.model import (
     JOB,

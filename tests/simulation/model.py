@@ -14,7 +14,7 @@ from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.replication.target import ReplicationConfig
 from ckptd.core.slots.ring import SlotRecord, SlotState, check_transition
-from ckptd.core.slots.snapshot_events import SnapshotKey
+from ckptd.core.slots.slots import SnapshotKey
 
 __all__ = [
     "DEADLINE_S",
@@ -101,7 +101,7 @@ class Slot:
 
 
 class Hint(NamedTuple):
-    """What the daemon wrote beside a primary's slots: see `ckptd.core.slots.segment_hints.RingHint`."""
+    """What the daemon wrote beside a primary's slots: see `ckptd.core.slots.segment_format.RingHint`."""
 
     floor: int = -1
     horizon: int = -1

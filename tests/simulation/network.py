@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from ckptd.core.replication import replication_events as rep
+from ckptd.core.replication import target as rep
 from tests.simulation.model import DEADLINE_S, Daemon, Node, WorldConfig
 
 __all__ = ["Network"]

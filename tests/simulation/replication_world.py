@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from typing import TypeVar
 
 from ckptd.core.slots.ring import SlotState
 from tests.simulation.model import DEADLINE_S, TICK_S, Daemon, Node, Record, Trainer, WorldConfig
 from tests.simulation.recovering import Recovering
 
-__all__ = ["World", "WorldConfig", "play"]
+__all__ = ["World", "WorldConfig", "play", "played"]
+
+W = TypeVar("W", bound="World")
 
 
 class World(Recovering):
@@ -205,13 +208,17 @@ class World(Recovering):
         self.settle()
 
 
-def play(seed: int, config: WorldConfig | None = None) -> World:
-    """The world of this seed, played to its end; a broken promise carries the seed and the trace."""
-    world = World(seed, config)
+def played(world: W, what: str) -> W:
+    """The world, played to its end; a broken promise carries ``what``, the time and the trace."""
     try:
         world.play()
     except Exception as error:
         error.add_note("\n".join(world.trace[-60:]))
-        error.add_note(f"seed {seed}, time {world.now_s:.3f}, {dict(world.seen)}")
+        error.add_note(f"{what}, time {world.now_s:.3f}, {dict(world.seen)}")
         raise
     return world
+
+
+def play(seed: int, config: WorldConfig | None = None) -> World:
+    """The world of this seed, played to its end."""
+    return played(World(seed, config), f"seed {seed}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
-from ckptd.core.replication import replication_events as rep
+from ckptd.core.replication import target as rep
 from ckptd.core.replication.floor import (
     ANY_SPAN,
     NOTHING_CARRIED,
@@ -20,7 +20,7 @@ from ckptd.core.replication.floor import (
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.replication.target import NO_INTERVAL, Interval
-from ckptd.core.slots.snapshot_events import Joined, Tick
+from ckptd.core.slots.slots import Joined, Tick
 from tests.simulation.model import (
     FAN_OUT,
     REPLICATION,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptd.core.replication import replication_events as rep
-from ckptd.core.slots.snapshot_events import Hold, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.replication import target as rep
+from ckptd.core.slots.slots import Hold, Note, Release, SnapshotKey, Tick, key_of
 from tests.simulation.hosts import Hosts
 from tests.simulation.model import DEADLINE_S, Daemon, Segment, Sender, Transfer
 

@@ -1,8 +1,8 @@
 """Ranks that train, snapshot and agree on changes through a store, under seeded delays, losses,
 deaths and restarts.
 
-What is real: the machine (`ckptd.core.schedules.switching`) and every access to the store
-(`ckptd.core.schedules.registers`), interleaved one by one. What is simulated: time, training (in
+What is real: the machine (`ckptd.core.switching`) and every access to the store
+(`ckptd.core.switching`), interleaved one by one. What is simulated: time, training (in
 lockstep or running apart), the store, and the trainer's part: making memory, which may take long or
 be refused.
 
@@ -19,17 +19,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from ckptd.core.schedules.registers import Add, CompareAndSwap, Delete, Get, Has, Steps, accesses
-from ckptd.core.schedules.switching import (
+from ckptd.core.switching import (
+    Add,
     Apply,
     Change,
+    CompareAndSwap,
+    Delete,
     Discard,
+    Get,
+    Has,
     Prepare,
     Prepared,
     RequestFailed,
     Stage,
+    Steps,
     Switching,
     Unable,
+    accesses,
 )
 
 __all__ = ["World", "WorldConfig", "play"]

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from ckptd.core.replication.replicas import Admit, Deny, Promise, admit
-from tests.simulation.fall_back import play_fall_back
-from tests.simulation.own_copies import play_own_copies
 from tests.simulation.replication_world import World, WorldConfig, play
-from tests.simulation.single_losses import ROWS, play_row
+from tests.simulation.special_worlds import ROWS, play_fall_back, play_own_copies, play_row
 
 SEEDS = int(os.environ.get("CKPTD_SIM_REPLICATION_SEEDS", "200"))
 SINGLE_LOSSES = int(os.environ.get("CKPTD_SIM_SINGLE_LOSSES", "6"))

@@ -5,7 +5,7 @@ in any order and late, trainers that die anywhere and come back, a daemon that i
 slots, reorders at window boundaries, bits that flip, generations that are reserved and dropped, restores
 that begin another history while a reader keeps them from freeing the old one, a floor that lags behind
 and that the ring must keep (a replica's) or should (a trainer's). Every decision is the real one
-(`ckptd.core.slots.ring`, `ckptd.core.schedules.schedule`); only memory and time are played.
+(`ckptd.core.slots.ring`, `ckptd.core.schedule`); only memory and time are played.
 
 What must hold after each event:
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.schedules.schedule import (
+from ckptd.core.schedule import (
     AlignedPolicy,
     DensePolicy,
     OperatorCost,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core.schedules.switching import Decided, Event, Stage, Switching
+from ckptd.core.switching import Decided, Event, Stage, Switching
 from tests.simulation.switching_world import WorldConfig, play
 
 SEEDS = int(os.environ.get("CKPTD_SIM_SWITCHING_SEEDS", "150"))

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.checkpoints.run_identity import RunIdentity
-from ckptd.storage.images.image import ImageView, seal
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.storage.images.upload_plan import PartLimits, StoredIndex, UploadPlan, plan_upload
+from ckptd.storage.checkpoints.sealed_json import RunIdentity
+from ckptd.storage.checkpoints.upload_plan import PartLimits, StoredIndex, UploadPlan, plan_upload
+from ckptd.storage.image import ImageLayout, ImageView, seal
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.stores.objects import ObjectStore
+from ckptd.storage.strong_digest import strong_digest
 
 JOB, RUN, RUN_ID = "moe", "run-1", "0123abcd"
 

@@ -28,9 +28,8 @@ from ckptd.storage.stores.objects import (
     Unavailable,
 )
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.resilience import RetryPolicy
-from ckptd.storage.stores.resilient import Resilient
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.resilience import Resilient, RetryPolicy
+from ckptd.storage.stores.store_base import StoreOptions
 from tests.storage.fault_proxy import (
     Answer,
     Duplicate,
@@ -171,7 +170,7 @@ def _nothing_left(behind: ObjectStore, raw: Raw) -> None:
 
 
 def _patient(store: ObjectStore) -> Resilient:
-    return Resilient(store, RetryPolicy(attempts=4, base_s=0.01, cap_s=0.02), told=lambda notice: None)
+    return Resilient(store, RetryPolicy(attempts=4, base_s=0.01, cap_s=0.02), notify=lambda notice: None)
 
 
 CALLS: dict[str, Callable[[ObjectStore], object]] = {

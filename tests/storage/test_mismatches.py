@@ -7,9 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckptd.storage.images.image import DigestMismatch, ImageView, Mismatch, mismatches, seal, verify
-from ckptd.storage.images.image_format import ImageError, TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import (
+    DigestMismatch,
+    ImageLayout,
+    ImageView,
+    Mismatch,
+    mismatches,
+    seal,
+    verify,
+)
+from ckptd.storage.image_format import ImageError, TensorEntry
 
 NAMES = [f"t{i}" for i in range(40)]
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from ckptd.storage.images.image_format import TensorEntry
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.model_set import (
     MANIFEST,
     MODEL,

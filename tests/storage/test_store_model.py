@@ -19,8 +19,7 @@ from functools import cache
 
 import pytest
 
-from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState
-from ckptd.storage.checkpoints.commit import see
+from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState, see
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.names import CheckpointId, ObjectName, parse
 from ckptd.storage.checkpoints.reader import (
@@ -36,9 +35,9 @@ from ckptd.storage.checkpoints.retention import (
     choose_checkpoints,
     plan_retention,
 )
+from ckptd.storage.checkpoints.upload_plan import PartLimits, StoredIndex, plan_upload
 from ckptd.storage.checkpoints.verifier import verify_checkpoint, verify_run
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.upload_plan import PartLimits, StoredIndex, plan_upload
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.stores.objects import ObjectMissing
 from tests.storage.memory_store import SECOND_NS, MemoryStore
 from tests.storage.samples import JOB, RUN, Sample, make_sample, manifest_of, write_identity

@@ -16,8 +16,7 @@ import pytest
 from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.short_cut import FileLease, copy_chunk, is_being_filled
 from ckptd.transport.verbs import Access, FileRange, RegionKey
-from tests.transport.fabric_pairs import BOTH, CHUNK, WAIT_S, until
-from tests.transport.shared_files import BEFORE, Host, Shared, host, make
+from tests.transport.fabric_pairs import BEFORE, BOTH, CHUNK, WAIT_S, Host, Shared, host, make, until
 
 __all__ = ["host", "make"]  # fixtures
 

@@ -1,13 +1,12 @@
-"""Who may stay connected: pure decisions about connections that were accepted, for every port that
-others can reach.
+"""Which connections may stay: pure decisions about accepted connections, for every port that others can
+reach.
 
-A visitor is a STRANGER, until it has shown who it is, then KNOWN, and GONE in the end. Strangers
-are bounded in number, for each address and all together, and in time; the one that has been silent
-for longest makes room for a new one, so that those who say at once who they are come in whatever
-others do. A visitor that is expected (it was given a ticket) does not compete with strangers at
-all.
+A visitor is a STRANGER until it has shown who it is, then KNOWN, and GONE in the end. Strangers are bounded
+in number, for each address and together, and in time. The one that has been silent for longest makes room for
+a new one, so visitors that identify themselves at once come in whatever others do. A visitor that is expected
+(it was given a ticket) does not compete with strangers.
 
-A visitor that was turned away counts until its owner says that it is gone: so long it has a descriptor.
+A visitor that was turned away counts until its owner reports that it is gone: until then it has a descriptor.
 """
 
 from __future__ import annotations
@@ -17,24 +16,32 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, ip_address
+from typing import Self
 
 __all__ = ["Admission", "AdmissionLimits", "TurnReason", "TurnedAway", "source_of"]
 
 MAX_SOURCES = 4096  # addresses whose rate is remembered
-IPV6_SITE = (1 << 128) - (1 << 64)  # whoever has one address of a /64 has all
+IPV6_SITE = (1 << 128) - (1 << 64)  # whoever has one address of a /64 has all of them
 
 
 class TurnReason(StrEnum):
-    """Why a visitor may not stay."""
+    """Why a visitor may not stay; ``text`` is for the log."""
 
-    RATE = "rate"  # its address connects too often
-    ADDRESS = "address"  # its address has too many strangers: the oldest one goes
-    # There are too many strangers, or no room for one more: the oldest one of the address with the
-    # most goes.
-    STRANGERS = "strangers"
-    SILENT = "silent"  # it did not show in time who it is
-    FULL = "full"  # there are as many connections as there may be, and no stranger among them
-    PEER = "peer"  # its node has too many connections: the oldest one goes
+    text: str
+
+    def __new__(cls, value: str, text: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_, member.text = value, text
+        return member
+
+    RATE = "rate", "too many new connections from this address"
+    # The oldest one of the address goes.
+    ADDRESS = "address", "too many connections from this address have not identified themselves"
+    # There are too many, or no room for one more: the oldest one of the address with most goes.
+    STRANGERS = "strangers", "too many connections have not identified themselves"
+    SILENT = "silent", "it did not identify itself in time"
+    FULL = "full", "the port has no room for more connections"  # and no stranger to close
+    PEER = "peer", "its node has too many connections; the oldest was closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +49,13 @@ class AdmissionLimits:
     """Bounds of one port."""
 
     connections: int = 4096
-    """Visitors, of whatever state: what the port may have of the process's descriptors."""
+    """Visitors in any state: the port's share of the process's descriptors."""
 
     strangers: int = 256
     """Strangers that are not expected."""
 
     strangers_per_address: int = 64
-    """Of these, from one address. Several nodes may share one; a handshake takes milliseconds."""
+    """Of these, from one address. Several nodes may share an address; a handshake takes milliseconds."""
 
     arrivals_per_s: float = 100.0
     """From one address. A handshake costs a third of a millisecond of processor time."""
@@ -57,7 +64,7 @@ class AdmissionLimits:
     """From one address at once, after a quiet time."""
 
     per_peer: int = 64
-    """Known visitors of one node: four lives of it with sixteen connections each."""
+    """Known visitors of one node: four of its lives with sixteen connections each."""
 
     patience_s: float = 5.0
     """How long a visitor may be a stranger."""
@@ -81,7 +88,7 @@ class _Visit:
 
 
 class Admission:
-    """The visitors of one port. Every method returns whom its owner has to disconnect."""
+    """The visitors of one port. Methods that return `TurnedAway` leave it to the owner to disconnect them."""
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self._limits = limits
@@ -103,8 +110,8 @@ class Admission:
         return visitor in self._strangers
 
     def arrived(self, visitor: Hashable, source: str, *, now_s: float, expected: int = 0) -> list[TurnedAway]:
-        """Somebody connected. ``expected``: how many strangers may come from this address because
-        they have tickets.
+        """A visitor connected. ``expected``: how many strangers may come from this address because they have
+        tickets.
         """
         if expected and self._expected_from(source) < expected:
             self._strangers[visitor] = _Visit(source, now_s, True)
@@ -139,7 +146,7 @@ class Admission:
         return [self._turned(oldest, source, TurnReason.PEER)]
 
     def gone(self, visitor: Hashable) -> bool:
-        """Its connection is closed; whether it was a stranger that nobody had turned away."""
+        """A connection is closed; returns whether it was a stranger that had not been turned away."""
         self._leaving.discard(visitor)
         self._remove_known(visitor)
         return self._remove_stranger(visitor) is not None
@@ -155,7 +162,7 @@ class Admission:
         return found
 
     def due_s(self, now_s: float) -> float:
-        """Seconds until somebody is overdue."""
+        """Seconds until a stranger is overdue."""
         for visit in self._strangers.values():
             return max(0.0, visit.since_s + self._limits.patience_s - now_s)
         return float("inf")
@@ -186,7 +193,7 @@ class Admission:
             _decrement(self._per_node, visit.node)
 
     def _in_time(self, source: str, now_s: float) -> bool:
-        """Take one token of an address; they come back with time."""
+        """Take one token of an address; tokens come back with time."""
         tokens, at_s = self._rates.pop(source, (self._limits.arrivals_burst, now_s))
         tokens += max(0.0, now_s - at_s) * self._limits.arrivals_per_s
         tokens = min(self._limits.arrivals_burst, tokens)
@@ -204,7 +211,9 @@ def _decrement(counter: Counter[str], key: str) -> None:
 
 
 def source_of(host: str) -> str:
-    """What counts as one address: an IPv4 address, or the /64 of an IPv6 address. Anything else as it is."""
+    """The unit that limits apply to: an IPv4 address, or the /64 of an IPv6 address. Any other host is
+    returned as it is.
+    """
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,21 +1,26 @@
-"""Who stands at the door of a ROUTER: libzmq accepts by itself, so its connections are watched, and
-cut, from outside.
+"""Watches and cuts the connections of a ROUTER from outside: libzmq accepts them by itself.
 
-A thread of its own reads the socket's monitor. An event only says that something happened at a
-descriptor, and may be heard late, when the number is another's already. So events are reasons to
-look: a connection is what has the number now (`Visitor`: its inode and both ends), it arrives when
-it is first seen there, by an event or because a message came over it, and it is gone when something
-else, or nothing, has its number. Who may not stay (`Admission`) has its connection shut down, after
-it was compared with the visitor; libzmq then closes its own.
+A thread reads the socket's monitor. An event only says that something happened at a descriptor, and may come
+late, when the number belongs to another connection. So an event is only a reason to look: a connection is
+what has the number now (`Visitor`: its inode and both ends). It arrives when it is first seen, by an event or
+because a message came over it, and it is gone when something else, or nothing, has its number. A connection
+that may not stay (`Admission`) is shut down after it was compared with the visitor; libzmq then closes its
+own end.
 
-libzmq's I/O thread waits while nobody reads its events, so it cannot run ahead of this thread by
-more than `AHEAD` connections (the queue of the monitor). Nothing may call into the socket from
-here: its calls wait for that I/O thread.
+libzmq's I/O thread waits while nobody reads its events, so it cannot run ahead of this thread by more than
+`AHEAD` connections (the queue of the monitor). Nothing here may call into the socket: its calls wait for that
+I/O thread.
 
-Connections over the network are measured as well: libzmq puts parts of one message, of which no end
-comes, into memory without a bound. What a node's connections have received and nobody has taken may
-not grow beyond `MAX_QUEUED_BYTES`, and what strangers of one address send not beyond
-`MAX_STRANGER_BYTES`.
+Connections over the network are measured as well: libzmq keeps the parts of an unfinished message in memory
+without a bound. The bytes that a node's connections have received and nobody has taken may not exceed
+`MAX_QUEUED_BYTES`, and those of the strangers of one address not `MAX_STRANGER_BYTES`.
+
+On a local (ipc) socket (`LocalDoor`) processes of this host take the place of addresses. Strangers may be
+silent there for as long as they like: a trainer's connection renews itself after a restart of the daemon, and
+is silent until the trainer has something to say. They are bounded in number, for each process and together,
+so a process that opens thousands of connections makes room for itself alone. libzmq aborts the process when
+it cannot accept on such a socket for want of descriptors; so the process needs `AHEAD` spare descriptors
+(`ENOUGH_DESCRIPTORS`).
 """
 
 from __future__ import annotations
@@ -23,12 +28,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import socket
 import struct
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,20 +46,17 @@ from ckptd.transport.access.admission import (
     Admission,
     AdmissionLimits,
     TurnedAway,
-    TurnReason,
     source_of,
 )
-from ckptd.transport.access.pinned import Pin
+from ckptd.transport.access.local_trust import peer_credentials
 from ckptd.transport.access.refusals import RefusalLog
 
 __all__ = [
-    "AHEAD",
-    "MAX_QUEUED_BYTES",
-    "MAX_STRANGER_BYTES",
-    "TOLD",
+    "ENOUGH_DESCRIPTORS",
     "Doorkeeper",
-    "Visitor",
+    "LocalDoor",
     "fd_of_frame",
+    "local_limits",
     "source_of_frame",
 ]
 
@@ -60,19 +64,59 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 256 << 20  # more than the largest message and a full window of the largest chunks
 MAX_STRANGER_BYTES = 16 << 20  # a handshake and an `open` take less than a thousandth of it
-LOOK_S = 0.2  # between two looks at what is queued
-SOON_S = 0.02  # the same where much is queued: a fast sender brings tens of MiB meanwhile
+LOOK_S = 0.2  # between two looks at the queues
+SOON_S = 0.02  # the same when much is queued: a fast sender brings tens of MiB meanwhile
 MUCH_BYTES = 16 << 20
 AHEAD = 1001  # libzmq's own 1,000, and one: a queue of 0 has no bound
 KEPT_ALIVE_BYTES = 64  # between two looks: more than heartbeats take
 TCP_INFO_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 BATCH = 256  # events between two looks at the clock
+ENOUGH_DESCRIPTORS = 4096  # two doors' `AHEAD`, and as many again for what is let in
+assert ENOUGH_DESCRIPTORS > 3 * AHEAD
+
+
+class Pin:
+    """Looks at a descriptor of this process that another thread may close at any time. Any thread; one look
+    at a time.
+
+    The number of a closed descriptor goes to the next one that is opened. So each look is at a copy (`dup2`).
+    The copy takes the place of a reserved descriptor, so it succeeds even when no descriptors are free, which
+    is when connections have to be ended most.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._place = os.dup(self._nothing)
+
+    @contextmanager
+    def hold(self, fd: int) -> Iterator[socket.socket]:
+        """The socket that has this number now.
+
+        Raises:
+            OSError: nothing has it, or something that is no socket.
+        """
+        with self._lock:
+            os.dup2(fd, self._place, inheritable=False)
+            try:
+                connection = socket.socket(fileno=self._place)
+                try:
+                    yield connection
+                finally:
+                    connection.detach()
+            finally:
+                os.dup2(self._nothing, self._place, inheritable=False)
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._place)
+            os.close(self._nothing)
 
 
 class Visitor(NamedTuple):
-    """A connection: its descriptor in this process, what tells it from all that had or will have
-    the same, and what counts as one address.
+    """A connection: its descriptor, what distinguishes it from earlier and later ones with that number, and
+    its `source_of`.
     """
 
     fd: int
@@ -83,8 +127,8 @@ class Visitor(NamedTuple):
 
 @dataclass(slots=True)
 class _Queue:
-    """What came in on a connection, and what of it was taken; the latter is written by the thread
-    of the socket alone.
+    """Bytes that came in on a connection, and bytes taken from it; the socket's thread alone writes
+    ``taken``.
     """
 
     node: str  # "": a stranger's
@@ -93,7 +137,7 @@ class _Queue:
     taken_before: int = 0  # at the last look
 
     def waiting(self, received: int) -> int:
-        """Bytes that libzmq holds of a connection that has received so many; too few rather than too many."""
+        """Bytes that libzmq holds of a connection that has received so many; rather too few than too many."""
         taken = self.taken
         if self.node:
             self.accounted += taken - self.taken_before + KEPT_ALIVE_BYTES
@@ -113,10 +157,10 @@ class Doorkeeper:
         self._lock = threading.Lock()
         self._admission = Admission(limits)
         self._by_fd: dict[int, Visitor] = {}
-        self._suspects: set[int] = set()  # descriptors of which an end was told, that are open
-        self._ended: Counter[int] = Counter()  # ends that were told, and of whom is not known yet
-        self._untold: Counter[int] = Counter()  # ends that were seen before they were told
-        self._denied: Counter[str] = Counter()  # by address: keys refused, whose end is not heard of yet
+        self._suspects: set[int] = set()  # open descriptors whose end was reported
+        self._ended: Counter[int] = Counter()  # reported ends of connections that are not known yet
+        self._early_ends: Counter[int] = Counter()  # ends that were seen before they were reported
+        self._denied: Counter[str] = Counter()  # by address: refused keys whose end was not reported yet
         self._queues: dict[int, _Queue] = {}
         self._port = 0
         self._look_at_s = 0.0
@@ -130,9 +174,7 @@ class Doorkeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more. The thread that owns the socket calls this; the monitor is read until
-        libzmq has stopped it.
-        """
+        """Watch no more. Called by the socket's thread; reads the monitor until libzmq has stopped it."""
         self._router.disable_monitor()
         if self._thread.is_alive():
             self._thread.join()
@@ -142,8 +184,8 @@ class Doorkeeper:
     # --- for the thread of the socket ---
 
     def identified(self, fd: int, node: str, source: str) -> None:
-        """The connection with this descriptor has shown that it is of ``node``, in a message that
-        came from ``source``.
+        """A message from ``source`` has shown that the connection with this descriptor belongs to
+        ``node``.
         """
         visitor = self._look(fd)
         if visitor is None or (source and visitor.source != source):
@@ -151,12 +193,13 @@ class Doorkeeper:
         with self._lock:
             turned = self._met(visitor)
             if self._admission.is_stranger(visitor):
-                turned += self._identify(visitor, node)
+                self._measure(visitor, node)
+                turned += self._admission.identified(visitor, node)
         self._turn(turned)
 
     def denied(self, source: str) -> None:
-        """A key that came from this address was refused, and counted: the end of the connection is
-        not counted again.
+        """A key from this address was refused, and counted: the end of its connection is not counted
+        again.
         """
         with self._lock:
             self._denied[source_of(source)] += 1
@@ -169,8 +212,8 @@ class Doorkeeper:
             self._shut(visitor)
 
     def cut_node(self, fd: int, node: str) -> None:
-        """End a connection of a node that is not trusted any more; one of another node with this
-        descriptor stays.
+        """End a connection of a node that is not trusted any more, if this descriptor is still that
+        node's.
         """
         with self._lock:
             visitor, queue = self._by_fd.get(fd), self._queues.get(fd)
@@ -178,7 +221,7 @@ class Doorkeeper:
             self._shut(visitor)
 
     def took(self, fd: int, size_bytes: int) -> None:
-        """So much of what this connection received was taken from the socket."""
+        """So many received bytes of this connection were taken from the socket."""
         queue = self._queues.get(fd)
         if queue is not None:
             queue.taken += size_bytes
@@ -234,20 +277,20 @@ class Doorkeeper:
         self._turn(turned)
 
     def _disconnected(self, fd: int) -> None:
-        """A connection with this descriptor ends: libzmq says so before it closes it. Another may
-        have the number by now.
+        """A connection with this descriptor ends: libzmq reports it before it closes it. Another connection
+        may have the number by now.
         """
         with self._lock:
-            if self._untold[fd] > 0:
-                self._untold[fd] -= 1
+            if self._early_ends[fd] > 0:
+                self._early_ends[fd] -= 1
             else:
                 self._ended[fd] += 1
             self._suspects.add(fd)
         self._settle(fd)
 
     def _settle(self, fd: int, *, late: bool = False) -> None:
-        """Compare who had a descriptor with who has it now. ``late``: an end that was told should
-        be seen by now.
+        """Compare who had a descriptor with who has it now. ``late``: a reported end should be visible by
+        now.
         """
         now = self._look(fd)
         with self._lock:
@@ -270,7 +313,7 @@ class Doorkeeper:
     # --- with the lock ---
 
     def _met(self, visitor: Visitor) -> list[TurnedAway]:
-        """This connection exists. Who had its descriptor before is gone, whether that was told or not."""
+        """This connection exists. The one that had its descriptor before is gone, reported or not."""
         before = self._by_fd.get(visitor.fd)
         if before == visitor:
             return []
@@ -286,27 +329,23 @@ class Doorkeeper:
         if self._ended[visitor.fd] > 0:
             self._ended[visitor.fd] -= 1
         else:
-            self._untold[visitor.fd] += 1
+            self._early_ends[visitor.fd] += 1
         if self._admission.gone(visitor):
             self._left(visitor.source)
 
     def _left(self, source: str) -> None:
-        """A stranger that nobody had turned away has gone; "": its address was never seen."""
+        """A stranger has gone without being turned away; "": its address was never seen."""
         if not self._was_denied(source):
-            self._refusals.stranger("left", source, "it went without saying who it is")
+            self._refusals.stranger("left", source, "it disconnected without identifying itself")
 
     def _was_denied(self, source: str) -> bool:
-        """Whether this end is that of a connection whose key was refused."""
+        """Whether this is the end of a connection whose key was refused."""
         found = source or next(iter(self._denied), "")
         if self._denied[found] <= 0:
             return False
         self._denied[found] -= 1
         self._denied = +self._denied
         return True
-
-    def _identify(self, visitor: Visitor, node: str) -> list[TurnedAway]:
-        self._measure(visitor, node)
-        return self._admission.identified(visitor, node)
 
     def _measure(self, visitor: Visitor, node: str) -> None:
         self._queues[visitor.fd] = _Queue(node, self._received(visitor.fd) if node else 0)
@@ -315,7 +354,7 @@ class Doorkeeper:
 
     def _turn(self, turned: list[TurnedAway]) -> None:
         for each in turned:
-            self._refusals.stranger(each.reason, each.source, TOLD[each.reason])
+            self._refusals.stranger(each.reason, each.source, each.reason.text)
             assert isinstance(each.visitor, Visitor)
             self._shut(each.visitor)
 
@@ -328,7 +367,7 @@ class Doorkeeper:
             return None
 
     def _visitor(self, fd: int, connection: socket.socket) -> Visitor | None:
-        """Who is connected by this socket; None if it is none of ours."""
+        """Who is connected by this socket; None if it is not a connection of ours."""
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         here, there = connection.getsockname(), connection.getpeername()
@@ -345,7 +384,7 @@ class Doorkeeper:
     # --- what is queued ---
 
     def _look_at_queues(self) -> int:
-        """Cut who sends without an end; returns the bytes that wait, all together."""
+        """Cut senders of endless messages; returns the bytes that wait, of all connections."""
         with self._lock:
             queues = [
                 (fd, queue, visitor)
@@ -362,7 +401,7 @@ class Doorkeeper:
                 largest[whose] = (size, visitor)
         for (known, name), size in waiting.items():
             if size > (MAX_QUEUED_BYTES if known else MAX_STRANGER_BYTES):
-                what = "the end of their message" if known else "a word who they are of"
+                what = "the end of a message" if known else "its sender to identify itself"
                 visitor = largest[known, name][1]
                 text = f"{size >> 20} MiB of {name} wait for {what}"
                 self._refusals.refused("flood", visitor.source, text)
@@ -370,8 +409,8 @@ class Doorkeeper:
         return waiting.total()
 
     def _received(self, fd: int) -> int:
-        """What the kernel has received on a connection since it began; 0 where it does not say
-        (before Linux 4.1).
+        """The bytes received on a connection since it began; 0 where the kernel does not say (before Linux
+        4.1).
         """
         try:
             with self._pin.hold(fd) as connection:
@@ -384,30 +423,18 @@ class Doorkeeper:
 
 
 def _monitor_of(router: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """As `zmq.Socket.get_monitor_socket`, with the shortest queue that libzmq can be given."""
+    """Like `zmq.Socket.get_monitor_socket`, with the shortest queue that libzmq allows."""
     endpoint = f"inproc://door-{id(router):x}"
     router.monitor(endpoint, EVENTS)
     monitor: zmq.Socket[bytes] = router.context.socket(zmq.PAIR)
     monitor.linger = 0
-    monitor.rcvhwm = 1  # beside the 1,000 of the other end, which nobody can change
+    monitor.rcvhwm = 1  # on top of the 1,000 of the other end, which are fixed
     monitor.connect(endpoint)
     return monitor
 
 
-TOLD = {
-    TurnReason.RATE: "connections come too fast from there",
-    TurnReason.ADDRESS: "too many connections from there have not said who they are",
-    TurnReason.STRANGERS: "too many connections have not said who they are",
-    TurnReason.SILENT: "it did not say in time who it is",
-    TurnReason.FULL: "no more connections are taken",
-    TurnReason.PEER: "its node has too many connections, of which the oldest was closed",
-}
-
-
 def fd_of_frame(frame: zmq.Frame) -> int:
-    """The descriptor that a message came over; -1 where libzmq does not say: whoever speaks its
-    oldest protocol has none.
-    """
+    """The descriptor that a message came over; -1 where libzmq does not say, as with its oldest protocol."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -415,8 +442,59 @@ def fd_of_frame(frame: zmq.Frame) -> int:
 
 
 def source_of_frame(frame: zmq.Frame) -> str:
-    """The address that a message came from; "" where libzmq does not say."""
+    """The `source_of` of a message; "" where libzmq does not say."""
     try:
         return source_of(str(frame.get("Peer-Address")))
     except zmq.ZMQError:
         return ""
+
+
+def local_limits(descriptors: int) -> AdmissionLimits:
+    """The limits of local connections in a process with this many descriptors: an eighth of them."""
+    if descriptors == resource.RLIM_INFINITY:
+        descriptors = 1 << 20
+    connections = max(32, min(2048, descriptors // 8))
+    return AdmissionLimits(
+        connections=connections,
+        strangers=min(256, connections // 2),
+        strangers_per_address=min(64, connections // 4),
+        arrivals_per_s=500.0,  # no key is exchanged: it costs a tenth of a peer's
+        arrivals_burst=1000.0,
+        per_peer=min(256, connections // 2),
+        patience_s=math.inf,
+    )
+
+
+class LocalDoor(Doorkeeper):
+    """``path``: of the socket."""
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        limits: AdmissionLimits,
+        refusals: RefusalLog,
+        *,
+        path: str,
+    ) -> None:
+        super().__init__("local", router, limits, refusals)
+        self._path = path
+
+    def heard(self, fd: int, process: int) -> None:
+        """A message came over this connection, from this process (0 or less: it has no number here)."""
+        self.identified(fd, _source(process), _source(process) if process > 0 else "")
+
+    def _visitor(self, fd: int, connection: socket.socket) -> Visitor | None:
+        if connection.family != socket.AF_UNIX or connection.getsockname() != self._path:
+            return None
+        pid = peer_credentials(connection)[0]
+        return Visitor(fd, os.fstat(connection.fileno()).st_ino, (pid,), _source(pid))
+
+    def _measure(self, visitor: Visitor, node: str) -> None:
+        """The kernel does not say how much came over such a connection."""
+
+    def _left(self, source: str) -> None:
+        """Not worth a line: every client of ours connects once just to see whether a daemon listens."""
+
+
+def _source(process: int) -> str:
+    return f"process {process}" if process > 0 else "processes of other pid namespaces"

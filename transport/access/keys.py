@@ -1,14 +1,12 @@
-"""Who may connect: a CURVE key pair per node, and a folder of the keys it trusts.
+"""CURVE keys: the key pair of a node, and a folder of the keys that it trusts.
 
     <folder>/node.key           the public key, for others to trust
     <folder>/node.key_secret    both keys, 0600
     <folder>/trusted/<node>.key the public key of another node; the file's name is the node's id
-    <folder>/trusted/<node>~previous.key  the key that node had before, for as long as it is
-    accepted beside the new one
+    <folder>/trusted/<node>~previous.key  that node's key before, as long as both are accepted
 
-The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may
-hold ``expires``, unix seconds: the key counts until then. Changes to ``trusted`` are seen without a
-restart.
+The files are ZeroMQ certificates, so its own tools read them. The metadata of a trusted key may hold
+``expires``, unix seconds: the key is valid until then. Changes to ``trusted`` take effect without a restart.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-REREAD_S = 1.0  # a stranger who knocks again and again costs one directory scan a second
+REREAD_S = 1.0  # a stranger who keeps connecting costs one directory scan a second
 NODE_NAME = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._-]{1,64}\Z")
 EXPIRES = re.compile(r'^\s*expires\s*=\s*"(\d{1,12})"\s*$', re.MULTILINE)
 PREVIOUS = "~previous"  # no node name has a tilde
@@ -56,7 +54,7 @@ class KeysError(ValueError):
 
 
 class Keys:
-    """The key pair of this node, and whom it trusts. Keys are Z85, 40 characters."""
+    """The key pair of this node, and the keys that it trusts. Keys are Z85, 40 characters."""
 
     def __init__(self, folder: Path, public: str, secret: str) -> None:
         self.folder = folder
@@ -69,7 +67,7 @@ class Keys:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """The pair that `create` left there.
+        """The pair that `create` made.
 
         Raises:
             KeysError: there is none, it is damaged, or others may read the secret.
@@ -81,7 +79,7 @@ class Keys:
         except (OSError, ValueError) as error:
             raise KeysError(f"no usable key in {path}: {error}") from error
         if mode & 0o077:
-            raise KeysError(f"{path} may be read by others; chmod 600 it")
+            raise KeysError(f"{path} is readable by others; run `chmod 600 {path}`")
         if secret is None:
             raise KeysError(f"{path} holds no secret key")
         for each in (Path(folder), Path(folder) / "trusted", path):
@@ -90,7 +88,7 @@ class Keys:
 
     @classmethod
     def create(cls, folder: Path) -> Self:
-        """Make a pair; the folder is made, with 0700, if need be.
+        """Make a pair, and the folder, with mode 0700.
 
         Raises:
             KeysError: there is a key already; it is never overwritten.
@@ -100,28 +98,26 @@ class Keys:
         folder.chmod(0o700)
         (folder / "trusted").mkdir(mode=0o700, exist_ok=True)
         public, secret = _new_pair()
-        _write_new(folder / "node.key_secret", _certificate(public, secret))
-        _write_new(folder / "node.key", _certificate(public))
+        _write(new_private_file, folder / "node.key_secret", _certificate(public, secret))
+        _write(new_private_file, folder / "node.key", _certificate(public))
         return cls(folder, public, secret)
 
     @classmethod
     def rotate(cls, folder: Path) -> Self:
-        """Replace the pair by a new one. A daemon that runs keeps the pair that it loaded.
+        """Replace the pair by a new one. A running daemon keeps the pair that it loaded.
 
         Raises:
             KeysError: there is no pair to replace.
         """
         found = cls.load(folder)
         public, secret = _new_pair()
-        _replace(found.folder / "node.key_secret", _certificate(public, secret))
-        _replace(found.folder / "node.key", _certificate(public))
+        _write(replace_private_file, found.folder / "node.key_secret", _certificate(public, secret))
+        _write(replace_private_file, found.folder / "node.key", _certificate(public))
         return cls(found.folder, public, secret)
 
 
 def _new_pair() -> tuple[str, str]:
-    """A pair whose public key can be typed after a command: one that begins with a dash would be
-    taken for an option.
-    """
+    """A pair whose public key can be typed after a command: a leading dash would make it an option."""
     while True:
         public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
         if not public.startswith("-"):
@@ -139,13 +135,13 @@ def checked_key(key: str | bytes) -> str:
         if len(text) == 40 and len(z85.decode(text)) == 32:
             return text
     except (KeyError, ValueError):
-        pass  # characters outside of the alphabet: the same answer as a wrong length
-    raise KeysError("a key is 40 characters of Z85")
+        pass  # characters outside the alphabet: the same error as a wrong length
+    raise KeysError("a key has 40 characters of Z85")
 
 
 @dataclass(frozen=True, slots=True)
 class TrustedKey:
-    """A key that may connect as ``node``, until ``expires_s`` (unix seconds; infinity: for good)."""
+    """A key that may connect as ``node``, until ``expires_s`` (unix seconds; infinity: for ever)."""
 
     node: str
     public: str
@@ -164,19 +160,19 @@ def trust(
     valid_for_s: float | None = None,
     keep_previous_s: float = 0.0,
 ) -> None:
-    """Let the node ``name`` connect, with this key, instead of the key it had.
+    """Let the node ``name`` connect, with this key instead of its earlier key.
 
     Args:
-        valid_for_s: the key counts for so long; None: until it is replaced or removed.
-        keep_previous_s: the key that the node had counts beside the new one for so long.
+        valid_for_s: how long the key is valid; None: until it is replaced or removed.
+        keep_previous_s: how long the node's earlier key stays valid next to the new one.
     Raises:
-        KeysError: not a node name or key, a duration that is not positive, or the key is another
-            node's already.
+        KeysError: not a node name or key, a duration that is not positive, or the key is another node's
+            already.
     """
     if not NODE_NAME.match(name):
-        raise KeysError(f"{name!r} is no node name: 1 to 64 letters, digits, '.', '_', '-'")
+        raise KeysError(f"{name!r} is not a node name: 1 to 64 letters, digits, '.', '_', '-'")
     if (valid_for_s is not None and not valid_for_s > 0) or not keep_previous_s >= 0:
-        raise KeysError("a key is trusted for a positive time")
+        raise KeysError("the time for which a key is trusted must be positive")
     key = checked_key(public_key)
     known = trusted_keys(folder)
     for other in known:
@@ -188,15 +184,19 @@ def trust(
     old = next((k for k in known if k.node == name and not k.previous), None)
     if old is not None and old.public != key and keep_previous_s > 0:
         until_s = min(old.expires_s, now_s + keep_previous_s)
-        _replace(_trusted_file(folder, name, previous=True), _certificate(old.public, until_s=until_s))
+        _write(
+            replace_private_file,
+            _trusted_file(folder, name, previous=True),
+            _certificate(old.public, until_s=until_s),
+        )
     elif old is not None and old.public != key:
         _trusted_file(folder, name, previous=True).unlink(missing_ok=True)
     expires_s = None if valid_for_s is None else now_s + valid_for_s
-    _replace(target, _certificate(key, until_s=expires_s))
+    _write(replace_private_file, target, _certificate(key, until_s=expires_s))
 
 
 def untrust(folder: Path, name: str) -> None:
-    """Let the node ``name`` connect no more. A daemon that runs cuts its connections within a second.
+    """Let the node ``name`` connect no more. A running daemon cuts its connections within a second.
 
     Raises:
         KeysError: it is not trusted.
@@ -210,21 +210,19 @@ def untrust(folder: Path, name: str) -> None:
 
 
 def trusted(folder: Path) -> dict[str, str]:
-    """Node name to its newest public key, where that has not expired."""
+    """The newest public key of each node, unless it has expired."""
     now_s = time.time()
     return {k.node: k.public for k in trusted_keys(folder) if not k.previous and k.valid_at(now_s)}
 
 
 def trusted_keys(folder: Path) -> list[TrustedKey]:
-    """Every trusted key, also those that have expired. Files that hold no key are reported in the
-    log and left out.
-    """
+    """Every trusted key, also expired ones. A file without a valid key is logged and left out."""
     found: list[TrustedKey] = []
     for path in sorted((Path(folder) / "trusted").glob("[!.]*.key")):
         node, _, kind = path.stem.partition(PREVIOUS[0])
         try:
             if kind not in ("", PREVIOUS[1:]):
-                raise ValueError("its name is no node's")
+                raise ValueError("its name is not that of a node")
             key = checked_key(load_certificate(path)[0])
             expires = EXPIRES.search(path.read_text(encoding="ascii"))
         except (OSError, ValueError) as error:
@@ -240,7 +238,7 @@ def _trusted_file(folder: Path, name: str, *, previous: bool = False) -> Path:
 
 
 class Trust:
-    """The trusted keys, read again when the folder changed or a key is not found. Any thread."""
+    """The trusted keys, read again when the folder has changed or a key is not found. Any thread."""
 
     def __init__(self, folder: Path, *, wall_clock: Callable[[], float] = time.time) -> None:
         self._folder = Path(folder)
@@ -253,17 +251,14 @@ class Trust:
     def node_of(self, public_key: str) -> str | None:
         """The node with this key; None if it is not trusted (any more)."""
         with self._lock:
-            if self._changed():
+            if self._modified() != self._stamp:
                 self._read()
             found = self._keys.get(public_key)
             if found is None and time.monotonic() - self._read_at >= REREAD_S:
-                # A change within the clock tick of the last scan leaves the folder's time stamp as it was.
+                # A change within the clock tick of the last scan does not change the folder's time stamp.
                 self._read()
                 found = self._keys.get(public_key)
             return found.node if found and found.valid_at(self._wall_clock()) else None
-
-    def _changed(self) -> bool:
-        return self._modified() != self._stamp
 
     def _modified(self) -> int:
         try:
@@ -283,18 +278,11 @@ def _certificate(public: str, secret: str | None = None, *, until_s: float | Non
     return text if secret is None else text + f'    secret-key = "{secret}"\n'
 
 
-def _write_new(path: Path, text: str) -> None:
+def _write(write: Callable[[Path, bytes], None], path: Path, text: str) -> None:
     try:
-        new_private_file(path, text.encode("ascii"))
+        write(path, text.encode("ascii"))
     except FileExistsError as error:
         raise KeysError(f"{path} exists and is not overwritten") from error
-    except OSError as error:
-        raise KeysError(f"cannot write {path}: {error}") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    try:
-        replace_private_file(path, text.encode("ascii"))
     except OSError as error:
         raise KeysError(f"cannot write {path}: {error}") from error
 
@@ -305,23 +293,23 @@ def _replace(path: Path, text: str) -> None:
 def check_security(
     endpoint: str, security: str, *, advertise: str | None = None, allow_plain: bool = False
 ) -> None:
-    """Whether it is safe to listen at ``endpoint``, ``tcp://host:port``, with ``security`` "curve"
-    or "plain".
+    """Check that listening at ``endpoint``, ``tcp://host:port``, with ``security`` "curve" or "plain" is
+    safe.
 
     Args:
-        advertise: host name or address that peers are told; needed when the endpoint is a wildcard.
-        allow_plain: the operator said that this network is trusted.
+        advertise: host name or address for peers; required if the endpoint is a wildcard.
+        allow_plain: the operator trusts this network.
     Raises:
-        ValueError: it is not; the message says what would be.
+        ValueError: it is not safe; the message says what would be.
     """
     found = ENDPOINT.match(endpoint)
     if found is None:
-        raise ValueError(f"{endpoint!r} is no endpoint: tcp://host:port")
+        raise ValueError(f"{endpoint!r} is not an endpoint: use tcp://host:port")
     if security not in ("curve", "plain"):
         raise ValueError(f"security is 'curve' or 'plain', not {security!r}")
     host = found["host"].strip("[]")
     if host in ("*", "0.0.0.0", "::") and not advertise:
-        raise ValueError(f"{endpoint} listens everywhere: say which address to advertise")
+        raise ValueError(f"{endpoint} listens on all addresses: set the address to advertise")
     if security == "plain" and not allow_plain and not _is_loopback(host):
         raise ValueError(f"{endpoint} can be reached by others, who would not be authenticated: use keys")
 
@@ -334,16 +322,16 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_ours(path: Path) -> None:
-    """Whoever can write there decides whom we trust.
+    """Whoever can write there decides which keys we trust.
 
     Raises:
         KeysError: it belongs to another user, or others may write to it; with the command that mends it.
     """
     try:
-        told = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return
-    if told.st_uid not in (os.getuid(), 0):
-        raise KeysError(f"{path} belongs to user {told.st_uid}; run `chown {os.getuid()} {path}`")
-    if told.st_mode & 0o022:
+    if status.st_uid not in (os.getuid(), 0):
+        raise KeysError(f"{path} belongs to user {status.st_uid}; run `chown {os.getuid()} {path}`")
+    if status.st_mode & 0o022:
         raise KeysError(f"others may write to {path}; run `chmod go-w {path}`")

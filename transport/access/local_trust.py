@@ -1,15 +1,14 @@
-"""Who stands behind a local socket or file: asked before anything is said to it, or anything in it believed.
+"""Who owns a local socket or file: checked before anything is said to it, or anything in it believed.
 
-A path is as trustworthy as whoever may change it. Therefore the whole way to it is walked: each
-folder, link, and the end itself must belong to root or to a trusted user, and no folder may be
-written to by others, except a sticky one (`/tmp`), where others cannot remove or rename what is not
-theirs. Such a path stays what it is while it is used, so nobody wins a race between the check and
-libzmq's own `connect`, also not a later one after a lost connection. The listener's credentials
-(``SO_PEERCRED``) are asked for as well.
+A path is as trustworthy as everybody who may change it. Therefore the whole way to it is walked: each folder,
+link, and the end itself must belong to root or to a trusted user, and no folder may be writable by others,
+except a sticky one (`/tmp`), where others cannot remove or rename what is not theirs. Such a path stays what
+it is while it is used, so nobody wins a race between the check and libzmq's own `connect`, nor a later
+`connect` after a lost connection. The listener's credentials (``SO_PEERCRED``) are checked too.
 
-In a user namespace that maps few users (rootless containers) the kernel shows root's folders as
-those of the overflow user. That user passes for root on the way, and never as the owner of the last
-folder, a socket, or a file.
+In a user namespace that maps few users (rootless containers) the kernel shows root's folders as those of the
+overflow user. That user passes for root on the way, and never as the owner of the last folder, a socket, or a
+file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,15 @@ import struct
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
-__all__ = ["LocalFileError", "check_way", "find_listener", "open_file", "own_users", "user_name"]
+__all__ = [
+    "LocalFileError",
+    "check_way",
+    "find_listener",
+    "open_file",
+    "own_users",
+    "peer_credentials",
+    "user_name",
+]
 
 _MAX_LINKS = 40
 _PROBE_S = 1.0
@@ -37,31 +44,31 @@ _REMEDY = (
 
 
 class LocalFileError(PermissionError):
-    """Somebody else may stand behind this path; says owner, mode, what was expected, and what to do."""
+    """Another user may be behind this path; says owner, mode, what was expected, and what to do."""
 
 
 def own_users() -> frozenset[int]:
-    """Whom a process trusts without being told: itself and root."""
+    """The users that a process trusts by default: itself and root."""
     return frozenset({0, os.geteuid()})
 
 
 def find_listener(endpoint: str, users: Collection[int]) -> bool:
-    """Whether somebody listens on an ipc endpoint; returns only if it is one of ``users``.
+    """Whether a process of one of ``users`` listens on an ipc endpoint.
 
     Raises:
-        LocalFileError: somebody else does or could, or we may not ask.
+        LocalFileError: another user listens there, or could, or we may not connect.
         ValueError: it is no endpoint with a path.
     """
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or not path.startswith("/"):
         raise ValueError(
-            f"{endpoint!r} is no socket with an absolute path, whose owner could be checked: use an "
+            f"{endpoint!r} is not a socket with an absolute path, whose owner could be checked: use an "
             "endpoint such as 'ipc:///run/ckptd/ckptd.sock' (not abstract, not tcp)"
         )
     try:
         info = check_way(path, users)
         if not stat.S_ISSOCK(info.st_mode):
-            raise LocalFileError(f"{path} is no socket; remove it, or choose another endpoint")
+            raise LocalFileError(f"{path} is not a socket; remove it, or choose another endpoint")
         if info.st_mode & 0o002:
             raise LocalFileError(
                 f"the socket {path} is open to everybody ({_shown(info)}); expected no access for "
@@ -86,10 +93,10 @@ def find_listener(endpoint: str, users: Collection[int]) -> bool:
 
 
 def check_way(path: str, users: Collection[int]) -> os.stat_result:
-    """Walk to the end of an absolute path; returns what is there, which is no link.
+    """Walk to the end of an absolute path; returns the status of its end, which is no link.
 
     Raises:
-        LocalFileError: somebody else than ``users`` can change where it leads.
+        LocalFileError: a user outside ``users`` can change where it leads.
         OSError: there is nothing, or we may not look.
     """
     left = list(reversed(PurePosixPath(path).parts[1:]))
@@ -118,19 +125,19 @@ def check_way(path: str, users: Collection[int]) -> os.stat_result:
 
 
 def open_file(path: str | os.PathLike[str], flags: int, users: Collection[int]) -> int:
-    """Open a regular file that belongs to one of ``users`` and that not everybody may write to;
-    returns its descriptor.
+    """Open a regular file that belongs to one of ``users`` and is not writable by everybody; returns its
+    descriptor.
 
     Raises:
-        LocalFileError: it is somebody else's, or open to everybody.
+        LocalFileError: it is another user's, or open to everybody.
         OSError: it cannot be opened, or is a link.
     """
-    # Not waiting for a writer, should it be a pipe.
+    # O_NONBLOCK: a pipe would wait for a writer.
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise LocalFileError(f"{path} is no regular file; remove it")
+            raise LocalFileError(f"{path} is not a regular file; remove it")
         _check_owner(path, info, users)
         if info.st_mode & 0o002:
             raise LocalFileError(
@@ -144,7 +151,7 @@ def open_file(path: str | os.PathLike[str], flags: int, users: Collection[int]) 
 
 
 def user_name(uid: int) -> str:
-    """A user as people know it, with the number."""
+    """The name of a user, with the number."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
@@ -186,10 +193,15 @@ def _listener_uid(path: str) -> int | None:
         try:
             probe.connect(path)
         except (ConnectionRefusedError, BlockingIOError, TimeoutError):
-            return None  # left behind by one that was killed, or too busy to take connections
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(credentials)[1]
-    return uid
+            return None  # left by a killed process, or too busy to accept connections
+        return peer_credentials(probe)[1]
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a local socket."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(credentials)
+    return pid, uid, gid
 
 
 def _in_user_namespace() -> bool:

@@ -1,8 +1,7 @@
-"""What arrived and was refused: counted by reason and address, and logged now and then.
+"""Refused connections and messages: counted by reason and address, and logged at a bounded rate.
 
-The first refusal of a kind is logged at once. After that there is one line in `SUMMARY_S` at most,
-with how many there were since the line before: somebody who knocks ten thousand times fills no
-disk.
+The first refusal of a kind is logged at once. After that there is at most one line in `SUMMARY_S`, with the
+numbers since the line before: an attacker who knocks ten thousand times fills no disk.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ __all__ = ["ForgeryLog", "RefusalLog"]
 logger = logging.getLogger(__name__)
 
 SUMMARY_S = 60.0
-FIRST_S = 10.0  # after the first of a kind it is told soon how many they are
-MAX_SOURCES = 1024  # addresses that are counted one by one; others together
+FIRST_S = 10.0  # after the first refusal of a kind the first summary comes sooner
+MAX_SOURCES = 1024  # addresses with a count of their own; the others share one
 MAX_DETAIL = 300
 SHOWN = 3
 OTHERS = "others"
 
 
 class RefusalLog:
-    """Any thread. ``tell`` gets each line; without it they go to the log."""
+    """Any thread. ``tell`` gets each line; default: the log."""
 
     def __init__(
         self,
@@ -43,57 +42,57 @@ class RefusalLog:
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()  # by reason, since the start
         self.sources: Counter[str] = Counter()  # by address, since the start
-        self._untold: Counter[str] = Counter()
-        self._untold_sources: Counter[str] = Counter()
-        self._told_at_s = float("-inf")
+        self._new: Counter[str] = Counter()
+        self._new_sources: Counter[str] = Counter()
+        self._logged_at_s = float("-inf")
 
     def seen(self, what: str, source: str = "") -> None:
-        """A message that is nothing of ours."""
+        """Refuse a message that is none of ours."""
         with self._lock:
             self._counters.garbage += 1
         self.refused("garbage", source, what)
 
     def stranger(self, reason: str, source: str, detail: str) -> None:
-        """Somebody who did not show who it is, or is none whom we trust."""
+        """Refuse a connection that did not show who it is, or is not trusted."""
         with self._lock:
             self._counters.unauthenticated += 1
         self.refused(reason, source, detail)
 
     def refused(self, reason: str, source: str, detail: str) -> None:
-        """Count it, and log it if it is the first of its kind."""
+        """Count a refusal, and log it if it is the first of its kind."""
         now_s = self._clock()
         with self._lock:
             first = reason not in self.counts
             self.counts[reason] += 1
-            self._untold[reason] += 1
+            self._new[reason] += 1
             if source:
                 self._count_source(self.sources, source)
-                self._count_source(self._untold_sources, source)
+                self._count_source(self._new_sources, source)
             if first:
-                self._untold[reason] -= 1  # it is told below
-                self._told_at_s = max(self._told_at_s, now_s - SUMMARY_S + FIRST_S)
+                self._new[reason] -= 1  # logged below
+                self._logged_at_s = max(self._logged_at_s, now_s - SUMMARY_S + FIRST_S)
         if first:
             where = f" from {source}" if source else ""
             self._tell(f"refused{where} ({reason}): {detail[:MAX_DETAIL]}")
         self.flush(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Tell of what was not told, if it is time."""
+        """Log the summary if it is due."""
         with self._lock:
-            untold = +self._untold
-            if not untold or now_s - self._told_at_s < SUMMARY_S:
+            new = +self._new
+            if not new or now_s - self._logged_at_s < SUMMARY_S:
                 return
-            self._told_at_s = now_s
-            sources = self._untold_sources.most_common(SHOWN)
-            self._untold.clear()
-            self._untold_sources.clear()
-        reasons = ", ".join(f"{count} {reason}" for reason, count in untold.most_common())
+            self._logged_at_s = now_s
+            sources = self._new_sources.most_common(SHOWN)
+            self._new.clear()
+            self._new_sources.clear()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in new.most_common())
         most = ", ".join(f"{source} ({count})" for source, count in sources)
         where = f"; most from {most}" if most else ""
         self._tell(f"refused since the last such line: {reasons}{where}")
 
     def shown(self) -> dict[str, int]:
-        """Counters for `ckptctl` and metrics: by reason, and those of the addresses with the most."""
+        """Counters for ``ckptctl`` and metrics: by reason, and of the addresses with the most."""
         with self._lock:
             reasons = {f"turned_away.{reason}": count for reason, count in self.counts.items()}
             most = self.sources.most_common(SHOWN)
@@ -106,9 +105,8 @@ class RefusalLog:
 
 
 class ForgeryLog:
-    """What somebody between us and a peer changed, repeated or made up. Any thread.
-
-    ``newest`` says what the last one was.
+    """Bytes that somebody between us and a peer changed, repeated or made up. Any thread. ``newest``
+    describes the last one.
     """
 
     def __init__(self, counters: FabricCounters) -> None:

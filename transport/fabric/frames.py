@@ -1,61 +1,37 @@
-"""What two fabrics say to each other: header frames, msgpack arrays with a small tag, and what a
-digest covers.
+"""Messages between two fabrics: header frames (msgpack arrays with a small tag), digests, and payload frames.
 
-A message is a header frame and, for `Write`, `Data`, `Request` and `Reply`, one payload frame.
-Frames of one connection stay in order and are handled in order, in both directions; so an answer
-says that what was asked before and is not answered was lost. ``op`` is chosen by the asking side
-and means nothing to the other.
+A message is a header frame and, for `Write`, `Data`, `Request` and `Reply`, a payload. Frames of one
+connection stay in order and are handled in order, in both directions; so an answer shows that every earlier
+unanswered operation was lost. ``op`` is chosen by the asking side and means nothing to the other.
 
-A digest is xxh3_64 of the chunk, seeded with where the chunk belongs. A header whose offset or
-region was damaged on the way therefore fails the comparison too, and an `Ack` repeats the digest,
-so that it cannot be taken for another's.
+A digest is xxh3_64 of the chunk, seeded with the chunk's place. A header whose offset or region was damaged
+fails the comparison too, and an `Ack` repeats the digest, so that it cannot be taken for another's.
+
+A payload travels in frames of at most `FRAME_BYTES`. libzmq makes room for a whole frame as soon as its
+length is announced, and has one limit for all frames of a socket, also for those that come before anybody has
+shown a key. So the largest frame is what a stranger can have us keep.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
 import xxhash
+import zmq
 from msgspec import Meta, Struct
 
 from ckptd.unpacking import unpack
-
-__all__ = [
-    "MAX_BODY_BYTES",
-    "MAX_CHUNK_BYTES",
-    "MAX_HEADER_BYTES",
-    "MAX_NUMBER",
-    "PROTOCOL",
-    "Ack",
-    "Answer",
-    "Ask",
-    "Data",
-    "Dial",
-    "FaultReply",
-    "Open",
-    "Opened",
-    "Probe",
-    "Probed",
-    "Read",
-    "Refuse",
-    "Reply",
-    "Request",
-    "Ticket",
-    "Write",
-    "decode_answer",
-    "decode_ask",
-    "digest_of",
-    "encode",
-    "seed_of",
-]
 
 PROTOCOL = 2
 MAX_HEADER_BYTES = 1024
 MAX_CHUNK_BYTES = 16 << 20
 MAX_BODY_BYTES = 32 << 20
-
-MAX_NUMBER = 1 << 62  # first one that is too large
+FRAME_BYTES = 256 << 10
+MAX_WIRE_FRAME_BYTES = FRAME_BYTES + 1024  # leaves room for what CURVE adds, and for a header frame
+MAX_FRAMES = 1 + MAX_BODY_BYTES // FRAME_BYTES  # of a message, its header included
+MAX_NUMBER = 1 << 62  # the first number that is too large
 
 Number = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 Size = Annotated[int, Meta(ge=0, le=MAX_CHUNK_BYTES)]
@@ -68,7 +44,7 @@ Random = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Open(Struct, frozen=True, array_like=True, gc=False, tag=1):
-    """First on a connection: who asks, whom it means to ask, and whether chunks will follow."""
+    """First on a connection: who asks, whom it means to reach, and whether chunks will follow."""
 
     protocol: int
     node: Node
@@ -96,7 +72,7 @@ class Read(Struct, frozen=True, array_like=True, gc=False, tag=3):
 
 
 class Probe(Struct, frozen=True, array_like=True, gc=False, tag=4):
-    """Answered in its turn: what was asked before it and is unanswered then, was lost."""
+    """Answered in its turn: every earlier operation that is unanswered by then was lost."""
 
     op: Number
 
@@ -106,7 +82,7 @@ class Request(Struct, frozen=True, array_like=True, gc=False, tag=5):
 
 
 class Opened(Struct, frozen=True, array_like=True, gc=False, tag=6):
-    """You may ask, and have ``window`` chunks unanswered on this connection."""
+    """The peer may ask, and have ``window`` unanswered chunks on this connection."""
 
     protocol: int
     node: Node
@@ -114,7 +90,7 @@ class Opened(Struct, frozen=True, array_like=True, gc=False, tag=6):
 
 
 class Refuse(Struct, frozen=True, array_like=True, gc=False, tag=7):
-    """You may not; the connection is of no use."""
+    """The peer may not ask; the connection is of no use."""
 
     protocol: int
     detail: Short
@@ -133,9 +109,7 @@ class Data(Struct, frozen=True, array_like=True, gc=False, tag=9):
 
 
 class FaultReply(Struct, frozen=True, array_like=True, gc=False, tag=10):
-    """Not done. ``fault`` is a `Fault`, or "open": this connection was never opened, or that was
-    forgotten.
-    """
+    """Not done. ``fault`` is a `Fault`, or "open": the server does not know this connection (any more)."""
 
     op: Number
     fault: Short
@@ -151,10 +125,10 @@ class Reply(Struct, frozen=True, array_like=True, gc=False, tag=12):
 
 
 class Dial(Struct, frozen=True, array_like=True, gc=False, tag=13):
-    """Let me open a stream for chunks. ``slot`` names it: the one that had this name is ended
-    before the answer.
+    """Ask for a stream for chunks. ``slot`` names it; an earlier stream of that name is ended before the
+    answer.
 
-    ``ciphers`` are those that the asker takes (`sealing.Cipher`), ``secret`` is its part of the keys.
+    ``ciphers`` are those that the asker accepts (`sealing.Cipher`), ``secret`` is its part of the keys.
     """
 
     op: Number
@@ -164,8 +138,8 @@ class Dial(Struct, frozen=True, array_like=True, gc=False, tag=13):
 
 
 class Ticket(Struct, frozen=True, array_like=True, gc=False, tag=14):
-    """Where to connect, and the 32 random bytes to say there: once, and soon. ``cipher`` is one of
-    those that were asked for.
+    """Where to connect, and the 32 random bytes to show there, once, within seconds. ``cipher`` is one of the
+    offered ones.
     """
 
     op: Number
@@ -188,7 +162,7 @@ T = TypeVar("T")
 
 
 def decode_ask(header: bytes | memoryview) -> Ask:
-    """What a peer asks of us.
+    """Decode a message of the asking side.
 
     Raises:
         ValueError: it is none of the messages above.
@@ -197,7 +171,7 @@ def decode_ask(header: bytes | memoryview) -> Ask:
 
 
 def decode_answer(header: bytes | memoryview) -> Answer:
-    """What a peer answers.
+    """Decode a message of the answering side.
 
     Raises:
         ValueError: it is none of the messages above.
@@ -218,5 +192,140 @@ def digest_of(data: memoryview, region: int, offset: int) -> int:
 
 
 def seed_of(region: int, offset: int, length: int) -> int:
-    """What `digest_of` seeds the digest with."""
     return (region * 0x9E3779B97F4A7C15 + offset * 0xC2B2AE3D27D4EB4F + length) & (1 << 64) - 1
+
+
+# -- Payloads ------------------------------------------------------------------------------------
+
+
+class Payload:
+    """The bytes behind a header. Its frames are libzmq's memory."""
+
+    __slots__ = ("_frames", "size_bytes")
+
+    def __init__(self, frames: Sequence[zmq.Frame]) -> None:
+        self._frames = frames
+        self.size_bytes = sum(map(len, frames))
+
+    def join(self) -> bytes:
+        return b"".join(frame.buffer for frame in self._frames)
+
+    def digest(self, region: int, offset: int) -> int:
+        """Like `digest_of`."""
+        made = xxhash.xxh3_64(seed=seed_of(region, offset, self.size_bytes))
+        for frame in self._frames:
+            made.update(frame.buffer)
+        return made.intdigest()
+
+    def copy_into(self, target: memoryview) -> None:
+        """Copy into ``target``, which has the same length and is released."""
+        at = 0
+        with target, target.cast("B") as flat:
+            for frame in self._frames:
+                flat[at : at + len(frame)] = frame.buffer
+                at += len(frame)
+
+
+class BufferUse:
+    """An engine's use of a part of a buffer. ``view`` is released once ``gone`` returns true."""
+
+    __slots__ = ("_gone", "_view", "ended")
+
+    def __init__(self, view: memoryview, gone: Callable[[], bool]) -> None:
+        self._view = view
+        self._gone = gone
+        self.ended = False
+
+    def over(self) -> bool:
+        if not self.ended and self._gone():
+            try:
+                self._view.release()
+                self.ended = True
+            except BufferError:  # the engine reported it a moment before it let go
+                return False
+        return self.ended
+
+
+def bytes_of(buffer: memoryview, *, writable: bool) -> memoryview:
+    """The same memory as a flat view of bytes.
+
+    Raises:
+        ValueError: not contiguous, or read-only although it is to be written.
+    """
+    if not buffer.c_contiguous:
+        raise ValueError("a buffer must be contiguous")
+    if writable and buffer.readonly:
+        raise ValueError("a buffer that is to be written is read-only")
+    if buffer.nbytes == 0:
+        return memoryview(bytearray())
+    return buffer.cast("B")
+
+
+def send_copy(socket: zmq.Socket[bytes], head: Sequence[bytes], body: bytes) -> None:
+    """Send the frames of ``head``, then the body, which libzmq copies.
+
+    Raises:
+        zmq.ZMQError: there is no room, or no peer. Nothing of the message is sent.
+    """
+    _send_all(socket, [*head, *_payload_frames(memoryview(body))], socket.send)
+
+
+def send_view(
+    socket: zmq.Socket[bytes], head: Sequence[bytes], view: memoryview, *, encrypted: bool
+) -> BufferUse:
+    """Send the frames of ``head``, then ``view`` without a copy; the result says when ``view`` is free again.
+
+    Without encryption libzmq has the kernel read the payload, and aborts the process if the payload is in a
+    file that was truncated meanwhile. Then a copy is sent.
+
+    Raises:
+        zmq.ZMQError: as `send_copy`.
+    """
+    frames = list(_payload_frames(view if encrypted else memoryview(bytes(view))))
+    trackers: list[zmq.MessageTracker] = []
+
+    def send(part: bytes | memoryview, flags: int) -> None:
+        if isinstance(part, bytes):
+            socket.send(part, flags)
+            return
+        tracker = socket.send(part, flags, copy=False, track=True)
+        assert tracker is not None
+        trackers.append(tracker)
+
+    def gone() -> bool:
+        if not all(tracker.done for tracker in trackers):
+            return False
+        try:
+            for frame in frames:
+                frame.release()
+        except BufferError:  # libzmq reported it a moment before it let go
+            return False
+        return True
+
+    _send_all(socket, [*head, *frames], send)
+    return BufferUse(view, gone)
+
+
+def _payload_frames(view: memoryview) -> Iterator[memoryview]:
+    """At least one, which may be empty."""
+    for at in range(0, max(1, len(view)), FRAME_BYTES):
+        yield view[at : at + FRAME_BYTES]
+
+
+def _send_all(
+    socket: zmq.Socket[bytes],
+    parts: Sequence[bytes | memoryview],
+    send: Callable[[bytes | memoryview, int], object],
+) -> None:
+    failed: zmq.ZMQError | None = None
+    for index, part in enumerate(parts):
+        more = zmq.SNDMORE if index + 1 < len(parts) else 0
+        try:
+            send(part, zmq.DONTWAIT | more)
+        except zmq.ZMQError as error:
+            if index == 0:
+                raise
+            # The connection broke in the middle. libzmq drops the rest of the message, but must be given it.
+            failed = failed or error
+    if failed is not None:
+        raise failed

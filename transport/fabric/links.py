@@ -1,92 +1,163 @@
-"""One peer, as seen by the side that asks: its transfers and requests, and the connections that carry them.
+"""One peer on the asking side: its transfers and requests, and the connections that carry them.
 
-One connection is for control messages alone, so that they never wait behind data; chunks are dealt
-out to the others, to whichever has the most room; those that can take the short cut within this
-host need no connection at all. Connections are made when there is something to carry. All state
-belongs to the fabric's thread; the public methods hand over to it. A request is sent at most once:
-if its connection breaks it ends with ``DEADLINE`` at once, and whether the peer acted on it is not
-known.
+One connection is for control messages alone, so that they never wait behind data. Chunks go to the chunk
+connection with the most room; chunks that can take the short cut within this host need no connection at all.
+Connections are made when there is something to carry. All state belongs to the fabric's thread; the public
+methods hand over to it.
+
+A request is WAITING for its connection, then SENT, and ends with an answer, at its deadline, or when the
+connection breaks. It is sent at most once; then whether the peer acted on it is unknown.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import zmq
 
-from ckptd.transport.access.refusals import RefusalLog
 from ckptd.transport.fabric import frames as f
-from ckptd.transport.fabric.chunks import Chunk, ChunkedTransfer
-from ckptd.transport.fabric.data_lanes import ChunkEvents, ChunkLane, ZmqChunkLane
-from ckptd.transport.fabric.lanes import Lane, LaneEvents, LaneState, Wiring
-from ckptd.transport.fabric.pacing import Pacer
-from ckptd.transport.fabric.payloads import MAX_FRAMES, Payload
-from ckptd.transport.fabric.requests import PendingRequest, Requests
-from ckptd.transport.fabric.short_cut_copies import Copier, CopyLane
-from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Transfers
-from ckptd.transport.verbs import (
-    Answered,
-    Done,
-    FabricCounters,
-    Fault,
-    PeerAddress,
-    RegionKey,
-    Transfer,
-)
+from ckptd.transport.fabric.frames import MAX_FRAMES, Payload
+from ckptd.transport.fabric.lanes import ChunkLane, FabricParts, Lane, LaneState, ZmqChunkLane
+from ckptd.transport.fabric.short_cut import CopyLane
+from ckptd.transport.fabric.transfers import DRAIN_POLL_S, Chunk, ChunkedTransfer, Pacer, Transfers
+from ckptd.transport.verbs import Answered, Done, Fault, PeerAddress, RegionKey, Transfer
 
 __all__ = ["FabricPeer", "LinkParts"]
 
 logger = logging.getLogger(__name__)
 
+MAX_REQUESTS = 4096
+FULL_RETRY_S = 0.01
 RETRY_REFUSED_S = 0.5
 LANE_RETRY_S = 1.0
 
 Frames = Sequence[zmq.Frame]
 
 
+@dataclass(slots=True)
+class PendingRequest:
+    """``answered`` is called once."""
+
+    body: bytes
+    answered: Answered
+    deadline_at: float
+    sent: bool = False
+
+    def finish(self, outcome: bytes | Fault) -> None:
+        try:
+            self.answered(outcome)
+        except Exception:  # a user's callback: the loop that carries all transfers must survive it
+            logger.exception("the callback of a request failed")
+
+
+class Requests:
+    """The requests to one peer, in the order in which they were made. On the fabric's thread."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, PendingRequest] = {}
+        self._unsent: deque[int] = deque()
+
+    @property
+    def wait_for_a_connection(self) -> bool:
+        return bool(self._unsent)
+
+    def add(self, request: PendingRequest) -> None:
+        if len(self._requests) >= MAX_REQUESTS:
+            request.finish(Fault.DEADLINE)  # the peer has answered none of so many
+            return
+        number = next(self._numbers)
+        self._requests[number] = request
+        self._unsent.append(number)
+
+    def send(self, send: Callable[[int, bytes], bool]) -> float:
+        """Send the waiting requests; ``send`` returns false if there is no room. Returns the seconds until a
+        retry.
+        """
+        while self._unsent:
+            number = self._unsent[0]
+            request = self._requests.get(number)
+            if request is not None:
+                if not send(number, request.body):
+                    return FULL_RETRY_S
+                request.sent = True
+                request.body = b""
+            self._unsent.popleft()
+        return float("inf")
+
+    def expire(self, now_s: float) -> None:
+        self._end_those(Fault.DEADLINE, lambda request: now_s >= request.deadline_at)
+
+    def due_s(self, now_s: float) -> float:
+        """Seconds until the first deadline."""
+        deadlines = (request.deadline_at for request in self._requests.values())
+        return min(deadlines, default=float("inf")) - now_s
+
+    def connection_lost(self) -> None:
+        """Sent requests are not sent again."""
+        self._end_those(Fault.DEADLINE, lambda request: request.sent)
+
+    def end(self, fault: Fault) -> None:
+        self._unsent.clear()
+        self._end_those(fault, lambda request: True)
+
+    def replied(self, number: int, body: bytes) -> None:
+        """An answer; it is dropped if the request has ended."""
+        request = self._requests.pop(number, None)
+        if request is not None:
+            request.finish(body)
+
+    def _end_those(self, fault: Fault, which: Callable[[PendingRequest], bool]) -> None:
+        for number, request in list(self._requests.items()):
+            if which(request):
+                del self._requests[number]
+                request.finish(fault)
+
+
 @dataclass(frozen=True, slots=True)
 class LinkParts:
-    """What a link needs of its fabric. ``call`` runs something on the fabric's thread; false if
-    that has ended.
+    """What the links of a fabric share.
+
+    Args:
+        copier: one thread; None if the short cut is switched off.
+        connections: of each link, for chunks.
+        vouch: why an address is not trusted; "" if it is.
+        forget: called on the fabric's thread when a closed link has nothing left to complete.
     """
 
-    wiring: Wiring
-    counters: FabricCounters
-    garbage: RefusalLog
+    fabric: FabricParts
     pacer: Pacer
-    copier: Copier | None  # None: no short cuts
-    call: Callable[[Callable[[], None]], bool]
-    vouch: Callable[[PeerAddress], str]  # why this address is not to be trusted; empty if it is
+    copier: Executor | None
     chunk_bytes: int
     connections: int
+    vouch: Callable[[PeerAddress], str]
     forget: Callable[[FabricPeer], None]
 
 
 class FabricPeer:
-    """Implements `Peer`."""
+    """Implements `Peer`, and `LaneOwner`."""
 
     def __init__(self, parts: LinkParts, address: PeerAddress) -> None:
         self._parts = parts
+        self._fabric = parts.fabric
+        self._counters = parts.fabric.counters
         self._address = address
-        self._events = LaneEvents(self._lane_down, self._lane_refused, self._message)
-        self.chunk_events = ChunkEvents(
-            done=self._chunk_done,
-            lost=self._chunk_lost,
-            damaged=self._chunk_damaged,
-            failed=self._chunk_failed,
-            garbage=parts.garbage.seen,
-        )
         self._control = self._make_lane(data=False)
-        self._chunk_lanes = [self._make_chunk_lane(index) for index in range(parts.connections)]
-        self._copies = CopyLane(parts.wiring.node, parts.copier, parts.counters, parts.call, self._chunk_done)
+        self._chunk_lanes = [self._make_chunk_lane() for _ in range(parts.connections)]
+        self._copies = CopyLane(
+            self._fabric.node, parts.copier, self._counters, self._fabric.call, self.chunk_done
+        )
         self._requests = Requests()
         self._transfers = Transfers()
         self._not_before = 0.0  # after a refusal
         self._closed = False
-        self.closing = False  # the fabric makes another link for this address
+        self.closing = False  # then the fabric makes another link for this address
 
     @property
     def address(self) -> PeerAddress:
@@ -103,7 +174,7 @@ class FabricPeer:
         deadline_s: float = 60.0,
         done: Done | None = None,
     ) -> Transfer:
-        """Copy ``source`` into the region, from ``offset`` bytes on. ``source`` must not change meanwhile.
+        """Implements `Peer.put`.
 
         Raises:
             ValueError: ``source`` is not contiguous.
@@ -119,10 +190,10 @@ class FabricPeer:
         deadline_s: float = 60.0,
         done: Done | None = None,
     ) -> Transfer:
-        """Fill ``target`` from the region, from ``offset`` bytes on.
+        """Implements `Peer.get`.
 
         Raises:
-            ValueError: ``target`` is not contiguous or is read-only.
+            ValueError: ``target`` is not contiguous, or is read-only.
         """
         return self._begin(target, source, False, offset, deadline_s, done)
 
@@ -145,13 +216,13 @@ class FabricPeer:
             done=done,
             on_cancel=self._cancel,
         )
-        if not self._parts.call(lambda: self._accept(transfer, offset)):
-            transfer.end(Fault.CLOSED, "this fabric was closed")
+        if not self._fabric.call(lambda: self._accept(transfer, offset)):
+            transfer.end(Fault.CLOSED, "this fabric is closed")
             transfer.complete()
         return transfer
 
     def request(self, body: bytes, *, timeout_s: float, answered: Answered) -> None:
-        """Send a control message; ``answered`` is called once, with the reply or a fault.
+        """Implements `Peer.request`.
 
         Raises:
             ValueError: the body is larger than a control message may be.
@@ -159,23 +230,22 @@ class FabricPeer:
         if len(body) > f.MAX_BODY_BYTES:
             raise ValueError(f"a request of {len(body)} bytes; at most {f.MAX_BODY_BYTES}")
         request = PendingRequest(body, answered, time.monotonic() + timeout_s)
-        if not self._parts.call(lambda: self._accept_request(request)):
-            request.tell(Fault.CLOSED)
+        if not self._fabric.call(lambda: self._accept_request(request)):
+            request.finish(Fault.CLOSED)
 
     def close(self) -> None:
-        """Give up the connections; what is in flight completes with ``CLOSED``."""
         self.closing = True
-        self._parts.call(self.shut)
+        self._fabric.call(self.shut)
 
     def _cancel(self, transfer: ChunkedTransfer) -> None:
-        self._parts.call(lambda: transfer.end(Fault.CANCELLED, "cancelled"))
+        self._fabric.call(lambda: transfer.end(Fault.CANCELLED, "cancelled"))
 
-    # --- the fabric's thread: what is asked of us ---
+    # --- the fabric's thread: what callers ask ---
 
     def _accept(self, transfer: ChunkedTransfer, offset: int) -> None:
         refusal = self._refusal(transfer, offset)
         if self._closed:
-            transfer.end(Fault.CLOSED, "this peer was closed")
+            transfer.end(Fault.CLOSED, "this peer is closed")
             transfer.complete()  # nobody pumps a link that was forgotten
             return
         if refusal is not None:
@@ -183,35 +253,35 @@ class FabricPeer:
         self._transfers.add(transfer)
 
     def _refusal(self, transfer: ChunkedTransfer, offset: int) -> tuple[Fault, str] | None:
-        """What need not be sent at all, because no header can say it or the peer is not to be trusted."""
+        """Why the transfer is not sent: no header can express it, or the peer is not trusted."""
         objection = self._parts.vouch(self._address)
         if objection:
             return Fault.REFUSED, objection
         if not 0 <= transfer.key.region < f.MAX_NUMBER or len(transfer.key.token) != 16:
-            return Fault.REGION, "this is no key of a region"
+            return Fault.REGION, "not a region key"
         if not 0 <= offset < f.MAX_NUMBER - len(transfer.buffer):
-            return Fault.BOUNDS, f"an offset of {offset}"
+            return Fault.BOUNDS, f"offset {offset} is out of range"
         return None
 
     def _accept_request(self, request: PendingRequest) -> None:
         if self._closed:
-            request.tell(Fault.CLOSED)
+            request.finish(Fault.CLOSED)
         elif self._parts.vouch(self._address):
-            request.tell(Fault.REFUSED)
+            request.finish(Fault.REFUSED)
         else:
             self._requests.add(request)
 
     def check_trust(self) -> None:
-        """End what is under way with a peer that is not trusted any more."""
+        """End all operations with a peer that is not trusted any more."""
         if self._closed or not (self._control.started or any(c.started for c in self._chunk_lanes)):
             return
         objection = self._parts.vouch(self._address)
         if objection:
-            self._parts.counters.revoked += 1
+            self._counters.revoked += 1
             self._refuse(objection)
 
     def shut(self) -> None:
-        """End everything; what cannot complete at once is completed by later calls of `pump`."""
+        """End everything; later calls of `pump` complete what cannot complete at once."""
         if self._closed:
             return
         self._closed = True
@@ -220,13 +290,15 @@ class FabricPeer:
         self._requests.end(Fault.CLOSED)
 
     def complete_all(self) -> None:
-        """The end, whatever the engine still holds."""
+        """Complete at the end of the fabric, whatever an engine still holds."""
         self._transfers.complete_all()
 
     # --- the fabric's thread: the work ---
 
     def pump(self, now_s: float) -> float:
-        """Send what may be sent, end what is due; seconds until it should be called again, without news."""
+        """Send what may be sent, end what is due; returns the seconds until the next call, if nothing happens
+        before.
+        """
         self._transfers.expire(now_s, self._states())
         self._requests.expire(now_s)
         if self._transfers.settle(now_s):
@@ -270,7 +342,7 @@ class FabricPeer:
                 continue
             if not all(self._ensure(lane, now_s) for lane in self._chunk_lanes):
                 return LANE_RETRY_S
-            lane = max(self._chunk_lanes, key=_room)
+            lane = max(self._chunk_lanes, key=lambda lane: lane.room)
             if lane.room == 0:
                 break  # an answer wakes us
             if transfer.is_put:
@@ -290,19 +362,19 @@ class FabricPeer:
 
     def _make_lane(self, *, data: bool) -> Lane:
         return Lane(
-            self._parts.wiring,
-            self._events,
+            self._fabric,
+            self,
             endpoint=self._address.endpoint,
             target=self._address.node,
             server_key=self._address.public_key,
             data=data,
         )
 
-    def _make_chunk_lane(self, index: int) -> ChunkLane:
-        return ZmqChunkLane(self._make_lane(data=True), self.chunk_events)
+    def _make_chunk_lane(self) -> ChunkLane:
+        return ZmqChunkLane(self._make_lane(data=True), self)
 
     def _ensure(self, lane: Lane | ChunkLane, now_s: float) -> bool:
-        """Whether the connection is there, or being made."""
+        """Whether the connection exists or is being made."""
         if lane.started:
             return True
         if now_s < self._not_before:
@@ -313,9 +385,9 @@ class FabricPeer:
             self._not_before = now_s + LANE_RETRY_S
             self._refuse(str(error))
             return False
-        except OSError as error:  # not the peer's doing: what is asked of it waits, until it is due
+        except OSError as error:  # our own shortage: requests and transfers wait, up to their deadlines
             self._not_before = now_s + LANE_RETRY_S
-            self._parts.garbage.refused("descriptors", "", f"a connection was not made: {error}")
+            self._fabric.refusals.refused("descriptors", "", f"a connection was not made: {error}")
             return False
         return True
 
@@ -325,19 +397,19 @@ class FabricPeer:
                 return candidate
         return None
 
-    def _message(self, lane: Lane, frames: Frames) -> None:
+    def message(self, lane: Lane, frames: Frames) -> None:
         try:
             if len(frames) > MAX_FRAMES:
                 raise ValueError(f"{len(frames)} frames")
             answer = f.decode_answer(frames[0].buffer)
         except ValueError as error:
-            self._parts.garbage.seen(str(error))
+            self.garbage(str(error))
             return
         payload = Payload(frames[1:]) if len(frames) > 1 else None
         if isinstance(answer, f.Opened):
             self._opened(lane, answer)
         elif isinstance(answer, f.Refuse):
-            self._lane_refused(lane, answer.detail)
+            self.lane_refused(lane, answer.detail)
         elif isinstance(answer, f.Reply):
             if payload is not None:
                 self._requests.replied(answer.op, payload.join())
@@ -345,34 +417,34 @@ class FabricPeer:
             chunk_lane.answer(answer, payload)
         elif isinstance(answer, f.FaultReply) and answer.fault == "open":
             lane.reopen()
-            self._lane_down(lane)
+            self.lane_down(lane)
         elif not self._other_answer(answer):
-            self._parts.garbage.seen("chunks on a control connection")
+            self.garbage("chunks on a control connection")
 
     def _other_answer(self, answer: f.Answer) -> bool:
-        """For fabrics that say more on the control connection; whether it was an answer of theirs."""
+        """For fabrics with more answers on the control connection; whether it was one of theirs."""
         return False
 
     def _opened(self, lane: Lane, answer: f.Opened) -> None:
         if answer.protocol != f.PROTOCOL:
-            self._lane_refused(lane, f"version {answer.protocol} of the protocol")
+            self.lane_refused(lane, f"the peer speaks protocol version {answer.protocol}")
         elif self._address.node not in ("", answer.node):
-            self._lane_refused(lane, f"it is {answer.node}, not {self._address.node}")
+            self.lane_refused(lane, f"the peer is {answer.node}, not {self._address.node}")
         else:
             lane.opened()
-            self._parts.counters.reconnects += lane.opened_times > 1
+            self._counters.reconnects += lane.opened_times > 1
             chunk_lane = self._chunk_lane_of(lane)
             if chunk_lane is not None:
                 chunk_lane.window = max(1, answer.window)
 
-    def _lane_down(self, lane: Lane) -> None:
+    def lane_down(self, lane: Lane) -> None:
         chunk_lane = self._chunk_lane_of(lane)
         if chunk_lane is not None:
-            chunk_lane.down()
+            chunk_lane.lose_all()
             return
         self._requests.connection_lost()
 
-    def _lane_refused(self, lane: Lane, detail: str) -> None:
+    def lane_refused(self, lane: Lane, detail: str) -> None:
         self._not_before = time.monotonic() + RETRY_REFUSED_S
         self._refuse(detail)
 
@@ -391,36 +463,35 @@ class FabricPeer:
             if lane.started:
                 lane.stop()
 
-    # --- what becomes of chunks and requests ---
+    # --- the events of chunks ---
 
-    def _chunk_done(self, chunk: Chunk) -> None:
+    def chunk_done(self, chunk: Chunk) -> None:
         transfer = chunk.transfer
         if transfer.outcome is None:
             if transfer.is_put:
-                self._parts.counters.put_bytes += chunk.length
+                self._counters.put_bytes += chunk.length
             else:
-                self._parts.counters.got_bytes += chunk.length
+                self._counters.got_bytes += chunk.length
         transfer.chunk_done()
 
-    def _chunk_lost(self, chunk: Chunk) -> None:
-        self._parts.counters.chunk_retries += chunk.transfer.outcome is None
+    def chunk_lost(self, chunk: Chunk) -> None:
+        self._counters.chunk_retries += chunk.transfer.outcome is None
         chunk.transfer.lost(chunk)
 
-    def _chunk_damaged(self, chunk: Chunk) -> None:
-        self._parts.counters.chunk_retries += chunk.transfer.outcome is None
-        self._parts.counters.bad_digests += not chunk.transfer.is_put
+    def chunk_damaged(self, chunk: Chunk) -> None:
+        self._counters.chunk_retries += chunk.transfer.outcome is None
+        self._counters.bad_digests += not chunk.transfer.is_put
         chunk.transfer.damaged(chunk)
 
-    def _chunk_failed(self, chunk: Chunk, fault: str, detail: str) -> None:
+    def chunk_failed(self, chunk: Chunk, fault: str, detail: str) -> None:
         if fault == Fault.DIGEST:
-            self._chunk_damaged(chunk)
+            self.chunk_damaged(chunk)
             return
         try:
             chunk.transfer.end(Fault(fault), detail)
         except ValueError:
-            self._parts.garbage.seen(f"a fault named {fault!r}")
-            self._chunk_lost(chunk)
+            self.garbage(f"a fault named {fault!r}")
+            self.chunk_lost(chunk)
 
-
-def _room(lane: ChunkLane) -> int:
-    return lane.room
+    def garbage(self, what: str) -> None:
+        self._fabric.refusals.seen(what)

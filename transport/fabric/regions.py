@@ -1,9 +1,9 @@
-"""Registered buffers, as the side that owns them sees them: who may touch which bytes, and until when.
+"""Registered buffers on the side that owns them: which peer may touch which bytes, and until when.
 
-A region is OPEN, then REVOKED: unknown to peers, while operations that began before may still touch
-its buffer; `LocalRegion.close` waits for them, and ends those that wait for a peer. Checks are made
-in one place, `Regions.use`, and an operation holds the region while it runs. A copy by a peer of
-this host (`ckptd.transport.fabric.short_cut`) is such an operation, too: it is found by its locks.
+A region is OPEN, then REVOKED: unknown to peers, while operations that began before may still touch its
+buffer. `LocalRegion.close` waits for them, and breaks off those that wait for a peer. `Regions.use` makes all
+checks, and an operation holds the region while it runs. A copy by a peer of this host
+(`ckptd.transport.fabric.short_cut`) is such an operation too; its locks show it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ckptd.transport.fabric.frames import BufferUse, bytes_of
 from ckptd.transport.fabric.short_cut import FileLease
 from ckptd.transport.verbs import Access, Fault, FileRange, RegionKey, Scope
 
-__all__ = ["LocalRegion", "Refusal", "Regions", "bytes_of"]
+__all__ = ["LocalRegion", "Refusal", "Regions"]
 
 logger = logging.getLogger(__name__)
 
-SETTLE_POLL_S = 0.001  # between two looks at sends that libzmq has not finished
-COPY_POLL_S = 0.005  # between two looks at copies that another process has not finished
+SETTLE_POLL_S = 0.001  # while libzmq sends
+COPY_POLL_S = 0.005  # while another process copies
 WARN_AFTER_S = 10.0
 BREAK_AFTER_S = 0.5  # a chunk that takes longer to end is broken off when its region is closed
 
@@ -39,23 +40,8 @@ class Refusal(Exception):
         self.detail = detail
 
 
-def bytes_of(buffer: memoryview, *, writable: bool) -> memoryview:
-    """The same memory as a flat view of bytes.
-
-    Raises:
-        ValueError: not contiguous, or to be written and read-only.
-    """
-    if not buffer.c_contiguous:
-        raise ValueError("a buffer must be contiguous")
-    if writable and buffer.readonly:
-        raise ValueError("a buffer that is to be written is read-only")
-    if buffer.nbytes == 0:
-        return memoryview(bytearray())
-    return buffer.cast("B")
-
-
 class LocalRegion:
-    """A buffer of ours that peers may reach. A hold is released once, from any thread."""
+    """Implements `Region`. Each hold is released once, from any thread."""
 
     def __init__(
         self,
@@ -75,13 +61,13 @@ class LocalRegion:
         self._changed = threading.Condition()
         self._holds: list[Callable[[], None]] = []
         self._closed = False
-        self._leaving: list[tuple[memoryview, Callable[[], bool]]] = []
+        self._leaving: list[BufferUse] = []
 
     def hold(self, break_off: Callable[[], None]) -> bool:
         """Keep the buffer until `release`; false if the region is closed.
 
-        ``break_off`` makes the operation end soon; called if it takes long when the region is
-        closed, from any thread.
+        ``break_off`` makes the operation end soon. It is called, from any thread, if the operation takes long
+        when the region is closed.
         """
         with self._changed:
             if not self._closed:
@@ -93,16 +79,13 @@ class LocalRegion:
             self._holds.remove(break_off)
             self._changed.notify_all()
 
-    def leaves(self, view: memoryview, gone: Callable[[], bool]) -> None:
-        """``view`` is being sent without a copy, until ``gone`` says that it was."""
+    def leaves(self, use: BufferUse) -> None:
+        """A part of the buffer is being sent without a copy."""
         with self._changed:
-            self._leaving = [entry for entry in self._leaving if not _left(*entry)]
-            self._leaving.append((view, gone))
+            self._leaving = [*(each for each in self._leaving if not each.over()), use]
 
     def revoke(self) -> bool:
-        """Refuse every further request from now on; whether nothing touches the buffer any more.
-        Never waits.
-        """
+        """Refuse every further request; returns whether nothing touches the buffer any more. Never waits."""
         self._owner.remove(self)
         with self._changed:
             self._closed = True
@@ -111,14 +94,15 @@ class LocalRegion:
             return self._let_go()
 
     def end_lease(self) -> None:
-        """No peer copies by itself any more; other requests are as before."""
+        """Let peers begin no more copies of their own; other requests are not affected."""
         with self._changed:
             if self._lease is not None:
                 self._lease.end()
 
     def break_off(self) -> None:
-        """After `revoke`: end operations of this process that take long. Waits for them for
-        `BREAK_AFTER_S` before, and once more after, and for nothing else.
+        """After `revoke`: break off operations of this process that take long.
+
+        Waits `BREAK_AFTER_S` for them before, once more after, and for nothing else.
         """
         with self._changed:
             if self._changed.wait_for(lambda: not self._holds, BREAK_AFTER_S):
@@ -130,8 +114,8 @@ class LocalRegion:
     def close(self) -> None:
         """Revoke, and wait until nothing touches the buffer any more.
 
-        An operation that takes long is broken off; what libzmq sends to a peer that has stopped
-        taking bytes ends only when its connection is found dead.
+        An operation that takes long is broken off. A send by libzmq to a peer that has stopped taking bytes
+        ends only when the heartbeats find its connection dead.
         """
         if self.revoke():
             return
@@ -145,8 +129,8 @@ class LocalRegion:
                     warn_at += WARN_AFTER_S
 
     def _let_go(self) -> bool:
-        """Give up the buffer if nobody uses it; with the lock held."""
-        self._leaving = [entry for entry in self._leaving if not _left(*entry)]
+        """Give up the buffer if nobody uses it. The lock is held."""
+        self._leaving = [use for use in self._leaving if not use.over()]
         if self._holds or self._leaving or (self._lease is not None and self._lease.in_use):
             return False
         self.buffer = memoryview(b"")
@@ -156,8 +140,8 @@ class LocalRegion:
         return True
 
     def _poll_s(self) -> float:
-        """How long to wait for what does not wake us: libzmq's sends, and other processes. The end
-        of a hold does.
+        """How often to look at what wakes nobody: sends of libzmq, and other processes. The end of a hold
+        wakes.
         """
         if self._leaving:
             return SETTLE_POLL_S
@@ -165,18 +149,8 @@ class LocalRegion:
         return COPY_POLL_S if copied else WARN_AFTER_S
 
 
-def _left(view: memoryview, gone: Callable[[], bool]) -> bool:
-    if not gone():
-        return False
-    try:
-        view.release()
-    except BufferError:  # the engine said so a moment before it let go
-        return False
-    return True
-
-
 def _nothing_to_break() -> None:
-    """An operation that does not wait for the network."""
+    """For operations that do not wait for the network."""
 
 
 class Regions:
@@ -189,7 +163,7 @@ class Regions:
     def register(
         self, buffer: memoryview, access: Access, scope: Scope, file: FileRange | None = None
     ) -> LocalRegion:
-        """With a ``file``, peers of this host may copy by themselves."""
+        """Make a region. With a ``file``, peers of this host may copy by themselves."""
         view = bytes_of(buffer, writable=Access.WRITE in access)
         with self._lock:
             number = secrets.randbits(62)
@@ -204,7 +178,6 @@ class Regions:
         return region
 
     def end_leases(self) -> None:
-        """No peer copies by itself any more."""
         with self._lock:
             regions = list(self._regions.values())
         for region in regions:
@@ -225,7 +198,7 @@ class Regions:
         length: int,
         break_off: Callable[[], None] = _nothing_to_break,
     ) -> Iterator[tuple[LocalRegion, memoryview]]:
-        """The region and the bytes asked for, held while the context lasts; for ``break_off`` see
+        """The region and the requested bytes, held while the context lasts; for ``break_off`` see
         `LocalRegion.hold`.
 
         Raises:
@@ -233,14 +206,14 @@ class Regions:
         """
         region = self._regions.get(number)
         if region is None or not hmac.compare_digest(region.key.token, token):
-            raise Refusal(Fault.REGION, f"no region {number} with this token")
+            raise Refusal(Fault.REGION, f"there is no region {number} with this token")
         if region.scope.peer not in ("", peer):
             raise Refusal(Fault.ACCESS, f"region {number} is not for {peer}")
         if access not in region.access:
-            raise Refusal(Fault.ACCESS, f"region {number} is not for {access.name}")
+            raise Refusal(Fault.ACCESS, f"region {number} does not allow {access.name}")
         if offset + length > region.key.length:
             end = offset + length
-            raise Refusal(Fault.BOUNDS, f"bytes {offset} to {end} of {region.key.length}")
+            raise Refusal(Fault.BOUNDS, f"bytes {offset} to {end} of a region of {region.key.length}")
         if not region.hold(break_off):
             raise Refusal(Fault.REGION, f"region {number} is closed")
         try:
@@ -250,11 +223,11 @@ class Regions:
 
 
 def _lease(key: RegionKey, access: Access, scope: Scope) -> FileLease | None:
-    """None if peers of this host cannot copy by themselves: then everything goes over the network."""
+    """None if peers of this host cannot copy by themselves; then everything goes over the network."""
     if key.file is None:
         return None
     try:
         return FileLease(key, access, scope.peer)
     except OSError as error:
-        logger.info("peers of this host must use the network: %s", error)
+        logger.info("no short cut for a region, peers of this host use the network: %s", error)
         return None

@@ -1,8 +1,8 @@
-"""The side of a fabric that is asked: checks who asks, and reads or writes the regions that it may.
+"""The answering side of a fabric: checks who asks, and reads or writes the regions that the peer may touch.
 
-A connection must be opened before anything else (`Open`); with keys, the key of the connection
-decides who the peer is, and with every message it is compared again. What is forgotten here is
-asked for again by an answer "open", so the table of connections may be bounded.
+A connection must be opened before anything else (`Open`). With keys, the key of the connection decides who
+the peer is, and is compared again with every message. A peer whose connection was dropped from the table
+opens it again when it gets the fault "open", so the table may be bounded.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from dataclasses import dataclass
 import zmq
 
 from ckptd.transport.access.doorkeeper import Doorkeeper, fd_of_frame, source_of_frame
-from ckptd.transport.access.refusals import RefusalLog
 from ckptd.transport.fabric import frames as f
-from ckptd.transport.fabric.payloads import MAX_FRAMES, Payload
-from ckptd.transport.fabric.regions import Refusal, Regions
-from ckptd.transport.verbs import Access, FabricCounters, Fault, Serve
+from ckptd.transport.fabric.frames import MAX_FRAMES, BufferUse, Payload, send_copy, send_view
+from ckptd.transport.fabric.lanes import FabricParts
+from ckptd.transport.fabric.regions import Refusal
+from ckptd.transport.verbs import Access, Fault, Serve
 
-__all__ = ["Connection", "GrantDial", "Server", "ServerParts"]
+__all__ = ["Connection", "GrantDial", "Server"]
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
-MAX_WINDOW = 8  # chunks; more do not make one connection faster, and fall out of the cache
+MAX_WINDOW = 8  # chunks; more make no connection faster, and fall out of the cache
 ACTIVE_S = 5.0
 
 Frames = Sequence[zmq.Frame]
-# Who wants a stream, what it asked, and how to answer, from any thread. Raises `Refusal`.
+# Grants a stream: the asking connection, its request, and how to answer (any thread). Raises `Refusal`.
 GrantDial = Callable[["Connection", f.Dial, Callable[[f.Ticket], None]], None]
 
 
 @dataclass(slots=True)
 class Connection:
-    """Who is at the other end. ``key`` is "" without authentication, ``source`` the address as
-    `source_of` has it.
+    """The peer of a connection. ``key`` is "" without authentication, ``source`` the address as `source_of`
+    returns it.
     """
 
     node: str
@@ -49,43 +49,38 @@ class Connection:
     fd: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ServerParts:
-    """What the server needs of its fabric. ``send`` is for the fabric's thread, ``call`` for any."""
-
-    node: str
-    regions: Regions
-    counters: FabricCounters
-    garbage: RefusalLog
-    door: Doorkeeper
-    serve: Serve
-    node_of: Callable[[str], str | None] | None  # None: no keys, nobody is authenticated
-    credits: int
-    send: Callable[[bytes, bytes, bytes | None], bool]
-    send_view: Callable[[bytes, bytes, memoryview], Callable[[], bool] | None]
-    call: Callable[[Callable[[], None]], bool]
-    dial: GrantDial | None = None  # None: chunks come over ZeroMQ only
-
-
 class Server:
-    """Answers messages, one at a time, on the fabric's thread; never raises."""
+    """Answers messages, one at a time, on the fabric's thread; never raises.
 
-    def __init__(self, parts: ServerParts) -> None:
-        self._parts = parts
+    Args:
+        serve: answers the requests of peers.
+        dial: grants streams; None: chunks come over ZeroMQ only.
+    """
+
+    def __init__(
+        self,
+        parts: FabricParts,
+        router: zmq.Socket[bytes],
+        door: Doorkeeper,
+        serve: Serve,
+        dial: GrantDial | None,
+    ) -> None:
+        self.dial = dial
+        self._parts, self._router, self._door, self._serve = parts, router, door, serve
         self._connections: OrderedDict[bytes, Connection] = OrderedDict()
         self._window = MAX_WINDOW
         self._window_until = 0.0
 
     def message(self, frames: Frames) -> None:
-        """One message from the network."""
+        """Handle one message from the network."""
         if len(frames) > 1 + MAX_FRAMES:
-            self._parts.door.cut(fd_of_frame(frames[1]), f"a message of {len(frames)} frames")
+            self._door.cut(fd_of_frame(frames[1]), f"a message of {len(frames)} frames")
             return
         identity = frames[0].bytes
         try:
             ask = _ask(frames)
         except ValueError as error:
-            self._parts.garbage.seen(str(error), source_of_frame(frames[-1]))
+            self._parts.refusals.seen(str(error), source_of_frame(frames[-1]))
             return
         payload = Payload(frames[2:]) if len(frames) > 2 else None
         key = _user_of(frames[1])
@@ -94,9 +89,9 @@ class Server:
             return
         connection = self._connections.get(identity)
         if connection is None or connection.key != key:
-            self._answer(identity, f.FaultReply(ask.op, "open", "this connection is not open"))
+            self._answer(identity, f.FaultReply(ask.op, "open", "this connection was not opened"))
             return
-        if not self._trusted(connection):
+        if not self._parts.trusts(connection.node, connection.key):
             self._revoke(identity, connection)
             return
         connection.heard_at = time.monotonic()
@@ -123,50 +118,46 @@ class Server:
         detail, source = self._objection(key, ask), source_of_frame(header)
         if detail:
             text = f"a peer that says it is {ask.node[:64]!r}: {detail}"
-            self._parts.garbage.stranger("identity", source, text)
+            self._parts.refusals.stranger("identity", source, text)
             self._answer(identity, f.Refuse(f.PROTOCOL, detail))
             return
         now_s = time.monotonic()
         fd = fd_of_frame(header)
         self._connections[identity] = Connection(ask.node, key, ask.data, now_s, source, fd)
         self._connections.move_to_end(identity)
-        self._parts.door.identified(fd, ask.node, source)
+        self._door.identified(fd, ask.node, source)
         if len(self._connections) > MAX_CONNECTIONS:
             self._connections.popitem(last=False)
         self._window_until = 0.0
         self._answer(identity, f.Opened(f.PROTOCOL, self._parts.node, self.window()))
 
     def _objection(self, key: str, ask: f.Open) -> str:
-        """Why this peer is not let in; empty if it is."""
+        """Why this peer is not let in; "" if it is."""
         if ask.protocol != f.PROTOCOL:
-            return f"version {ask.protocol} of the protocol; here it is {f.PROTOCOL}"
+            return f"it speaks protocol version {ask.protocol}, this node version {f.PROTOCOL}"
         if ask.target not in ("", self._parts.node):
             return f"this is {self._parts.node}, not {ask.target}"
-        if self._parts.node_of is not None and self._parts.node_of(key) != ask.node:
+        if not self._parts.trusts(ask.node, key):
             return f"its key is not that of {ask.node}"
         return ""
 
     def revoke_untrusted(self) -> None:
-        """End connections whose key is trusted no more, also those that are silent."""
+        """End connections, also silent ones, whose key is not trusted any more."""
         for identity, connection in list(self._connections.items()):
-            if not self._trusted(connection):
+            if not self._parts.trusts(connection.node, connection.key):
                 self._revoke(identity, connection)
-
-    def _trusted(self, connection: Connection) -> bool:
-        node_of = self._parts.node_of
-        return node_of is None or node_of(connection.key) == connection.node
 
     def _revoke(self, identity: bytes, connection: Connection) -> None:
         del self._connections[identity]
         self._parts.counters.revoked += 1
-        logger.warning("a connection of %s is over: its key is not trusted any more", connection.node)
+        logger.warning("a connection of %s ended: its key is not trusted any more", connection.node)
         detail = f"the key of {connection.node} is not trusted any more"
         self._answer(identity, f.Refuse(f.PROTOCOL, detail))
         # The answer may come too late: then the peer is refused when it connects again.
-        self._parts.door.cut_node(connection.fd, connection.node)
+        self._door.cut_node(connection.fd, connection.node)
 
     def window(self) -> int:
-        """Unanswered chunks for each connection: all together stay within the credits."""
+        """Unanswered chunks of each connection; all connections together stay within the credits."""
         now = time.monotonic()
         if now >= self._window_until:
             active = sum(
@@ -203,16 +194,16 @@ class Server:
         with use as (region, view):
             digest = f.digest_of(view, ask.region, ask.offset)
             header = f.encode(f.Data(ask.op, digest, self.window()))
-            gone = self._parts.send_view(identity, header, view)
-            if gone is not None:
-                region.leaves(view, gone)
+            sent = self._send_view(identity, header, view)
+            if sent is not None:
+                region.leaves(sent)
                 self._parts.counters.served_bytes += ask.length
 
     def _request(
         self, identity: bytes, connection: Connection, ask: f.Request, payload: Payload | None
     ) -> None:
         if payload is None:
-            self._parts.garbage.seen("a request without a body")
+            self._parts.refusals.seen("a request without a body")
             return
         op = ask.op
         answered = False
@@ -227,38 +218,50 @@ class Server:
                 self._parts.call(lambda: self._send(identity, header, body))
 
         try:
-            self._parts.serve(connection.node, payload.join(), answer)
+            self._serve(connection.node, payload.join(), answer)
         except Exception:  # a user's callback: the loop that carries all transfers must survive it
             logger.exception("serving a request of %s failed", connection.node)
 
     def _dial(self, identity: bytes, connection: Connection, ask: f.Dial) -> None:
-        if self._parts.dial is None:
-            raise Refusal(Fault.REFUSED, "there are no streams here")
+        if self.dial is None:
+            raise Refusal(Fault.REFUSED, "this node has no data port")
 
         def answer(granted: f.Ticket) -> None:
             self._parts.call(lambda: self._answer(identity, granted))
 
-        self._parts.dial(connection, ask, answer)
+        self.dial(connection, ask, answer)
 
     def _answer(self, identity: bytes, answer: f.Answer) -> None:
-        self._parts.send(identity, f.encode(answer), None)
+        self._send(identity, f.encode(answer), None)
 
-    def _send(self, identity: bytes, header: bytes, body: bytes) -> None:
-        self._parts.send(identity, header, body)
+    def _send(self, identity: bytes, header: bytes, body: bytes | None) -> None:
+        """Dropped if the connection is gone or full: the peer asks again for what is lost."""
+        try:
+            if body is None:
+                self._router.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
+                self._router.send(header, zmq.DONTWAIT)
+            else:
+                send_copy(self._router, [identity, header], body)
+        except zmq.ZMQError as error:
+            logger.debug("an answer was dropped: %s", error)
+
+    def _send_view(self, identity: bytes, header: bytes, view: memoryview) -> BufferUse | None:
+        try:
+            encrypted = self._parts.curve is not None
+            return send_view(self._router, [identity, header], view, encrypted=encrypted)
+        except zmq.ZMQError as error:
+            logger.debug("an answer was dropped: %s", error)
+            return None
 
 
 def _ask(frames: Frames) -> f.Ask:
-    """
-    Raises:
-        ValueError: not a message of ours.
-    """
     if len(frames) < 2:
         raise ValueError(f"{len(frames)} frames")
     return f.decode_ask(frames[1].buffer)
 
 
 def _user_of(frame: zmq.Frame) -> str:
-    """The public key that ZAP vouched for, "" if the connection has none."""
+    """The public key that ZAP vouched for; "" without keys."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:

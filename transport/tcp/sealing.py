@@ -1,19 +1,18 @@
-"""Encrypted records of a data stream: which cipher, whose keys, and one record after the other.
+"""Encrypted records of a data stream: ciphers, keys, records.
 
-Each direction of each stream has a key of its own. Both sides draw 32 random bytes for a stream and
-tell each other over the control connection, which CURVE encrypts and authenticates; the ticket,
-which goes over the wire in clear, is no part of the secret:
+Each direction of each stream has a key of its own. Both sides draw 32 random bytes for a stream and exchange
+them over the control connection, which CURVE encrypts and authenticates. The ticket, which goes over the wire
+in clear, is no part of the secret:
 
     key of a direction = HKDF-SHA256(secret: asker's 32 bytes | server's 32 bytes, salt: ticket,
                                      info: "ckptd stream" 0 cipher 0 direction 0 asker 0 server), 32 bytes
 
-Direction is "up" (from the asker) or "down". A record is ciphertext and a tag of 16 bytes. Its
-nonce is its number in its direction (12 bytes, little-endian, from 0), which does not go over the
-wire: a record that was changed, repeated, left out or put elsewhere does not open. After
-`RECORDS_PER_KEY` records both sides go on with HKDF-SHA256(secret: key, info: "ckptd next").
+Direction is "up" (from the asker) or "down". A record is ciphertext and a tag of 16 bytes. Its nonce is its
+number in its direction (12 bytes, little-endian, from 0), which does not go over the wire: a record that was
+changed, repeated, left out or moved does not open. After `RECORDS_PER_KEY` records both sides continue with
+HKDF-SHA256(secret: key, info: "ckptd next").
 
-A record that does not open is `Forged`. Its stream must end then, and what it was for must be asked
-for again.
+A record that does not open is `Forged`. Then its stream must end, and its chunk must be sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
 __all__ = [
-    "RECORDS_PER_KEY",
     "RECORD_BYTES",
     "SECRET_BYTES",
     "TAG_BYTES",
@@ -40,10 +38,10 @@ __all__ = [
 
 SECRET_BYTES = 32
 TAG_BYTES = 16
-# Of a payload; more than a processor's second level cache holds is slower. GB/s of a bare loop with
-# 128, 256, 512 and 1024 KiB: 2.5, 2.7, 2.7 and 3.0 (AES-256-GCM at both ends, two cores).
+# Of a payload; larger records fall out of the second level cache. GB/s of a bare loop with 128, 256, 512 and
+# 1024 KiB: 2.5, 2.7, 2.7 and 3.0 (AES-256-GCM at both ends, two cores).
 RECORD_BYTES = 1 << 20
-# 256 GiB: 2^34 blocks of one key, by which an attacker tells AES-GCM from random with 2^-61.
+# 256 GiB: 2^34 blocks of one key, which let an attacker distinguish AES-GCM from random with 2^-61.
 RECORDS_PER_KEY = 1 << 18
 
 
@@ -56,22 +54,22 @@ class Cipher(IntEnum):
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The name in logs and commands."""
         return {0: "plaintext", 1: "AES-256-GCM", 2: "ChaCha20-Poly1305"}[self]
 
 
 class Forged(Exception):
-    """What came is not what the peer sent next: changed, repeated, moved, or somebody else's."""
+    """The bytes are not the peer's next record: changed, repeated, moved, or somebody else's."""
 
 
 def offered_ciphers(*, plaintext: bool) -> tuple[Cipher, ...]:
-    """What this machine takes for its streams, the best first.
+    """The ciphers that this machine accepts for its streams, the best first.
 
-    A processor without AES instructions offers ChaCha20 only: AES takes ten times as long there, at
-    whichever end it is.
+    A processor without AES instructions offers ChaCha20 only: AES would take ten times as long, at either
+    end.
 
     Args:
-        plaintext: streams need no encryption if the peer says so, too.
+        plaintext: streams need no encryption if the peer says so too.
     Raises:
         ValueError: the package `cryptography` is missing or too old.
     """
@@ -87,9 +85,7 @@ def offered_ciphers(*, plaintext: bool) -> tuple[Cipher, ...]:
 
 
 def common_cipher(offered: tuple[int, ...], ours: tuple[Cipher, ...]) -> Cipher | None:
-    """The first of ours that the peer offers; plaintext only if both sides put it first, None if
-    there is none.
-    """
+    """The first of ours that the peer offers, or None. Plaintext only if both sides put it first."""
     return next((cipher for cipher in ours if cipher in offered), None)
 
 
@@ -111,9 +107,7 @@ def _has_aes_instructions() -> bool:
 
 
 class StreamKey:
-    """One direction of a stream, at one of its ends: seals, or opens, its records in their order.
-    One thread.
-    """
+    """One direction of a stream, at one end: seals, or opens, its records in their order. One thread."""
 
     def __init__(self, cipher: Cipher, key: bytes) -> None:
         self._cipher, self._key = cipher, key
@@ -121,14 +115,12 @@ class StreamKey:
         self._aead = _make_aead(cipher, key)
 
     def seal(self, content: bytes | memoryview, record: memoryview, bound: bytes = b"") -> None:
-        """Fill ``record``, which has `TAG_BYTES` more than ``content``; ``bound`` is authenticated
-        and not sent.
-        """
+        """Fill ``record``, `TAG_BYTES` longer than ``content``; ``bound`` is authenticated and not sent."""
         nonce = self._next_nonce()  # first: it may replace the cipher
         self._aead.encrypt_into(nonce, content, bound, record)
 
     def open(self, record: memoryview, content: memoryview, bound: bytes = b"") -> None:
-        """Fill ``content`` with what was sealed; it may lie where ``record`` does.
+        """Fill ``content`` with the plaintext; it may overlap ``record``.
 
         Raises:
             Forged: this is not the next record; ``content`` is zeros.
@@ -139,10 +131,9 @@ class StreamKey:
         try:
             self._aead.decrypt_into(nonce, record, bound, content)
         except InvalidTag:
-            # OpenSSL has written what it decrypted before it knew the tag: bytes that an attacker
-            # may have chosen.
+            # OpenSSL writes the plaintext before it checks the tag: bytes that an attacker may have chosen.
             content[:] = bytes(len(content))
-            raise Forged("a record that its key does not open") from None
+            raise Forged("a record failed authentication") from None
 
     def _next_nonce(self) -> bytes:
         if self._number and self._number % RECORDS_PER_KEY == 0:
@@ -159,7 +150,7 @@ def stream_keys(
     """The keys of a new stream: up, from the asker, and down.
 
     Args:
-        secrets: what the asker and the server drew, `SECRET_BYTES` each.
+        secrets: the random bytes of the asker and of the server, `SECRET_BYTES` each.
         ends: the node ids of the asker and of the server.
     """
     asker, server = (node.encode() for node in ends)

@@ -1,65 +1,60 @@
 """The verbs with chunks over TCP streams, and everything else over ZeroMQ.
 
-ZeroMQ costs about twice the processor time of TCP for each byte, and CURVE ten times what AES costs
-on a processor that has instructions for it; the training next to us needs that time. So the bytes
-of puts and gets go straight between the registered buffers and the socket, sealed by
-`ckptd.transport.tcp.sealing`; control messages, who a peer is, whom a stream belongs to, and the
-secrets that its keys come from stay on the control connections, which CURVE authenticates and
-encrypts.
+ZeroMQ costs about twice the processor time of TCP for each byte, and CURVE ten times that of AES on a
+processor with AES instructions; training on the same machine needs that time. So the bytes of puts and gets
+go straight between the registered buffers and the socket, sealed by `ckptd.transport.tcp.sealing`. Control
+messages, the identity of peers, the ownership of streams, and the secrets behind their keys stay on the
+control connections, which CURVE authenticates and encrypts.
 
-Plaintext streams are for whoever asks for them: both sides must, or have no keys at all. Their
-bytes are compared with xxh3 digests, which find damage and no forgery: whoever can read the network
-between the two nodes can read the snapshots, and whoever can change its packets can change them.
+A stream is in plaintext only if both sides ask for it, or have no keys at all. Its bytes are compared with
+xxh3 digests, which find damage and no forgery: whoever can read the network between the two nodes can read
+the snapshots, and whoever can change its packets can change them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from urllib.parse import urlsplit
-
-import zmq
 
 from ckptd.transport.access.admission import AdmissionLimits
 from ckptd.transport.access.keys import Keys
 from ckptd.transport.fabric import frames as f
 from ckptd.transport.fabric.links import FabricPeer
 from ckptd.transport.fabric.regions import Refusal
-from ckptd.transport.fabric.serving import Connection, ServerParts
+from ckptd.transport.fabric.serving import Connection, GrantDial
 from ckptd.transport.fabric.zmq_fabric import DEFAULT_OPTIONS, FabricOptions, ZmqFabric
 from ckptd.transport.tcp.sealing import Cipher, common_cipher, offered_ciphers
 from ckptd.transport.tcp.stream_lanes import StreamLink
-from ckptd.transport.tcp.stream_server import LIMITS, DialGrant, StreamServer, StreamServerParts
+from ckptd.transport.tcp.stream_server import LIMITS, DialGrant, StreamServer
 from ckptd.transport.verbs import Fault, PeerAddress, Serve
 
 __all__ = ["STREAM_CHUNK_BYTES", "StreamFabric", "StreamOptions"]
 
-# Larger than over ZeroMQ: nothing is copied or held per chunk, so a chunk costs the hand-overs
-# between threads only.
+# Larger than over ZeroMQ: nothing is copied or held for a chunk, so it costs only the changes of thread.
 STREAM_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What an operator chooses of the data port.
+    """The operator's choices for the data port.
 
     Raises:
-        ValueError: the port is none.
+        ValueError: the port is invalid.
     """
 
     port: int = 0
-    """Where streams come in, on the endpoint's address; 0 takes a free one."""
+    """The data port, on the endpoint's address; 0 takes a free one."""
 
     limits: AdmissionLimits = LIMITS
     """Limits of the streams that others open."""
 
     plaintext: bool = False
-    """Do not encrypt streams to and from peers that say the same. Without keys no stream is encrypted."""
+    """Do not encrypt streams to and from peers with the same option. Without keys no stream is encrypted."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"{self.port} is no port")
+            raise ValueError(f"{self.port} is not a port number: 0 to 65535")
 
 
 class StreamFabric(ZmqFabric):
@@ -91,7 +86,7 @@ class StreamFabric(ZmqFabric):
 
     @property
     def data_address(self) -> tuple[str, int]:
-        """Host and port that peers are told to connect streams to."""
+        """Host and port that peers connect streams to."""
         return urlsplit(self.address.endpoint).hostname or "", self._streams.port
 
     @property
@@ -99,27 +94,17 @@ class StreamFabric(ZmqFabric):
         return self._ciphers[0].title
 
     def _listen_for_more(self) -> None:
-        bound = urlsplit(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).hostname or ""
-        parts = StreamServerParts(
-            self.node,
-            self._regions,
-            self.counters,
-            self.refusals,
-            self._forgeries,
-            self._options.credits,
-            self._node_of,
-        )
-        chosen = self._stream_options
-        self._streams = StreamServer(parts, bound, chosen.port, chosen.limits)
+        host, chosen = urlsplit(self._bound_endpoint).hostname or "", self._stream_options
+        self._streams = StreamServer(self._parts, self._forgeries, host, chosen.port, chosen.limits)
 
-    def _make_server_parts(self, serve: Serve) -> ServerParts:
-        return replace(super()._make_server_parts(serve), dial=self._dial)
+    def _grant_dials(self) -> GrantDial | None:
+        return self._dial
 
     def _dial(self, peer: Connection, ask: f.Dial, answer: Callable[[f.Ticket], None]) -> None:
         cipher = common_cipher(ask.ciphers, self._ciphers)
         if cipher is None:
             ours = " or ".join(each.title for each in self._ciphers)
-            raise Refusal(Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not take")
+            raise Refusal(Fault.REFUSED, f"streams here are {ours}, which {peer.node} does not accept")
 
         def granted(ticket: bytes, secret: bytes) -> None:
             host, port = self.data_address

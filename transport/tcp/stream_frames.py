@@ -1,33 +1,16 @@
-"""What is said on a stream: fixed binary headers, payloads behind them. Integers are little-endian.
+"""The headers of a stream: fixed binary, with payloads behind them; docs/transport.md has their bytes.
 
-    preamble, 56 bytes, client → server, once      ask, 64 bytes, client → server
-     0  4  "CKT2"                                   0  4  "CKQ1"
-     4  4  zero                                     4  1  kind: 1 WRITE, 2 READ
-     8 32  ticket                                   5  3  zero
-    40 16  proof (plaintext: zero)                  8  8  op: chosen by the client, never twice on a stream
-    answer, 40 bytes, server → client              16  8  region
-     0  4  "CKA1"                                  24 16  token
-     4  1  kind: 3 WELCOME, 4 ACK, 5 DATA,         40  8  offset, from the start of the region
-            6 FAULT                                48  8  length, bytes
-     5  1  fault: 1 region, 2 bounds, 3 access,    56  8  xxh3_64 of bytes [0, 56)
-            4 digest (0 without)
-     6  2  window: asks that may be unanswered
-     8  8  op (WELCOME: 0)
-    16  8  length (DATA: of the payload; FAULT: of the detail; else 0)
-    24  8  digest (ACK: of the payload that came; FAULT: of the detail; else 0)
-    32  8  xxh3_64 of bytes [0, 32)
+The client sends a preamble of 56 bytes once, then asks of 64 bytes (WRITE, READ). The server sends answers of
+40 bytes (WELCOME, ACK, DATA, FAULT), in the order of the asks. A WRITE and a DATA are followed by ``length``
+bytes, a FAULT by its detail in UTF-8. A header that does not match its own digest ends the stream, because
+the start of the next one is unknown.
 
-A WRITE and a DATA are followed by ``length`` bytes, a FAULT by its detail in UTF-8. Asks are
-answered in their order. A header that does not match its own digest ends the stream: where the next
-one begins is not known any more.
+Between nodes with keys all bytes after the preamble are in records (`ckptd.transport.tcp.sealing`): one for
+each header, one for a detail, and one for each 2^20 bytes of a payload and one for the rest. The proof is the
+first record up: of no bytes, and bound to the 40 bytes before it.
 
-Between nodes that have keys all of this but the preamble goes in records
-(`ckptd.transport.tcp.sealing`): each header is one, a detail is one, and a payload is one for each
-2^20 bytes of it and one for the rest. The proof is the first record up: of no bytes, and bound to
-the 40 bytes before it.
-
-In plaintext a payload is followed by its digest, 8 bytes, as in `frames.digest_of`. It comes last,
-so that either side computes it piece by piece while the bytes are in its cache.
+In plaintext a payload is followed by its digest, 8 bytes, as in `frames.digest_of`. It comes last, so that
+both sides compute it piece by piece while the bytes are in their caches.
 """
 
 from __future__ import annotations
@@ -41,25 +24,6 @@ import xxhash
 from ckptd.transport.fabric.frames import MAX_CHUNK_BYTES
 from ckptd.transport.tcp.sealing import TAG_BYTES, StreamKey
 from ckptd.transport.verbs import Fault
-
-__all__ = [
-    "ANSWER_BYTES",
-    "ASK_BYTES",
-    "MAX_DETAIL_BYTES",
-    "PREAMBLE_BYTES",
-    "TRAILER",
-    "Preamble",
-    "StreamAnswer",
-    "StreamAsk",
-    "StreamKind",
-    "decode_answer",
-    "decode_ask",
-    "decode_preamble",
-    "encode_answer",
-    "encode_ask",
-    "encode_fault",
-    "encode_preamble",
-]
 
 PREAMBLE = Struct("<4s4x32s16s")
 ASK = Struct("<4sB3xQQ16sQQQ")
@@ -113,11 +77,11 @@ class StreamAnswer(NamedTuple):
 class Preamble(NamedTuple):
     ticket: bytes
     proof: bytes
-    proven: bytes  # what the proof is bound to: all before it
+    proven: bytes  # the bytes that the proof is bound to: all before it
 
 
 def encode_preamble(ticket: bytes, key: StreamKey | None = None) -> bytes:
-    """With the proof that whoever shows the ticket has its key, if there is one."""
+    """With the proof that the asker has the ticket's key, if there is one."""
     proof = bytearray(TAG_BYTES)
     if key is not None:
         key.seal(b"", memoryview(proof), encode_preamble(ticket)[:-TAG_BYTES])
@@ -131,7 +95,7 @@ def decode_preamble(data: bytes | bytearray) -> Preamble:
         ValueError: this is no preamble.
     """
     if len(data) != PREAMBLE_BYTES or not data.startswith(TICKET_MAGIC):
-        raise ValueError(f"{len(data)} bytes that do not begin a stream")
+        raise ValueError(f"{len(data)} bytes that are no preamble")
     _, ticket, proof = PREAMBLE.unpack(data)
     return Preamble(ticket, proof, bytes(data[:-TAG_BYTES]))
 
@@ -142,14 +106,14 @@ def encode_ask(ask: StreamAsk) -> bytes:
 
 
 def decode_ask(data: bytes | bytearray) -> StreamAsk:
-    """What a peer asks of us.
+    """Decode an ask.
 
     Raises:
         ValueError: it is damaged, or nothing of ours.
     """
     magic, kind, op, region, token, offset, length, _ = ASK.unpack(_checked(data))
     if magic != ASK_MAGIC or kind not in ASKS or length > MAX_CHUNK_BYTES:
-        raise ValueError(f"no ask: {magic!r}, kind {kind}, {length} bytes")
+        raise ValueError(f"not an ask: {magic!r}, kind {kind}, {length} bytes")
     return StreamAsk(StreamKind(kind), op, region, token, offset, length)
 
 
@@ -160,7 +124,7 @@ def encode_answer(answer: StreamAnswer) -> bytes:
 
 
 def encode_fault(op: int, window: int, fault: Fault, detail: str) -> bytes:
-    """A FAULT with its detail behind it."""
+    """A FAULT followed by its detail."""
     text = detail.encode()[:MAX_DETAIL_BYTES]
     digest = xxhash.xxh3_64_intdigest(text)
     head = StreamAnswer(StreamKind.FAULT, op, window, len(text), digest, fault)
@@ -168,17 +132,17 @@ def encode_fault(op: int, window: int, fault: Fault, detail: str) -> bytes:
 
 
 def decode_answer(data: bytes | bytearray) -> StreamAnswer:
-    """What a peer answers.
+    """Decode an answer.
 
     Raises:
         ValueError: it is damaged, or nothing of ours.
     """
     magic, number, fault, window, op, length, digest, _ = ANSWER.unpack(_checked(data))
     if magic != ANSWER_MAGIC or number not in set(SIZES):
-        raise ValueError(f"no answer: {magic!r}, kind {number}")
+        raise ValueError(f"not an answer: {magic!r}, kind {number}")
     kind = StreamKind(number)
     if length > SIZES[kind] or (kind is StreamKind.FAULT) != (fault in FAULTS):
-        raise ValueError(f"no answer: kind {number}, fault {fault}, {length} bytes")
+        raise ValueError(f"not an answer: kind {number}, fault {fault}, {length} bytes")
     return StreamAnswer(kind, op, window, length, digest, FAULTS.get(fault))
 
 
@@ -190,5 +154,5 @@ def _sealed(header: bytes) -> bytes:
 def _checked(data: bytes | bytearray) -> bytes | bytearray:
     content, seal = data[: -TRAILER.size], data[-TRAILER.size :]
     if TRAILER.pack(xxhash.xxh3_64_intdigest(content)) != bytes(seal):
-        raise ValueError("a header that does not match its digest")
+        raise ValueError("the digest of a header does not match")
     return data

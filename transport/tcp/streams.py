@@ -1,11 +1,13 @@
-"""Bytes over a TCP connection whose both ends are ours: whole headers, and payloads that are sealed
-or hashed while they pass.
+"""Bytes over a TCP connection between two of our nodes: whole headers, and payloads that are sealed or hashed
+on the way.
 
-Each direction has a `StreamSender` at one end and a `StreamReceiver` at the other, which hold what
-the two agreed on: records of `ckptd.transport.tcp.sealing`, or plaintext with digests. Calls block,
-up to `STALL_S` without a byte moving. Any other thread may break the connection off with `shut`,
-which wakes them. Payloads go straight from and into the buffer that they belong to; no call keeps a
-view of it.
+Each direction has a `StreamSender` at one end and a `StreamReceiver` at the other, of the same kind: records
+of `ckptd.transport.tcp.sealing`, or plaintext with digests. Calls block, up to `STALL_S` without a byte
+moving. Any other thread may break the connection off with `shut`, which wakes them. Payloads go straight from
+and into their buffer; no call keeps a view of it.
+
+All calls raise OSError if the connection ended or nothing moves in time, and `Forged` if an attacker's bytes
+came.
 """
 
 from __future__ import annotations
@@ -22,30 +24,17 @@ from ckptd.transport.fabric.frames import seed_of
 from ckptd.transport.tcp.sealing import RECORD_BYTES, TAG_BYTES, StreamKey
 from ckptd.transport.tcp.stream_frames import TRAILER
 
-__all__ = [
-    "STALL_S",
-    "PayloadDigest",
-    "StreamReceiver",
-    "StreamSender",
-    "configure",
-    "receive_into",
-    "receiver_of",
-    "sender_of",
-    "set_patience",
-    "shut",
-]
-
-STALL_S = 10.0  # a peer that takes or gives nothing for so long is gone
-# A piece is hashed and sent, or received and hashed, while it lies in the second level cache.
-# Pieces of 64 KiB cost more in calls, those of 4 MiB fall out of it: 2.5, 2.9 and 2.2 GB/s with 64,
-# 512 and 4096 KiB (digests on both sides, two cores).
+STALL_S = 10.0  # a peer that takes or sends nothing for so long is gone
+# A piece is hashed and sent, or received and hashed, while it is in the second level cache. Pieces of 64 KiB
+# cost more in calls, those of 4 MiB fall out of the cache: 2.5, 2.9 and 2.2 GB/s with 64, 512 and 4096 KiB
+# (digests on both sides, two cores).
 PIECE_BYTES = 512 << 10
 SCRATCH_BYTES = 64 << 10
 
 
 def configure(connection: socket.socket) -> None:
-    """Send at once, notice a peer that is gone. Buffers are left to the kernel, which grows them
-    further than it lets us.
+    """Send at once, notice a peer that is gone. The kernel sizes the buffers: it grows them further than it
+    lets us.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -57,21 +46,21 @@ def configure(connection: socket.socket) -> None:
 
 
 def set_patience(connection: socket.socket, seconds: float) -> None:
-    """How long a call may wait for the peer. Not Python's timeout, which makes each call two."""
+    """How long a call may wait for the peer. Not Python's timeout, which makes two calls of each."""
     limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def shut(connection: socket.socket) -> None:
-    """Break it off, from any thread: whoever waits for it wakes up. Its owner still has to close it."""
-    with suppress(OSError):  # it was never connected, or is gone already
+    """Break the connection off, from any thread, and wake its users. Its owner still has to close it."""
+    with suppress(OSError):  # never connected, or gone already
         connection.shutdown(socket.SHUT_RDWR)
 
 
 class PayloadDigest:
-    """The digest of a chunk whose bytes pass piece by piece. Of a sealed chunk it covers no bytes,
-    only where they belong.
+    """The digest of a chunk whose bytes pass piece by piece. Of a sealed chunk it covers only the place, no
+    bytes.
     """
 
     __slots__ = ("_hash",)
@@ -88,71 +77,45 @@ class PayloadDigest:
 
 
 class StreamSender(Protocol):
-    """What one end says. One thread."""
+    """The sending end of one direction. One thread."""
 
     def send(self, header: bytes, detail: bytes = b"") -> None:
-        """A header, and what it announces, if that is short.
-
-        Raises:
-            OSError: the connection is gone, or its peer takes nothing.
-        """
+        """Send a header, and the short detail that it announces."""
 
     def send_payload(self, header: bytes, payload: memoryview, digest: PayloadDigest) -> None:
-        """A header and the bytes behind it.
-
-        Raises:
-            OSError: the connection is gone, or its peer takes nothing.
-        """
+        """Send a header and its payload."""
 
 
 class StreamReceiver(Protocol):
-    """What the other end hears of that, with the same lengths in the same order. One thread."""
+    """The receiving end of one direction: the same lengths in the same order. One thread."""
 
     def receive_header(self, header: memoryview) -> bool:
-        """Fill ``header``, however long the first byte of it takes; false if the peer ended the
-        connection before.
-
-        Raises:
-            OSError: the connection is gone, or a header began and does not end.
-            Forged: an attacker's.
+        """Fill ``header``, however long its first byte takes; false if the peer ended the connection
+        before.
         """
 
     def receive(self, length: int) -> bytes:
-        """A header or a detail that is to come now.
-
-        Raises:
-            OSError: the connection ended, or nothing comes.
-            Forged: an attacker's.
-        """
+        """Receive a header or a detail that has to come now."""
 
     def receive_payload(self, target: memoryview, digest: PayloadDigest) -> bool:
-        """Fill ``target``; whether it was not damaged on the way.
+        """Fill ``target``; returns whether it arrived undamaged.
 
-        Raises:
-            OSError: the connection ended, or nothing comes; ``target`` holds a part.
-            Forged: an attacker's; ``target`` holds what came before it.
+        If this raises, ``target`` holds a part, of authenticated bytes only if the stream is sealed.
         """
 
     def drain(self, length: int) -> None:
-        """Throw a payload away.
-
-        Raises:
-            OSError: the connection ended, or nothing comes.
-            Forged: an attacker's.
-        """
+        """Throw a payload away."""
 
 
 def sender_of(connection: socket.socket, key: StreamKey | None) -> StreamSender:
-    """Without a key, in plaintext."""
     return PlainSender(connection) if key is None else SealedSender(connection, key)
 
 
 def receiver_of(connection: socket.socket, key: StreamKey | None) -> StreamReceiver:
-    """Without a key, of plaintext."""
     return PlainReceiver(connection) if key is None else SealedReceiver(connection, key)
 
 
-# --- in plaintext ----------------------------------------------------------------------------------------
+# --- plaintext -------------------------------------------------------------------------------------------
 
 
 class PlainSender:
@@ -211,11 +174,10 @@ class PlainReceiver:
 
 
 class SealedSender:
-    """Implements `StreamSender`: a record for a header, one for a detail, one for each
-    `RECORD_BYTES` of a payload.
+    """Implements `StreamSender`: a record for a header, one for a detail, one for each `RECORD_BYTES` of a
+    payload.
 
-    No length goes over the wire but in a header, so who receives knows where each record ends
-    before it comes.
+    Only headers contain lengths, so the receiver knows the end of each record before it comes.
     """
 
     def __init__(self, connection: socket.socket, key: StreamKey) -> None:
@@ -245,7 +207,7 @@ class SealedSender:
 
 
 class SealedReceiver:
-    """Implements `StreamReceiver`. Nothing of a record is acted upon before all of it was authenticated."""
+    """Implements `StreamReceiver`. No part of a record is used before all of it was authenticated."""
 
     def __init__(self, connection: socket.socket, key: StreamKey) -> None:
         self._connection, self._key = connection, key
@@ -290,7 +252,7 @@ class SealedReceiver:
 
 
 def _send_buffers(connection: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
-    """All of them, in order."""
+    """Send all of them, in order."""
     size = sum(len(buffer) for buffer in buffers)
     sent = connection.sendmsg(buffers)
     if sent == size:
@@ -308,7 +270,7 @@ def _receive_first(connection: socket.socket, target: memoryview) -> bool:
         try:
             count = connection.recv_into(target, 0, socket.MSG_WAITALL)
         except BlockingIOError:
-            continue  # nobody asks for anything; a peer that is gone is found by keep-alives
+            continue  # no ask came; keep-alives find a peer that is gone
         if count == 0:
             return False
         if count < len(target):
@@ -318,11 +280,7 @@ def _receive_first(connection: socket.socket, target: memoryview) -> bool:
 
 
 def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill ``target``.
-
-    Raises:
-        OSError: the connection ended, or nothing comes.
-    """
+    """Fill ``target``."""
     at = 0
     while at < len(target):
         with target[at:] as rest:

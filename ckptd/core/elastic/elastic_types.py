@@ -1,11 +1,10 @@
-"""What all elastic planners speak of: the nodes, the load, and which expert has replicas where.
+"""The input and output of all elastic planners: nodes, loads, and placements of experts.
 
-Shapes: ``L`` mixture layers, ``N`` nodes, ``E`` experts of a layer, ``R`` ranks. A *node* is what
-is lost as a whole and has slots; a *rank* is one GPU of it. A *domain* is what fails together (a
-host, a rack).
+Shapes: ``L`` mixture layers, ``N`` nodes, ``E`` experts of a layer, ``R`` ranks. A *node* is lost as
+a whole and has slots; a *rank* is one GPU of it. A *domain* fails together (a host, a rack).
 
-All planners are pure functions of these arrays. Ranks compute them independently and must agree to the bit,
-so whatever decides is an exact integer: no float, no order of a dict or a set, no clock, no global seed.
+All planners are pure functions of these arrays. Ranks compute them independently and must agree to
+the bit, so only exact integers decide: no float, no order of a dict or a set, no clock, no global seed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ckptd.errors import ElasticError
 __all__ = ["Cluster", "ElasticError", "ExpertPlacement", "Loads", "checked_loads", "integers"]
 
 Loads: TypeAlias = NDArray[np.int64]
-"""``[L, E]``: tokens that were routed to each expert of each layer in a period; never negative."""
+"""``[L, E]``: tokens routed to each expert of each layer in a period; never negative."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +29,11 @@ class Cluster:
     """The nodes of a plan, in the order in which every array counts them.
 
     Args:
-        slots: ``[N]``, how many replicas of experts a node holds *in each layer*; may differ, at least 1.
-        domains: the failure domain of each node; empty: every node is one of its own.
-        ranks: how many ranks each node has, which share its slots evenly; empty: one.
+        slots: ``[N]``, replicas of experts that a node can hold *in each layer*, at least 1.
+        domains: the failure domain of each node; empty: every node is a domain.
+        ranks: the number of ranks of each node, which share its slots evenly; empty: one.
     Raises:
-        ValueError: no node, no slot or rank on a node, another number of domains or ranks than of nodes.
+        ValueError: no node, a node without slot or rank, a wrong number of domains or ranks.
     """
 
     slots: NDArray[np.int64]
@@ -62,7 +61,7 @@ class Cluster:
 
     @classmethod
     def uniform(cls, num_nodes: int, slots: int, domains: Sequence[str] = (), *, ranks: int = 1) -> Cluster:
-        """``num_nodes`` nodes with as many slots and ranks each."""
+        """``num_nodes`` equal nodes."""
         if num_nodes < 1:
             raise ValueError(f"a cluster needs a node, not {num_nodes}")
         return cls(np.full(num_nodes, slots, dtype=np.int64), tuple(domains), (ranks,) * num_nodes)
@@ -73,7 +72,7 @@ class Cluster:
 
     @property
     def num_slots(self) -> int:
-        """Of all nodes together, in each layer."""
+        """Of all nodes, in each layer."""
         return sum(self.slots.tolist())
 
     @property
@@ -101,13 +100,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertPlacement:
-    """Which node holds how many replicas of which expert, for every layer.
+    """The replicas of every expert of every layer on every node.
 
     Args:
-        counts: ``[L, N, E]``, replicas of expert e of layer l on node n. The array belongs to the placement
-            from then on and is read-only.
+        counts: ``[L, N, E]``. The array belongs to the placement from then on and is read-only.
     Raises:
-        ValueError: another shape, something else than integers, a negative number.
+        ValueError: another shape, no integers, a negative number.
     """
 
     counts: NDArray[np.int32]
@@ -144,7 +142,7 @@ class ExpertPlacement:
         """Raise unless every expert has a replica and no node holds more than it has slots.
 
         Raises:
-            ValueError: it is of another number of nodes.
+            ValueError: another number of nodes.
             ElasticError: an expert without replica, or a node with more replicas than slots.
         """
         if self.num_nodes != cluster.num_nodes:

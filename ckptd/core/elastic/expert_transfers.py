@@ -1,40 +1,39 @@
-"""Which owner sends each missing expert to whom.
+"""The source of each missing expert: which owner sends it to which node (docs/elastic.md, section 6).
 
-Problem. After the nodes of a plan are mapped (`ckptd.core.elastic.mapping`), each node lacks some
-experts. Any live node that held an expert under the old placement can send it; no other can. What
-an owner sends goes through its own link, one after the other, so what lasts is the owner that is
-busy longest: that is made as short as can be, and then as much as possible is sent within a domain.
-An expert without a live owner comes from its snapshot in the memory tier, for each node that wants
-it.
+The job waits for the owner that sends longest: that time is minimised, then the replicas over the
+borders of domains. An expert without a live owner comes from its snapshot in the memory tier.
 
-Method. Replicas of equal size: a flow (`ckptd.core.elastic.flows`) from what is missing over its
-owners, whose capacity is what they can send in a given time. The time starts at a lower bound. If
-the flow does not serve everything, its minimum cut names owners that need longer, however the rest
-is shared out; the time rises to what they need at least. So the first time that suffices is the
-least. Of all plans within it, the one with fewest replicas over the borders of domains, by a flow
-of least cost. Replicas of different sizes (NP-hard: machine scheduling with eligible sets) go from
-the largest to the smallest, each size by the same method on top of what is laid on owners already;
-then each size again, given all others, until that shortens nothing. So each size is shared out as
-well as the others allow, but all together need not be the optimum. Above eight sizes, sizes within
-a factor of two are planned as one.
+Method. For replicas of equal size: a flow from the missing experts over their owners, whose capacity
+is what they can send in a given time. The time starts at a lower bound. If the flow does not serve
+everything, its minimum cut is a set of owners that need longer under any assignment; the time rises
+to the minimum that they need. So the first time that suffices is the least. Replicas of different
+sizes (NP-hard: machine scheduling with eligible sets) are assigned from the largest to the smallest,
+each size on top of the load so far; then each size again, given all others, until that shortens
+nothing. Each size is optimal given the others, but all together need not be. Above eight sizes,
+sizes within a factor of two are planned as one.
 
-Every number that decides is an integer. Of several optima the solver's order decides, so ranks agree if they
-run the same SciPy.
+The flows are exact, on integers. `_feasible` is a maximum flow (SciPy's Dinic). `_nearest` is a flow
+of least cost by the primal-dual method on top of it; its rounds are the length of the longest
+exchange that pays, usually below ten. Of several optima the solver's order decides, so ranks agree
+if they run the same SciPy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, integers
-from ckptd.core.elastic.flows import Crowded, Near, Network, feasible, nearest
 from ckptd.core.elastic.mapping import checked_bytes, where
 from ckptd.errors import ElasticError
 
 __all__ = ["SNAPSHOT", "TransferPlan", "plan_transfers"]
+
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -43,25 +42,25 @@ SNAPSHOT = -1
 """As a source: no live node has the expert."""
 
 _NS = 10**9
-_BYTES_PER_S = 10**9  # if nobody measured: then a byte takes a nanosecond
+_BYTES_PER_S = 10**9  # if not measured: a byte takes a nanosecond
 _MOST_SIZES = 8
 _MOST_PASSES = 8
+_SOURCE, _SINK, _FIRST = 0, 1, 2  # vertices of a flow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What is sent: arrays of the same length, ordered by layer, expert and receiver.
+    """Transfers: arrays of the same length, ordered by layer, expert and receiver.
 
     Args:
-        layer, expert: what.
-        source: the node that sends it, or :data:`SNAPSHOT`.
+        source: the node that sends the expert, or :data:`SNAPSHOT`.
         receiver: the node that lacks it.
         size_bytes: of each.
-        sent_bytes: ``[N]``, what each node sends.
-        received_bytes: ``[N]``, what each node gets from other nodes.
-        snapshot_bytes: ``[N]``, what each node gets from snapshots.
-        cross_domain_bytes: what leaves its domain, of what nodes send.
-        predicted_s: the longest time of a node to send, or to get all it gets, at its own speed.
+        sent_bytes: ``[N]``, by each node.
+        received_bytes: ``[N]``, by each node from other nodes.
+        snapshot_bytes: ``[N]``, by each node from snapshots.
+        cross_domain_bytes: sent to other domains.
+        predicted_s: the longest time of a node to send, or to receive all it gets, at its own speed.
     """
 
     layer: Ints
@@ -78,7 +77,7 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Missing:
-    """What nodes lack, ordered by layer, expert and receiver; ``key`` is layer and expert as one number."""
+    """The missing experts, ordered by layer, expert and receiver; ``key``: layer and expert as one number."""
 
     key: Ints
     receiver: Ints
@@ -94,18 +93,18 @@ def plan_transfers(
     alive: ArrayLike | None = None,
     bytes_per_s: ArrayLike | None = None,
 ) -> TransferPlan:
-    """Decide who sends what; see the module.
+    """Assign a source to every missing expert; see the module.
 
     Args:
         wanted: the new placement, its nodes in the order of the cluster's (:meth:`NodeMapping.apply`).
         held: the old placement, of the same nodes. Nodes that leave may still send: they are part of the
             cluster and want nothing.
         expert_bytes: ``[L, E]``, bytes of one replica of each expert.
-        alive: ``[N]`` of bool, which nodes can send; None: all of them.
-        bytes_per_s: ``[N]``, how fast each node sends, and gets; None: 1 GB/s each.
+        alive: ``[N]`` of bool, the nodes that can send; None: all of them.
+        bytes_per_s: ``[N]``, each node's speed of sending and receiving; None: 1 GB/s each.
     Raises:
         ValueError: shapes that do not fit each other, speeds below one.
-        ElasticError: a node that is not alive wants something.
+        ElasticError: a node that is not alive wants an expert.
     """
     if wanted.counts.shape != held.counts.shape or wanted.num_nodes != cluster.num_nodes:
         raise ValueError(
@@ -168,7 +167,7 @@ class _Owners:
         self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(number)])
 
     def some(self, key: Ints) -> Bools:
-        """Whether each has an owner at all."""
+        """True for each that has an owner."""
         return self.first[key + 1] > self.first[key]
 
     def edges(self, key: Ints) -> tuple[Ints, Ints]:
@@ -180,9 +179,7 @@ class _Owners:
 
 
 def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
-    """What is planned together, the largest first: indices of replicas of one size, or within a
-    factor of two.
-    """
+    """The indices of replicas to plan together, largest first: of one size, or within a factor of two."""
     sizes, kind = np.unique(size_bytes, return_inverse=True)
     if len(sizes) > _MOST_SIZES:
         _, kind = np.unique([int(size).bit_length() for size in size_bytes], return_inverse=True)
@@ -192,7 +189,7 @@ def _sizes(size_bytes: Ints, owned: Bools) -> list[Ints]:
 
 
 class _LoadSharing:
-    """Replicas shared out over owners, one size after the other, on top of what they send already."""
+    """Assigns replicas to owners, one size after the other, on top of their load so far."""
 
     def __init__(self, owners: _Owners, domains: Ints, speeds: list[int]) -> None:
         self._owners = owners
@@ -202,7 +199,7 @@ class _LoadSharing:
         self._domains_are_nodes = len(np.unique(domains)) == len(domains)
 
     def share_all(self, missing: _Missing, parts: list[Ints]) -> Ints:
-        """The source of everything that is missing; what is in no part has none."""
+        """The source of every missing replica; one that is in no part has none."""
         source = np.full(len(missing.key), SNAPSHOT, dtype=np.int64)
         for part in parts:
             source[part] = self._share(missing, part)
@@ -221,29 +218,29 @@ class _LoadSharing:
         size = max(1, int(missing.size_bytes[part].max()))
         keys, units = np.unique(missing.key[part], return_counts=True)
         kind, owner = self._owners.edges(keys)
-        network = Network(units, kind, owner, len(self._domains))
+        network = _Network(units, kind, owner, len(self._domains))
         capacity, over = self._shortest(network, size)
         domain = self._domains[missing.receiver[part]]
         source = (
-            np.repeat(owner, over)  # edges and replicas are ordered alike
+            np.repeat(owner, over)  # edges and replicas have the same order
             if self._domains_are_nodes
             else self._in_domains(network, capacity, keys, missing.key[part], domain)
         )
         self._lay_on(source, missing.size_bytes[part])
         return source
 
-    def _in_domains(self, network: Network, capacity: Ints, keys: Ints, key: Ints, domain: Ints) -> Ints:
-        """The source of each replica within the capacities, as many as possible from their own domain."""
-        # Receivers of one domain are alike: a part is an expert that a domain asks for.
+    def _in_domains(self, network: _Network, capacity: Ints, keys: Ints, key: Ints, domain: Ints) -> Ints:
+        """The source of each replica within the capacities, as many as possible in their own domain."""
+        # Receivers of one domain are equal: a part is an expert that a domain lacks.
         span = len(self._domains)
         parts, part_of, units = np.unique(key * span + domain, return_inverse=True, return_counts=True)
         at_home = keys[network.kind] * span + self._domains[network.owner]
         part = np.minimum(np.searchsorted(parts, at_home), len(parts) - 1)
         pairs = np.flatnonzero(parts[part] == at_home)
         pairs = pairs[np.argsort(part[pairs], kind="stable")]
-        near = Near(units, np.searchsorted(keys, parts // span), part[pairs], network.owner[pairs])
-        far_units, near_units = nearest(network, near, capacity)
-        # The first of each part are served from near; near pairs are ordered by part, edges by kind.
+        near = _Near(units, np.searchsorted(keys, parts // span), part[pairs], network.owner[pairs])
+        far_units, near_units = _nearest(network, near, capacity)
+        # The first of each part have near sources; near pairs are ordered by part, edges by kind.
         order = np.argsort(part_of, kind="stable")
         served = np.zeros(len(parts), dtype=np.int64)
         np.add.at(served, near.part, near_units)
@@ -263,26 +260,26 @@ class _LoadSharing:
             -(-load * _NS // speed) for load, speed in zip(self._load_bytes, self._speeds, strict=True)
         )
 
-    def _shortest(self, network: Network, size: int) -> tuple[Ints, Ints]:
-        """What each owner can send in the least time that suffices, and units over each edge."""
+    def _shortest(self, network: _Network, size: int) -> tuple[Ints, Ints]:
+        """The capacity of each owner in the least time that suffices, and units over each edge."""
         everyone = np.zeros(network.num_owners, dtype=np.bool_)
         everyone[network.owner] = True
-        crowded = Crowded(everyone, int(network.units.sum()))
+        crowded = _Crowded(everyone, int(network.units.sum()))
         level_ns = self._busiest_ns()
         while True:
             level_ns = self._needed_ns(level_ns, size, crowded)
             capacity = self._capacity(level_ns, size, everyone)
-            outcome = feasible(network, capacity)
-            if not isinstance(outcome, Crowded):
+            outcome = _feasible(network, capacity)
+            if not isinstance(outcome, _Crowded):
                 return capacity, outcome
             crowded = outcome
 
-    def _needed_ns(self, level_ns: int, size: int, crowded: Crowded) -> int:
-        """The least time, from ``level_ns`` on, in which those owners can send so many."""
+    def _needed_ns(self, level_ns: int, size: int, crowded: _Crowded) -> int:
+        """The least time, from ``level_ns`` on, in which the crowded owners can send their units."""
         owners = np.flatnonzero(crowded.owners).tolist()
         sent = sum(self._load_bytes[node] for node in owners) + crowded.units * size
         low = max(level_ns, -(-sent * _NS // sum(self._speeds[node] for node in owners)))
-        # Every owner can send one more by then, which makes up for what rounding takes.
+        # By then every owner can send one more, which covers rounding.
         high = low - (-size * _NS // min(self._speeds[node] for node in owners))
         while low < high:
             middle = (low + high) // 2
@@ -293,8 +290,8 @@ class _LoadSharing:
         return low
 
     def _capacity(self, level_ns: int, size: int, which: Bools) -> Ints:
-        """How many more replicas of that size each owner can send until then (Python's integers: no
-        overflow).
+        """Further replicas of that size that each owner can send until then, in Python's integers: no
+        overflow.
         """
         out = np.zeros(len(which), dtype=np.int64)
         for node in np.flatnonzero(which).tolist():
@@ -339,3 +336,154 @@ def _sums(index: Ints, size_bytes: Ints, length: int) -> Ints:
     out = np.zeros(length, dtype=np.int64)
     np.add.at(out, index, size_bytes)
     return out
+
+
+# -- flows -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Network:
+    """A demand and the owners that can serve it.
+
+    Args:
+        units: ``[K]``, the demand of each kind; below 2^31 together.
+        kind, owner: the edges, each pair once: this owner has this kind.
+        num_owners: owners are counted from 0.
+    """
+
+    units: Ints
+    kind: Ints
+    owner: Ints
+    num_owners: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Near:
+    """The same demand in parts, each with some near owners.
+
+    Args:
+        units: ``[P]``, units of each part; those of a kind add up to the network's.
+        kind: ``[P]``, of each part.
+        part, owner: the near pairs, each once; the owner has the part's kind.
+    """
+
+    units: Ints
+    kind: Ints
+    part: Ints
+    owner: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Crowded:
+    """Only ``owners`` have some kinds, and their capacity is below the ``units`` of these kinds."""
+
+    owners: Bools
+    units: int
+
+
+def _feasible(network: _Network, capacity: Ints) -> Ints | _Crowded:
+    """Units over each edge that serve all demand within ``capacity`` ``[num_owners]``; or the owners
+    whose capacity does not suffice.
+    """
+    kinds = _FIRST + np.arange(len(network.units))
+    owners = _FIRST + len(kinds) + np.arange(network.num_owners)
+    wanted = int(network.units.sum())
+    graph = _Graph(
+        _FIRST + len(kinds) + len(owners),
+        (_SOURCE, kinds, network.units, 0),
+        (kinds[network.kind], owners[network.owner], wanted, 0),
+        (owners, _SINK, np.minimum(capacity, wanted), 0),
+    )
+    graph.augment(graph.all)
+    if graph.served == wanted:
+        return graph.over(1)
+    reached = graph.reached(graph.all)
+    return _Crowded(reached[owners], int(network.units[reached[kinds]].sum()))
+
+
+def _nearest(network: _Network, near: _Near, capacity: Ints) -> tuple[Ints, Ints]:
+    """Serve all demand, as much as possible from near owners: units over the network's edges, and over
+    the near pairs.
+
+    Raises:
+        ValueError: the capacities do not suffice; call `_feasible` first.
+    """
+    parts = _FIRST + np.arange(len(near.units))
+    kinds = _FIRST + len(parts) + np.arange(len(network.units))
+    owners = _FIRST + len(parts) + len(kinds) + np.arange(network.num_owners)
+    wanted = int(near.units.sum())
+    graph = _Graph(
+        _FIRST + len(parts) + len(kinds) + len(owners),
+        (_SOURCE, parts, near.units, 0),
+        (parts, kinds[near.kind], wanted, 1),
+        (kinds[network.kind], owners[network.owner], wanted, 0),
+        (parts[near.part], owners[near.owner], wanted, 0),
+        (owners, _SINK, np.minimum(capacity, wanted), 0),
+    )
+    price = np.zeros(graph.size, dtype=np.int64)
+    while True:
+        cheap = graph.cost + price[graph.tail] - price[graph.head] == 0
+        graph.augment(cheap)
+        if graph.served == wanted:
+            return graph.over(2), graph.over(3)
+        if not graph.reached(graph.all)[_SINK]:
+            raise ValueError("the capacities do not suffice for everything")
+        # All costs are integers: every edge out of the reached vertices costs at least one more.
+        price += ~graph.reached(cheap)
+
+
+class _Graph:
+    """The residual graph: every edge in its direction and against it, with its remaining capacity.
+
+    Args:
+        size: number of vertices.
+        edges: groups of edges: tails, heads, capacities and costs, each an array or one number.
+    """
+
+    def __init__(self, size: int, *edges: tuple[Ints | int, Ints | int, Ints | int, int]) -> None:
+        groups = [np.broadcast_arrays(*group) for group in edges]
+        tail, head, capacity, cost = (np.concatenate(each) for each in zip(*groups, strict=True))
+        ends = np.cumsum([len(group[0]) for group in groups]).tolist()
+        self._groups = [slice(end - len(group[0]), end) for end, group in zip(ends, groups, strict=True)]
+        self.size = size
+        self.tail, self.head = np.concatenate([tail, head]), np.concatenate([head, tail])
+        self.cost = np.concatenate([cost, -cost])
+        self.all = np.ones(len(self.tail), dtype=np.bool_)
+        self.served = 0
+        self._left = np.concatenate([capacity, np.zeros_like(capacity)])
+        self._half = len(tail)
+
+    def augment(self, usable: Bools) -> None:
+        """Send as much as possible over the usable edges."""
+        # SciPy counts in 32 bits; no edge has more than the whole demand.
+        result = maximum_flow(self._matrix(usable, self._left.astype(np.int32)), _SOURCE, _SINK)
+        if not result.flow_value:
+            return
+        self.served += int(result.flow_value)
+        flow = result.flow.tocoo()
+        there = self._forward(flow.row, flow.col, flow.data)
+        self._left[: self._half] -= there
+        self._left[self._half :] += there
+
+    def reached(self, usable: Bools) -> Bools:
+        """The vertices that can get more from the source over usable edges."""
+        graph = self._matrix(usable, np.ones(len(self.tail), dtype=np.int32))
+        out = np.zeros(self.size, dtype=np.bool_)
+        out[breadth_first_order(graph, _SOURCE, return_predecessors=False)] = True
+        return out
+
+    def over(self, group: int) -> Ints:
+        """Units over each edge of a group."""
+        return self._left[self._half :][self._groups[group]]
+
+    def _forward(self, tail: NDArray[Any], head: NDArray[Any], flow: NDArray[Any]) -> Ints:
+        """The part of a flow over each of our edges, negative against its direction."""
+        key = tail.astype(np.int64) * self.size + head
+        order = np.argsort(key, kind="stable")
+        asked = self.tail[: self._half] * self.size + self.head[: self._half]
+        at = order[np.minimum(np.searchsorted(key, asked, sorter=order), len(key) - 1)]
+        return np.where(key[at] == asked, flow[at], 0).astype(np.int64)
+
+    def _matrix(self, usable: Bools, weight: NDArray[np.int32]) -> csr_array[np.int32]:
+        edges = np.flatnonzero(usable & (self._left > 0))
+        return csr_array((weight[edges], (self.tail[edges], self.head[edges])), shape=(self.size, self.size))

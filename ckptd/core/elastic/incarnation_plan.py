@@ -1,8 +1,19 @@
-"""The plan of an incarnation: made by every rank for itself from what all have told, and the same on all
-of them.
+"""The plan of an incarnation, which every rank computes from the same reports.
 
-How many replicas, on which nodes, which machine is which node of the plan, and who gives what to
-whom (`ckptd.core.elastic`).
+How many replicas each expert has, on which nodes, which machine is which node of the plan, and
+which rank gives which part of the state to whom. A rank reads what its own node holds. The rest
+comes from ranks on nodes that hold it:
+
+- experts as `plan_transfers` assigns them, so that the busiest sender finishes as early as possible;
+- shards of experts range by range, as `shard_gives` cuts them; the weights of the replicas follow
+  from the shards;
+- dense units, largest first, each from the rank that has least to send so far;
+- step scalars: rank r gets those of rank r of the incarnation before, or else those of the lowest
+  rank that exists.
+
+Complexity: that of `plan_transfers`, and O(units * ranks^2) for the dense part.
+
+Shapes: ``L`` layers, ``N`` nodes, ``R`` ranks, ``E`` experts of a layer.
 """
 
 from __future__ import annotations
@@ -14,42 +25,80 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from ckptd.core.elastic.allocation import allocate, split_over_ranks, straggler_factor
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads
-from ckptd.core.elastic.handover import Handover, plan_handover
-from ckptd.core.elastic.incarnations import Chosen, ExpertLayers
+from ckptd.core.elastic.expert_placement import place
+from ckptd.core.elastic.expert_transfers import SNAPSHOT, plan_transfers
+from ckptd.core.elastic.incarnations import ChosenState, ExpertLayers, Unit, shard_gives
 from ckptd.core.elastic.mapping import map_nodes
-from ckptd.core.elastic.placement.allocation import allocate
-from ckptd.core.elastic.placement.balance import straggler_factor
-from ckptd.core.elastic.placement.expert_placement import place
-from ckptd.core.elastic.placement.rank_split import split_over_ranks
+from ckptd.errors import LocalProtocolError
 
-__all__ = ["IncarnationPlan", "Seat", "nodes_of", "placement_of", "plan_world", "replicas_by_load"]
+__all__ = [
+    "Give",
+    "Handover",
+    "IncarnationPlan",
+    "Seat",
+    "nodes_of",
+    "placement_of",
+    "plan_handover",
+    "plan_incarnation",
+    "replicas_by_load",
+]
 
 _NO_SHARDS: Mapping[str, int] = MappingProxyType({})
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Where a rank sits: its node, that node's failure domain, and its slots for experts in each layer."""
+    """The place of a rank: its node, that node's failure domain, and its expert slots in each layer."""
 
     node: str
     domain: str
     slots: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IncarnationPlan:
-    """A world.
+@dataclass(frozen=True, slots=True, order=True)
+class Give:
+    """A unit that one rank sends to another, or, from itself, reads on its node."""
+
+    source: int
+    target: int
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """The transfer of a state to new ranks.
 
     Args:
-        number: of the world, above all before.
-        start: the iteration at which it begins.
+        gives: ordered by source, target and unit.
+        scalars: for each rank, the rank that reads its step scalars, and the rank of the incarnation
+            before that recorded them.
+        sent_bytes: of each rank, to others.
+        expert_moves: replicas of experts that are sent.
+        from_snapshots: experts that no node holds in a parked state, or not with all their shards.
+    """
+
+    gives: tuple[Give, ...]
+    scalars: tuple[tuple[int, int], ...]
+    sent_bytes: tuple[int, ...]
+    expert_moves: int
+    from_snapshots: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IncarnationPlan:
+    """The plan.
+
+    Args:
+        number: of the incarnation, higher than all before.
+        start: its first iteration.
         nodes: their names, in the order in which ``node_of`` and the placement count them.
         node_of: the node of each rank.
         replicas_LRE: of each expert on each rank.
         handover: None where nothing is held: the job begins.
-        reason: where it goes on, and with what guarantee, for the log.
+        reason: from which state the job continues and with which guarantee, for the log.
     """
 
     number: int
@@ -67,8 +116,8 @@ class IncarnationPlan:
     def digest(self) -> str:
         """Equal on ranks that have made the same plan."""
         gives = () if self.handover is None else (self.handover.gives, self.handover.scalars)
-        told = repr((self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives))
-        return xxhash.xxh3_128_hexdigest(told.encode() + self.replicas_LRE.tobytes())
+        facts = repr((self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives))
+        return xxhash.xxh3_128_hexdigest(facts.encode() + self.replicas_LRE.tobytes())
 
 
 def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:
@@ -76,65 +125,42 @@ def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(seat.node for seat in seats))
 
 
-def _check_equal(seats: Sequence[Seat], ranks: Sequence[int]) -> None:
-    """The ranks of a node share its slots evenly: one with less room would get more than it has room for."""
-    first = ranks[0]
-    for rank in ranks:
-        if seats[rank].slots != seats[first].slots:
-            raise ValueError(
-                f"rank {rank} was started with slots={seats[rank].slots}, rank {first} on the same "
-                f"node {seats[first].node} with "
-                f"slots={seats[first].slots}: ranks of one node have as many slots each"
-            )
-
-
-def plan_world(
+def plan_incarnation(
     number: int,
     seats: Sequence[Seat],
     layers: ExpertLayers,
     loads_LE: Loads,
-    chosen: Chosen | None,
+    chosen: ChosenState | None,
     *,
     threshold: int,
     max_straggler: float | None,
     numels: Mapping[str, int] = _NO_SHARDS,
 ) -> IncarnationPlan:
-    """Place the experts, and share out who gives what.
+    """Place the experts, and plan the transfer of the state.
 
     Args:
         seats: of each rank.
-        loads_LE: tokens that were routed to each expert.
-        chosen: where the job goes on, its nodes numbered as `nodes_of` does; None: it begins.
-        numels: how many elements each parameter has of which there are shards.
+        chosen: the state, its nodes numbered as by `nodes_of`; None: the job begins.
+        numels: elements of each parameter with shards.
     Raises:
         ElasticError: there are fewer slots than experts.
-        ValueError: ranks of one node have room for different numbers of experts.
+        ValueError: ranks of one node have different numbers of slots.
     """
-    nodes = nodes_of(seats)
-    node_of = tuple(nodes.index(seat.node) for seat in seats)
-    ranks = [[r for r, node in enumerate(node_of) if node == n] for n in range(len(nodes))]
-    for of in ranks:
-        _check_equal(seats, of)
-    cluster = Cluster(
-        np.array([sum(seats[r].slots for r in of) for of in ranks], dtype=np.int64),
-        tuple(seats[of[0]].domain for of in ranks),
-        tuple(map(len, ranks)),
-    )
+    nodes, cluster, node_of = _cluster_of(seats)
     allocation = allocate(loads_LE, cluster, threshold)
-    plan = place(allocation, loads_LE, cluster, max_straggler=max_straggler)
-    placement = plan.placement
-    # Of shards the weights of all replicas are sent anew: no placement is nearer than another.
+    placement = place(allocation, loads_LE, cluster, max_straggler=max_straggler).placement
+    # With shards, all replicas get new weights: no placement is nearer than another.
     if chosen is not None and not chosen.shards:
         held = ExpertPlacement(chosen.experts_LNE.astype(np.int32))
         placement = map_nodes(placement, held, cluster, chosen.expert_bytes_LE).apply(placement)
     replicas_LRE = _on_ranks(placement, cluster, loads_LE, node_of)
-    handover = None
+    start, handover, origin = 0, None, "the job begins"
     if chosen is not None:
+        start, origin = chosen.iteration, f"goes on from {chosen.reason}"
         handover = plan_handover(chosen, layers, replicas_LRE, node_of, numels)
-    where = "the job begins" if chosen is None else f"goes on from {chosen.reason}"
     return IncarnationPlan(
         number,
-        0 if chosen is None else chosen.iteration,
+        start,
         nodes,
         node_of,
         cluster,
@@ -142,23 +168,43 @@ def plan_world(
         replicas_LRE,
         straggler_factor(placement, loads_LE, cluster),
         handover,
-        f"{where}; {len(seats)} ranks on {len(nodes)} nodes, {allocation.reason}",
+        f"{origin}; {len(seats)} ranks on {len(nodes)} nodes, {allocation.reason}",
     )
+
+
+def _cluster_of(seats: Sequence[Seat]) -> tuple[tuple[str, ...], Cluster, tuple[int, ...]]:
+    """The names of the nodes, the cluster of these, and the node of each rank."""
+    nodes = nodes_of(seats)
+    node_of = tuple(nodes.index(seat.node) for seat in seats)
+    by_node = [[rank for rank, node in enumerate(node_of) if node == n] for n in range(len(nodes))]
+    for first, *others in by_node:
+        for rank in others:
+            # Ranks share the slots of a node evenly: one with less room would get too many experts.
+            if seats[rank].slots != seats[first].slots:
+                raise ValueError(
+                    f"rank {rank} was started with slots={seats[rank].slots}, rank {first} on the same "
+                    f"node {seats[first].node} with slots={seats[first].slots}: ranks of one node have "
+                    "as many slots each"
+                )
+    cluster = Cluster(
+        np.array([sum(seats[rank].slots for rank in ranks) for ranks in by_node], dtype=np.int64),
+        tuple(seats[ranks[0]].domain for ranks in by_node),
+        tuple(map(len, by_node)),
+    )
+    return nodes, cluster, node_of
 
 
 def replicas_by_load(
     plan: IncarnationPlan, loads_LE: Loads, *, threshold: int, max_straggler: float | None
 ) -> NDArray[np.int64]:
-    """``[L, R, E]``: where the experts would be placed on this world's ranks for these loads,
-    whatever has to be sent for it.
-    """
+    """``[L, R, E]``: the placement on this incarnation's ranks for these loads, at whatever cost."""
     allocation = allocate(loads_LE, plan.cluster, threshold)
     placed = place(allocation, loads_LE, plan.cluster, max_straggler=max_straggler)
     return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)
 
 
 def placement_of(plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int64]]) -> ExpertPlacement:
-    """What the nodes of a world hold where its ranks hold these replicas."""
+    """The placement on nodes of these replicas on ranks."""
     on_ranks = np.stack(replicas_LRE)
     counts_LNE = np.zeros((len(on_ranks), len(plan.nodes), on_ranks.shape[2]), dtype=np.int32)
     for rank, node in enumerate(plan.node_of):
@@ -169,9 +215,96 @@ def placement_of(plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int64]
 def _on_ranks(
     placement: ExpertPlacement, cluster: Cluster, loads_LE: Loads, node_of: Sequence[int]
 ) -> NDArray[np.int64]:
-    """``[L, R, E]``: what the nodes hold, split over their ranks, wherever these stand."""
+    """``[L, R, E]``: the replicas of the nodes, split over their ranks in whatever order these are."""
     by_node = split_over_ranks(placement, cluster, loads_LE)
     order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
     replicas_LRE = np.zeros(by_node.shape, dtype=np.int64)
     replicas_LRE[:, order] = by_node
     return replicas_LRE
+
+
+# -- the transfer of the state -----------------------------------------------------------------------
+
+
+def plan_handover(
+    chosen: ChosenState,
+    layers: ExpertLayers,
+    replicas_LRE: ArrayLike,
+    node_of: Sequence[int],
+    numels: Mapping[str, int] = _NO_SHARDS,
+) -> Handover:
+    """Decide which rank gives what to whom; see the module.
+
+    Args:
+        replicas_LRE: the new placement.
+        node_of: the node of each rank, numbered as in ``chosen``.
+        numels: elements of each parameter with shards.
+    """
+    if chosen.shards:
+        sent = [0] * len(node_of)
+        gives = [Give(*give) for give in shard_gives(chosen, numels, node_of, sent)]
+        moves, from_snapshots = 0, 0 if chosen.all_parked else chosen.expert_bytes_LE.size
+    else:
+        gives, sent, moves = _expert_gives(chosen, layers, replicas_LRE, node_of)
+        from_snapshots = int((~chosen.parked_LNE.any(axis=1)).sum())
+    gives += _dense_gives(chosen, layers, node_of, sent)
+    return Handover(
+        tuple(sorted(gives)),
+        tuple(_scalars_of(rank, chosen, node_of) for rank in range(len(node_of))),
+        tuple(sent),
+        moves,
+        from_snapshots,
+    )
+
+
+def _expert_gives(
+    chosen: ChosenState, layers: ExpertLayers, replicas_LRE: ArrayLike, node_of: Sequence[int]
+) -> tuple[list[Give], list[int], int]:
+    """The transfers of experts, the bytes that each rank sends for them, and the replicas that are sent."""
+    wanted = ExpertPlacement(np.asarray(np.asarray(replicas_LRE) > 0, dtype=np.int32))
+    nodes = np.array(node_of, dtype=np.int64)
+    held = ExpertPlacement(chosen.experts_LNE[:, nodes].astype(np.int32))
+    cluster = Cluster(
+        np.full(len(nodes), layers.num_experts, dtype=np.int64),
+        tuple(f"node-{node}" for node in node_of),
+    )
+    moves = plan_transfers(wanted, held, cluster, chosen.expert_bytes_LE)
+    if (moves.source == SNAPSHOT).any():
+        raise LocalProtocolError("an expert lies on a node that has no rank", operation="plan handover")
+    keys = zip(moves.layer.tolist(), moves.expert.tolist(), moves.receiver.tolist(), strict=True)
+    source = dict(zip(keys, moves.source.tolist(), strict=True))
+    gives: list[Give] = []
+    for unit in chosen.holders:
+        expert = layers.expert_of(unit.param)
+        if expert is not None:
+            layer, number = expert
+            targets = np.flatnonzero(wanted.counts[layer, :, number]).tolist()
+            gives += [Give(source.get((layer, number, to), to), to, unit) for to in targets]
+    return gives, moves.sent_bytes.tolist(), len(source)
+
+
+def _dense_gives(
+    chosen: ChosenState, layers: ExpertLayers, node_of: Sequence[int], sent: list[int]
+) -> list[Give]:
+    """``sent`` is updated."""
+    experts = {unit for unit in chosen.holders if layers.expert_of(unit.param)} | set(chosen.shards)
+    dense = [unit for unit in chosen.holders if unit not in experts]
+    found = []
+    for unit in sorted(dense, key=lambda u: (-chosen.unit_bytes[u], u)):
+        holding = [rank for rank, node in enumerate(node_of) if node in chosen.holders[unit]]
+        for target, node in enumerate(node_of):
+            source = target
+            if node not in chosen.holders[unit]:
+                source = min(holding, key=lambda rank: (sent[rank], rank))
+                sent[source] += chosen.unit_bytes[unit]
+            found.append(Give(source, target, unit))
+    return found
+
+
+def _scalars_of(rank: int, chosen: ChosenState, node_of: Sequence[int]) -> tuple[int, int]:
+    """The rank that reads the step scalars for a rank, and the rank that recorded them."""
+    recorder = rank if rank in chosen.scalars else min(chosen.scalars)
+    nodes = chosen.scalars[recorder]
+    if node_of[rank] in nodes:
+        return rank, recorder
+    return next(reader for reader, node in enumerate(node_of) if node in nodes), recorder

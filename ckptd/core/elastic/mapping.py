@@ -1,25 +1,20 @@
-"""Which node of the cluster becomes which node of the plan, so that least has to be fetched.
+"""The mapping of a plan's nodes to the machines of the cluster, so that least has to be fetched
+(docs/elastic.md, section 5).
 
-Problem. A plan says what its nodes hold, not which machine is which of them. One mapping serves all layers:
-recovery needs every layer, and layers that are permuted differently lose different experts. A machine
-fetches what its plan node holds and it does not have. All machines fetch at once, so what lasts is the
-largest fetch: it is made as small as can be, and among such mappings the sum over all machines.
+One mapping serves all layers: layers with different permutations would lose different experts. The
+largest fetch of a machine is minimised, then the sum of all. A node may take the place of another if
+it has the slots that the plan uses there and as many ranks (the load was divided for those), and if
+the nodes of a domain of the plan go to the nodes of one domain: then the recovery probability stays.
 
-What may be exchanged. Plan node p was planned for the cluster's node p. Another node may take its
-place if it has the slots that p uses and as many ranks (the load was shared out for those), and if
-domains stay whole: the nodes of a domain of the plan go to the nodes of one domain of the cluster.
-Then an expert that was on f domains still is, and the recovery probability stays what it was. The
-plan as it stands is always such a mapping.
+Method. Bytes that node q fetches as p, for all pairs, by one product of sparse matrices. The least
+possible largest fetch by binary search over thresholds, each a question for a perfect matching,
+between the minimum of every row and column and the assignment of least sum; then the assignment of
+least sum among the pairs within it (SciPy's shortest augmenting paths, an optimum, not greedy). If
+domains have several nodes, the same is done twice: for the nodes within a pair of domains, and for
+domains. A pair's exact value is only computed when an optimum for lower bounds uses it.
 
-Method. Bytes that node q fetches as p, for all pairs, by one product of sparse matrices. The least possible
-largest fetch by binary search over thresholds, each a question for a perfect matching, between what every
-row and column needs at least and what the assignment of least sum has; then the assignment of least sum
-among the pairs within it (SciPy's shortest augmenting paths, an optimum, not greedy). Where domains have
-several nodes, the same is done twice: for the nodes within a pair of domains, and for domains. A pair's
-exact value is only computed when an optimum for lower bounds uses it.
-
-All numbers are integers below 2^53 that the solvers' doubles hold exactly. Of several optima the solver's
-order decides, so ranks agree if they run the same SciPy.
+All numbers are integers below 2^53 that the solvers' doubles hold exactly. Of several optima the
+solver's order decides, so ranks agree if they run the same SciPy.
 
 Complexity: ``N^3`` in the worst case; measured in `bench.dispatch`.
 Source: Lazarus §4.3 maps greedily, which may fetch more than leaving all as it is.
@@ -47,11 +42,11 @@ _EXACT = 1 << 53
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeMapping:
-    """Which node of the cluster is which of the plan, and what that costs.
+    """A mapping of plan nodes to cluster nodes, and its cost.
 
     Args:
         node_of: ``[N]``, the cluster's node for each node of the plan.
-        fetched_bytes: ``[N]``, what each node of the cluster has to fetch.
+        fetched_bytes: ``[N]``, by each node of the cluster.
     """
 
     node_of: Ints
@@ -74,12 +69,12 @@ class NodeMapping:
 
 
 def held_now(before: ExpertPlacement, was: ArrayLike) -> ExpertPlacement:
-    """What the nodes of a cluster hold now, given what they held as nodes of another one.
+    """The experts that nodes hold now, given what they held as nodes of another cluster.
 
     Args:
-        was: for each node there is now, which node of ``before`` it was; -1: it was none and holds nothing.
+        was: for each present node its number in ``before``; -1: it is new and holds nothing.
     Raises:
-        ValueError: a node that there was not, or one that two nodes claim to be.
+        ValueError: an unknown number, or the same for two nodes.
     """
     was_N = integers(was, "was", ndim=1)
     old = was_N[was_N >= 0]
@@ -99,7 +94,7 @@ def map_nodes(
 
     Args:
         plan: made for ``cluster``.
-        held: what its nodes hold now (:func:`held_now`).
+        held: by its nodes now (:func:`held_now`).
         expert_bytes: ``[L, E]``, bytes of one replica of each expert.
     Raises:
         ValueError: shapes that do not fit each other, negative bytes, or more than 2^53 bytes to fetch.
@@ -120,9 +115,9 @@ def map_nodes(
 
 
 def fetch_bytes(plan: ExpertPlacement, held: ExpertPlacement, expert_bytes: ArrayLike) -> Ints:
-    """``[N, N]``: what node q (second index) has to fetch if it becomes node p of the plan.
+    """``[N, N]``: bytes that node q (second index) fetches as node p of the plan.
 
-    A node fetches an expert once, however many replicas of it it is to hold.
+    A node fetches an expert once, however many replicas of it the node gets.
 
     Raises:
         ValueError: as for :func:`map_nodes`.
@@ -145,7 +140,7 @@ def checked_bytes(expert_bytes: ArrayLike, placement: ExpertPlacement) -> Ints:
     """Bytes of a replica of each expert as ``[L, E]``.
 
     Raises:
-        ValueError: no integers, negative numbers, or another shape than the placement has.
+        ValueError: no integers, negative numbers, or another shape than the placement's.
     """
     array = integers(expert_bytes, "expert_bytes", ndim=2)
     if array.shape != (placement.num_layers, placement.num_experts):
@@ -159,7 +154,7 @@ def checked_bytes(expert_bytes: ArrayLike, placement: ExpertPlacement) -> Ints:
 
 
 def where(mask: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
-    """The three indices of what is set in ``[L, N, E]``, in order; five times as fast as ``np.nonzero``."""
+    """The indices of the set elements of ``[L, N, E]``, in order; five times as fast as ``np.nonzero``."""
     layer, node, expert = np.unravel_index(np.flatnonzero(mask), mask.shape)
     return layer, node, expert
 
@@ -175,9 +170,7 @@ def _distinct(placement: ExpertPlacement, weight_LE: Ints) -> csr_array[np.int64
 
 
 class _Blocks:
-    """A square matrix of costs whose rows and columns are grouped alike; groups are assigned to
-    groups whole.
-    """
+    """A square matrix of costs with the same groups of rows and columns; whole groups are assigned."""
 
     def __init__(self, costs: Costs, groups: Ints) -> None:
         _, self._starts, sizes = np.unique(groups, return_index=True, return_counts=True)
@@ -215,9 +208,9 @@ class _Blocks:
         solve: Callable[[Costs], tuple[NDArray[np.intp], NDArray[np.intp]]],
         exact: Callable[[Costs], float],
     ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Assign groups to groups at least cost, where a pair's cost is ``exact`` of its block.
+        """Assign groups to groups at least cost; the cost of a pair is ``exact`` of its block.
 
-        An optimum of lower bounds that uses exact values only is one of the exact values.
+        An optimum of lower bounds that only uses exact values is an optimum of the exact values.
         """
         values = self._bounds(join)
         known = self._single.copy()
@@ -232,7 +225,7 @@ class _Blocks:
                 known[i, j] = True
 
     def _bounds(self, join: np.ufunc) -> Costs:
-        """What a pair of groups costs at least: every row and every column takes one of its entries."""
+        """A lower bound of each pair of groups: every row and every column takes one of its entries."""
         by_row = np.minimum.reduceat(self._costs, self._starts, axis=1)
         by_column = np.minimum.reduceat(self._costs, self._starts, axis=0)
         bound = np.maximum(
@@ -254,7 +247,7 @@ def _least_sum(costs: Costs) -> float:
 
 
 def _bottleneck(costs: Costs) -> tuple[float, NDArray[np.intp]]:
-    """The least possible largest cost of an assignment (inf if there is none), and the columns of one."""
+    """The least possible largest cost of an assignment (inf if there is none), and its columns."""
     columns = _matching(np.isfinite(costs))
     if columns is None:
         return np.inf, np.arange(len(costs))
@@ -280,7 +273,7 @@ def _bottleneck(costs: Costs) -> tuple[float, NDArray[np.intp]]:
 def _matching(allowed: NDArray[np.bool_]) -> NDArray[np.intp] | None:
     """The columns of a perfect matching over the allowed pairs, or None.
 
-    As an assignment of zeros and ones: 15 to 50 ms for 1,024 rows that are nearly alike, on which SciPy's
+    As an assignment of zeros and ones: 15 to 50 ms for 1,024 nearly equal rows, for which SciPy's
     ``maximum_bipartite_matching`` takes many seconds.
     """
     rows, columns = linear_sum_assignment(~allowed)

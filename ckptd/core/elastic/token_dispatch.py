@@ -1,25 +1,21 @@
-"""Which rank computes which tokens, when experts have different numbers of replicas on different ranks.
+"""The assignment of tokens to ranks, when experts have different numbers of replicas on different ranks
+(docs/elastic.md, section 7).
 
-Problem. Rank i has ``tokens[i, e]`` tokens for expert e, and rank j holds ``replicas[j, e]`` replicas of it.
 Every token goes to exactly one holder of its expert; every replica of an expert computes equally many
-tokens, within one; as many tokens as possible stay where they are. All ranks know both arrays (the counts
-are all-gathered), and each computes the same answer.
+tokens, within one; as many tokens as possible stay on their rank. All ranks all-gather the counts,
+and each computes the same answer.
 
 Method (Lazarus, Algorithm 1, with integers that add up). The tokens of an expert are divided over its
-replicas; the remainder goes to consecutive replicas, and each expert begins where the one before ended, so
-that remainders go round instead of piling up on the first rank. That gives the *quota* of each rank.
-A rank keeps its own tokens up to its quota. What remains of each expert, surplus on some ranks and room on
-others, is laid out on two lines in the order of ranks, and a token goes to the rank whose room lies where
-its surplus lies. If it is known which ranks share a node, this is done within each node first, which sends
-as few tokens over the network as these quotas allow. No loop over tokens or pairs of ranks: prefix sums,
-minima and differences, the same on a GPU.
+replicas; the remainder goes to consecutive replicas, and each expert begins where the one before
+ended, so that remainders do not pile up on the first rank. That gives the *quota* of each rank. A
+rank keeps its own tokens up to its quota. The rest of each expert, surplus on some ranks and room on
+others, is laid out on two lines in the order of ranks, and a token goes to the rank whose room lies
+where its surplus lies; if the nodes of ranks are known, within each node first. No loop over tokens
+or pairs of ranks: prefix sums, minima and differences, the same on a GPU. By position, at most
+``2 R`` pairs of ranks exchange tokens of an expert; in proportion to the room, as in the paper, up to
+``R * R / 4``.
 
-Matching by position instead of in proportion to the room (as the paper has it) gives each rank the same
-number of tokens, needs no second rounding, and has at most ``2 R`` pairs of ranks that exchange tokens of an
-expert, where a proportional one has up to ``R * R / 4``.
-
-Complexity: ``R * E`` for the plan and for what one rank sends and receives, ``R * E * log(R * E)`` for
-everything that all ranks send.
+Complexity: ``R * E`` for the plan and for one rank's tokens, ``R * E * log(R * E)`` for those of all.
 
 Shapes: ``R`` ranks, ``E`` experts, ``G`` groups of ranks.
 """
@@ -43,12 +39,12 @@ _MOST_TOKENS = 1 << 62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sends:
-    """What one rank sends, itself included.
+    """The tokens that one rank sends, to itself, too.
 
     Args:
         tokens: ``[R, E]``, tokens for each expert on each rank.
-        first: ``[R, E]``, which of this rank's tokens of that expert they are: ``first`` and those
-            that follow it, in the order that the rank's batch has. 0 where there are none.
+        first: ``[R, E]``, the first of them among this rank's tokens of that expert, in the order of
+            the rank's batch; the others follow it. 0 without any.
     """
 
     tokens: Ints
@@ -57,10 +53,8 @@ class Sends:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """What all ranks send, without the zeros: four arrays of the same length.
-
-    They are ordered by source, expert and first token, so that a source's tokens of an expert are
-    complete and in order.
+    """The tokens that all ranks send, without zeros: four arrays of the same length, ordered by source,
+    expert and first token.
     """
 
     source: Ints
@@ -71,22 +65,22 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leg:
-    """Surplus and room that were matched: intervals on one line for each expert; all ``[R, E]``."""
+    """Matched surplus and room: intervals on one line for each expert; all ``[R, E]``."""
 
     sent: Ints
     sent_at: Ints
     got: Ints
     got_at: Ints
-    begun: Ints  # which of the sender's tokens is its first on this leg
+    begun: Ints  # the sender's first token on this leg
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatch:
-    """Where every token goes; made by :func:`plan_dispatch`.
+    """The target of every token; made by :func:`plan_dispatch`.
 
     Args:
         quotas: ``[R, E]``, tokens that each rank computes for each expert.
-        kept: ``[R, E]``, those of them that were there already.
+        kept: ``[R, E]``, those of them that are its own.
     """
 
     quotas: Ints
@@ -94,7 +88,7 @@ class Dispatch:
     legs: tuple[_Leg, ...]
 
     def sends(self, rank: int) -> Sends:
-        """What ``rank`` sends to whom."""
+        """The tokens that ``rank`` sends to each rank."""
         tokens = np.zeros_like(self.quotas)
         first = np.zeros_like(self.quotas)
         tokens[rank] = self.kept[rank]
@@ -117,7 +111,7 @@ class Dispatch:
         return tokens
 
     def entries(self) -> Entries:
-        """What all ranks send: for predictions; a rank needs :meth:`sends` and :meth:`receives` only."""
+        """The tokens that all ranks send, for predictions: a rank needs `sends` and `receives` only."""
         rank, expert = np.nonzero(self.kept)
         parts = [np.stack([rank, rank, expert, np.zeros_like(rank), self.kept[rank, expert]])]
         parts += [_pairs(leg) for leg in self.legs]
@@ -135,15 +129,15 @@ class Dispatch:
 
 
 def plan_dispatch(tokens: ArrayLike, replicas: ArrayLike, *, nodes: ArrayLike | None = None) -> Dispatch:
-    """Decide where every token goes; see the module.
+    """Decide which rank computes every token; see the module.
 
     Args:
         tokens: ``[R, E]``, tokens of each rank for each expert.
         replicas: ``[R, E]``, replicas of each expert on each rank.
-        nodes: ``[R]``, the number of each rank's node; None: as if every rank were alone on one.
+        nodes: ``[R]``, the number of each rank's node; None: every rank is alone on one.
     Raises:
-        ValueError: arrays that are no integers, do not fit each other, or have negative numbers.
-        ElasticError: an expert that no rank holds, whether or not it has tokens now.
+        ValueError: no integers, negative numbers, or shapes that do not fit each other.
+        ElasticError: an expert that no rank holds, with or without tokens.
     """
     tokens_RE = _counts(tokens, "tokens")
     replicas_RE = _counts(replicas, "replicas")
@@ -164,7 +158,7 @@ def plan_dispatch(tokens: ArrayLike, replicas: ArrayLike, *, nodes: ArrayLike | 
 
 
 def token_quotas(totals: ArrayLike, replicas: ArrayLike) -> Ints:
-    """``[R, E]``: how many tokens each rank computes for each expert; columns add up to ``totals``.
+    """``[R, E]``: tokens that each rank computes for each expert; columns add up to ``totals``.
 
     Example: 7 tokens for each of two experts with a replica on each of three ranks: quotas 3, 2, 2 for
     the first expert and 2, 3, 2 for the second.
@@ -197,8 +191,8 @@ def token_quotas(totals: ArrayLike, replicas: ArrayLike) -> Ints:
 
 
 def _extras_before(upto_RE: Ints, turn_E: Ints, rest_E: Ints, replicas_E: Ints) -> Ints:
-    """How many of the first ``upto`` replicas take a token of the remainder: ``rest`` from ``turn``
-    on, around.
+    """The number of the first ``upto`` replicas that take a token of the remainder, which are ``rest``
+    replicas from ``turn`` on, around.
     """
     wrapped_E = np.maximum(turn_E + rest_E - replicas_E, 0)
     return np.asarray(np.clip(upto_RE - turn_E, 0, rest_E - wrapped_E) + np.minimum(upto_RE, wrapped_E))
@@ -217,7 +211,7 @@ def _counts(values: ArrayLike, name: str) -> Ints:
 
 
 def _groupings(nodes: ArrayLike | None, num_ranks: int) -> list[Ints]:
-    """Within which groups of ranks tokens are exchanged, one grouping after the other."""
+    """The groupings of ranks within which tokens are exchanged, one after the other."""
     everyone = np.zeros(num_ranks, dtype=np.int64)
     if nodes is None:
         return [everyone]
@@ -228,14 +222,13 @@ def _groupings(nodes: ArrayLike | None, num_ranks: int) -> list[Ints]:
 
 
 def _match(surplus: Ints, room: Ints, begun: Ints, groups: Ints) -> _Leg:
-    """Match surplus with room within each group, as much as there is of both.
-
-    The lines of the groups are laid end to end, so that intervals of different groups never meet.
+    """Match surplus with room within each group. The lines of the groups are laid end to end, so that
+    intervals of different groups never meet.
     """
     order: Ints | slice = np.argsort(groups, kind="stable")
     _, starts, group = np.unique(groups[order], return_index=True, return_inverse=True)
     if (np.diff(groups) >= 0).all():
-        order = slice(None)  # as they stand: nothing need be copied, which is most of the time this takes
+        order = slice(None)  # in order already: saves copies, which take most of the time
     surplus, room = surplus[order], room[order]
     matched_GE = np.minimum(np.add.reduceat(surplus, starts, axis=0), np.add.reduceat(room, starts, axis=0))
     at_GE = np.cumsum(matched_GE, axis=0) - matched_GE
@@ -256,7 +249,7 @@ def _match(surplus: Ints, room: Ints, begun: Ints, groups: Ints) -> _Leg:
 
 
 def _undone(rows: Ints, order: Ints | slice) -> Ints:
-    """Rows that were taken in that order, back in their own."""
+    """Rows taken in that order, back in their own."""
     if isinstance(order, slice):
         return rows
     out = np.empty_like(rows)
@@ -265,9 +258,9 @@ def _undone(rows: Ints, order: Ints | slice) -> Ints:
 
 
 def _pairs(leg: _Leg) -> Ints:
-    """``[5, n]``: source, target, expert, first token and tokens of all that goes from rank to rank on a leg.
+    """``[5, n]``: source, target, expert, first token and number of the tokens of a leg.
 
-    The lines of all experts are laid end to end; where an interval of either side ends, an entry ends.
+    The lines of all experts are laid end to end; an entry ends where an interval of either side ends.
     """
     source, source_ends, first = _line(leg.sent, leg.sent_at, leg.begun)
     target, target_ends, _ = _line(leg.got, leg.got_at, leg.begun)
@@ -282,7 +275,7 @@ def _pairs(leg: _Leg) -> Ints:
 
 
 def _line(length: Ints, at: Ints, begun: Ints) -> tuple[Ints, Ints, Ints]:
-    """The intervals of all experts on one line: which (rank, expert), where it ends, and its first token."""
+    """The intervals of all experts on one line: (rank, expert) as one number, end, and first token."""
     rank, expert = np.nonzero(length)
     order = np.lexsort((at[rank, expert], expert))
     rank, expert = rank[order], expert[order]

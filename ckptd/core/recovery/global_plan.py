@@ -1,9 +1,8 @@
-"""Global recovery: the iteration at which all ranks resume, and the sources of their snapshots. One
-pure function.
+"""Global recovery: where all ranks resume, and the sources of their snapshots. One pure function.
 
-Each node reports its inventory of the run: the snapshots of its own ranks, and replicas of others. The
-ranks exchange these inventories, and each computes the same plan from the same input, in any order. No
-coordinator is needed.
+Each node reports its inventory of the run: the snapshots of its own ranks, and replicas of others. The ranks
+exchange these inventories, and each computes the same plan from the same input, in any order, without a
+coordinator.
 
 The plan is a pair of iterations common to all ranks. Every rank loads its snapshot of *start*,
 replays forward, and is dense and exact at *end*. Some nodes hold an unbroken chain of its snapshots
@@ -32,28 +31,28 @@ from itertools import chain
 from types import MappingProxyType
 
 from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad, Sources
-from ckptd.core.recovery.spans import (
+from ckptd.core.recovery.snapshot_tables import (
+    Group,
+    Known,
+    SnapshotCopy,
+    SnapshotToLoad,
+    Sources,
+    Tables,
     all_spans,
     best_group,
     between,
     common_ends,
     common_start,
+    conflicts_text,
     covering_starts,
     has_suffix,
+    in_order,
     is_whole,
+    listed,
     newest_span,
+    nodes_of,
     one_before,
     span_to,
-)
-from ckptd.core.recovery.tables import (
-    Group,
-    Known,
-    Tables,
-    conflicts_text,
-    in_order,
-    listed,
-    nodes_of,
     tables_of,
 )
 from ckptd.core.slots.ring import chain_from, epoch_table, missing_operators, stale_after
@@ -83,14 +82,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPlan:
-    """The resumption of all ranks; ``per_rank`` are the snapshots of each rank from start to end,
-    oldest first.
+    """The resumption of all ranks.
 
-    ``epoch`` is the highest known one (the recovery begins the next). ``moved_bytes`` are the bytes
-    that each rank must fetch because its home node does not hold them. ``needed`` is the first
-    iteration whose snapshots are necessary; if ``start`` is before it, the replay verifies all values
-    that it loads. ``unverified`` is the reason why not; "" if it does. ``dense``: the snapshots of
-    ``start`` anchor all operators of every rank.
+    Attributes:
+        epoch: the highest known one; the recovery begins the next.
+        per_rank: the snapshots of each rank from ``start`` to ``end``, oldest first.
+        moved_bytes: the bytes that each rank must fetch because its home node does not hold them.
+        needed: the first iteration whose snapshots are necessary; if ``start`` is earlier, the replay
+            verifies all values that it loads.
+        unverified: the reason why it does not; "" if it does.
+        dense: the snapshots of ``start`` anchor all operators of every rank.
     """
 
     start: int
@@ -109,8 +110,8 @@ class RecoveryPlan:
 class NoRecovery:
     """The reason why no plan exists, and the highest known epoch (-1: none).
 
-    ``different_schedules``: complete suffixes exist, but of different schedules. The job cannot use
-    them, and should not discard them.
+    ``different_schedules``: complete suffixes exist, but of different schedules; the job cannot use them, and
+    should not discard them.
     """
 
     reason: str
@@ -266,9 +267,8 @@ def _no_span(tables: Tables, known: Known) -> str:
         text = ", ".join(f"rank {r}: {min(span)} to {max(span)}" for r, span in spans.items())
         return f"the ranks have no iteration in common ({text})"
     return (
-        f"the ranks have iterations up to {ends[0]} in common, but their chains of snapshots have "
-        "no common start "
-        f"from which they anchor all operators ({_chains(tables, ends[0])})"
+        f"the ranks have iterations up to {ends[0]} in common, but their chains of snapshots have no common "
+        f"start from which they anchor all operators ({_chains(tables, ends[0])})"
     )
 
 

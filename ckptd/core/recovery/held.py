@@ -1,32 +1,34 @@
-"""Inventories of nodes: the records that they hold of a run, and their encoding for exchange
-between ranks.
+"""Inventories of nodes: the records that they hold of a run, their encoding for exchange between ranks, and
+the history of the run that counts (docs/replication.md section 2). Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import least_starts, other_histories
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
-__all__ = ["STORE_NODE", "HeldRecords", "RunHoldings", "from_wire", "to_wire"]
+__all__ = ["STORE_NODE", "HeldRecords", "History", "RunHoldings", "from_wire", "history_of", "to_wire"]
 
-STORE_NODE = ".store"  # inventories of object storage have this name, which no node can have
+
+STORE_NODE = ".store"  # the node of inventories of object storage; no node can have this name
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRecords:
     """The slots of one segment on one node; ``own`` is false for a replica.
 
-    Operator ids in the records have the same meaning in all segments with the same ``operators_id``.
-    ``facts`` are those that a boundary log contains about its rank
-    (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
+    Operator ids have the same meaning in all segments with the same ``operators_id``. ``facts`` are those of
+    a boundary log about its rank (`ckptd.core.recovery.recovery_facts.facts_to_wire`).
     """
 
     node: str
@@ -42,10 +44,7 @@ class HeldRecords:
 
 @dataclass(frozen=True, slots=True)
 class RunHoldings:
-    """What the nodes hold of a run, and the starts of epochs that are known from elsewhere (``begun``).
-
-    Boundary logs tell with whom their ranks communicate.
-    """
+    """What the nodes hold of a run, and the starts of epochs that are known from elsewhere (``begun``)."""
 
     snapshots: Sequence[HeldRecords]
     parked: Sequence[HeldRecords] = ()
@@ -53,7 +52,7 @@ class RunHoldings:
     begun: Mapping[int, int] = field(default_factory=dict)
 
     def without(self, nodes: Container[str]) -> RunHoldings:
-        """What is left when these nodes are lost."""
+        """What is left after the loss of these nodes."""
 
         def left(held: Sequence[HeldRecords]) -> list[HeldRecords]:
             return [each for each in held if each.node not in nodes]
@@ -87,8 +86,16 @@ _Count = Annotated[int, Meta(ge=0)]
 _Number = Annotated[int, Meta(ge=-1)]
 
 
+# Both sides have the same fields in the same order, except for the conversions below.
+_before_anchors = attrgetter(
+    "generation", "index", "state", "iteration", "previous", "sequence", "image_len", "layout_id"
+)
+_after_anchors = attrgetter("phase", "epoch", "epoch_start", "header_digest")
+_before_records = attrgetter("node", "segment", "own", "rank", "num_operators", "operators_id", "slot_bytes")
+
+
 class _WireRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """A record in msgpack. Its integers have at most 64 bits, so anchors are sent as bytes."""
+    """A record in msgpack, whose integers have at most 64 bits, so anchors are sent as bytes."""
 
     generation: _Count
     index: _Count
@@ -106,21 +113,8 @@ class _WireRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid
 
     @classmethod
     def of(cls, record: SlotRecord, num_operators: int) -> _WireRecord:
-        return cls(
-            record.generation,
-            record.index,
-            int(record.state),
-            record.iteration,
-            record.previous,
-            record.sequence,
-            record.image_len,
-            record.layout_id,
-            record.anchors.to_bytes((num_operators + 7) // 8, "little"),
-            record.phase,
-            record.epoch,
-            record.epoch_start,
-            record.header_digest,
-        )
+        anchors = record.anchors.to_bytes((num_operators + 7) // 8, "little")
+        return cls(*(*_before_anchors(record), anchors, *_after_anchors(record)))
 
     def record(self, num_operators: int) -> SlotRecord:
         anchors = int.from_bytes(self.anchors, "little")
@@ -131,21 +125,9 @@ class _WireRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid
             )
         if len(self.header_digest) not in (0, 16):
             raise ValueError(f"a header digest of {len(self.header_digest)} bytes")
-        return SlotRecord(
-            self.generation,
-            self.index,
-            SlotState(self.state),
-            self.iteration,
-            self.previous,
-            self.sequence,
-            self.image_len,
-            self.layout_id,
-            anchors,
-            self.phase,
-            self.epoch,
-            self.epoch_start,
-            self.header_digest,
-        )
+        generation, index, state, *before = _before_anchors(self)
+        values = (generation, index, SlotState(state), *before, anchors, *_after_anchors(self))
+        return SlotRecord(*values)
 
 
 class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -161,30 +143,58 @@ class _WireHeld(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     @classmethod
     def of(cls, held: HeldRecords) -> _WireHeld:
-        return cls(
-            held.node,
-            held.segment,
-            held.own,
-            held.rank,
-            held.num_operators,
-            held.operators_id,
-            held.slot_bytes,
-            [_WireRecord.of(record, held.num_operators) for record in held.records],
-            held.facts,
-        )
+        records = [_WireRecord.of(record, held.num_operators) for record in held.records]
+        return cls(*(*_before_records(held), records, held.facts))
 
     def held(self) -> HeldRecords:
-        return HeldRecords(
-            self.node,
-            self.segment,
-            self.own,
-            self.rank,
-            self.num_operators,
-            self.operators_id,
-            self.slot_bytes,
-            tuple(record.record(self.num_operators) for record in self.records),
-            self.facts,
-        )
+        records = tuple(record.record(self.num_operators) for record in self.records)
+        return HeldRecords(*(*_before_records(self), records, self.facts))
 
 
 _decoder = msgspec.msgpack.Decoder(list[_WireHeld])
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The history of a run that counts.
+
+    Attributes:
+        others: the known epochs that do not belong to it.
+        begun: its known epochs, with the iteration at which each began.
+    """
+
+    others: frozenset[int]
+    begun: Mapping[int, int]
+
+    def held(self, held: Iterable[HeldRecords]) -> tuple[HeldRecords, ...]:
+        """The inventories without the records of other histories."""
+        if not self.others:
+            return tuple(held)
+        return tuple(
+            replace(h, records=tuple(r for r in h.records if r.epoch not in self.others)) for h in held
+        )
+
+
+def history_of(
+    held: Iterable[HeldRecords],
+    epochs: Iterable[tuple[int, int, int]],
+    *,
+    complete: bool = False,
+) -> History:
+    """Choose the history that counts.
+
+    Args:
+        held: snapshots, boundary logs and parked states of the nodes that answered.
+        epochs: from the nodes' records: an epoch, the iteration at which it began, and the epoch that it
+            follows (-1: not known).
+        complete: every node that may hold something has answered.
+    """
+    known = list(epochs)
+    follows: dict[int, int] = {}
+    for epoch, _, before in known:
+        follows[epoch] = max(before, follows.get(epoch, -1))
+    sealed = {record.epoch for h in held for record in h.records}
+    empty = follows.keys() - sealed
+    others = other_histories(sealed | follows.keys(), follows, empty=empty, complete=complete)
+    begun = least_starts(*({epoch: start} for epoch, start, _ in known if epoch not in others))
+    return History(frozenset(others), begun)

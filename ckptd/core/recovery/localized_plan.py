@@ -1,8 +1,8 @@
 """Localized recovery: only the ranks that lost their state replay. One pure function.
 
-Survivors of a failure *park*: their nodes' memory holds their state before the interrupted step. All
-ranks run together again from the newest iteration at which any rank was parked (``resume``). Until then
-each rank runs *isolated*, from its own start:
+Survivors of a failure *park*: their nodes' memory holds their state before the interrupted step. All ranks
+run together again from the newest iteration at which any rank was parked (``resume``). Until then each rank
+runs *isolated*, from its own start:
 
 * **parked**: it resumes where it was parked. Stages of a pipeline end their steps at different times,
   so some are parked one step before ``resume``; they run that step again.
@@ -29,15 +29,14 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
 import msgspec
 
-from ckptd.core.recovery.held import RunHoldings
-from ckptd.core.recovery.rank_inventory import RankHoldings
+from ckptd.core.recovery.held import HeldRecords, RunHoldings
 from ckptd.core.recovery.recovery_facts import RankFacts, Relations, relate
 from ckptd.core.recovery.scope import (
     DomainSpans,
@@ -48,16 +47,28 @@ from ckptd.core.recovery.scope import (
     settle,
     verified,
 )
-from ckptd.core.recovery.snapshot_sources import SnapshotToLoad, Sources
-from ckptd.core.recovery.spans import best_group, between, newest_span
-from ckptd.core.recovery.tables import (
+from ckptd.core.recovery.snapshot_tables import (
+    Copy,
+    Group,
+    Known,
+    SnapshotToLoad,
+    Sources,
+    best_group,
+    between,
     conflicts_text,
+    groups_of,
     in_order,
     listed,
+    newest_span,
+    nodes_of,
+    numbers_by_rank,
+    record_of,
+    whole_images,
 )
 from ckptd.core.slots.ring import epoch_table, stale_after
 
 __all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
+
 
 _NO_HOMES: Mapping[int, str] = MappingProxyType({})
 _MOST_WIDENINGS = 3
@@ -88,17 +99,17 @@ class RankPlan(msgspec.Struct, frozen=True, gc=False):
     """The path of one rank to the iteration from which all ranks run together.
 
     Args:
-        start: its base, the first iteration that it runs; it runs isolated until ``LocalizedPlan.resume``.
+        start: its base, the first iteration that it runs; isolated until ``LocalizedPlan.resume``.
         exact_at: the first iteration in which it is dense.
-        pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is
-            not after it; copied: the peer's parked state, its own snapshot; replays: its snapshots
-            from ``start`` to ``exact_at``.
+        pieces: parked: its parked state; moved: its parked state, and its newest snapshot that is not after
+            it; copied: the peer's parked state, its own snapshot; replays: its snapshots from ``start`` to
+            ``exact_at``.
         feeds: logs of the neighbours that start later, in ascending order.
-        values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no
-            neighbour feeds it. The values that all ranks compute together cannot be computed there, but
-            they were logged. Empty if no log exists; needed only if a job has such values.
-        unverified: the reason why a rank that replays does not start one iteration earlier to verify
-            all values that it loads; "" if it does.
+        values: logs of iterations before ``LocalizedPlan.together`` in which it is exact and no neighbour
+            feeds it. Values that all ranks compute together cannot be computed there, but were logged. Empty
+            if no log exists; needed only if a job has such values.
+        unverified: why a rank that replays does not start one iteration earlier to verify all values that it
+            loads; "" if it does.
     """
 
     kind: RankKind
@@ -170,23 +181,21 @@ def plan_localized(
     lost: Container[str] = (),
     verify_iterations: int = 0,
 ) -> LocalizedPlan | NotLocalized:
-    """Plan a recovery to the newest state that all ranks can reach, without replay on the ranks that kept
-    their state; see the module.
+    """Plan a recovery to the newest state that all ranks can reach, with replay only on ranks without state.
 
     Args:
-        held: the inventories of the nodes; epochs count as for
-            `ckptd.core.recovery.global_plan.plan_recovery`.
-        facts: each rank's own report of the ranks with which it communicates; ranks may be missing.
+        held: the inventories of the nodes; epochs count as for `plan_recovery`.
+        facts: each rank's report of the ranks with which it communicates; ranks may be missing.
         homes: the node on which each rank will run; its copies are preferred.
         lost: nodes whose inventories do not count.
-        verify_iterations: if not 0, ranks that replay start one iteration earlier, if all its
-            snapshots and logs exist.
+        verify_iterations: if not 0, ranks that replay start one iteration earlier, if its snapshots and logs
+            exist.
     """
     left = held.without(lost)
     known = [in_order(each) for each in (left.snapshots, left.parked, left.logs)]
     epochs = epoch_table((r for each in known for h in each for r in h.records), held.begun)
     epoch = max(epochs, default=-1)
-    ranks = RankHoldings(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
+    ranks = _RankInventory(known[0], known[1], known[2], stale_after(epochs), world_size, homes)
     if world_size < 1 or ranks.beyond:
         what = f"nodes hold state of {listed('rank', ranks.beyond)}, beyond " if ranks.beyond else ""
         return NotLocalized(f"{what}world size {world_size}", epoch)
@@ -210,10 +219,10 @@ def plan_localized(
         return NotLocalized("every rank would replay" + _because(scope), epoch)
     why_not = "" if verify_iterations > 0 else "verify_iterations=0"
     scope = verified(scope, relations, spans, ranks.has_log, why_not)
-    return _Assembly(ranks, relations, scope, homes, resume).plan(epoch)
+    return _Assembly(ranks, relations, scope, resume).plan(epoch)
 
 
-def _stands(domain: int, relations: Relations, held: RankHoldings, spans: DomainSpans) -> list[Stand]:
+def _stands(domain: int, relations: Relations, held: _RankInventory, spans: DomainSpans) -> list[Stand]:
     """The iterations at which all ranks of a domain can resume, newest first."""
     members = relations.domains[domain]
     parks = held.parks
@@ -229,7 +238,7 @@ def _stands(domain: int, relations: Relations, held: RankHoldings, spans: Domain
 
 
 def _superseded(
-    domain: int, members: Sequence[int], iteration: int, held: RankHoldings, spans: DomainSpans
+    domain: int, members: Sequence[int], iteration: int, held: _RankInventory, spans: DomainSpans
 ) -> bool:
     """Whether the domain continued after this iteration, and could replay from a later one."""
     if not all(held.went_past(rank, iteration) for rank in members):
@@ -239,7 +248,7 @@ def _superseded(
 
 
 def _peers(
-    members: Sequence[int], iteration: int, relations: Relations, held: RankHoldings
+    members: Sequence[int], iteration: int, relations: Relations, held: _RankInventory
 ) -> dict[int, int] | None:
     """The peer from which each member without a parked state copies; None if a member has none."""
     there = [rank for rank in members if held.goes_on(rank, iteration)]
@@ -262,7 +271,7 @@ def _peers(
     return peers
 
 
-def _global_is_better(held: RankHoldings, resume: int, world_size: int) -> str | None:
+def _global_is_better(held: _RankInventory, resume: int, world_size: int) -> str | None:
     """The reason why the global recovery loses no more and makes no rank run more; None if it does."""
     ranks = range(world_size)
     if not all(held.went_past(rank, resume, or_dense_at=True) for rank in ranks):
@@ -275,24 +284,141 @@ def _global_is_better(held: RankHoldings, resume: int, world_size: int) -> str |
     return None
 
 
+class _RankInventory:
+    """The parked states, snapshots and logs of each rank that count; merged on first use."""
+
+    def __init__(
+        self,
+        snapshots: Known,
+        parked: Known,
+        logs: Known,
+        limits: Mapping[int, int],
+        world_size: int,
+        homes: Mapping[int, str],
+    ) -> None:
+        self.homes = homes
+        self.snapshots, self.parked, self.sent = snapshots, parked, logs
+        self._limits = limits
+        # The tensors sent in a step follow the state before it.
+        self._log_limits = {epoch: last - 1 for epoch, last in limits.items()}
+        self._snapshots_of, self._logs_of = numbers_by_rank(snapshots), numbers_by_rank(logs)
+        self._groups: dict[int, Sequence[Group]] = {}
+        self._logs: dict[int, dict[int, tuple[Copy, ...]]] = {}
+        self.parks = {
+            rank: parks
+            for rank, numbers in numbers_by_rank(parked).items()
+            if (parks := self._parks(numbers))
+        }
+        ranks = {*self._snapshots_of, *self._logs_of, *self.parks}
+        self.beyond = sorted(rank for rank in ranks if not 0 <= rank < world_size)
+
+    def groups(self, rank: int) -> Sequence[Group]:
+        """The snapshots of a rank, by operator table."""
+        if rank not in self._groups:
+            numbers = self._snapshots_of.get(rank, ())
+            self._groups[rank] = groups_of(numbers, self.snapshots, self._limits)
+        return self._groups[rank]
+
+    def snapshot(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
+        """The copies of a rank's snapshot of an iteration."""
+        found = [g for g in self.groups(rank) if iteration in g.newest]
+        if not found:
+            return None
+        newest = max(found, key=lambda g: (g.newest[iteration].epoch, g.newest[iteration].sequence))
+        return newest.copies[iteration]
+
+    def fits(self, rank: int, peer: int, iteration: int) -> bool:
+        """Whether a peer's parked state completes a snapshot of the rank: both have the same operator
+        table.
+        """
+        own = self.snapshot(rank, iteration)
+        return own is not None and _table_of(self.snapshots[own[0][0]]) == self._parked_table(peer, iteration)
+
+    def stays(self, rank: int, iteration: int) -> bool:
+        """Whether the rank was parked on the node on which it will run, as far as that is known."""
+        home = self.homes.get(rank)
+        return home is None or home in nodes_of(self.parks[rank][iteration], self.parked)
+
+    def goes_on(self, rank: int, iteration: int) -> bool:
+        """Whether the rank was parked, and its ring exists or can begin with a snapshot."""
+        if iteration not in self.parks.get(rank, ()):
+            return False
+        return self.stays(rank, iteration) or self.beginning(rank, iteration) is not None
+
+    def beginning(self, rank: int, iteration: int) -> tuple[Copy, ...] | None:
+        """The copies of a rank's newest snapshot up to an iteration that has the operator table of its
+        parked state of that iteration.
+        """
+        table = self._parked_table(rank, iteration)
+        found = (
+            (t, group.copies[t])
+            for group in self.groups(rank)
+            for t in group.newest
+            if t <= iteration and _table_of(self.snapshots[group.copies[t][0][0]]) == table
+        )
+        return max(found, default=(-1, None))[1]
+
+    def _parked_table(self, rank: int, iteration: int) -> tuple[int, str]:
+        return _table_of(self.parked[self.parks[rank][iteration][0][0]])
+
+    def logs(self, rank: int) -> Mapping[int, tuple[Copy, ...]]:
+        """The complete logs of a rank that count, by iteration."""
+        if rank not in self._logs:
+            numbers = self._logs_of.get(rank, ())
+            self._logs[rank] = whole_images(numbers, self.sent, self._log_limits)
+        return self._logs[rank]
+
+    def has_log(self, rank: int, iteration: int) -> bool:
+        """Whether a node holds the rank's log of an iteration."""
+        return iteration in self.logs(rank)
+
+    def went_past(self, rank: int, iteration: int, *, or_dense_at: bool = False) -> bool:
+        """Whether the rank may have a snapshot after an iteration, or one of it that anchors all operators.
+
+        A fast check that counts stale snapshots, too.
+        """
+        for number in self._snapshots_of.get(rank, ()):
+            h = self.snapshots[number]
+            everything = (1 << h.num_operators) - 1
+            for r in h.records:
+                if r.iteration < iteration or not r.sealed:
+                    continue
+                if r.iteration > iteration or (or_dense_at and r.anchors & everything == everything):
+                    return True
+        return False
+
+    def _parks(self, numbers: Iterable[int]) -> dict[int, tuple[Copy, ...]]:
+        """The parked states of a rank by iteration; each is complete by itself."""
+        images = whole_images(numbers, self.parked, self._limits)
+        return {t: copies for t, copies in images.items() if self._anchors_all(copies[0])}
+
+    def _anchors_all(self, copy: Copy) -> bool:
+        everything = (1 << self.parked[copy[0]].num_operators) - 1
+        return record_of(copy, self.parked).anchors & everything == everything
+
+
+def _table_of(held: HeldRecords) -> tuple[int, str]:
+    """The operator table of its records."""
+    return held.num_operators, held.operators_id
+
+
 class _Assembly:
     """Builds the plan from the chosen starts."""
 
     def __init__(
         self,
-        held: RankHoldings,
+        held: _RankInventory,
         relations: Relations,
         scope: RecoveryScope,
-        homes: Mapping[int, str],
         resume: int,
     ) -> None:
         self._held, self._relations, self._scope = held, relations, scope
         self._resume = resume
-        self._snapshots = Sources(held.snapshots, homes)
-        self._parked = Sources(held.parked, homes, shared_load=self._snapshots)
-        self._logs = Sources(held.sent, homes, shared_load=self._snapshots)
+        self._snapshots = Sources(held.snapshots, held.homes)
+        self._parked = Sources(held.parked, held.homes, shared_load=self._snapshots)
+        self._logs = Sources(held.sent, held.homes, shared_load=self._snapshots)
         # Read only on demand, so they do not count in the load of a node.
-        self._values = Sources(held.sent, homes)
+        self._values = Sources(held.sent, held.homes)
         self._all_exact_at = max(place.exact_at for place in scope.places)
         self._loggers: dict[int, Sequence[int]] = {}
         self._conflicts: list[str] = []

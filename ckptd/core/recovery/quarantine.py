@@ -28,8 +28,8 @@ from enum import StrEnum
 import msgspec
 
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.snapshot_sources import SnapshotToLoad
-from ckptd.transport.control.messages import ReplayFailure
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
+from ckptd.transport.messages import ReplayFailure
 
 __all__ = [
     "Mark",
@@ -131,9 +131,7 @@ def marks_of(known: Iterable[ReplayFailure]) -> frozenset[Mark]:
 
 
 def reported_epochs(known: Iterable[ReplayFailure]) -> dict[int, int]:
-    """The starts of the epochs of these snapshots. No other record may show them, because the snapshots
-    do not count any more.
-    """
+    """The starts of the epochs of these snapshots, which other records may not show."""
     starts: dict[int, int] = {}
     for _, epoch, start in (used for k in known for used in k.snapshots):
         starts[epoch] = min(start, starts.get(epoch, start))
@@ -175,9 +173,8 @@ def reason_of(failure: ReplayFailure, *, changed: str = "") -> str:
             )
         case ReplayVerdict.ENVIRONMENT:
             return (
-                f"The environment differs from that of the recording process ({changed}), which "
-                "can change bits. "
-                "Nothing is quarantined. Restore the environment and start again"
+                f"The environment differs from that of the recording process ({changed}), which can change "
+                "bits. Nothing is quarantined. Restore the environment and start again"
             )
         case _:
             return "The next start recovers all ranks (global recovery)"
@@ -190,9 +187,8 @@ def describe_failure(failure: ReplayFailure) -> str:
     what = "another rank's state" if worst is None else f"rank {worst.rank}: {worst.what}"
     digests = "" if worst is None else f" (recorded {worst.expected}, recomputed {worst.got})"
     return (
-        f"replay of iteration {last - 1} did not reproduce the values recorded at iteration "
-        f"{last}: {what}{digests}; "
-        f"it began at iteration {first}"
+        f"replay of iteration {last - 1} did not reproduce the values recorded at iteration {last}: "
+        f"{what}{digests}; it began at iteration {first}"
     )
 
 

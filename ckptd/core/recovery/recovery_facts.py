@@ -1,33 +1,40 @@
-"""The facts of each rank, which say with which ranks it communicates in a step; and their completion
-for ranks without facts. Pure.
+"""The facts of each rank about its communication in a step, completed for ranks without facts. Pure.
 
-A rank records its facts with its boundary log. The neighbour relation is symmetric, so the neighbours
-of a lost rank follow from the facts of the others. A *domain* contains all ranks that are joined by
-other communication within a step, directly or through other ranks; each rank reports those that it
-knows, and the domains are the connected components. Whether two lost ranks communicate with each other
-or belong to one domain does not follow. They are therefore treated as one domain: its ranks start at
-the same iteration, so no log of the tensors sent within it is needed. A domain that is too large costs
-replay, never exactness.
+A rank records its facts with its boundary log. The neighbour relation is symmetric, so the neighbours of a
+lost rank follow from the facts of the others. A *domain* contains all ranks that are joined by other
+communication within a step, directly or through other ranks; each rank reports those that it knows, and the
+domains are the connected components. Whether two lost ranks communicate with each other or belong to one
+domain does not follow. They are therefore treated as one domain: its ranks start at the same iteration, so no
+log of the tensors sent within it is needed. A domain that is too large costs replay, never exactness.
+
+The facts of a rank that lost its node, or whose node is only asked, come from the descriptors of its log and
+of the log's replicas (`facts_from_logs`). Those of the newest generation count, because facts grow. A replica
+may belong to an older generation; its facts are used only if it contains tensors that the rank sent shortly
+before the end. A rank without such a log has no facts, which costs replay but no exactness.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from ckptd.core.recovery.tables import listed
+from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.recovery.snapshot_tables import listed
+from ckptd.core.slots.boundary import outdated
+from ckptd.core.slots.ring import epoch_table, live
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 
 __all__ = [
     "RankFacts",
     "Relations",
+    "facts_from_logs",
     "facts_from_wire",
     "facts_of_log",
     "facts_to_wire",
@@ -69,6 +76,15 @@ class Relations:
     neighbours: Sequence[tuple[int, ...]]
     unreported: tuple[int, ...]
     facts: Mapping[int, RankFacts]
+    _adjacent: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def adjacent(self, domain: int) -> list[int]:
+        """The other domains with a neighbour of this one's ranks, ascending."""
+        if domain not in self._adjacent:
+            ranks = self.domains[domain]
+            found = {self.domain_of[other] for rank in ranks for other in self.neighbours[rank]}
+            self._adjacent[domain] = sorted(found - {domain})
+        return self._adjacent[domain]
 
     def have_same_operators(self, rank: int, other: int) -> bool:
         """Whether all operators of both ranks are equal, according to their facts: one says so, and none
@@ -291,3 +307,41 @@ def _ranks(runs: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
 
 
 _decoder = msgspec.msgpack.Decoder(_WireFacts)
+
+
+# A rank's last completed step may be the one before the last; and its newest log may not have been sealed.
+_AT_MOST_BEFORE = 2
+
+
+def facts_from_logs(
+    ranks: Collection[int], logs: Iterable[HeldRecords], parked: Iterable[HeldRecords]
+) -> dict[int, RankFacts]:
+    """The facts by rank, from each rank's newest log, if it reaches the newest iteration at which
+    any rank was parked.
+
+    Args:
+        ranks: the ranks that cannot report themselves; other logs, possibly thousands, are not read.
+        logs: the boundary logs that nodes hold, including replicas.
+        parked: the parked states that they hold; without any, no facts are needed.
+    Raises:
+        RemoteProtocolError: the facts of a log cannot be read.
+    """
+    if not ranks:
+        return {}
+    known, parks = list(logs), list(parked)
+    epochs = epoch_table(r for each in (known, parks) for h in each for r in h.records)
+    ends = [r.iteration for h in parks for r in live(h.records, epochs) if r.sealed]
+    if not ends:
+        return {}
+    least = max(ends) - _AT_MOST_BEFORE
+    newest: dict[int, tuple[Sequence[int], bytes]] = {}
+    for h in (h for h in known if h.facts and h.rank in ranks):
+        filled = [
+            (r.epoch, r.iteration, r.sequence)
+            for r in h.records
+            if r.sealed and r.iteration >= least and not outdated(r, epochs)
+        ]
+        if filled:
+            newest[h.rank] = max(newest.get(h.rank, ((), b"")), (max(filled), h.facts))
+    found = facts_from_wire(fact for _, fact in newest.values())
+    return {rank: facts for rank, facts in found.items() if rank in newest}

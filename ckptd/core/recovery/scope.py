@@ -1,7 +1,6 @@
-"""The scope of a localized recovery: the ranks that resume from a parked state, the ranks that
-replay, and their starts. Pure.
+"""The scope of a localized recovery: which ranks resume from a parked state, and which replay. Pure.
 
-The unit is the *domain*: its members start at the same iteration. A domain **stands** at an iteration at
+The unit is the *domain*, whose members start at the same iteration. A domain **stands** at an iteration at
 which each of its members has a parked state, or can copy that of a peer. A domain that stands nowhere
 **replays**; adjacent domains that replay start at the same iteration. Before the iteration *resume* each
 domain runs isolated: in iteration i a rank communicates with the neighbours that have started by then, and
@@ -19,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.core.recovery.recovery_facts import Relations
-from ckptd.core.recovery.spans import best_group, between, covering_starts
-from ckptd.core.recovery.tables import Group, listed
+from ckptd.core.recovery.snapshot_tables import Group, best_group, between, common, covering_starts, listed
 
 __all__ = [
     "DomainSpans",
@@ -115,65 +113,59 @@ def verified(
         why_not: the reason why verification is not wanted; it then applies to all domains.
     """
     places, unverified = list(scope.places), dict[int, str]()
-    for component in _components(relations, [place.stand is None for place in places]):
-        start, end = places[component[0]].start, places[component[0]].exact_at
-        lack = why_not or _lack_before(start, end, component, scope, relations, spans, has_log)
+    done: set[int] = set()
+    for first, place in enumerate(scope.places):
+        if place.stand is not None or first in done:
+            continue
+        component = _component(relations, first, lambda domain: scope.places[domain].stand is None)
+        done.update(component)
+        lack = why_not or _lack_before(place, component, scope, relations, spans, has_log)
         for domain in component:
             if lack:
                 unverified[domain] = lack
             else:
-                places[domain] = DomainStart(start - 1, end, None)
+                places[domain] = DomainStart(place.start - 1, place.exact_at, None)
     return RecoveryScope(places, scope.widened, unverified)
 
 
-def _components(relations: Relations, replays: Sequence[bool]) -> list[list[int]]:
-    """The domains that replay; adjacent ones are in one list."""
-    found: list[list[int]] = []
-    seen: set[int] = set()
-    for first in range(len(replays)):
-        if not replays[first] or first in seen:
-            continue
-        component, left = [first], [first]
-        seen.add(first)
-        while left:
-            for rank in relations.domains[left.pop()]:
-                adjacent = {relations.domain_of[other] for other in relations.neighbours[rank]}
-                fresh = sorted(d for d in adjacent if replays[d] and d not in seen)
-                seen.update(fresh)
-                component += fresh
-                left += fresh
-        found.append(component)
-    return found
+def _component(relations: Relations, domain: int, replays: Callable[[int], bool]) -> list[int]:
+    """The domains that replay together with this one: all that domains that replay connect with it."""
+    found, left = {domain: None}, [domain]
+    while left:
+        for other in relations.adjacent(left.pop()):
+            if other not in found and replays(other):
+                found[other] = None
+                left.append(other)
+    return list(found)
 
 
 def _lack_before(
-    start: int,
-    end: int,
+    place: DomainStart,
     component: Sequence[int],
     scope: RecoveryScope,
     relations: Relations,
     spans: DomainSpans,
     has_log: HasLog,
 ) -> str:
-    """The reason why these domains cannot start one iteration before ``start``; "" if they can."""
-    before = start - 1
-    if not spans.fit(component, before, end):
-        return f"the ranks that replay have no snapshots of iteration {before} that lead to those of {start}"
+    """The reason why these domains cannot start one iteration before ``place``; "" if they can."""
+    before = place.start - 1
+    if not spans.fit(component, before, place.exact_at):
+        what = f"no snapshots of iteration {before} that lead to those of {place.start}"
+        return f"the ranks that replay have {what}"
     for domain in component:
         for rank in relations.domains[domain]:
             for other in relations.neighbours[rank]:
-                place = scope.places[relations.domain_of[other]]
-                if place.stand is None or place.start <= before or has_log(other, before):
-                    continue
-                return lacking(Widening(rank, other, before))
+                theirs = scope.places[relations.domain_of[other]]
+                if theirs.stand is not None and theirs.start > before and not has_log(other, before):
+                    return lacking(Widening(rank, other, before))
     return ""
 
 
 class DomainSpans:
     """The spans that domains can replay together, exact at an iteration that is not after ``last``.
 
-    Like `ckptd.core.recovery.spans.newest_span`, except that the newest start, which needs the least
-    replay, precedes the newest end, because all run on to a common iteration anyway.
+    Like `ckptd.core.recovery.snapshot_tables.newest_span`, except that the newest start, which needs the
+    least replay, precedes the newest end, because all run on to a common iteration anyway.
     """
 
     def __init__(self, domains: Sequence[Sequence[int]], groups_of: GroupsOf, last: int) -> None:
@@ -209,7 +201,7 @@ class DomainSpans:
                 {t for group in self._groups_of(rank) for t in group.newest if t <= self.last}
                 for rank in self._domains[domain]
             )
-            self._ends[domain] = _common(each)
+            self._ends[domain] = common(each)
         return self._ends[domain]
 
     def _starts_of(self, domain: int, end: int) -> frozenset[int]:
@@ -218,7 +210,7 @@ class DomainSpans:
                 set[int]().union(*(covering_starts(g, end) for g in self._groups_of(rank)))
                 for rank in self._domains[domain]
             )
-            self._starts[domain, end] = _common(each)
+            self._starts[domain, end] = common(each)
         return self._starts[domain, end]
 
     def _in_phase(self, domains: Sequence[int], start: int, end: int) -> bool:
@@ -243,16 +235,6 @@ class DomainSpans:
         return self._phases[key]
 
 
-def _common(sets: Iterable[set[int]]) -> frozenset[int]:
-    """The intersection of the sets; stops when it is empty."""
-    common: set[int] | None = None
-    for each in sets:
-        common = each if common is None else common & each
-        if not common:
-            break
-    return frozenset(common or ())
-
-
 class _Settling:
     """One search. ``_limits`` only fall, and a domain that replays continues to replay."""
 
@@ -270,7 +252,6 @@ class _Settling:
         self._limits = [resume] * count
         self._places: list[DomainStart | None] = [None] * count
         self._widened: dict[int, Widening] = {}
-        self._adjacent: dict[int, frozenset[int]] = {}  # by domain: its neighbours
         self._spans_of: dict[frozenset[int], tuple[int, DomainStart]] = {}  # with the limit it is for
 
     def run(self) -> RecoveryScope | str:
@@ -300,7 +281,7 @@ class _Settling:
         for domain in [d for d in changed if self._places[d] is None]:
             if domain in seen:
                 continue
-            component = self._component(domain)
+            component = frozenset(_component(self._relations, domain, self._replays))
             seen |= component
             place = self._replayed(component)
             if place is None:
@@ -314,26 +295,6 @@ class _Settling:
     def _replays(self, domain: int) -> bool:
         place = self._places[domain]
         return place is None or place.stand is None
-
-    def _component(self, domain: int) -> frozenset[int]:
-        """The domains that replay together with this one."""
-        found, left = {domain}, [domain]
-        while left:
-            for other in self._others_of(left.pop()):
-                if other not in found and self._replays(other):
-                    found.add(other)
-                    left.append(other)
-        return frozenset(found)
-
-    def _others_of(self, domain: int) -> frozenset[int]:
-        if domain not in self._adjacent:
-            relations = self._relations
-            self._adjacent[domain] = frozenset(
-                relations.domain_of[other]
-                for rank in relations.domains[domain]
-                for other in relations.neighbours[rank]
-            ) - {domain}
-        return self._adjacent[domain]
 
     def _replayed(self, component: frozenset[int]) -> DomainStart | None:
         limit = min(self._limits[domain] for domain in component)

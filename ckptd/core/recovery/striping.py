@@ -1,19 +1,20 @@
-"""Striped transfer of one image from several holders at once; holders receive parts as they become
-free (pure).
+"""Striped transfer of one image from several holders at once. Pure.
 
-The image is cut into parts. Every holder has a few requests in flight; a holder that finishes takes the
-next part, so fast holders deliver more without any measurement. A part that fails returns to the front
-of the queue. A holder without work takes over a part that another one has been transferring for too long
-(the shell cancels that transfer first).
+The image is cut into parts. Every holder has a few requests in flight; a holder that finishes takes the next
+part, so fast holders deliver more without any measurement. A part that fails returns to the front of the
+queue. A holder without work takes over a part that another one has been transferring for too long (the shell
+cancels that transfer first).
 
 When all parts have arrived, the image is verified, and the shell passes all wrong ranges to `blame`.
 It cuts the parts at the edges of those ranges; correct bytes stay. Each wrong part is requested from
 another holder, never again from one that delivered it wrong; that holder remains usable for other parts.
 So copies with different damage form one whole image.
 
-A wrong range in several parts (a large tensor) does not show which part is wrong. When every holder has
-been tried for one of the parts, `ckptd.core.recovery.mixes` chooses the holder of each part, each
-combination once, up to a limit.
+A wrong range in several parts (a large tensor) has one digest, which does not show which part is wrong. When
+every holder has been tried for one of the parts, `next_mix` chooses the holder of each part, each combination
+once, up to a limit. If each part is right at some holder, some combination is right. Likely ones come first:
+all parts from one holder; all but one part from one holder, which repairs a copy with one flipped bit; and so
+on.
 
 The bytes of a part that was taken over may come from the cancelled transfer, which finished last. In
 this case no holder is blamed, once.
@@ -29,13 +30,12 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ckptd.core.recovery.mixes import next_mix
+__all__ = ["MIXES", "PART_BYTES", "Cancel", "ImagePart", "Pull", "Span", "Stripes", "next_mix"]
 
-__all__ = ["PART_BYTES", "Cancel", "ImagePart", "Pull", "Span", "Stripes"]
 
 PART_BYTES = 8 << 20
 _IN_FLIGHT = 2  # per holder: the next request is on its way while one is served
@@ -416,3 +416,44 @@ class Stripes(Generic[Holder]):
 
 def _start_of(state: _State[Holder]) -> int:
     return state.part.start
+
+
+# Combinations per range. Each costs a pass over the image (0.1 s per 2 GB), and all of them are tried
+# only if a recovery would fail otherwise. The limit covers all combinations for up to 7 parts of 2
+# holders (56 MiB), 4 of 3, 3 of 4 or 5; and one damaged part in each of two copies of a tensor of 60
+# parts (480 MiB).
+MIXES = 128
+_LOOKED_AT = 8 * MIXES  # `_mixes` yields a combination of n holders up to n times
+
+
+def next_mix(
+    cannot: Sequence[Container[Holder]],
+    holders: Sequence[Holder],
+    tried: Collection[tuple[Holder, ...]],
+) -> tuple[Holder, ...] | None:
+    """The holder of each part in the next combination; None if none is left, or too many were tried.
+
+    Args:
+        cannot: by part, the holders that cannot deliver it.
+        holders: the remaining holders.
+        tried: the combinations that were wrong.
+    """
+    if len(cannot) < 2 or len(tried) >= MIXES:
+        return None  # for a single part each holder was tried already
+    for mix in itertools.islice(_mixes(len(cannot), holders), _LOOKED_AT):
+        if mix not in tried and not any(n in not_ for n, not_ in zip(mix, cannot, strict=True)):
+            return mix
+    return None
+
+
+def _mixes(num_parts: int, holders: Sequence[Holder]) -> Iterator[tuple[Holder, ...]]:
+    """All combinations, by the number of parts that do not come from the main holder; with duplicates."""
+    for num_others in range(num_parts + 1 if len(holders) > 1 else 1):
+        for holder in holders:
+            others = [other for other in holders if other != holder]
+            for places in itertools.combinations(range(num_parts), num_others):
+                for chosen in itertools.product(others, repeat=num_others):
+                    mix = [holder] * num_parts
+                    for place, other in zip(places, chosen, strict=True):
+                        mix[place] = other
+                    yield tuple(mix)

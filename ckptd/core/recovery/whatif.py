@@ -19,8 +19,8 @@ from ckptd.core.recovery.global_plan import (
 )
 from ckptd.core.recovery.held import HeldRecords, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, RankKind, plan_localized
-from ckptd.core.recovery.log_facts import facts_from_logs
-from ckptd.core.recovery.tables import listed
+from ckptd.core.recovery.recovery_facts import facts_from_logs
+from ckptd.core.recovery.snapshot_tables import listed
 from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table, live
 
 __all__ = ["NODE_LABEL", "FedBy", "RankOutcome", "WhatIf", "select_nodes", "what_if"]

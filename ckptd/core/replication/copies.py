@@ -1,293 +1,147 @@
-"""One rank's snapshots: those that are here, what each target holds of them, and which one a target
-lacks next (pure).
+"""The copies of one rank's snapshots: in its own ring (`Copies`) and on each target (`TargetCopies`). Pure.
 
-What a target holds is believed from what it told alone (`Copies.believe`, and a key added to
-``ReplicationTarget.held`` before `Copies.recount`). The complete suffixes that it holds end at the
-iterations of ``ReplicationTarget.run``, without a gap.
+A target holds what it reported at its last opening, and what it sealed since. The complete suffixes that it
+holds end at every snapshot of ``TargetCopies.run``. A target that was begun anew (a substitute, or one that
+fell behind the local ring) holds none that ends earlier.
+
+Where fewer than two targets count, the primary is one of the promised copies: the ring *and* a target must
+hold what the rank promises. The *aim* is the next such promise: a few suffixes of the ring that are sent to
+the target and that the ring keeps meanwhile, while its other slots roll on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ckptd.core.replication.replicas import spanning_suffix
-from ckptd.core.replication.target import NO_INTERVAL, Interval, Lag, ReplicationTarget
-from ckptd.core.slots.ring import (
-    SlotRecord,
-    Suffix,
-    chain_from,
-    epoch_table,
-    newest_by_iteration,
-)
-from ckptd.core.slots.snapshot_events import Joined, SnapshotKey, key_of
+from ckptd.core.slots.ring import SlotRecord, Suffix, chain_from, epoch_table, newest_by_iteration
+from ckptd.core.slots.slots import Joined, SnapshotKey, key_of
 
-__all__ = ["Copies"]
+__all__ = ["NO_INTERVAL", "Copies", "Interval", "Lag", "TargetCopies"]
 
-# A floor goes on by so many snapshots at a time at least; more than that only where there are slots
-# beside them.
+# The floor advances by at least this many snapshots at a time; by more only if the ring has spare slots.
 _REACH = 2
+
+Table = Mapping[int, SlotRecord]  # the record that counts, by iteration
+
+
+class Interval(NamedTuple):
+    """Complete suffixes end at every snapshot from iteration ``first`` to ``last``; -1, -1: at none."""
+
+    first: int
+    last: int
+
+
+NO_INTERVAL = Interval(-1, -1)
+
+
+class Lag(NamedTuple):
+    """How far a target is behind the newest sealed snapshot."""
+
+    iterations: int
+    bytes: int
 
 
 class Copies:
-    """The local table, and beside it what targets hold; see the module. Nothing in it grows with time.
+    """The snapshots in the local ring. Nothing in it grows with time.
 
     Attributes:
-        local: by iteration: sealed, of the living history, the one that counts.
-        aim: suffixes of the local ring that end here are brought to the targets, and are the next
-            that may become the floor: the ring gives none of them away meanwhile. See `take_aim`.
-        keeps_aim: whether the local ring is told of the aim, so that targets can be served by it.
-        vouched: the newest end of which this rank has given its word in this epoch. Others may know
-            it as the floor before it is known here.
-        blocked: the target does not take what the aim needs, and the aim cannot end earlier because
-            of that word.
+        local: the sealed snapshots of the current history, by iteration.
+        aim: the ends of the suffixes that may become the next floor; see `take_aim`.
+        keeps_aim: the ring keeps the aim, so targets can be served by it.
+        vouched: the newest end that this rank has promised in this epoch. Other nodes may know a floor
+            there before this one does.
+        blocked: the target does not take what the aim needs, and that promise forbids a shorter aim.
+
+    Args:
+        aim: that of the daemon before this one, in this epoch; other ranks may count on it.
+        independent: each snapshot is complete without others (a boundary log).
     """
 
-    def __init__(self, aim: Interval = NO_INTERVAL) -> None:
+    def __init__(self, aim: Interval = NO_INTERVAL, *, independent: bool = False) -> None:
         self.local: dict[int, SlotRecord] = {}
         self.aim = aim
         self.keeps_aim = False
-        self.vouched = aim.last  # by the daemon before this one, or before the recovery
+        self.vouched = aim.last
         self.blocked = False
-        self._least_end = -1  # no suffix that ends before will become the floor
+        self.independent = independent
+        self.targets: list[TargetCopies] = []
+        self.known: dict[SnapshotKey, SlotRecord] = {}  # what the ring or a target holds
+        self.num_slots = 0  # the most that were reported
         self._ring_slots = 0
-        self._known: dict[SnapshotKey, SlotRecord] = {}
+        self._least_end = -1  # no suffix that ends earlier will become the floor
         self._num_operators = 0
-        self._num_slots = 0
-        self._own: list[int] | None = None  # where the primary's suffixes end; None until somebody asks
         self._span = 1
         self._epochs: dict[int, int] = {}
         self._joined: dict[int, int] = {}
+        self._own_ends: list[int] | None = None  # None: not computed yet
 
-    # What is learned.
+    # -- the local ring ------------------------------------------------------------------------------
 
-    def join(self, event: Joined, targets: Collection[ReplicationTarget]) -> bool:
-        """The run goes on in this epoch; whether that is another history, or another span, than before."""
+    def join(self, event: Joined) -> bool:
+        """Note the current epoch and span; False if both are known."""
         if self._joined == {event.epoch: event.epoch_start} and self._span == event.span:
             return False
         self._joined, self._span = {event.epoch: event.epoch_start}, event.span
-        self._see(self.local.values(), targets)
+        self._set_local(self.local.values())
         return True
 
-    def take_table(
-        self,
-        records: Iterable[SlotRecord],
-        num_operators: int,
-        targets: Collection[ReplicationTarget],
-        *,
-        ring_slots: int = 0,
-    ) -> None:
-        """The local ring as it is now, and how many slots are filled in turn."""
-        self._ring_slots = ring_slots
-        if num_operators != self._num_operators:  # other operators: nothing that is held counts
+    def take_table(self, records: Iterable[SlotRecord], num_operators: int, ring_slots: int) -> None:
+        """Replace the local table; ``ring_slots`` is the number of slots in the current generation."""
+        if num_operators != self._num_operators:  # what targets hold is of other operators
             self._num_operators = num_operators
-            self._known.clear()
-            for target in targets:
+            self.known.clear()
+            for target in self.targets:
                 target.held.clear()
                 target.opened.clear()
-        self._see(records, targets)
+        self._ring_slots = ring_slots
+        self._set_local(records)
 
-    def believe(self, target: ReplicationTarget, generation: int, held: Iterable[SlotRecord]) -> None:
-        """What a target told that it holds of this generation."""
-        told = {key_of(record): record for record in held if record.sealed}
-        self._known.update(told)
-        target.held = {k for k in target.held if k.generation != generation} | told.keys()
-        target.run = NO_INTERVAL  # counted anew, from what it told
-        self.recount(target)
-
-    def doubt_newer(self, target: ReplicationTarget, record: SlotRecord) -> None:
-        """What comes after ``record`` there and is in no complete suffix: nothing links to it, so
-        the host may fill its slot.
-
-        It is begun once more in its turn; the host answers ``held`` if it has it still.
-        """
-        table = self._held_table(target)
-        if max(table, default=-1) <= record.iteration:
-            return
-        found = spanning_suffix(table, self._num_operators, self._span)
-        kept = set() if found is None else set(map(key_of, found.records))
-        target.held = {k for k in target.held if k.iteration <= record.iteration or k in kept}
-        target.planned = False
-
-    def doubt_all(self, target: ReplicationTarget) -> None:
-        """It does not count any more, so the floor goes on without it, and the host may give away
-        what ends before: a ring that grew has several replicas there, and of the older ones nobody
-        would tell. It is asked again for each.
-        """
-        target.held.clear()
-        target.opened.clear()
-        self.recount(target)
-
-    def lose(self, key: SnapshotKey, targets: Collection[ReplicationTarget]) -> None:
-        """This snapshot was given away since the table was taken."""
-        self._see([r for r in self.local.values() if key_of(r) != key], targets)
-
-    def _see(self, records: Iterable[SlotRecord], targets: Collection[ReplicationTarget]) -> None:
-        """Take these as the local table (or the epochs anew) and forget what nobody holds."""
-        table = list(records)
-        self._num_slots = max(self._num_slots, len(table))
-        self._epochs = epoch_table(table, self._joined)
-        self.local = newest_by_iteration(table, self._epochs)
-        self._own = None
-        local = {key_of(record): record for record in self.local.values()}
-        self._known.update(local)
-        for target in targets:
-            self.recount(target)
-            target.skipped &= local.keys()
-        wanted = set(local).union(*(target.held for target in targets))
-        self._known = {key: record for key, record in self._known.items() if key in wanted}
-
-    # What is held, and what is next.
+    def lose(self, key: SnapshotKey) -> None:
+        """Remove a snapshot whose slot was reused since the table was read."""
+        self._set_local([record for record in self.local.values() if key_of(record) != key])
 
     def here(self, record: SlotRecord) -> SlotRecord | None:
-        """This snapshot in the local ring; None if it is gone."""
+        """The same snapshot in the local ring; None if it is gone."""
         found = self.local.get(record.iteration)
         return found if found is not None and key_of(found) == key_of(record) else None
 
     def own_interval(self) -> Interval:
-        """Where suffixes end that the local ring holds now: unlike a host it may have given the
-        older ones away.
-        """
-        ends = self._own_ends()
+        """Where suffixes end that the ring holds now; it may have given older ones away."""
+        ends = self._ends()
         return Interval(ends[0], ends[-1]) if ends else NO_INTERVAL
 
-    def take_aim(self, floor: int, horizon: int, target: ReplicationTarget | None) -> None:
-        """Choose what is to become the next floor, unless that is under way.
+    def suffix(self, table: Table, end: int | None = None) -> Suffix | None:
+        """The complete suffix that ends at ``end``, else the newest one."""
+        return spanning_suffix(table, self._num_operators, self._span, end=end)
 
-        After a recovery the first one is all that is here up to where the recovery went back to,
-        also what is still on its way: until the new tree has agreed, each of these may be a floor
-        that somebody else knows. An aim stands until the floor has reached it, or the horizon has
-        passed it by: other ranks may count on it. So the ring holds the floor's suffix, the aim's,
-        and rolls on with the slots that are left. The aim reaches a little way from the floor on,
-        if what follows the floor is still here; otherwise it ends with the newest suffix, and
-        begins a little before: ranks that choose at about the same time have an iteration in
-        common.
+    def table_of(self, held: Iterable[SnapshotKey]) -> Table:
+        """These snapshots by iteration, as far as they count."""
+        return newest_by_iteration((self.known[key] for key in held if key in self.known), self._epochs)
 
-        Args:
-            target: the one that counts. What it does not take is no aim, but for what was promised
-                already: that stays until the floor or the horizon has passed it by, for others may
-                know of a floor there.
-        """
-        self._least_end = max(floor, horizon)
-        usable = self._usable(target)
-        whole = self.aim.last >= 0 and self._is_whole(self.aim.last)
-        if whole and target is not None and not self._is_whole(self.aim.last, usable):
-            promised = max(floor, self.in_aim(target).last, min(self.vouched, self.aim.last))
-            self.aim = Interval(self.aim.first, promised)
-            whole = self.aim.last >= 0
-        ends = self._own_ends() if len(usable) == len(self.local) else self._count_ends(usable)
-        coming = self.aim.first < 0 and (not ends or ends[-1] < self.aim.last)
-        stands = (whole or coming) and self.aim.last > floor and self.aim.last >= horizon
-        untaken = stands and whole and not self._is_whole(self.aim.last, usable)
-        self.blocked = untaken and self.in_aim(target).last < self.aim.last
-        if stands:
-            return
-        later = [end for end in ends if end > floor and end >= horizon]
-        if later:
-            reach = self._reach
-            if ends[0] <= self._least_end:
-                self.aim = Interval(ends[0], later[:reach][-1])
-            else:
-                self.aim = Interval(later[-reach:][0], later[-1])
-        elif not whole:
-            self.aim = NO_INTERVAL
+    def _set_local(self, records: Iterable[SlotRecord]) -> None:
+        table = list(records)
+        self.num_slots = max(self.num_slots, len(table))
+        self._epochs = epoch_table(table, self._joined)
+        self.local = newest_by_iteration(table, self._epochs)
+        self._own_ends = None
+        local = {key_of(record): record for record in self.local.values()}
+        self.known.update(local)
+        for target in self.targets:
+            target.recount()
+            target.skipped &= local.keys()
+        wanted = set(local).union(*(target.held for target in self.targets))
+        self.known = {key: record for key, record in self.known.items() if key in wanted}
 
-    @property
-    def _reach(self) -> int:
-        return max(_REACH, self._ring_slots - 2 * self._span - 2)
+    def _ends(self) -> list[int]:
+        if self._own_ends is None:
+            self._own_ends = self._count_ends(self.local)
+        return self._own_ends
 
-    def holds(self, target: ReplicationTarget, end: int) -> bool:
-        """Whether the target holds the suffix that ends there."""
-        table = self._held_table(target)
-        return spanning_suffix(table, self._num_operators, self._span, end=end) is not None
-
-    def in_aim(self, target: ReplicationTarget | None) -> Interval:
-        """Where suffixes end, within the aim and without a gap, that the local ring holds, and the
-        target; the last is -1: at none yet, and never at one before the first.
-        """
-        mine: list[int] = []
-        first = max(self.aim.first, self._least_end)
-        for end in sorted((e for e in self.local if first <= e <= self.aim.last), reverse=True):
-            linked = not mine or self.local[mine[-1]].previous == end
-            if linked and self._is_whole(end):
-                mine.append(end)
-            elif mine:
-                break
-        if not mine:
-            return Interval(self.aim.first, -1)
-        if target is None:
-            return Interval(mine[-1], mine[0])
-        there = self._held_table(target)
-        known = [self._is_whole(end, there) for end in mine]
-        if not any(known):
-            return Interval(mine[-1], -1)
-        newest = known.index(True)
-        oldest = known.index(False, newest) if False in known[newest:] else len(mine)
-        return Interval(mine[oldest - 1], mine[newest])
-
-    def next_for(self, target: ReplicationTarget) -> SlotRecord | None:
-        """The snapshot to send next; None if the target has everything."""
-        if not target.planned:
-            target.planned, target.upcoming = True, self._plan(target)
-        return target.upcoming
-
-    def lag(self, target: ReplicationTarget) -> Lag:
-        """How far it is behind."""
-        if not self.local:
-            return Lag(0, 0)
-        missing = [r for r in self.needed(target) if key_of(r) not in target.held]
-        start = target.run.last if target.run.last >= 0 else min(self.local) - 1
-        return Lag(max(0, max(self.local) - start), sum(r.image_len for r in missing))
-
-    def recount(self, target: ReplicationTarget) -> None:
-        """The interval of complete ends, from what is held; and forget what no promise needs."""
-        target.planned = False
-        table = self._held_table(target)
-        found = spanning_suffix(table, self._num_operators, self._span)
-        keep: set[SnapshotKey] = set()
-        if table:  # the newest chain, as far as a ring of this size can hold it
-            tip = spanning_suffix(table, self._num_operators, self._span, end=max(table))
-            chain = chain_from(table[max(table)], table)[: self._num_slots]
-            keep.update(map(key_of, chain if tip is None else tip.records))
-        if found is not None:
-            keep.update(map(key_of, found.records))
-            target.run = self._run(found, table, target.run)
-        else:
-            target.run = NO_INTERVAL
-        local = set(map(key_of, self.local.values()))
-        target.held = {key for key in target.held if key in local or key in keep}
-
-    def _first_suffix(self, usable: Mapping[int, SlotRecord]) -> Suffix | None:
-        """What a target that has nothing gets first."""
-        if self.keeps_aim and self.aim.last >= 0:
-            for end in (max(self.aim.first, self._least_end), self.aim.last):
-                found = spanning_suffix(usable, self._num_operators, self._span, end=end)
-                if found is not None:
-                    return found
-        return spanning_suffix(usable, self._num_operators, self._span)
-
-    def _held_table(self, target: ReplicationTarget) -> dict[int, SlotRecord]:
-        records = (self._known[key] for key in target.held if key in self._known)
-        return newest_by_iteration(records, self._epochs)
-
-    def _usable(self, target: ReplicationTarget | None) -> Mapping[int, SlotRecord]:
-        """What is here, but for what the target does not take."""
-        if target is None or not target.skipped:
-            return self.local
-        return {i: r for i, r in self.local.items() if key_of(r) not in target.skipped}
-
-    def _is_whole(self, end: int, table: Mapping[int, SlotRecord] | None = None) -> bool:
-        """Whether the local ring, or this part of it, holds the suffix that ends there."""
-        table = self.local if table is None else table
-        return spanning_suffix(table, self._num_operators, self._span, end=end) is not None
-
-    def _own_ends(self) -> list[int]:
-        """Where suffixes end that the local ring holds, of the newest chain, oldest first."""
-        if self._own is None:
-            self._own = self._count_ends(self.local)
-        return self._own
-
-    def _count_ends(self, table: Mapping[int, SlotRecord]) -> list[int]:
-        newest = spanning_suffix(table, self._num_operators, self._span)
+    def _count_ends(self, table: Table) -> list[int]:
+        """Where suffixes of the newest chain end, oldest first."""
+        newest = self.suffix(table)
         if newest is None:
             return []
         everything = (1 << self._num_operators) - 1
@@ -299,48 +153,266 @@ class Copies:
                 ends.append(record.iteration)
         return ends
 
-    def _run(self, newest: Suffix, table: Mapping[int, SlotRecord], old: Interval) -> Interval:
+    # -- the aim -------------------------------------------------------------------------------------
+
+    def take_aim(self, floor: int, horizon: int, target: TargetCopies | None) -> None:
+        """Choose what is to become the next floor, unless the present aim still stands.
+
+        Other ranks may count on an aim, so it stands until the floor has reached it or the horizon has
+        passed it. The first aim after a recovery is everything in the ring up to where the recovery went
+        back to, also what is still to arrive: until the new tree has agreed, each of these may be a floor
+        that another node knows.
+
+        A new aim extends a little way from the floor, if what follows the floor is still in the ring.
+        Otherwise it ends with the newest suffix and begins a little earlier, so that ranks that choose at
+        about the same time have an iteration in common.
+
+        Args:
+            target: the one that counts, if any. The aim leaves out what the target does not take, except
+                what was promised already.
+        """
+        self._least_end = max(floor, horizon)
+        usable = self.local if target is None else target.usable()
+        whole = self.aim.last >= 0 and self.holds(self.aim.last)
+        if whole and target is not None and self.suffix(usable, self.aim.last) is None:
+            promised = max(floor, self.in_aim(target).last, min(self.vouched, self.aim.last))
+            self.aim = Interval(self.aim.first, promised)
+            whole = self.aim.last >= 0
+        ends = self._ends() if len(usable) == len(self.local) else self._count_ends(usable)
+        to_arrive = self.aim.first < 0 and (not ends or ends[-1] < self.aim.last)
+        stands = (whole or to_arrive) and self.aim.last > floor and self.aim.last >= horizon
+        untaken = stands and whole and self.suffix(usable, self.aim.last) is None
+        self.blocked = untaken and self.in_aim(target).last < self.aim.last
+        if stands:
+            return
+        later = [end for end in ends if end > floor and end >= horizon]
+        if not later:
+            if not whole:
+                self.aim = NO_INTERVAL
+        elif ends[0] <= self._least_end:
+            self.aim = Interval(ends[0], later[: self.reach][-1])
+        else:
+            self.aim = Interval(later[-self.reach :][0], later[-1])
+
+    def in_aim(self, target: TargetCopies | None) -> Interval:
+        """Where suffixes end, within the aim and without a gap, that both the ring and the target hold.
+
+        The last is -1 if there is none yet; no suffix that ends before the first will be promised.
+        """
+        ours = self._own_ends_in_aim()
+        if not ours:
+            return Interval(self.aim.first, -1)
+        if target is None:
+            return Interval(ours[-1], ours[0])
+        table = target.table()
+        theirs = [self.suffix(table, end) is not None for end in ours]
+        if not any(theirs):
+            return Interval(ours[-1], -1)
+        newest = theirs.index(True)
+        oldest = theirs.index(False, newest) if False in theirs[newest:] else len(ours)
+        return Interval(ours[oldest - 1], ours[newest])
+
+    def holds(self, end: int) -> bool:
+        """Whether the ring holds the suffix that ends there."""
+        return self.suffix(self.local, end) is not None
+
+    @property
+    def reach(self) -> int:
+        """How many ends an aim has at most."""
+        return max(_REACH, self._ring_slots - 2 * self._span - 2)
+
+    @property
+    def aim_ends(self) -> tuple[int, int]:
+        """The first end of the aim that can still become the floor, and the last."""
+        return max(self.aim.first, self._least_end), self.aim.last
+
+    def _own_ends_in_aim(self) -> list[int]:
+        """The newest unbroken run of ends within the aim that the ring holds, newest first."""
+        first, last = self.aim_ends
+        ends: list[int] = []
+        for end in sorted((e for e in self.local if first <= e <= last), reverse=True):
+            linked = not ends or self.local[ends[-1]].previous == end
+            if linked and self.holds(end):
+                ends.append(end)
+            elif ends:
+                break
+        return ends
+
+
+class TargetCopies:
+    """What one target holds of the rank's snapshots, and which one it needs next.
+
+    Attributes:
+        held: what it reported, and what it sealed since.
+        skipped: local snapshots that it does not take.
+        opened: the generations of which it has reported its holdings.
+        run: where the complete suffixes end that it holds.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self.held: set[SnapshotKey] = set()
+        self.skipped: set[SnapshotKey] = set()
+        self.opened: set[int] = set()
+        self.run = NO_INTERVAL
+        self._planned = False  # `_next` is up to date
+        self._next: SlotRecord | None = None
+        copies.targets.append(self)
+
+    def believe(self, generation: int, held: Iterable[SlotRecord]) -> None:
+        """Replace what the target holds of a generation by what it reported."""
+        told = {key_of(record): record for record in held if record.sealed}
+        self._copies.known.update(told)
+        self.held = {k for k in self.held if k.generation != generation} | told.keys()
+        self.opened.add(generation)
+        self.run = NO_INTERVAL
+        self.recount()
+
+    def add(self, key: SnapshotKey) -> None:
+        """The target has sealed this snapshot."""
+        self.held.add(key)
+        self.recount()
+
+    def skip(self, key: SnapshotKey) -> None:
+        """The target does not take this snapshot."""
+        self.skipped.add(key)
+        self.replan()
+
+    def forget(self) -> None:
+        """Believe nothing of the target any more."""
+        self.held.clear()
+        self.skipped.clear()
+        self.opened.clear()
+        self.run = NO_INTERVAL
+        self.replan()
+
+    def here(self, record: SlotRecord) -> SlotRecord | None:
+        """The same snapshot in the local ring; None if it is gone."""
+        return self._copies.here(record)
+
+    def lose(self, key: SnapshotKey) -> None:
+        """The snapshot is gone from the local ring."""
+        self._copies.lose(key)
+
+    def doubt_newer(self, record: SlotRecord) -> None:
+        """Forget what is newer than ``record`` and in no complete suffix.
+
+        Nothing links to such a snapshot, so the host may fill its slot. It is begun again in its turn; the
+        host answers ``held`` if it still has it. The host of a boundary log gives away only what is older.
+        """
+        table = self.table()
+        if self._copies.independent or max(table, default=-1) <= record.iteration:
+            return
+        found = self._copies.suffix(table)
+        kept = set() if found is None else set(map(key_of, found.records))
+        self.held = {k for k in self.held if k.iteration <= record.iteration or k in kept}
+        self.replan()
+
+    def doubt_all(self) -> None:
+        """Open every generation again.
+
+        The target does not count any more, so the floor goes on without it, and its host may give away
+        what ends earlier. Of a ring that grew, it has several replicas and would report only the newest.
+        """
+        self.held.clear()
+        self.opened.clear()
+        self.recount()
+
+    def recount(self) -> None:
+        """Compute `run` anew, and forget what no promise needs."""
+        self.replan()
+        copies, table = self._copies, self.table()
+        found = copies.suffix(table)
+        keep: set[SnapshotKey] = set()
+        if table:  # the newest chain, as far as a ring of this size can hold it
+            tip = copies.suffix(table, max(table))
+            chain = chain_from(table[max(table)], table)[: copies.num_slots]
+            keep.update(map(key_of, chain if tip is None else tip.records))
+        if found is None:
+            self.run = NO_INTERVAL
+        else:
+            keep.update(map(key_of, found.records))
+            self.run = self._run_up_to(found.end, table)
+        local = set(map(key_of, copies.local.values()))
+        self.held = {key for key in self.held if key in local or key in keep}
+
+    def replan(self) -> None:
+        """What follows next may have changed."""
+        self._planned = False
+
+    def table(self) -> Table:
+        """The snapshots that it holds, by iteration."""
+        return self._copies.table_of(self.held)
+
+    def usable(self) -> Table:
+        """The local snapshots without those that it does not take."""
+        local = self._copies.local
+        return {i: r for i, r in local.items() if key_of(r) not in self.skipped} if self.skipped else local
+
+    def holds(self, end: int) -> bool:
+        """Whether it holds the suffix that ends there."""
+        return self._copies.suffix(self.table(), end) is not None
+
+    def next_to_send(self) -> SlotRecord | None:
+        """The snapshot to send next; None if the target has everything."""
+        if not self._planned:
+            passed = self.held | self.skipped
+            self._planned = True
+            self._next = next((r for r in self._needed() if key_of(r) not in passed), None)
+        return self._next
+
+    def lag(self) -> Lag:
+        """How far it is behind the ring."""
+        local = self._copies.local
+        if not local:
+            return Lag(0, 0)
+        missing = [r for r in self._needed() if key_of(r) not in self.held]
+        last = self.run.last if self.run.last >= 0 else min(local) - 1
+        return Lag(max(0, max(local) - last), sum(r.image_len for r in missing))
+
+    def _run_up_to(self, end: int, table: Table) -> Interval:
         """Walk back from the newest complete end for as long as every snapshot is one."""
-        first = newest.end
-        for record in chain_from(table[newest.end], table):
-            here = spanning_suffix(table, self._num_operators, self._span, end=record.iteration)
-            if here is None:
+        first = end
+        for record in chain_from(table[end], table):
+            if self._copies.suffix(table, record.iteration) is None:
                 break
             first = record.iteration
-            if 0 <= first == old.last:
-                first = old.first  # from here back it was known already
-                break
-        return Interval(first, newest.end)
+            if 0 <= first == self.run.last:
+                return Interval(self.run.first, end)  # known from the last time
+        return Interval(first, end)
 
-    def _plan(self, target: ReplicationTarget) -> SlotRecord | None:
-        for record in self.needed(target):
-            key = key_of(record)
-            if key not in target.held and key not in target.skipped:
-                return record
-        return None
-
-    def needed(self, target: ReplicationTarget) -> list[SlotRecord]:
+    def _needed(self) -> list[SlotRecord]:
         """The local snapshots, in order, that bring the target up to date.
 
-        It goes on where the target is, if what comes next is still here; otherwise it begins with
-        the suffix of the aim, which stays here until the target has it, or the newest one.
+        It continues where the target is, if the next snapshot is still in the ring. Otherwise it begins
+        with the suffix of the aim, which stays in the ring until the target has it, or the newest one.
         """
-        local = [self.local[iteration] for iteration in sorted(self.local)]
-        if self.keeps_aim and self.aim.last >= 0:
-            aimed = [record for record in local if record.iteration <= self.aim.last]
-            if (done := self.in_aim(target).last) >= 0:
-                # Beyond the aim no more than what the ring still has, as a rule, when the floor comes to it.
-                beyond = local[len(aimed) :][: self._reach]
+        copies = self._copies
+        local = [copies.local[iteration] for iteration in sorted(copies.local)]
+        if copies.independent:
+            return local
+        if copies.keeps_aim and copies.aim.last >= 0:
+            aimed = [record for record in local if record.iteration <= copies.aim.last]
+            if (done := copies.in_aim(self).last) >= 0:
+                # Beyond the aim no more than the ring usually still has when the floor gets there.
+                beyond = local[len(aimed) :][: copies.reach]
                 return [record for record in aimed + beyond if record.iteration > done]
             local = aimed
-        usable = self._usable(target)
-        found = self._first_suffix(usable)
-        start = None if found is None else found.start
-        tip = max(self._held_table(target), default=-1)
-        if tip >= 0 and (start is None or tip < start):
+        found = self._first_suffix()
+        tip = max(self.table(), default=-1)
+        if tip >= 0 and (found is None or tip < found.start):
             newer = [record for record in local if record.iteration > tip]
             if not newer or newer[0].previous in (tip, -1):
                 return newer
-        if found is not None:
-            return [*found.records, *(r for r in local if r.iteration > found.end)]
-        return local
+        if found is None:
+            return local
+        return [*found.records, *(r for r in local if r.iteration > found.end)]
+
+    def _first_suffix(self) -> Suffix | None:
+        """What a target without anything gets first."""
+        copies, usable = self._copies, self.usable()
+        if copies.keeps_aim and copies.aim.last >= 0:
+            for end in copies.aim_ends:
+                if (found := copies.suffix(usable, end)) is not None:
+                    return found
+        return copies.suffix(usable)

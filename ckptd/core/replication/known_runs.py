@@ -1,14 +1,26 @@
-"""What this node knows of each run without taking part: its epochs, and what it promised, as peers
-tell (pure).
+"""What this node knows of runs in which it may have no ranks: their epochs and promises (`KnownRuns`), and
+which nodes may act on them here (`RunAccess`). Pure.
+
+A trusted key identifies a node; it does not say what the node may have (docs/replication.md section 8). A
+request of a node about a run (to read, to replace, to end anything of it) is granted if the node is a member:
+local ranks named it, a member named it, or the operator did. Anybody may bring a run here of which this node
+holds nothing and knows no member.
+
+Former members in a run's record count until the run has a floor without them: until then the run may have to
+go on from what they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from ckptd.core.replication.replicas import Promise
 
-__all__ = ["KnownRuns"]
+__all__ = ["GUEST_S", "MAX_GUESTS", "KnownRun", "KnownRuns", "RunAccess"]
+
+GUEST_S = 3600.0  # from a start until its ranks have joined: longer than they wait for each other
+MAX_GUESTS = 1 << 16  # per run
 
 RunName = tuple[str, str]  # job, run
 _NOTHING = (-1, Promise(), 1)
@@ -18,7 +30,7 @@ class KnownRuns:
     """Epochs and promises by run.
 
     Args:
-        promise_of: what this node's own ranks agreed on: in which epoch, the promise, and the span.
+        promise_of: what this node's own ranks agreed on: the epoch, the promise, and the span.
     """
 
     def __init__(self, promise_of: Callable[[str, str], tuple[int, Promise, int]]) -> None:
@@ -27,7 +39,7 @@ class KnownRuns:
         self._told: dict[RunName, tuple[int, Promise, int]] = {}
 
     def note_epoch(self, job: str, run: str, epoch: int, start: int) -> bool:
-        """A recovery began this epoch; whether that is news."""
+        """A recovery began this epoch; returns whether that is new."""
         known = self._epochs.setdefault((job, run), {})
         if known.get(epoch) == start:
             return False
@@ -43,13 +55,11 @@ class KnownRuns:
         return self._epochs.get((job, run), {})
 
     def newest_epoch(self, job: str, run: str) -> int:
-        """The highest known; -1: none."""
+        """The highest known epoch; -1: none."""
         return max(self.epochs(job, run), default=-1)
 
     def learn(self, job: str, run: str, epoch: int, told: Promise, span: int) -> None:
-        """What a sender knows of the promise of this epoch; an older epoch's says nothing of a
-        newer one but its floor.
-        """
+        """A sender told the promise of this epoch. Of an older epoch only its floor counts."""
         known_epoch, known, known_span = self._told.get((job, run), _NOTHING)
         if epoch > known_epoch:
             known, known_span = Promise(), 1
@@ -61,12 +71,12 @@ class KnownRuns:
         self._told[job, run] = (latest, _newer(known, told), max(known_span, span))
 
     def promise(self, job: str, run: str) -> tuple[Promise, int]:
-        """What is promised, as far as it is known here, and the span; of two epochs the later one counts."""
+        """The known promise of the latest epoch, and the span."""
         _, promise, span = self._in_force(job, run)
         return promise, span
 
     def forget_promises(self, of: Callable[[str, str], bool]) -> None:
-        """Drop what was told of these runs: nothing of them is here."""
+        """Drop what peers told of these runs: this node holds nothing of them."""
         self._told = {run: told for run, told in self._told.items() if not of(*run)}
 
     def _in_force(self, job: str, run: str) -> tuple[int, Promise, int]:
@@ -80,15 +90,88 @@ class KnownRuns:
         return epoch, _newer(own, told), max(span, told_span)
 
     def _carried(self, job: str, run: str, epoch: int, promise: Promise) -> Promise:
-        """What of an older epoch's promise holds in the later ones: a floor that none of them was
-        begun before.
+        """What an older epoch's promise means in later ones: its floor, if none of them began before it.
 
-        Its horizon does not: it would give away what a later floor needs.
+        Its horizon does not count: it would give away what a later floor needs.
         """
         starts = [start for later, start in self.epochs(job, run).items() if later > epoch]
         holds = bool(starts) and promise.floor <= min(starts)
         return Promise(promise.floor) if holds else Promise()
 
 
+class _Card(Protocol):
+    @property
+    def node(self) -> str: ...
+
+
+class KnownRun(Protocol):
+    """The record of a run, as far as it decides who may act on the run."""
+
+    @property
+    def cards(self) -> Iterable[_Card]:
+        """Its present and former members."""
+        ...
+
+
+class RunAccess:
+    """Which nodes may act on which run.
+
+    Args:
+        node: this node.
+        everywhere: nodes that the operator named as peers: members of every run.
+        record_of: the record of a run, or None.
+        holds: whether anything of a run lies here.
+        everybody: the operator lets every trusted node act on every run.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        everywhere: Iterable[str],
+        *,
+        record_of: Callable[[str, str], KnownRun | None],
+        holds: Callable[[str, str], bool],
+        everybody: bool = False,
+    ) -> None:
+        self._everywhere = {node, *everywhere}
+        self._record_of, self._holds, self._everybody = record_of, holds, everybody
+        self._guests: dict[RunName, dict[str, float]] = {}  # until when
+
+    def admit(self, job: str, run: str, nodes: Iterable[str], *, now_s: float) -> None:
+        """Let the nodes of a start act on the run before its ranks have joined."""
+        guests = {n: until_s for n, until_s in self._guests_of(job, run).items() if until_s > now_s}
+        guests.update(dict.fromkeys(nodes, now_s + GUEST_S))
+        newest = sorted(guests.items(), key=lambda guest: guest[1])[-MAX_GUESTS:]
+        self._guests[job, run] = dict(newest)
+
+    def forget(self, job: str, run: str) -> None:
+        """The run is over, or was forgotten."""
+        self._guests.pop((job, run), None)
+
+    def objection(self, peer: str, job: str, run: str, *, now_s: float) -> str:
+        """The reason why ``peer`` may not act on the run; "" if it may."""
+        if self._everybody or peer in self._everywhere:
+            return ""
+        if self._guests_of(job, run).get(peer, now_s) > now_s:
+            return ""
+        members = self.members(job, run)
+        if peer in members or not (members or self._holds(job, run)):
+            return ""
+        known = f"its members are {_named(sorted(members))}" if members else "its members are not known"
+        return f"{peer} is no member of {job}/{run}: {known}"
+
+    def members(self, job: str, run: str) -> set[str]:
+        """The recorded present and former members; empty: none is known."""
+        record = self._record_of(job, run)
+        return set() if record is None else {card.node for card in record.cards}
+
+    def _guests_of(self, job: str, run: str) -> dict[str, float]:
+        return self._guests.get((job, run), {})
+
+
 def _newer(a: Promise, b: Promise) -> Promise:
     return Promise(max(a.floor, b.floor), max(a.horizon, b.horizon))
+
+
+def _named(nodes: list[str]) -> str:
+    return ", ".join(nodes[:8]) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")

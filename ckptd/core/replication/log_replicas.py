@@ -1,14 +1,13 @@
-"""Replicas of boundary logs, decided: what is sent, which slot it gets, and when a replica may go (pure).
+"""Replicas of boundary logs: what is sent, which slot it gets, and when a replica may go. Pure.
 
-Who sends is a `Replicator` as for snapshots, with one difference: an iteration's log needs no
-others, so a target needs whatever the primary holds, oldest first, and there is no suffix that
-would come first. To the core each is therefore a snapshot that anchors the only operator and links
-to nothing (`as_sent`). The floor of the run does not wait for logs.
+The sender is a `Replicator` as for snapshots, with one difference: the log of an iteration is complete by
+itself. So a target needs every log that the primary holds, oldest first. To the core each log is a snapshot
+that anchors the only operator and links to nothing (`as_sent`). The floor of the run does not wait for logs.
 
-The host follows the primary: what is older than the oldest log that the primary holds is given
-away, and nothing else that counts. So a replica with as many slots as its primary has room for all
-that the primary holds, and it is the trainer who decides what stays (`ckptd.core.slots.boundary`).
-When the primary is lost, the replica stays as it is until the floor has left it behind.
+The host follows the primary: it gives away what is older than the oldest log of the primary, and nothing
+else that counts. A replica with as many slots as its primary therefore has room for every log of the primary,
+and the trainer alone decides what stays (`ckptd.core.slots.boundary`). When the primary is lost, the replica
+stays as it is until the floor has passed it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from ckptd.core.replication.copies import Copies
 from ckptd.core.replication.replicas import Admit, Deny
-from ckptd.core.replication.replication_events import Effect, Event
 from ckptd.core.replication.replicator import Replicator
-from ckptd.core.replication.target import ReplicationConfig, ReplicationTarget
+from ckptd.core.replication.target import Effect, Event, ReplicationConfig
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, outdated
 from ckptd.core.slots.ring import SlotRecord, epoch_table
-from ckptd.core.slots.snapshot_events import Note
+from ckptd.core.slots.slots import NO_EPOCHS, Note
 
 __all__ = [
     "LogReplicator",
@@ -35,47 +32,36 @@ __all__ = [
     "why_log_removable",
 ]
 
-Key = tuple[int, int]
-_NO_EPOCHS: Mapping[int, int] = {}
-_PEER_LOST = "replication_peer_lost"
-
-
-class _LogCopies(Copies):
-    """Logs need no others: a target needs all of them."""
-
-    def doubt_newer(self, target: ReplicationTarget, record: SlotRecord) -> None:
-        """Nothing: a host gives away what is older than the primary's oldest, never what is newer."""
-
-    def needed(self, target: ReplicationTarget) -> list[SlotRecord]:
-        """Everything that is here."""
-        return [self.local[iteration] for iteration in sorted(self.local)]
-
 
 class LogReplicator(Replicator):
-    """One rank's boundary log on its way to its targets; see the module."""
+    """Sends one rank's boundary log to its targets."""
 
     def __init__(self, config: ReplicationConfig | None = None) -> None:
-        super().__init__(config, copies=_LogCopies())
+        super().__init__(config, independent=True)
 
     def handle(self, event: Event, *, now_s: float) -> list[Effect]:
-        """As `Replicator.handle`. That a peer is lost is told once, by the replicator of the snapshots."""
-        effects = super().handle(event, now_s=now_s)
-        return [_of_a_log(e) for e in effects if not (isinstance(e, Note) and e.kind == _PEER_LOST)]
+        """As `Replicator.handle`, but that of the snapshots alone notes the loss of a peer."""
+        effects: list[Effect] = []
+        for effect in super().handle(event, now_s=now_s):
+            if not isinstance(effect, Note):
+                effects.append(effect)
+            elif effect.kind != "replication_peer_lost":
+                effects.append(replace(effect, message=f"boundary log: {effect.message}"))
+        return effects
 
 
 def as_sent(records: Iterable[SlotRecord]) -> tuple[SlotRecord, ...]:
-    """The sealed logs that count, as the replicator is to see them."""
-    counting = logged_iterations(records).values()
-    return tuple(as_whole(record) for record in counting if record.sealed)
+    """The sealed logs that count, in the form that the replicator expects."""
+    return tuple(as_whole(record) for record in logged_iterations(records).values() if record.sealed)
 
 
 def as_whole(record: SlotRecord) -> SlotRecord:
-    """A log as a snapshot that needs no others."""
+    """A log in the form of a snapshot that is complete by itself."""
     return replace(record, anchors=1, previous=-1)
 
 
 def oldest_held(records: Iterable[SlotRecord], generation: int) -> int:
-    """The oldest iteration whose log counts and lies in this generation of the primary; -1: none."""
+    """The oldest iteration of this generation of the primary whose log counts; -1: none."""
     counting = logged_iterations(records).values()
     return min((r.iteration for r in counting if r.generation == generation), default=-1)
 
@@ -85,15 +71,15 @@ def admit_log(
     records: Iterable[SlotRecord],
     *,
     oldest: int,
-    epochs: Mapping[int, int] = _NO_EPOCHS,
+    epochs: Mapping[int, int] = NO_EPOCHS,
     busy: Collection[int] = (),
 ) -> Admit | Deny:
-    """The slot of a replica for the log of an iteration.
+    """Choose the slot of a replica for the log of an iteration.
 
     Args:
         incoming: its header; generation, index and state do not matter.
         records: the slots of the replica, all of one generation.
-        oldest: what is older the primary has given away; -1: not told.
+        oldest: the primary has given away what is older; -1: not known.
         epochs: the epochs known to this node and their starts.
         busy: slots (by index) that a reader holds.
     """
@@ -102,10 +88,9 @@ def admit_log(
     if outdated(incoming, known):
         return Deny("stale", f"iteration {incoming.iteration} was run again since")
     for record in table:
-        if record.sealed and _same_fill(record, incoming):
+        if record.sealed and record.fill == incoming.fill:
             if record.header_digest == incoming.header_digest:
-                text = f"the log of iteration {record.iteration} is in slot {record.index}"
-                return Deny("held", text)
+                return Deny("held", f"the log of iteration {record.iteration} is in slot {record.index}")
             if record.index not in busy:
                 return Admit(record.index, "what is here under this name is another image")
     if not table:
@@ -123,8 +108,8 @@ def admit_log(
     return Admit(choice.record.index, choice.reason, choice.releases)
 
 
-def outdated_slots(records: Iterable[SlotRecord], epochs: Mapping[int, int] = _NO_EPOCHS) -> list[int]:
-    """The sealed slots, by index, with what was run again in a later epoch: to be freed."""
+def outdated_slots(records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS) -> list[int]:
+    """The sealed slots, by index, whose iteration was run again in a later epoch, to be freed."""
     table = [record for record in records if record.sealed]
     known = epoch_table(table, epochs)
     return [record.index for record in table if outdated(record, known)]
@@ -134,34 +119,23 @@ def why_log_removable(
     records: Iterable[SlotRecord],
     floor: int,
     *,
-    epochs: Mapping[int, int] = _NO_EPOCHS,
+    epochs: Mapping[int, int] = NO_EPOCHS,
     span: int = 1,
 ) -> str:
-    """Why nothing will need this replica, or "". Who calls passes over those that a peer has open.
+    """The reason why this replica is not needed any more, or ""; the caller skips those that a peer has open.
 
-    A log has more slots than there are iterations between the start and the end of a suffix, so
-    that none which ends at the floor or later begins so many iterations before it.
+    A log has more slots than there are iterations from the start to the end of a suffix. So no suffix that
+    ends at the floor or later begins that many iterations before the floor.
 
     Args:
         records: every slot of the replica.
         floor: of the run; -1: not known, and everything that counts stays.
     """
     table = list(records)
-    sealed = [record for record in table if record.sealed]
-    counting = logged_iterations(sealed, epochs)
+    counting = logged_iterations([record for record in table if record.sealed], epochs)
     if not counting:
         return "it holds nothing that counts"
     newest = max(counting)
     if floor - max(len(table), span) > newest:
         return f"it ends at iteration {newest}, and every rank has a suffix up to {floor}"
     return ""
-
-
-def _of_a_log(effect: Effect) -> Effect:
-    if isinstance(effect, Note):
-        return replace(effect, message=f"boundary log: {effect.message}")
-    return effect
-
-
-def _same_fill(a: SlotRecord, b: SlotRecord) -> bool:
-    return (a.iteration, a.epoch, a.sequence) == (b.iteration, b.epoch, b.sequence)

@@ -1,42 +1,43 @@
-"""What the host of replicas decides: which slot a peer may fill here, and what may go (pure).
+"""What the host of replicas decides: which slot a peer may fill, and which replicas may go. Pure.
 
-All replicas of one rank on one node are a *group*: a rank that moved, or needed another geometry, has
-several for a while. Nothing here remembers anything; the slot tables and the promise are the input. Replicas
-of different origin may have one generation number, so who calls gives each a number of its own.
+All replicas of one rank on one node are a *group*: a rank that moved, or needed another geometry, has several
+for a while. The slot tables and the promise are the only input. Replicas of different origin may have the
+same generation number, so the caller numbers them itself.
 
-The promise is what the run agreed on (``docs/replication.md`` section 6): the *floor*, of which every rank
-holds a complete suffix in every promised copy, and the *horizon*: no iteration between floor and horizon
-will ever become the floor, because some replica that was begun anew holds no suffix that ends there.
-What a group keeps, whatever a peer wants (`promised`):
+The promise is what the run agreed on (``docs/replication.md`` section 6): every rank holds a complete suffix
+that ends at the *floor*, in every promised copy; and no iteration between floor and *horizon* will become the
+floor, because some replica that was begun anew holds no suffix that ends there. So a group keeps, whatever a
+peer asks for (`promised`):
 
 * the suffix that ends at the floor;
-* every complete suffix that ends at the horizon (or the floor) or later: each of these ends may be the
-  next floor, and its rank may have said so already;
-* if it holds none of these (it was begun anew), its newest complete suffix.
+* every complete suffix that ends at the horizon (or the floor) or later: each of these ends may be the next
+  floor, and its rank may have promised it already;
+* its newest complete suffix, if it holds none of these (it was begun anew).
 
-A suffix has at least ``span`` snapshots here: all ranks load from one start, so a rank that needs fewer
-than others (a smaller window) must keep as many as the others need.
+A suffix has at least ``span`` snapshots here. All ranks load from one start, so a rank that needs fewer than
+others (a smaller window) must keep as many as the others need.
 
-While a snapshot is received, what links back from it stays too: that chain becomes the next suffix.
-Therefore a group needs the slots of two suffixes to get over any gap, and of one suffix and the
-floor's lag while there is none. If neither fits, the peer is told ``busy`` and tries again.
+While a snapshot is received, the chain that it links back to stays too: that chain becomes the next suffix.
+A group therefore needs the slots of two suffixes to bridge any gap, and otherwise those of one suffix and of
+the floor's lag. If neither fits, the peer is told ``busy`` and tries again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ckptd.core.slots.ring import (
     SlotRecord,
     SlotState,
     Suffix,
     chain_from,
+    complete_chain,
     epoch_table,
     is_stale,
     newest_by_iteration,
 )
+from ckptd.core.slots.slots import NO_EPOCHS
 
 __all__ = [
     "Admit",
@@ -50,7 +51,6 @@ __all__ = [
 ]
 
 Key = tuple[int, int]
-_NO_EPOCHS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """The peer may fill this slot; ``releases`` is the iteration that is lost by it."""
+    """The peer may fill this slot; ``releases`` is the iteration that is overwritten."""
 
     index: int
     reason: str
@@ -72,7 +72,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Deny:
-    """It may not: ``code`` is held, stale or busy, as in `PeerRefused`."""
+    """The peer may not fill a slot: ``code`` is held, stale or busy, as in `PeerRefused`."""
 
     code: str
     reason: str
@@ -85,11 +85,11 @@ def admit(
     *,
     generation: int,
     promise: Promise,
-    epochs: Mapping[int, int] = _NO_EPOCHS,
+    epochs: Mapping[int, int] = NO_EPOCHS,
     span: int = 1,
     busy: Collection[Key] = (),
 ) -> Admit | Deny:
-    """The slot of replica ``generation`` for this snapshot.
+    """Choose the slot of replica ``generation`` for a snapshot.
 
     Args:
         incoming: its header, with its anchors; generation, index and state do not matter.
@@ -99,19 +99,21 @@ def admit(
         busy: slots (generation, index) that a reader holds.
     """
     table = list(records)
-    known = epoch_table([*_told(table), incoming], epochs)
+    known = epoch_table([*_sealed(table), incoming], epochs)
+    name = _named(incoming)
     if is_stale(incoming, known):
-        return Deny("stale", f"{_named(incoming)} belongs to an abandoned history")
+        return Deny("stale", f"{name} belongs to an abandoned history")
     own = [record for record in table if record.generation == generation]
-    for record in own:
-        if record.sealed and _same_fill(record, incoming):
+    same = [record for record in table if record.sealed and record.fill == incoming.fill]
+    for record in same:
+        if record.generation == generation:
             if record.header_digest == incoming.header_digest:
-                return Deny("held", f"{_named(incoming)} is in slot {record.index}")
+                return Deny("held", f"{name} is in slot {record.index}")
             return Admit(record.index, "what is here under this name is another image")
-    if any(r.sealed and _same_fill(r, incoming) and r.header_digest == incoming.header_digest for r in table):
-        # Of a rank that has moved since, say. A second copy would take a slot, and there may be
-        # none until this one counts.
-        return Deny("held", f"{_named(incoming)} is in another replica of this rank")
+    if any(record.header_digest == incoming.header_digest for record in same):
+        # The rank may have moved since. A second copy would take a slot, and there may be none until this
+        # one counts.
+        return Deny("held", f"{name} is in another replica of this rank")
     ready = [record for record in own if record.key not in busy]
     empty = _empty(ready, known)
     if empty is not None:
@@ -119,9 +121,8 @@ def admit(
     kept = promised(table, num_operators, promise=promise, epochs=known, span=span, incoming=incoming)
     spare = [record for record in ready if record.sealed and record.key not in kept]
     if not spare:
-        text = f"all {len(own)} slots are promised (floor {promise.floor}) or in use"
-        return Deny("busy", text)
-    oldest = min(spare, key=lambda record: (record.iteration, record.epoch, record.sequence))
+        return Deny("busy", f"all {len(own)} slots are promised (floor {promise.floor}) or in use")
+    oldest = min(spare, key=lambda record: record.fill)
     text = f"iteration {oldest.iteration} is not part of what is promised"
     return Admit(oldest.index, text, releases=oldest.iteration)
 
@@ -131,7 +132,7 @@ def promised(
     num_operators: int,
     *,
     promise: Promise,
-    epochs: Mapping[int, int] = _NO_EPOCHS,
+    epochs: Mapping[int, int] = NO_EPOCHS,
     span: int = 1,
     incoming: SlotRecord | None = None,
     up_to: int | None = None,
@@ -140,15 +141,15 @@ def promised(
     """The sealed slots that stay; with ``incoming``, also those that it links to. See the module.
 
     Args:
-        up_to: no suffix that ends later can become the floor before who holds these slots is told.
+        up_to: no suffix that ends later can become the floor before the owner of these slots learns of it.
         tip: the suffix that ends here stays, too, until there is a floor there or later.
     """
-    newest = newest_by_iteration(_told(records), epochs)
-    at_floor = spanning_suffix(newest, num_operators, span, end=promise.floor)
+    newest = newest_by_iteration(_sealed(records), epochs)
     least = max(promise.floor, promise.horizon)
-    suffixes = [at_floor, *_ends_from(newest, num_operators, span, least, up_to)]
+    ends = [end for end in sorted(newest) if end >= least and (up_to is None or end <= up_to)]
     if tip > promise.floor:
-        suffixes.append(spanning_suffix(newest, num_operators, span, end=tip))
+        ends.append(tip)
+    suffixes = [spanning_suffix(newest, num_operators, span, end=end) for end in (promise.floor, *ends)]
     if not any(suffixes):
         suffixes = [spanning_suffix(newest, num_operators, span)]
     kept = [record for suffix in suffixes if suffix is not None for record in suffix.records]
@@ -161,85 +162,77 @@ def removable(
     group: Mapping[str, tuple[int, Sequence[SlotRecord]]],
     promise: Promise,
     *,
-    epochs: Mapping[int, int] = _NO_EPOCHS,
+    epochs: Mapping[int, int] = NO_EPOCHS,
     span: int = 1,
     is_open: bool = False,
 ) -> list[tuple[str, str]]:
-    """The replicas that no promise needs, and why; who calls passes over those that a peer has open.
+    """The replicas that no promise needs, and why; the caller skips those that a peer has open.
 
-    Where a peer has one open, what its newest chain links to in others stays: the chain that is
-    being built lies in several replicas where the primary's ring has grown.
-
-    As long as there is no floor, only those go that hold nothing but abandoned histories.
+    Until there is a floor, only replicas go that hold nothing but abandoned histories.
 
     Args:
         group: by name: the number of operators, and the slots.
-        is_open: whether a peer has one of them open.
+        is_open: a peer has one of them open. Then replicas stay that the newest chain of the open one
+            links to: where the primary's ring has grown, the chain that is being built lies in several.
     """
     found = []
     records = [record for _, slots in group.values() for record in slots]
-    known = epoch_table(_told(records), epochs)
+    known = epoch_table(_sealed(records), epochs)
     for name, (num_operators, slots) in group.items():
-        alike = [r for n, others in group.values() if n == num_operators for r in others]
-        reason = _why_removable(slots, alike, num_operators, promise, known, span)
-        if reason and not (is_open and _is_built_on(slots, alike, num_operators, known, span)):
+        same_table = [r for n, others in group.values() if n == num_operators for r in others]
+        newest = newest_by_iteration(_sealed(same_table), known)
+        keys = {slot.key for slot in slots}
+        if not any(record.key in keys for record in newest.values()):
+            reason = "it holds nothing that counts"
+        elif promise.floor < 0:
+            continue
+        else:
+            kept = promised(same_table, num_operators, promise=promise, epochs=known, span=span)
+            latest = spanning_suffix(newest, num_operators, span)
+            if latest is not None and latest.end < promise.floor:
+                reason = f"every replica that counts holds a suffix up to {promise.floor}"
+            elif latest is not None and not keys & kept:
+                reason = f"what is promised from iteration {latest.start} on lies in another replica"
+            else:
+                continue
+        tip = _chain(newest[max(newest)], newest, num_operators, span) if is_open and newest else []
+        if not any(record.key in keys for record in tip):
             found.append((name, reason))
     return found
 
 
-def stale_slots(records: Iterable[SlotRecord], epochs: Mapping[int, int] = _NO_EPOCHS) -> list[Key]:
-    """The sealed slots that hold an abandoned history: to be freed."""
-    table = list(_told(records))
+def stale_slots(records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS) -> list[Key]:
+    """The sealed slots that hold an abandoned history, to be freed."""
+    table = list(_sealed(records))
     known = epoch_table(table, epochs)
     return [record.key for record in table if is_stale(record, known)]
 
 
-def _is_built_on(
-    slots: Sequence[SlotRecord],
-    alike: Sequence[SlotRecord],
-    num_operators: int,
-    epochs: Mapping[int, int],
-    span: int,
-) -> bool:
-    newest = newest_by_iteration(_told(alike), epochs)
-    tip = _chain(newest[max(newest)], newest, num_operators, span) if newest else []
-    return any(slot.key in {record.key for record in tip} for slot in slots)
+def spanning_suffix(
+    newest: Mapping[int, SlotRecord], num_operators: int, span: int = 1, *, end: int | None = None
+) -> Suffix | None:
+    """The complete suffix of at least ``span`` snapshots that ends at ``end``, else the newest one.
+
+    Args:
+        newest: the records that count (`newest_by_iteration`).
+    """
+    for iteration in sorted(newest, reverse=True) if end is None else [end]:
+        if iteration in newest:
+            chain = complete_chain(newest[iteration], newest, num_operators, span)
+            if chain is not None:
+                records = tuple(reversed(chain))
+                text = f"iterations {records[0].iteration} to {iteration} anchor every operator"
+                return Suffix(records, records[0].iteration, iteration, text)
+    return None
 
 
-def _why_removable(
-    slots: Sequence[SlotRecord],
-    alike: Sequence[SlotRecord],
-    num_operators: int,
-    promise: Promise,
-    epochs: Mapping[int, int],
-    span: int,
-) -> str:
-    newest = newest_by_iteration(_told(alike), epochs)
-    live = {record.key for record in newest.values()}
-    if not any(slot.key in live for slot in slots):
-        return "it holds nothing that counts"
-    if promise.floor < 0:
-        return ""
-    latest = spanning_suffix(newest, num_operators, span)
-    if latest is not None and latest.end < promise.floor:
-        return f"every replica that counts holds a suffix up to {promise.floor}"
-    kept = promised(alike, num_operators, promise=promise, epochs=epochs, span=span)
-    if latest is None or any(slot.key in kept for slot in slots):
-        return ""
-    return f"what is promised from iteration {latest.start} on lies in another replica"
-
-
-def _told(records: Iterable[SlotRecord]) -> Iterator[SlotRecord]:
-    """Those whose headers a peer wrote and that are complete (a free slot's header means nothing)."""
+def _sealed(records: Iterable[SlotRecord]) -> Iterator[SlotRecord]:
+    """The slots whose header counts: a peer wrote it, and the image is complete."""
     return (record for record in records if record.sealed)
 
 
 def _named(record: SlotRecord) -> str:
     return f"iteration {record.iteration} of epoch {record.epoch}"
-
-
-def _same_fill(a: SlotRecord, b: SlotRecord) -> bool:
-    return (a.iteration, a.epoch, a.sequence) == (b.iteration, b.epoch, b.sequence)
 
 
 def _empty(ready: Sequence[SlotRecord], epochs: Mapping[int, int]) -> Admit | None:
@@ -254,41 +247,10 @@ def _empty(ready: Sequence[SlotRecord], epochs: Mapping[int, int]) -> Admit | No
     return None
 
 
-def spanning_suffix(
-    newest: Mapping[int, SlotRecord], num_operators: int, span: int = 1, *, end: int | None = None
-) -> Suffix | None:
-    """The complete suffix of ``span`` snapshots or more that ends at ``end``, else the newest; or None.
-
-    Args:
-        newest: the records that count (`newest_by_iteration`).
-    """
-    for iteration in sorted(newest, reverse=True) if end is None else [end]:
-        if iteration in newest:
-            chain = _chain(newest[iteration], newest, num_operators, span)
-            if _complete(chain, num_operators) and len(chain) >= span:
-                records = tuple(reversed(chain))
-                text = f"iterations {records[0].iteration} to {iteration} anchor every operator"
-                return Suffix(records, records[0].iteration, iteration, text)
-    return None
-
-
-def _ends_from(
-    newest: Mapping[int, SlotRecord], num_operators: int, span: int, least: int, most: int | None
-) -> Iterator[Suffix]:
-    """The complete suffixes that end at iteration ``least`` or later, and at ``most`` or earlier,
-    in order.
-    """
-    for iteration in sorted(newest):
-        if iteration >= least and (most is None or iteration <= most):
-            found = spanning_suffix(newest, num_operators, span, end=iteration)
-            if found is not None:
-                yield found
-
-
 def _around(
     incoming: SlotRecord, newest: Mapping[int, SlotRecord], num_operators: int, span: int
 ) -> list[SlotRecord]:
-    """What ``incoming`` links back to, and the newest chain if it is what was missing in it."""
+    """The chain that ``incoming`` links back to, and the newest chain if ``incoming`` was missing in it."""
     there = {**newest, incoming.iteration: incoming}
     tip = _chain(there[max(there)], there, num_operators, span)
     kept = _chain(incoming, there, num_operators, span)
@@ -299,17 +261,5 @@ def _around(
 def _chain(
     record: SlotRecord, newest: Mapping[int, SlotRecord], num_operators: int, span: int
 ) -> list[SlotRecord]:
-    """What links back from ``record``, newest first, as far as a suffix that ends there needs."""
-    chain = chain_from(record, newest)
-    for length in range(span, len(chain)):
-        if _complete(chain[:length], num_operators):
-            return chain[:length]
-    return chain
-
-
-def _complete(chain: Iterable[SlotRecord], num_operators: int) -> bool:
-    covered = 0
-    for record in chain:
-        covered |= record.anchors
-    everything = (1 << num_operators) - 1
-    return covered & everything == everything
+    """The chain back from ``record``, newest first, as far as a suffix that ends there needs it."""
+    return complete_chain(record, newest, num_operators, span) or chain_from(record, newest)

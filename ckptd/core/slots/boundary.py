@@ -1,15 +1,14 @@
-"""Boundary logs: how what was sent is named in them, and which slot is filled next. Pure.
+"""Boundary logs: the names of the tensors in them, and the slot to fill next. Pure.
 
-Each iteration of a rank is one slot, its image a safetensors file with one tensor for each
-activation that was sent downstream and each gradient that was sent upstream
-(``docs/boundary_logs.md``). Slots are those of snapshots (`ckptd.core.slots.slots`), but epochs cut
-otherwise: *snapshot(t)* is the state before step *t* and outlives a recovery at *t*; what was sent
-during step *t* does not, because the step is run again (`outdated`).
+Each iteration of a rank fills one slot: a safetensors file with one tensor for each activation that was sent
+downstream and each gradient that was sent upstream (``docs/boundary_logs.md``). The slots are those of
+snapshots (`ckptd.core.slots.slots`), but epochs outdate them differently: *snapshot(t)* is the state before
+step *t* and remains valid after a recovery at *t*; the tensors sent in step *t* do not, because the step is
+run again (`outdated`).
 
-A slot is given away only if nothing that may be recovered needs it: what was sent from the start of
-the oldest promised suffix on (`needed_from`) stays. What is promised softly is given away when
-there is nothing else, as in the ring. If there is no slot, that iteration is not logged. Training
-never waits.
+A log stays as long as a recovery may need it: from the start of the oldest promised suffix (`needed_from`).
+Soft promises give way when there is no other slot, as in the ring. Without a slot, the iteration is not
+logged: training never waits.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ __all__ = [
     "slots_for_log",
 ]
 
-# Records begin at multiples of it, whatever their dtypes; what is between them is a tensor, too,
-# since an image has no gaps.
+# Records begin at multiples of it, whatever their dtypes; padding between them is a tensor, too, since an
+# image has no gaps.
 DATA_ALIGNMENT = 64
 
 _PADDING = "padding/"
@@ -47,7 +46,7 @@ _HELD = (SlotState.FILLED, SlotState.SEALED)
 
 
 class SentKind(StrEnum):
-    """What crosses a boundary between two pipeline stages, and what all of them were told alike."""
+    """Tensors that cross a boundary between two pipeline stages, and values that all stages share."""
 
     ACTIVATION = "activation"  # downstream, by a forward
     GRADIENT = "gradient"  # upstream, by a backward
@@ -58,9 +57,9 @@ class SentKind(StrEnum):
 class RecordKey:
     """One tensor that was sent in an iteration.
 
-    ``stage`` is the sender's; ``index`` counts the tensors that it sent of this micro-batch, in the
-    order of its send operations; ``round`` counts how often it sent this one in the iteration
-    before (a step may run its schedule several times).
+    ``stage`` is the sender's; ``index`` counts its tensors of this micro-batch in the order of its send
+    operations; ``round`` counts how often it sent this one earlier in the iteration (a step may run its
+    schedule several times).
     """
 
     kind: SentKind
@@ -72,7 +71,7 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class LogSlot:
-    """The slot to fill next, or None, and why; ``releases`` is the iteration whose log is lost by it."""
+    """The slot to fill next, or None, and the reason; ``releases`` is the iteration that is overwritten."""
 
     record: SlotRecord | None
     reason: str
@@ -87,10 +86,10 @@ def record_name(key: RecordKey) -> str:
 
 
 def parse_record_name(name: str) -> RecordKey | None:
-    """What `record_name` was called with; None for the padding between records.
+    """The key of a record's name; None for the padding between records.
 
     Raises:
-        ValueError: ``name`` is of neither.
+        ValueError: ``name`` is neither.
     """
     if name.startswith(_PADDING):
         return None
@@ -107,13 +106,11 @@ def padding_name(number: int) -> str:
 
 
 def slots_for_log(window: int, every: int, slack: int) -> int:
-    """How many iterations a log must hold so that none is missing while an unbroken chain of
-    snapshots goes on.
+    """How many slots a log needs so that no iteration is missing while the chain of snapshots is unbroken.
 
-    From the start of the newest suffix up to the iteration that runs: ``window`` snapshots,
-    ``every`` iterations apart, one that is not sealed yet, ``slack`` by which other ranks may be
-    behind, and the iteration itself; and one slot that nobody needs any more, but that is being
-    digested or read.
+    From the start of the newest suffix to the running iteration: ``window`` snapshots, ``every`` iterations
+    apart, one that is not sealed yet, ``slack`` by which other ranks may lag, and the iteration itself; and
+    one slot that is not needed any more but still being digested or read.
     """
     return (window + 1 + slack) * every + 2
 
@@ -125,9 +122,7 @@ def needed_from(
     promised: Container[tuple[int, int]] = (),
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> int | None:
-    """The first iteration that a recovery may have to replay: where the oldest promised suffix
-    begins; None: there is none.
-    """
+    """The first iteration that a recovery may replay: where the oldest promised suffix starts, or None."""
     records = list(snapshots)
     starts = [record.iteration for record in records if record.key in promised]
     suffix = find_suffix(records, num_operators, epochs=epochs)
@@ -137,14 +132,14 @@ def needed_from(
 
 
 def outdated(record: SlotRecord, epochs: Mapping[int, int]) -> bool:
-    """Whether a later epoch ran this iteration again, from the state before it on."""
+    """Whether a later epoch ran this iteration again."""
     return any(epoch > record.epoch and start <= record.iteration for epoch, start in epochs.items())
 
 
 def logged_iterations(
     records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS
 ) -> dict[int, SlotRecord]:
-    """The complete log that counts for each iteration: not outdated, and the one filled last."""
+    """The complete log of each iteration that counts: not outdated, and filled last."""
     found = list(records)
     known = epoch_table(found, epochs)
     newest: dict[int, SlotRecord] = {}
@@ -165,14 +160,12 @@ def choose_log_slot(
     busy: Container[tuple[int, int]] = (),
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> LogSlot:
-    """The slot of ``generation`` to overwrite next.
-
-    First what holds nothing, then what no longer counts, then what was sent before ``needed_from``,
-    the oldest first (None: the oldest of all, since nothing can be recovered yet).
+    """The slot of ``generation`` to fill next: an empty one, else one that no longer counts, else the oldest.
 
     Args:
         records: every slot of every generation of the log.
-        busy: slots (generation, index) that somebody reads.
+        needed_from: iterations from here on stay; None: nothing can be recovered yet, so none must.
+        busy: slots (generation, index) that a reader holds.
         epochs: starts of epochs known from elsewhere.
     """
     every = list(records)

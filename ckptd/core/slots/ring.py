@@ -1,35 +1,34 @@
-"""The slot ring of one rank: which slots form a suffix, and which slot may be overwritten next.
+"""The slot ring of one rank: which slots form a suffix, and which slot may be overwritten next. Pure.
 
-Pure functions over slot records, read from the slot headers of all generations that share one
-operator table (ids in ``anchors`` mean nothing across tables). Nothing here remembers anything: the
-table in shared memory is the only state, so a restarted trainer or daemon decides alike.
+The input is the slot records of all generations that share one operator table (ids in ``anchors`` mean
+nothing across tables). The table in shared memory is the only state, so a restarted trainer or daemon decides
+the same.
 
-A *chain* is what one reaches from a sealed record by going to the record of its ``previous``
-iteration, and so on. A *suffix* is the newest end of a chain that anchors every operator, cut as short
-as possible. Of several records of one iteration the one filled last (highest ``epoch``, then ``sequence``)
-counts.
+A *chain* is a sealed record, the record of its ``previous`` iteration, and so on. A *suffix* is the newest
+end of a chain that anchors every operator, as short as possible. Of several records of one iteration the one
+filled last (highest ``epoch``, then ``sequence``) counts. No function here sees a *stale* record
+(`ckptd.core.slots.slots`); its slot is the first to be given away.
 
-No function here sees a *stale* record (`ckptd.core.slots.slots`), and its slot is the first to be given away.
-
-What `choose_slot` never gives away (DESIGN 5, invariant 2):
+`choose_slot` never gives away (DESIGN 5, invariant 2):
 
 * **the newest complete suffix**: it stays whole while its successor is filled, is digested, or dies;
-* **the chain being built**: what links back from the newest sealed record, and from each record still
-  filling or filled. When that chain is complete it is itself the newest suffix.
+* **the chain being built**: the chains of the newest sealed record and of each record that is filling or
+  filled. When such a chain is complete, it is itself the newest suffix.
 
-Everything else that is sealed is given away oldest first. The newest suffix of a chain that goes on
-never begins earlier than its predecessor did, hence nothing that is given away is missed later.
+Everything else that is sealed is given away oldest first. The newest suffix of a chain that continues never
+begins earlier than its predecessor did, so nothing that was given away is needed later.
 
-Beyond that, ``protected`` names what a recovery together with the other ranks would need
-(`ckptd.core.replication.replicas.promised`). Where two other nodes keep it, it is given away when
-there is nothing else (``SlotChoice.overrides_floor``); where fewer do (``hard``) it never is: then
-there is no slot, and the snapshot is left out.
+``protected`` are the slots that a recovery together with the other ranks would need
+(`ckptd.core.replication.replicas.promised`). If two other nodes keep them, they are given away when there is
+nothing else (``SlotChoice.overrides_floor``). If fewer do (``hard``), they never are: then there is no slot,
+and the snapshot is left out.
 
-How many slots: with a window of W, one chain, and each operator at most W snapshots apart, the suffix
-takes W slots, one snapshot is being filled and one digested: W + 2 never run out (`slots_for_window`).
-While a reorder has operators W + 1 apart the suffix takes W + 1, so filling waits for the digest before
-(``Remedy.WAIT``). After a break (a snapshot was skipped, a slot quarantined) the old suffix and the new
-chain must both be held: a small ring then says ``Remedy.GROW``, and the caller reserves a generation.
+How many slots: with a window of W, one chain, and each operator anchored every W snapshots, the suffix takes
+W slots, one snapshot is being filled and one digested, so W + 2 slots never run out (`slots_for_window`).
+While a reorder has operators W + 1 snapshots apart, the suffix takes W + 1 slots, so a fill waits for the
+digest before it (``Remedy.WAIT``). After a break (a snapshot was skipped, a slot quarantined) the ring must
+hold the old suffix and the new chain: a small ring then answers ``Remedy.GROW``, and the caller reserves a
+generation.
 """
 
 from __future__ import annotations
@@ -65,6 +64,7 @@ __all__ = [
     "chain_from",
     "check_transition",
     "choose_slot",
+    "complete_chain",
     "droppable_generations",
     "epoch_table",
     "find_suffix",
@@ -88,8 +88,8 @@ class Remedy(StrEnum):
     """What helps when no slot can be given."""
 
     NONE = "none"
-    WAIT = "wait"  # until a digest is done, a reader lets go, or the floor moves
-    GROW = "grow"  # reserve a generation: more slots are promised than there are
+    WAIT = "wait"  # until a digest is done, a reader releases its slot, or the floor moves
+    GROW = "grow"  # reserve a generation: more slots are promised than exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +104,17 @@ class Suffix:
 
 @dataclass(frozen=True, slots=True)
 class NoSuffix:
-    """Why nothing can be recovered."""
+    """The reason why nothing can be recovered."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SlotChoice:
-    """The slot to fill next, or None; ``releases`` is the iteration that is lost by it.
+    """The slot to fill next, or None; ``releases`` is the iteration that is overwritten.
 
-    ``overrides_floor``: that iteration should have been kept for the other ranks. ``left``: how
-    many more slots could be given without that.
+    ``overrides_floor``: the other ranks may need that iteration. ``left``: how many more slots could be given
+    that no other rank needs.
     """
 
     index: int | None
@@ -128,21 +128,20 @@ class SlotChoice:
 def slots_for_window(window: int, slack: int = 0) -> int:
     """How many slots a ring needs so that an unbroken chain never runs out of them.
 
-    Ranks that train in lockstep are at most one snapshot apart, and the older end that they have in
-    common is held too: its first snapshot is the last one to be given away. ``slack`` is how many
-    snapshots the floor may be behind before one that it needs is given away.
+    Ranks that train in lockstep are at most one snapshot apart, and the older end that they have in common is
+    kept too. ``slack`` is how many snapshots the floor may lag before one that it needs is given away.
     """
     return window + 2 + slack
 
 
 def most_slots(window: int, span: int, slack: int, *, returned: bool) -> int:
-    """How many slots a ring grows to where it must hold more than its own suffix: those of two suffixes.
+    """The slots of two suffixes: the limit to which a ring grows that must hold more than its own suffix.
 
-    A floor that is further behind is stuck, and a further generation helps then.
+    A floor that lags further is stuck, and then a further generation helps.
 
     Args:
-        span: how many snapshots the longest suffix among all ranks has.
-        returned: the suffix to which the run went back stays beside the two.
+        span: how many snapshots the longest suffix of all ranks has.
+        returned: the suffix to which the run went back stays, too.
     """
     return (3 if returned else 2) * max(window, span) + 2 + slack
 
@@ -150,12 +149,12 @@ def most_slots(window: int, span: int, slack: int, *, returned: bool) -> int:
 def newest_by_iteration(
     records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS
 ) -> dict[int, SlotRecord]:
-    """The sealed live record that counts for each iteration: the one filled last."""
+    """The sealed record of each iteration that counts: not stale, and filled last."""
     return _newest(live(records, epochs))
 
 
 def chain_from(record: SlotRecord, newest: Mapping[int, SlotRecord]) -> list[SlotRecord]:
-    """``record`` and the sealed records that it links back to, newest first."""
+    """``record`` and the chain of sealed records before it, newest first."""
     chain = [record]
     while True:
         last = chain[-1]
@@ -165,6 +164,20 @@ def chain_from(record: SlotRecord, newest: Mapping[int, SlotRecord]) -> list[Slo
         chain.append(before)
 
 
+def complete_chain(
+    end: SlotRecord, newest: Mapping[int, SlotRecord], num_operators: int, span: int = 1
+) -> list[SlotRecord] | None:
+    """The shortest chain back from ``end``, newest first, with all anchors and ``span`` records or more."""
+    everything = _all_operators(num_operators)
+    covered = 0
+    chain = chain_from(end, newest)
+    for length, record in enumerate(chain, start=1):
+        covered |= record.anchors
+        if length >= span and covered & everything == everything:
+            return chain[:length]
+    return None
+
+
 def find_suffix(
     records: Iterable[SlotRecord],
     num_operators: int,
@@ -172,23 +185,20 @@ def find_suffix(
     end: int | None = None,
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> Suffix | NoSuffix:
-    """The newest complete suffix; with ``end``, the one whose newest snapshot is that iteration.
-
-    Where the newest chain is not complete (yet), the newest end at which one is counts.
-    """
+    """The complete suffix that ends at ``end``, else the newest one; newer snapshots may exist."""
     return _find_suffix(newest_by_iteration(records, epochs), num_operators, end)
 
 
 def ways_to(newest: Mapping[int, SlotRecord], iteration: int, num_operators: int) -> set[int]:
-    """The snapshots from which a replay comes to that one, of the newest of each iteration."""
+    """The iterations of ``newest`` from which a replay leads to the snapshot of ``iteration``."""
     found: set[int] = set()
     record = newest[iteration]
     everything = (1 << num_operators) - 1
     if 0 <= record.previous < iteration and record.previous in newest:
         found.add(record.previous)
     if record.anchors & everything == everything:
-        # Of another epoch it may not lead here: a run may have gone on from something else than a
-        # replay came to.
+        # A snapshot of another epoch may not lead here: the run may have continued from another state than a
+        # replay of it would compute.
         older = (r for i, r in newest.items() if i < iteration and r.epoch == record.epoch)
         found |= {r.iteration for r in older if r.anchors & everything == everything}
     return found
@@ -204,13 +214,13 @@ def choose_slot(
     hard: bool = False,
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> SlotChoice:
-    """The slot of ``generation`` to overwrite next; see the module for what is never given.
+    """The slot of ``generation`` to overwrite next; see the module for those that are never given away.
 
     Args:
         records: every slot of every generation that shares the operator table.
-        busy: slots (generation, index) that a reader holds; they are passed over.
-        protected: slots (generation, index) that should be kept for the other ranks.
-        hard: they must be.
+        busy: slots (generation, index) that a reader holds.
+        protected: slots (generation, index) that the other ranks may need.
+        hard: they must be kept.
         epochs: starts of epochs known from elsewhere.
     """
     every = list(records)
@@ -243,7 +253,7 @@ def _validate(
     busy: Container[tuple[int, int]],
     needed: Container[tuple[int, int]],
 ) -> None:
-    """What holds whatever is chosen (DESIGN 5, invariants 1 and 2)."""
+    """Assert invariants 1 and 2 of DESIGN 5."""
     suffix = _find_suffix(newest, num_operators)
     promised = suffix.records if isinstance(suffix, Suffix) else ()
     covered = functools.reduce(operator.or_, (r.anchors for r in promised), 0)
@@ -272,10 +282,10 @@ def droppable_generations(
     protected: Iterable[tuple[int, int]] = (),
     epochs: Mapping[int, int] = NO_EPOCHS,
 ) -> set[int]:
-    """The generations, other than the current one, that hold nothing a suffix needs.
+    """The generations, other than the current one, of which no suffix needs anything.
 
-    As long as no suffix is complete, whatever holds a snapshot stays. So does whatever holds one of
-    the slots (generation, index) that are ``protected``.
+    Until a suffix is complete, every generation with a snapshot stays. So does one with a ``protected`` slot
+    (generation, index).
     """
     every = list(records)
     table = live(every, epochs)
@@ -289,9 +299,9 @@ def droppable_generations(
 
 
 def truncate(records: Iterable[SlotRecord], after_iteration: int) -> list[SlotRecord]:
-    """The records to free once a restore went back to ``after_iteration``: what came later.
+    """The records to free after a restore to ``after_iteration``: the later ones.
 
-    They must be free before the first snapshot after the restore: it starts another history.
+    They must be free before the first snapshot after the restore, which starts another history.
     """
     held = (SlotState.SEALED, *_IN_FLIGHT)
     return [r for r in records if r.state in held and r.iteration > after_iteration]
@@ -300,7 +310,7 @@ def truncate(records: Iterable[SlotRecord], after_iteration: int) -> list[SlotRe
 def missing_operators(
     records: Iterable[SlotRecord], num_operators: int, *, end: int | None = None
 ) -> list[int]:
-    """The operators, ascending, that the chain up to ``end`` (or the newest one) does not anchor."""
+    """The operators, ascending, that the chain up to ``end`` (or the newest iteration) does not anchor."""
     newest = newest_by_iteration(records)
     covered = 0
     if newest:
@@ -317,7 +327,7 @@ def _order(record: SlotRecord) -> tuple[int, int]:
 
 
 def _newest(table: Iterable[SlotRecord]) -> dict[int, SlotRecord]:
-    """The same where stale records are out already: this runs in the training thread."""
+    """As `newest_by_iteration`, without another search for stale records: it runs in the training thread."""
     newest: dict[int, SlotRecord] = {}
     for record in table:
         if record.sealed:
@@ -328,10 +338,7 @@ def _newest(table: Iterable[SlotRecord]) -> dict[int, SlotRecord]:
 
 
 def _stale(ready: Sequence[SlotRecord], table: Sequence[SlotRecord]) -> SlotChoice | None:
-    """The slot of a stale snapshot, if there is one: it can only mislead.
-
-    The oldest epoch goes first, because the later ones are what shows that it is stale.
-    """
+    """The slot of a stale snapshot; the oldest epoch goes first, because later ones show that it is stale."""
     alive = {record.key for record in table}
     stale = [record for record in ready if record.sealed and record.key not in alive]
     if not stale:
@@ -342,7 +349,7 @@ def _stale(ready: Sequence[SlotRecord], table: Sequence[SlotRecord]) -> SlotChoi
 
 
 def _empty(ready: Sequence[SlotRecord]) -> SlotChoice | None:
-    """The first slot that holds nothing which could be recovered, if there is one."""
+    """The first slot that holds nothing recoverable."""
     for state in _EMPTY:
         indices = [record.index for record in ready if record.state is state]
         if indices:
@@ -351,7 +358,7 @@ def _empty(ready: Sequence[SlotRecord]) -> SlotChoice | None:
 
 
 def _give_away(spare: Sequence[SlotRecord], protected: Container[tuple[int, int]]) -> SlotChoice:
-    """The oldest of these sealed slots, and whether the floor would rather have kept it."""
+    """The oldest of these sealed slots."""
     oldest = min(spare, key=lambda record: (record.iteration, *_order(record)))
     overrides = oldest.key in protected
     why = f"iteration {oldest.iteration} is not part of what is promised"
@@ -362,20 +369,6 @@ def _give_away(spare: Sequence[SlotRecord], protected: Container[tuple[int, int]
 
 def _all_operators(num_operators: int) -> int:
     return (1 << num_operators) - 1
-
-
-def _complete(
-    end: SlotRecord, newest: Mapping[int, SlotRecord], num_operators: int
-) -> list[SlotRecord] | None:
-    """The shortest chain back from ``end`` that anchors everything, newest first."""
-    everything = _all_operators(num_operators)
-    covered = 0
-    chain = chain_from(end, newest)
-    for length, record in enumerate(chain, start=1):
-        covered |= record.anchors
-        if covered & everything == everything:
-            return chain[:length]
-    return None
 
 
 def _suffix(newest_first: Sequence[SlotRecord], newest_iteration: int) -> Suffix:
@@ -396,7 +389,7 @@ def _find_suffix(
         return NoSuffix(f"no sealed snapshot of iteration {end}")
     ends = sorted(newest, reverse=True) if end is None else [end]
     for candidate in ends:
-        chain = _complete(newest[candidate], newest, num_operators)
+        chain = complete_chain(newest[candidate], newest, num_operators)
         if chain is not None:
             return _suffix(chain, ends[0])
     missing = missing_operators(newest.values(), num_operators, end=ends[0])
@@ -415,7 +408,7 @@ def _kept(table: Sequence[SlotRecord], num_operators: int) -> set[tuple[int, int
     if newest:
         tips.append(newest[max(newest)])
     for tip in tips:
-        chain = _complete(tip, newest, num_operators) or chain_from(tip, newest)
+        chain = complete_chain(tip, newest, num_operators) or chain_from(tip, newest)
         kept.update(record.key for record in chain)
     return kept
 
@@ -427,7 +420,7 @@ def _no_slot(
     generation: int,
     needed: Container[tuple[int, int]],
 ) -> SlotChoice:
-    """Why no slot can be given, and whether waiting would change that."""
+    """The reason why no slot can be given, and the remedy."""
     if not own:
         reason = f"generation {generation} has no slots"
         return SlotChoice(None, reason, remedy=Remedy.GROW)
@@ -440,7 +433,7 @@ def _no_slot(
         for state in (SlotState.SEALED, SlotState.FILLED, SlotState.FILLING)
     )
     alive = {record.key for record in settled}
-    # What is stale and still here is being read or digested.
+    # A stale record that is still here is being read or digested.
     unkept = [r for r in settled if r.generation == generation and r.key not in kept]
     if any(r.key not in needed for r in unkept) or any(r.key not in alive for r in own):
         reason = f"all {len(own)} slots are in use ({counts}): wait for a digest or a reader"

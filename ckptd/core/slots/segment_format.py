@@ -1,75 +1,268 @@
-"""The bytes of a segment file: prologue, descriptor, slot headers, slots.
+"""A segment file: its name, and its bytes: prologue with hints, descriptor, slot headers, slots. Pure.
 
-``docs/architecture.md`` section 2 is the specification. This module only packs and unpacks over a
-``memoryview``; it opens, maps and locks nothing. Integers are little-endian, and so must the host be,
-because the state word of a slot is stored natively.
+``docs/architecture.md`` section 2 is the specification. This module packs and unpacks over a ``memoryview``;
+it opens, maps and locks nothing. Integers are little-endian, and the host must be too, because the state word
+of a slot is stored natively.
 
 Invariants:
 
-* a prologue is written last, so a segment whose creator died is refused and not half believed;
-* a slot's state word is one aligned 4-byte store. It comes after the body on the way up (filled,
-  sealed) and before it on the way down (free, filling): no death of the writer can leave an old
-  ``sealed`` over a new body. Whoever reads a body holds the slot's lock or checks its crc;
-* the hints at the end of the prologue page (`ckptd.core.slots.segment_hints`) are outside every checksum.
+* The prologue is written last, so a segment whose creator died is refused.
+* A slot's state word is one aligned 4-byte store. It comes after the body on the way up (filled, sealed) and
+  before it on the way down (free, filling): no death of the writer can leave an old ``sealed`` over a new
+  body. A reader of a body holds the slot's lock or checks the crc.
+* The hints at the end of the prologue page are outside every checksum, and each is one aligned store. They
+  change while the segment is in use; nothing but efficiency depends on them.
 
-A *replica* is a segment file of another node's primary, descriptor and headers included; only its name
-(`ckptd.core.slots.segment_names`) tells them apart (``docs/replication.md`` section 4).
-
-A *boundary log* (``docs/boundary_logs.md``; it may have replicas, too) and *parked state*
-(``docs/parking.md``) are laid out alike. Descriptor, magic and name all say what it is, so that
-nobody, of whatever version, takes it for snapshots.
+A *replica* is a copy of another node's segment, descriptor and headers included; only its name differs
+(``docs/replication.md`` section 4). A *boundary log* (``docs/boundary_logs.md``), which may have replicas
+too, and *parked state* (``docs/parking.md``) have the same layout. Their descriptor, magic and name say what
+they are, so that no version takes them for snapshots.
 """
 
 from __future__ import annotations
 
+import operator
+import re
 import struct
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
 from ckptd.core.slots.ring import SlotState, check_transition
-from ckptd.core.slots.segment_hints import PAGE_BYTES, PROLOGUE_BYTES, RingHint, write_ring_hint
-from ckptd.core.slots.segment_names import Kind
 from ckptd.core.state_machine import validating
 from ckptd.errors import SegmentError
 from ckptd.unpacking import unpack
 
 __all__ = [
-    "FORMAT_VERSION",
-    "LOG_MAGIC",
+    "FILE_ENDS",
+    "HINT_APART",
+    "HINT_APART_AGAIN",
+    "HINT_DROP_GRADIENTS",
+    "HINT_OFFSET",
     "OWNER_LOCK_BYTE",
-    "PARK_MAGIC",
-    "SEGMENT_MAGIC",
-    "SLOTS_ALIGNMENT",
+    "PAGE_BYTES",
+    "PROLOGUE_BYTES",
+    "QUIET_OFFSET",
+    "REPLICA_ENDS",
     "SLOT_HEADER_BYTES",
     "SLOT_HEADER_LEN",
-    "SLOT_MAGIC",
     "WORLD_TOPOLOGY",
+    "Kind",
+    "ReplicaName",
+    "RingHint",
     "SegmentDescriptor",
     "SegmentGeometry",
+    "SegmentName",
     "SlotHeader",
+    "check_name",
     "decode_descriptor",
     "encode_descriptor",
     "last_filled",
     "origin_of",
     "pack_slot_header",
+    "parse_replica_file_name",
+    "parse_segment_file_name",
     "plan_geometry",
     "read_prologue",
     "read_raw_slot_header",
+    "read_ring_hint",
     "read_slot_header",
+    "replica_file_name",
+    "segment_file_name",
     "set_slot_state",
     "slot_lock_byte",
     "slot_view",
     "unpack_slot_header",
     "write_prologue",
+    "write_ring_hint",
     "write_slot_header",
 ]
+
+
+Kind = Literal["snapshots", "log", "parked"]
+FILE_ENDS: Mapping[Kind, str] = {"snapshots": ".seg", "log": ".boundary", "parked": ".parked"}
+REPLICA_ENDS: Mapping[Kind, str] = {"snapshots": ".rep", "log": ".logrep"}
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_FILE_NAME = re.compile(
+    r"(?P<job>[A-Za-z0-9._-]{1,64})~(?P<run>[A-Za-z0-9._-]{1,64})"
+    r"~r(?P<rank>0|[1-9][0-9]{0,9})~g(?P<generation>0|[1-9][0-9]{0,9})"
+    r"(?P<end>\.seg|\.boundary|\.parked|~(?P<origin>[0-9a-f]{16})\.(?:log)?rep)"
+)
+_ORIGIN = re.compile(r"[0-9a-f]{16}")
+
+
+class SegmentName(NamedTuple):
+    """The parts of a segment's file name."""
+
+    job: str
+    run: str
+    rank: int
+    generation: int
+
+
+class ReplicaName(NamedTuple):
+    """The parts of a replica's file name; ``origin`` identifies the primary (`origin_of`)."""
+
+    job: str
+    run: str
+    rank: int
+    generation: int
+    origin: str
+
+
+def check_name(name: str, what: str) -> str:
+    """Return ``name`` if it is valid for a job or a run.
+
+    Raises:
+        ValueError: it has a bad length, or a character that is not allowed in file names and URLs.
+    """
+    if _NAME.fullmatch(name) and name not in (".", ".."):
+        return name
+    if not name or len(name) > 64:
+        raise ValueError(f"{what} has {len(name)} characters, must have 1 to 64")
+    bad = next((char for char in name if not _NAME.fullmatch(char)), None)
+    if bad is None:
+        raise ValueError(f"{what} must not be {name!r}")
+    raise ValueError(f"{what} {name!r} contains {bad!r}; allowed are letters, digits, '.', '_' and '-'")
+
+
+def segment_file_name(job: str, run: str, rank: int, generation: int, kind: Kind = "snapshots") -> str:
+    """``<job>~<run>~r<rank>~g<generation>.seg``; ``.boundary`` for a log, ``.parked`` for parked state."""
+    return f"{_stem(job, run, rank, generation)}{FILE_ENDS[kind]}"
+
+
+def replica_file_name(
+    job: str, run: str, rank: int, generation: int, origin: str, kind: Kind = "snapshots"
+) -> str:
+    """``<job>~<run>~r<rank>~g<generation>~<origin>.rep``; ``.logrep`` for a boundary log.
+
+    Raises:
+        ValueError: this kind is not replicated, or a part is not valid.
+    """
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"origin {origin!r} is not 16 hex digits")
+    if kind not in REPLICA_ENDS:
+        raise ValueError(f"{kind} state is not replicated")
+    return f"{_stem(job, run, rank, generation)}~{origin}{REPLICA_ENDS[kind]}"
+
+
+def parse_segment_file_name(name: str, kind: Kind = "snapshots") -> SegmentName:
+    """The arguments of `segment_file_name`.
+
+    Raises:
+        ValueError: ``name`` is not the name of a segment of this kind.
+    """
+    match, end = _FILE_NAME.fullmatch(name), FILE_ENDS[kind]
+    if match is None or match["end"] != end:
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>{end}")
+    return _parsed(match)
+
+
+def parse_replica_file_name(name: str, kind: Kind = "snapshots") -> ReplicaName:
+    """The arguments of `replica_file_name`.
+
+    Raises:
+        ValueError: ``name`` is not the name of a replica of this kind.
+    """
+    match, end = _FILE_NAME.fullmatch(name), REPLICA_ENDS[kind]
+    if match is None or match["origin"] is None or not name.endswith(end):
+        raise ValueError(f"{name!r} is not <job>~<run>~r<rank>~g<generation>~<origin>{end}")
+    return ReplicaName(*_parsed(match), match["origin"])
+
+
+def _stem(job: str, run: str, rank: int, generation: int) -> str:
+    if rank < 0 or generation < 0:
+        raise ValueError(f"rank {rank} and generation {generation} must not be negative")
+    return f"{check_name(job, 'job')}~{check_name(run, 'run')}~r{rank}~g{generation}"
+
+
+def _parsed(match: re.Match[str]) -> SegmentName:
+    return SegmentName(
+        check_name(match["job"], "job"),
+        check_name(match["run"], "run"),
+        int(match["rank"]),
+        int(match["generation"]),
+    )
+
+
+PAGE_BYTES = 4096
+PROLOGUE_BYTES = PAGE_BYTES
+# The last byte of the prologue page: what a trainer learned for its successor (0: nothing).
+HINT_OFFSET = PROLOGUE_BYTES - 1
+HINT_DROP_GRADIENTS = 1
+# A localized recovery has begun and not ended: once, or more than once in a row.
+HINT_APART = 2
+HINT_APART_AGAIN = 4
+# Before it the daemon's `RingHint`: i64, u32, i64, i64, u16, u8, and u16 after the trainer's wish for quiet.
+_AIM_AT = slice(PROLOGUE_BYTES - 40, PROLOGUE_BYTES - 32)
+_EPOCH_AT = slice(PROLOGUE_BYTES - 28, PROLOGUE_BYTES - 24)
+_FLOOR_AT = slice(PROLOGUE_BYTES - 24, PROLOGUE_BYTES - 16)
+_HORIZON_AT = slice(PROLOGUE_BYTES - 16, PROLOGUE_BYTES - 8)
+_SPAN_AT = slice(PROLOGUE_BYTES - 8, PROLOGUE_BYTES - 6)
+_SOLE_AT = PROLOGUE_BYTES - 6
+QUIET_OFFSET = PROLOGUE_BYTES - 5
+_BEHIND_AT = slice(PROLOGUE_BYTES - 4, PROLOGUE_BYTES - 2)
+
+
+class RingHint(NamedTuple):
+    """What the daemon knows of the other ranks (docs/replication.md §6): a trainer chooses its slots by it,
+    and a restarted daemon continues from it.
+
+    Attributes:
+        floor: of the run, -1: none yet; see `ckptd.core.replication.replicas`.
+        horizon: suffixes that end from here to ``aim`` may become the floor before this ring learns of it.
+        span: how many snapshots the longest suffix of all ranks has; 0: not known.
+        sole: fewer than two other nodes are known to keep the floor's suffix, so this ring must.
+        behind: how many iterations the slowest of the nodes that keep it is behind.
+        epoch: the history in which all this was agreed on.
+        aim: see ``horizon``.
+    """
+
+    floor: int = -1
+    horizon: int = -1
+    span: int = 0
+    sole: bool = False
+    behind: int = 0
+    epoch: int = 0
+    aim: int = -1
+
+
+def read_ring_hint(buf: memoryview) -> RingHint:
+    """The daemon's hint; invalid values count as none."""
+    # In the reverse order of writing: a mixture of two hints has the older horizon, or the newer span and
+    # aim, and keeps more.
+    horizon, floor = (max(-1, int(buf[at].cast("q")[0])) for at in (_HORIZON_AT, _FLOOR_AT))
+    span, behind = (int(buf[at].cast("H")[0]) for at in (_SPAN_AT, _BEHIND_AT))
+    epoch: int = buf[_EPOCH_AT].cast("I")[0]
+    sole, aim = bool(buf[_SOLE_AT]), max(-1, int(buf[_AIM_AT].cast("q")[0]))
+    return RingHint(floor, horizon, span, sole, behind, epoch, aim)
+
+
+def write_ring_hint(buf: memoryview, hint: RingHint) -> None:
+    """Store the daemon's hint. Each part is one store, in the order in which a mixture of two hints
+    keeps more, not less.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    numbers_fit = all(0 <= n < 1 << 16 for n in (hint.span, hint.behind))
+    numbers_fit = numbers_fit and 0 <= hint.epoch < 1 << 32
+    if min(hint.floor, hint.horizon, hint.aim) < -1 or not numbers_fit:
+        raise ValueError(f"{hint} cannot be")
+    buf[_AIM_AT].cast("q")[0] = hint.aim
+    buf[_SPAN_AT].cast("H")[0] = hint.span
+    buf[_SOLE_AT] = hint.sole
+    buf[_EPOCH_AT].cast("I")[0] = hint.epoch
+    buf[_FLOOR_AT].cast("q")[0] = hint.floor
+    buf[_HORIZON_AT].cast("q")[0] = hint.horizon
+    buf[_BEHIND_AT].cast("H")[0] = hint.behind
+
 
 SEGMENT_MAGIC = b"CKPTDSEG"
 LOG_MAGIC = b"CKPTDLOG"
@@ -112,13 +305,12 @@ _NumOperators = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose segment it is and for what; ``client`` is the trainer's own, opaque to the daemon.
+    """The owner and the purpose of a segment; ``client`` belongs to the trainer and is opaque to the daemon.
 
-    ``replicated``: of a boundary log, whether it is to have replicas on other nodes. Snapshots
-    have, wherever there are peers.
+    ``replicated``: a boundary log has replicas on other nodes. Snapshots have them wherever there are peers.
 
-    The bounds are checked where a descriptor is decoded: peers send them, and every table of slots
-    is as wide as they say.
+    The bounds are checked on decoding, because peers send descriptors and slot tables are as wide as they
+    say.
     """
 
     job: str
@@ -138,18 +330,18 @@ class SegmentDescriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_log(self) -> bool:
-        """Whether its slots hold what was sent at pipeline boundaries, not snapshots."""
+        """Whether its slots hold tensors that were sent at pipeline boundaries."""
         return self.kind == "log"
 
     @property
     def holds_snapshots(self) -> bool:
-        """Whether its slots make up a ring; nobody may take anything else for a part of one."""
+        """Whether its slots are part of a ring of snapshots."""
         return self.kind == "snapshots"
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentGeometry:
-    """Where everything lies in a segment; sizes and offsets in bytes."""
+    """The layout of a segment; sizes and offsets in bytes."""
 
     num_slots: int
     slot_bytes: int
@@ -159,16 +351,16 @@ class SegmentGeometry:
 
     @property
     def headers_offset(self) -> int:
-        """Where the first slot header begins."""
+        """The offset of the first slot header."""
         return PROLOGUE_BYTES + self.descriptor_capacity
 
     def header_offset(self, index: int) -> int:
-        """Where the header of slot ``index`` begins."""
+        """The offset of a slot's header."""
         self._check(index)
         return self.headers_offset + index * SLOT_HEADER_BYTES
 
     def slot_offset(self, index: int) -> int:
-        """Where the content of slot ``index`` begins."""
+        """The offset of a slot's content."""
         self._check(index)
         return self.slots_offset + index * self.slot_bytes
 
@@ -179,10 +371,10 @@ class SegmentGeometry:
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a slot holds; times are unix time in nanoseconds.
+    """The header of a slot, its fields in the order of the bytes; times are unix time in nanoseconds.
 
-    ``epoch`` is the history that it belongs to, ``epoch_start`` the iteration at which that history
-    left the one before (-1: from the beginning).
+    ``epoch`` is the history of its snapshot, ``epoch_start`` the iteration at which that history left the
+    previous one (-1: from the beginning).
     """
 
     state: SlotState = SlotState.FREE
@@ -201,11 +393,14 @@ class SlotHeader:
     epoch: int = 0
 
 
+_body_fields = operator.attrgetter(*[spec.name for spec in fields(SlotHeader)][1:])
+
+
 def plan_geometry(num_slots: int, slot_bytes: int, descriptor_len: int) -> SegmentGeometry:
     """Lay out a segment; ``slot_bytes`` is rounded up to whole pages.
 
     Raises:
-        ValueError: a number is outside of what the format can hold.
+        ValueError: a number is out of the range of the format.
     """
     if not 1 <= num_slots <= _MAX_SLOTS:
         raise ValueError(f"num_slots is {num_slots}, must be 1 to {_MAX_SLOTS}")
@@ -230,15 +425,15 @@ _decoder = msgspec.msgpack.Decoder(SegmentDescriptor)
 
 
 def encode_descriptor(descriptor: SegmentDescriptor) -> bytes:
-    """The descriptor as msgpack; its length is what `plan_geometry` asks for."""
+    """The descriptor as msgpack; `plan_geometry` needs its length."""
     return msgspec.msgpack.encode(descriptor)
 
 
 def decode_descriptor(payload: bytes | memoryview) -> SegmentDescriptor:
-    """The descriptor back from msgpack, validated.
+    """Decode and validate a descriptor.
 
     Raises:
-        SegmentError: it is not msgpack, or not a descriptor, or a number in it is out of range.
+        SegmentError: the payload is not a descriptor, or a number in it is out of range.
     """
     try:
         return unpack(_decoder, payload)
@@ -247,7 +442,7 @@ def decode_descriptor(payload: bytes | memoryview) -> SegmentDescriptor:
 
 
 def write_prologue(buf: memoryview, geometry: SegmentGeometry, descriptor: SegmentDescriptor) -> None:
-    """Make a fresh segment of ``buf``: all slots free, then the descriptor, then the prologue."""
+    """Initialize a segment in ``buf``: all slots free, then the descriptor, then the prologue."""
     _check_byte_order()
     payload = encode_descriptor(descriptor)
     if len(payload) > geometry.descriptor_capacity:
@@ -276,10 +471,10 @@ def write_prologue(buf: memoryview, geometry: SegmentGeometry, descriptor: Segme
 
 
 def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
-    """The geometry and descriptor of the segment in ``buf``, every number of it checked.
+    """The geometry and descriptor of the segment in ``buf``, with every number checked.
 
     Raises:
-        SegmentError: it is not a segment, of another format version, truncated or damaged.
+        SegmentError: it is not a segment, has another format version, or is truncated or damaged.
     """
     _check_byte_order()
     if len(buf) < PROLOGUE_BYTES:
@@ -317,27 +512,13 @@ def read_prologue(buf: memoryview) -> tuple[SegmentGeometry, SegmentDescriptor]:
 
 def pack_slot_header(header: SlotHeader) -> bytes:
     """The 112 bytes of a slot header; the rest of its page is zero."""
-    body = _SLOT_BODY.pack(
-        header.iteration,
-        header.previous,
-        header.image_len,
-        header.sequence,
-        header.layout_id,
-        header.filled_at_ns,
-        header.sealed_at_ns,
-        header.writer_pid,
-        header.phase,
-        header.header_digest,
-        header.digest_ns,
-        header.epoch_start,
-        header.epoch,
-    )
+    body = _SLOT_BODY.pack(*_body_fields(header))
     front = _SLOT_FRONT.pack(SLOT_MAGIC, header.state)
     return front + body + _CRC.pack(zlib.crc32(body))
 
 
 def unpack_slot_header(page: bytes) -> SlotHeader | None:
-    """The header in ``page``; None when its magic, state or crc says that it is damaged."""
+    """The header in ``page``; None if its magic, state or crc is wrong."""
     magic, state = _SLOT_FRONT.unpack_from(page)
     body = page[_SLOT_FRONT.size : _CRC_AT]
     if magic != SLOT_MAGIC or state not in _STATES:
@@ -348,7 +529,7 @@ def unpack_slot_header(page: bytes) -> SlotHeader | None:
 
 
 def write_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int, header: SlotHeader) -> None:
-    """Write the header of slot ``index``; see the module for the order of the stores."""
+    """Write a slot's header; see the module for the order of the stores."""
     packed = pack_slot_header(header)
     start = geometry.header_offset(index)
     going_down = header.state < SlotState.FILLED
@@ -361,11 +542,10 @@ def write_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int, he
 
 
 def read_raw_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> bytes:
-    """The 112 bytes of the header of slot ``index``, as they stood at one moment.
+    """The 112 bytes of a slot's header at one moment; zeros, which are no header, if a writer never rests.
 
-    No two fills of a slot, and no two stages of a fill, have the same body. So a body that is the
-    same before and after the state was read is the body that this state was of. Zeros, which are no
-    header, if a writer never rests.
+    No two fills of a slot, and no two stages of a fill, have the same body. So a body that is the same before
+    and after the state was read belongs to that state.
     """
     start = geometry.header_offset(index)
     body_at, end = start + _SLOT_FRONT.size, start + SLOT_HEADER_LEN
@@ -380,19 +560,18 @@ def read_raw_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int)
 
 
 def read_slot_header(buf: memoryview, geometry: SegmentGeometry, index: int) -> SlotHeader | None:
-    """The header of slot ``index``; None when it is damaged (to be treated as free, and reported)."""
+    """A slot's header; None if it is damaged (treat the slot as free, and report it)."""
     return unpack_slot_header(read_raw_slot_header(buf, geometry, index))
 
 
 def set_slot_state(buf: memoryview, geometry: SegmentGeometry, index: int, state: SlotState) -> None:
-    """Store the state word of slot ``index``, alone and at once: every transition of a slot goes
-    through here.
+    """Store a slot's state word in one store; every transition of a slot is made here.
 
-    Where the tests ask for it, an illegal one raises. Otherwise it does not: what the word was is no
-    more certain than the memory that other processes share with this one.
+    An illegal transition raises only under `validate_always`: the old word is no more certain than the memory
+    that other processes share with this one.
     """
     if validating():
-        before = read_slot_header(buf, geometry, index)  # None: damaged, which is as good as free
+        before = read_slot_header(buf, geometry, index)  # None: damaged, which counts as free
         if before is not None and before.state is not state:
             check_transition(before.state, state)
     start = geometry.header_offset(index)
@@ -400,25 +579,25 @@ def set_slot_state(buf: memoryview, geometry: SegmentGeometry, index: int, state
 
 
 def slot_view(buf: memoryview, geometry: SegmentGeometry, index: int) -> memoryview:
-    """The bytes of slot ``index``: an image, then whatever was there before."""
+    """The bytes of a slot: an image, then remains of earlier ones."""
     start = geometry.slot_offset(index)
     return buf[start : start + geometry.slot_bytes]
 
 
 def slot_lock_byte(index: int) -> int:
-    """The byte of the file that is locked on behalf of slot ``index``."""
+    """The byte of the file that is locked for a slot."""
     return _FIRST_SLOT_LOCK_BYTE + index
 
 
 def origin_of(descriptor: SegmentDescriptor) -> str:
-    """Which primary it is, for all that know its descriptor: 16 hex digits, new with every segment."""
-    told = descriptor
-    text = f"{told.node_id}/{told.created_at_ns}/{told.rank}/{told.generation}"
+    """Identifies a primary by its descriptor: 16 hex digits, different for every segment."""
+    d = descriptor
+    text = f"{d.node_id}/{d.created_at_ns}/{d.rank}/{d.generation}"
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def last_filled(headers: Iterable[SlotHeader]) -> tuple[int, int]:
-    """Epoch and iteration of the newest snapshot in a segment; what has none comes before all others."""
+    """Epoch and iteration of the newest snapshot in a segment; (-1, -1): none."""
     taken = (h for h in headers if h.state is not SlotState.FREE)
     return max(((h.epoch, h.iteration) for h in taken), default=(-1, -1))
 

@@ -1,15 +1,19 @@
-"""One slot as its header tells: its state, what it holds, and to which history that belongs.
+"""A slot's record: its state, the snapshot in it, and the history to which that snapshot belongs. Pure.
 
-The table below tells which state follows. The state word is in memory that several processes share: it
-is written by `ckptd.core.slots.segment_format.set_slot_state` alone, under the slot's lock.
+The state word lies in memory that several processes share. Only
+`ckptd.core.slots.segment_format.set_slot_state` writes it, under the slot's lock.
 
-Each recovery begins an *epoch*: another history, which leaves the one before at ``epoch_start``
-(``docs/replication.md`` section 2). A record of an older epoch that comes after that is *stale*: it
-belongs to a history that was abandoned, and may still lie where nobody could free it at the time.
+Each recovery begins an *epoch*: another history, which leaves the previous one at ``epoch_start``
+(``docs/replication.md`` section 2). A record of an older epoch after that iteration is *stale*: its history
+was abandoned, and it may still lie where nobody could free it at the time.
 
-An epoch is a number of 32 bits: in the upper 20 how many epochs came before it, in the lower 12
-what its ranks drew by lot. So two recoveries that did not know of each other, because the nodes of
-one were away, begin different epochs. No clock enters into it.
+An epoch is a number of 32 bits: the upper 20 count the epochs before it, the lower 12 were drawn by lot by
+its ranks. So two recoveries that did not know of each other, because the nodes of one were away, begin
+different epochs without a clock.
+
+Replication and persistence both send sealed snapshots out of the ring of a local rank, and hold a slot while
+it is read, so that the trainer skips it. The key of a snapshot and the events and effects that both use are
+here.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
-from typing import Self
+from typing import NamedTuple, Self
 
 from ckptd.core.state_machine import Transitions
 from ckptd.errors import LocalProtocolError
@@ -27,14 +31,21 @@ __all__ = [
     "DRAWN_EPOCHS",
     "NO_EPOCHS",
     "TRANSITIONS",
+    "Hold",
+    "Joined",
+    "Note",
+    "Release",
     "SlotEvent",
     "SlotRecord",
     "SlotState",
+    "SnapshotKey",
+    "Tick",
     "check_transition",
     "epoch_after",
     "epoch_can_follow",
     "epoch_table",
     "is_stale",
+    "key_of",
     "least_starts",
     "live",
     "other_histories",
@@ -43,7 +54,7 @@ __all__ = [
 
 
 class SlotState(IntEnum):
-    """The state word of a slot; the numbers are those of the file format."""
+    """The state of a slot; the numbers are those of the file format."""
 
     meaning: str
 
@@ -76,13 +87,13 @@ TRANSITIONS = Transitions(
     {
         (SlotState.FREE, SlotEvent.FILL): SlotState.FILLING,
         (SlotState.FILLING, SlotEvent.COMPLETE): SlotState.FILLED,
-        # A copy of what another node or storage holds sealed; its digests match.
+        # A copy of a sealed snapshot of another node or of storage; its digests match.
         (SlotState.FILLING, SlotEvent.ARRIVE): SlotState.SEALED,
-        # The writer died, the image is damaged, or it was copied in vain.
+        # The writer died, the image is damaged, or it is not needed any more.
         (SlotState.FILLING, SlotEvent.CLEAR): SlotState.FREE,
         (SlotState.FILLED, SlotEvent.SEAL): SlotState.SEALED,
         (SlotState.FILLED, SlotEvent.CLEAR): SlotState.FREE,
-        # Reuse, outside of every promise (`ckptd.core.slots.ring`).
+        # Reuse of a slot that no promise needs (`ckptd.core.slots.ring`).
         (SlotState.SEALED, SlotEvent.FILL): SlotState.FILLING,
         (SlotState.SEALED, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
         # Abandoned by a restore to an older iteration.
@@ -94,11 +105,7 @@ TRANSITIONS = Transitions(
 
 
 def check_transition(old: SlotState, new: SlotState) -> None:
-    """Return if a slot may go from ``old`` to ``new``.
-
-    Raises:
-        LocalProtocolError: it may not.
-    """
+    """Raise `LocalProtocolError` unless a slot may go from ``old`` to ``new``."""
     allowed = TRANSITIONS.following(old)
     if new not in allowed:
         names = ", ".join(sorted(state.name.lower() for state in allowed))
@@ -116,17 +123,15 @@ _DRAWN_BITS = 12
 DRAWN_EPOCHS = 1 << _DRAWN_BITS
 """As many different epochs may follow one."""
 _MAX_EPOCH = (1 << 32) - 1
-_MOST_AHEAD = 1024  # epochs that a node may have missed: so many recoveries without it
-_MOST_UNKNOWN = (
-    3 << 30
-)  # to one who knows nothing of a run: a quarter of all is left to it whatever it is told
+_MOST_AHEAD = 1024  # epochs, hence recoveries, that a node may have missed
+_MOST_UNKNOWN = 3 << 30  # for a node that knows nothing of a run: a quarter of all epochs is left in any case
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """One slot as its header tells; ``anchors`` is a bitmask over operator ids.
+    """The header of one slot; ``anchors`` is a bitmask over operator ids.
 
-    ``header_digest`` is that of the image, 16 bytes (empty where nobody asked for it).
+    ``header_digest`` is that of the image: 16 bytes, or empty where it was not read.
     """
 
     generation: int
@@ -145,22 +150,27 @@ class SlotRecord:
 
     @property
     def sealed(self) -> bool:
-        """Whether recovery may see it."""
+        """Whether recovery may use it."""
         return self.state is SlotState.SEALED
 
     @property
     def key(self) -> tuple[int, int]:
-        """(generation, index): which slot it is."""
+        """(generation, index): the place of the slot."""
         return self.generation, self.index
+
+    @property
+    def fill(self) -> tuple[int, int, int]:
+        """(iteration, epoch, sequence): the place of its snapshot in the rank's history."""
+        return self.iteration, self.epoch, self.sequence
 
 
 def epoch_after(highest: int, drawn: int) -> int:
-    """The epoch that follows the highest one that is known (-1: none).
+    """The epoch that follows the highest known one (-1: none).
 
     Args:
         drawn: by lot, the same on all ranks, below `DRAWN_EPOCHS`.
     Raises:
-        ValueError: there is no higher one.
+        ValueError: no number is left.
     """
     assert 0 <= drawn < DRAWN_EPOCHS
     epoch = ((max(highest, 0) >> _DRAWN_BITS) + 1 << _DRAWN_BITS) + drawn
@@ -173,8 +183,9 @@ def epoch_after(highest: int, drawn: int) -> int:
 
 
 def epoch_can_follow(epoch: int, highest: int) -> bool:
-    """Whether a peer may tell a node of this epoch that knows of none above ``highest``: one
-    message must not use them up.
+    """Whether a node that knows no epoch above ``highest`` accepts this one from a peer.
+
+    A single message must not use up the numbers.
     """
     return epoch <= (_MOST_UNKNOWN if highest < 0 else highest + (_MOST_AHEAD << _DRAWN_BITS))
 
@@ -186,20 +197,18 @@ def other_histories(
     empty: Collection[int] = (),
     complete: bool = False,
 ) -> set[int]:
-    """The epochs, of these, that are not of the history that counts: nodes that were away went on
-    from some past by themselves.
+    """Those of these epochs that do not belong to the history that counts.
 
-    A history is an epoch and all that it goes back to: the one that it follows, the one that this
-    follows, and so on. The history with the longest past counts. Of equally long ones that counts
-    whose last epoch something is held of, and then the lot decides. Where nobody is missing,
-    histories of which nothing is left but what others have in common with them come last. Nothing
-    of the others counts: not even what lies before the start of an epoch that does.
+    A history is an epoch, the epoch that it follows, and so on. There are several if nodes that were away
+    continued from some past by themselves. The history with the longest past counts; among equally long ones,
+    one whose last epoch has records; then the lot decides. If no node is missing, histories without records
+    of their own come last. Nothing of the other histories counts, not even records from before an epoch that
+    does.
 
     Args:
-        follows: the epoch before an epoch, where that is known. Where it is not, the highest of
-            these epochs with a shorter past is taken for it.
-        empty: epochs of which nothing is held.
-        complete: all nodes have answered that may hold something.
+        follows: the epoch before an epoch, where known; else the highest of these epochs with a shorter past.
+        empty: epochs without records.
+        complete: every node that may hold something has answered.
     """
     known = {*epochs}
     if not known:
@@ -215,9 +224,7 @@ def other_histories(
 
 
 def _past(epoch: int, known: Collection[int], follows: Mapping[int, int]) -> list[int]:
-    """The epoch and what it goes back to, newest first. Each has a shorter past than the one
-    before, so the upper bits of its number are lower.
-    """
+    """The epoch and its predecessors, newest first; each has a shorter past, hence lower upper bits."""
     past = [epoch]
     while True:
         last = past[-1]
@@ -231,9 +238,9 @@ def _past(epoch: int, known: Collection[int], follows: Mapping[int, int]) -> lis
 
 
 def epoch_table(records: Iterable[SlotRecord], known: Mapping[int, int] = NO_EPOCHS) -> dict[int, int]:
-    """The start of every epoch that a header, in whatever state its slot is, or ``known`` tells of.
+    """The start of every epoch of ``known`` and of the headers, whatever their slots' state.
 
-    Of two starts of one epoch the smaller counts: that makes more stale, and nothing wrong visible.
+    Of two starts of one epoch the smaller one counts: it makes more records stale, never wrong ones visible.
     """
     table = dict(known)
     for record in records:
@@ -244,9 +251,7 @@ def epoch_table(records: Iterable[SlotRecord], known: Mapping[int, int] = NO_EPO
 
 
 def least_starts(*told: Mapping[int, int]) -> dict[int, int]:
-    """Where epochs began, as several tell; of two starts of one epoch the smaller counts, as in
-    `epoch_table`.
-    """
+    """The union of several tables of starts; of two starts of one epoch the smaller one counts."""
     table: dict[int, int] = {}
     for starts in told:
         for epoch, start in starts.items():
@@ -255,7 +260,7 @@ def least_starts(*told: Mapping[int, int]) -> dict[int, int]:
 
 
 def stale_after(epochs: Mapping[int, int]) -> dict[int, int]:
-    """For every epoch but the last: the iteration after which its records are stale."""
+    """The iteration after which the records of an epoch are stale, for every epoch except the last."""
     limits: dict[int, int] = {}
     left: int | None = None
     for epoch in sorted(epochs, reverse=True):
@@ -266,14 +271,75 @@ def stale_after(epochs: Mapping[int, int]) -> dict[int, int]:
 
 
 def is_stale(record: SlotRecord, epochs: Mapping[int, int]) -> bool:
-    """Whether a later epoch left the record's history before its iteration."""
+    """Whether a later epoch began before the record's iteration."""
     return any(epoch > record.epoch and start < record.iteration for epoch, start in epochs.items())
 
 
 def live(records: Iterable[SlotRecord], epochs: Mapping[int, int] = NO_EPOCHS) -> list[SlotRecord]:
-    """The records that are not stale, in their order, by what they and ``epochs`` say together."""
+    """The records that are not stale, in their order, given their own epochs and ``epochs``."""
     found = list(records)
     limits = stale_after(epoch_table(found, epochs))
     if not limits:
         return found
     return [r for r in found if r.epoch not in limits or r.iteration <= limits[r.epoch]]
+
+
+class SnapshotKey(NamedTuple):
+    """Identifies a snapshot of a rank: no two fills have the same key."""
+
+    generation: int
+    iteration: int
+    epoch: int
+    sequence: int
+
+
+def key_of(record: SlotRecord) -> SnapshotKey:
+    """The key of the snapshot in a slot."""
+    return SnapshotKey(record.generation, record.iteration, record.epoch, record.sequence)
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The run continues in this epoch: older histories end at ``epoch_start``.
+
+    ``span``: the largest window of all ranks: the snapshots of the longest suffix.
+    """
+
+    epoch: int
+    epoch_start: int
+    span: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+# -- effects -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Take the read lock of the local slot, and check that it still holds this snapshot."""
+
+    key: SnapshotKey
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give the read lock back: the snapshot is not being sent any more."""
+
+    key: SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An entry for the event log; ``level`` is info, warning or error."""
+
+    level: str
+    kind: str
+    message: str

@@ -1,17 +1,16 @@
-"""What optimizers keep beside their tensors, where a world has other ranks than the one that recorded it.
+"""State of optimizers besides their tensors, in an incarnation of other ranks than recorded it.
 
-`KeptState` gathers it (``ckptd.client.optimizers.optimizer_audit``): attributes, entries of
-``state`` that are of no parameter, nested values per parameter. What is of one parameter travels
-with that parameter. The rest a rank gets from the rank of its number, and a rank that joins from
-the lowest one that there was. That is exact for what does not depend on which parameters a rank
-has. An optimizer that updates experts, of which each rank has others in each world, may keep lists
-and tensors by the position of a parameter: they are refused, by their path, as soon as they are
-seen.
+`KeptState` gathers that state (``ckptd.client.optimizers.optimizer_audit``): attributes, entries of
+``state`` that belong to no parameter, nested values per parameter. State of one parameter goes with
+that parameter. The rest a rank gets from the rank of its number, and a new rank from the lowest
+one. That is exact for what does not depend on which parameters a rank has. An optimizer that
+updates experts, of which each rank has others in each incarnation, may keep lists and tensors by the
+position of a parameter: these are refused, by their path, as soon as they appear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,19 +23,21 @@ from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.elastic.incarnations import ExpertLayers
 
-__all__ = ["KeptApart", "check_recorded_equal"]
+__all__ = ["OptimizerExtras", "check_recorded_equal"]
 
 Node = Any
+"""A value, or a list that begins with a tag (``ckptd.client.optimizers.value_trees``)."""
+
 _BY_POSITION = (
-    "it may go by the position of a parameter, and ranks have other experts after a change of the world"
+    "it may go by the position of a parameter, and ranks have other experts in the next incarnation"
 )
 
 
-class KeptApart:
-    """The rules for the optimizers of one rank; made before anything is loaded into them.
+class OptimizerExtras:
+    """The rules for the optimizers of one rank; created before anything is loaded into them.
 
     Args:
-        binding: of an `ElasticJob`'s model, whose optimizers are as the program makes them.
+        binding: of an `ElasticJob`'s model, with optimizers as the program makes them.
     """
 
     def __init__(self, binding: LiveState, layers: ExpertLayers) -> None:
@@ -45,22 +46,22 @@ class KeptApart:
         self._moving = {binding.owner[n][0] for n in binding.owner if self._moves(n)}
 
     def _moves(self, name: str) -> bool:
-        """Whether only some ranks have this parameter or buffer, or each has another part of it."""
+        """True if only some ranks have this parameter or buffer, or each has another part of it."""
         return self._layers.expert_of(name) is not None or self._layers.shard_of(name) is not None
 
     def check(self, kept: Mapping[str, Any]) -> None:
-        """A snapshot with this can be loaded by a world of other ranks.
+        """Check that an incarnation of other ranks can load a snapshot with this state.
 
         Raises:
-            Refused: it could not; by the path of what is in the way.
+            NotCapturable: it cannot; with the path of the value.
         """
         self.fitted(kept)
 
     def fitted(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for this rank: of lists that consist of parameters it has those of its own.
+        """The same state for this rank: a list of parameters becomes the list of its own.
 
         Raises:
-            Refused: something of it may be wrong here.
+            NotCapturable: a value may be wrong here; with its path.
         """
         found = {part: list(kept[part]) for part in ("attributes", "groups", "foreign")}
         for i in self._moving:
@@ -72,21 +73,23 @@ class KeptApart:
                 self._fit(node, None, f"param_groups[{group}][{key!r}]")
             for key, node in kept["foreign"][i]:
                 self._fit_key(key, "state")
-                self._fit(node, None, f"state[{_told(key)}]")
+                self._fit(node, None, f"state[{_key_text(key)}]")
         for name, pairs in kept["entries"].items():
             for key, node in pairs:
                 self._check_entry(node, name, f"state[{name}][{key!r}]")
         return {**kept, **found}
 
     def _fit(self, node: Node, fresh: Node, path: str) -> Node:
-        if values.equal(node, fresh) or not isinstance(node, list):
-            if isinstance(node, np.ndarray) and node.size > 1 and not values.equal(node, fresh):
-                raise NotCapturable(path, f"an array; {_BY_POSITION}")
+        if values.equal(node, fresh):
+            return node
+        if isinstance(node, np.ndarray) and node.size > 1:
+            raise NotCapturable(path, f"an array; {_BY_POSITION}")
+        if not isinstance(node, list):
             return node
         tag = node[0]
         if tag == "k" and self._moves(_name_in(node)):
             raise NotCapturable(path, f"a tensor of {_name_in(node)}, which not all ranks have")
-        if tag in ("x", "w") and (tag == "w" or _size(node[1]) > 1):
+        if tag == "w" or (tag == "x" and node[1].numel() > 1):
             raise NotCapturable(path, f"a tensor; {_BY_POSITION}")
         if tag in ("l", "q", "s"):
             return self._list(node, fresh, path)
@@ -105,7 +108,7 @@ class KeptApart:
     def _pair(self, key: Node, node: Node, fresh: Node, path: str) -> Node:
         self._fit_key(key, path)
         before = next((v for k, v in fresh[1] if values.equal(k, key)), None) if _is_a("d", fresh) else None
-        return [key, self._fit(node, before, f"{path}[{_told(key)}]")]
+        return [key, self._fit(node, before, f"{path}[{_key_text(key)}]")]
 
     def _fit_key(self, key: Node, path: str) -> None:
         parts = key[1] if key[0] == "T" else [key]
@@ -114,8 +117,8 @@ class KeptApart:
                 raise NotCapturable(f"{path}[{_name_in(part)}]", "not all ranks have this parameter")
 
     def _list(self, node: Node, fresh: Node, path: str) -> Node:
-        """Parameters, as the optimizer's constructor puts them together, are this rank's own;
-        nothing else can be known to fit.
+        """This rank's own list if it consists of parameters, as the optimizer's constructor makes it;
+        no other list is known to fit.
         """
         theirs, own = self._common(node), self._common(fresh)
         if theirs is not None and values.equal(theirs, own):
@@ -123,35 +126,33 @@ class KeptApart:
         raise NotCapturable(path, f"a {'set' if node[0] == 's' else 'list'}; {_BY_POSITION}")
 
     def _common(self, node: Node) -> list[Node] | None:
-        """Of a list of nothing but parameters those that all ranks have; None of anything else."""
+        """Of a list of parameters those that all ranks have; None for any other node."""
         if not _is_a("l", node) or not all(_is_a("k", part) for part in node[1]):
             return None
         return [part for part in node[1] if not self._moves(_name_in(part))]
 
     def _check_entry(self, node: Node, name: str, path: str) -> None:
-        for part in _nodes(node):
+        for part in _tagged(node):
             if part[0] == "k" and _name_in(part) != name and self._moves(_name_in(part)):
                 raise NotCapturable(path, f"a tensor of {_name_in(part)}, which not all ranks have")
             if part[0] == "x" and not self._of_its_own(part[1], name):
                 raise NotCapturable(path, f"a tensor of shape {list(part[1].shape)}; {_BY_POSITION}")
 
     def _of_its_own(self, tensor: Tensor, name: str) -> bool:
-        """Whether a tensor in the state of a parameter can be of that one alone: by its shape,
+        """True if a tensor in a parameter's state can belong to that parameter alone: by its shape,
         where the optimizer may mix parameters.
         """
         if self._binding.owner[name][0] not in self._moving or tensor.numel() <= 1:
             return True
         probe = self._binding.probe(name)
+        if probe is not None and probe.independent:
+            return True
         held = local(self._binding.held(name))
-        return (probe is not None and probe.independent) or {
-            1,
-            held.numel(),
-            *held.shape,
-        }.issuperset(tensor.shape)
+        return {1, held.numel(), *held.shape}.issuperset(tensor.shape)
 
     def digests(self, kept: Mapping[str, Any]) -> dict[str, str]:
-        """Of each attribute, by its path: equal on two ranks where it has nothing of a rank in it;
-        of generators nothing is compared.
+        """Of each attribute, by its path: equal on two ranks if it does not depend on the rank.
+        Generators are left out.
         """
         found = {}
         for i, who in enumerate(self._binding.kept.names):
@@ -174,17 +175,17 @@ class KeptApart:
         ]
 
 
-def check_recorded_equal(digests: Mapping[str, str], whose: int, ranks: Collectives) -> None:
-    """Where a rank joins, all ranks have recorded the same of what it is given; a collective call.
+def check_recorded_equal(digests: Mapping[str, str], recorder: int, ranks: Collectives) -> None:
+    """If a rank joins, check that all ranks got equal state; a collective call.
 
     Args:
-        digests: of what this rank was given (`KeptApart.digests`).
-        whose: the rank that recorded it.
+        digests: of the state that this rank got (`OptimizerExtras.digests`).
+        recorder: the rank that recorded it.
     Raises:
-        ValueError: on all ranks: names what differs.
+        ValueError: on all ranks: names the difference.
     """
-    by_rank = ranks.gather((whose, dict(digests)), tuple[int, dict[str, str]])
-    joins = [r for r, (recorded_by, _) in enumerate(by_rank) if recorded_by != r]
+    by_rank = ranks.gather((recorder, dict(digests)), tuple[int, dict[str, str]])
+    joins = [rank for rank, (recorded_by, _) in enumerate(by_rank) if recorded_by != rank]
     if not joins:
         return
     first, common = by_rank[0]
@@ -193,10 +194,9 @@ def check_recorded_equal(digests: Mapping[str, str], whose: int, ranks: Collecti
         if unlike:
             raise ValueError(
                 f"{unlike[0]} was not the same on ranks {first} and {other}, which recorded it, "
-                f"and rank {joins[0]} joins: nobody knows what "
-                "it should have there. Start as many ranks as before, or pass run= a new name to "
-                "begin anew; an optimizer of an elastic job "
-                "should keep the same on all ranks"
+                f"and rank {joins[0]} joins: nobody knows what it should have there. Start as many "
+                "ranks as before, or pass run= a new name to begin anew; an optimizer of an elastic "
+                "job should keep the same on all ranks"
             )
 
 
@@ -204,12 +204,13 @@ def _is_a(tag: str, node: Node) -> bool:
     return isinstance(node, list) and bool(node) and node[0] == tag
 
 
-def _nodes(node: Node) -> Sequence[Node]:
-    """It, and all below it that are nodes with a tag."""
-    if not isinstance(node, list):
-        return []
-    below = [found for part in node for found in _nodes(part)]
-    return [node, *below] if node and isinstance(node[0], str) else below
+def _tagged(node: Node) -> Iterator[Node]:
+    """The node and all nodes below it that have a tag."""
+    if isinstance(node, list):
+        if node and isinstance(node[0], str):
+            yield node
+        for part in node:
+            yield from _tagged(part)
 
 
 def _name_in(node: Node) -> str:
@@ -221,9 +222,7 @@ def _name_in(node: Node) -> str:
     return str(name)
 
 
-def _told(key: Node) -> str:
-    return repr(key[1]) if key[0] == "v" else _name_in(key) if key[0] != "T" else "(...)"
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel()
+def _key_text(key: Node) -> str:
+    if key[0] == "v":
+        return repr(key[1])
+    return "(...)" if key[0] == "T" else _name_in(key)

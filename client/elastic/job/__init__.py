@@ -1,4 +1,4 @@
-"""Elastic jobs: a world of ranks and experts ends, the next one goes on from what its nodes hold."""
+"""Elastic jobs: an incarnation of ranks and experts ends, and the next one continues from its state."""
 
 from ckptd.client.elastic.job.elastic_job import ElasticJob
 from ckptd.client.elastic.job.global_batch import GlobalBatches, share_of

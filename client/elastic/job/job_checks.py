@@ -1,4 +1,4 @@
-"""What users pass to an elastic job, looked at before anything is done with it."""
+"""Checks of what users pass to an elastic job, before it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ckptd.client.elastic import ElasticExperts
 from ckptd.client.identity import Identity, identify
-from ckptd.client.model.parameter_names import named_modules
+from ckptd.client.model.live_state import named_modules
 from ckptd.client.options import (
     LayoutOptions,
     PlacementOptions,
@@ -33,31 +33,28 @@ __all__ = [
     "wrong_arguments",
 ]
 
-_MAX_RUN = 50  # a world's number follows it, and a run's name has 64 characters at most
+_MAX_RUN = 50  # the incarnation's number follows it, and a run's name has 64 characters at most
 DENSE = SnapshotOptions(policy="dense")
 _GROUPS = ("snapshots", "recovery", "layout")
 _OF_THE_JOB = ("run", "daemon", "placement")
 
 
 def identify_anyway(run: str | RunOptions | None) -> tuple[Identity, str]:
-    """Who this rank is, and why it cannot be called so; its place in the process group then, so
-    that it can tell the others.
+    """The identity of this rank, and what is wrong with it, or "". A rank with an unusable identity
+    gets its place in the process group, so that the other ranks learn of the error.
     """
     try:
         who = run_options(run)
-        return identify(who.job, who.name, who.rank, who.world_size), _topology_given(who)
+        wrong = "topology= is the ElasticJob's own: leave it out" if who.topology else ""
+        return identify(who.job, who.name, who.rank, who.world_size), wrong
     except ValueError as error:
         there = dist.is_available() and dist.is_initialized()
         place = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
         return Identity("elastic", "nameless", *place), str(error)
 
 
-def _topology_given(run: RunOptions) -> str:
-    return "topology= is the ElasticJob's own: leave it out" if run.topology else ""
-
-
 def wrong_arguments(layers: object, slots: object, placement: PlacementOptions, run: str) -> str:
-    """What cannot be used; empty if nothing."""
+    """The first unusable argument, as a message; empty if all are usable."""
     threshold, max_straggler = placement.threshold, placement.max_straggler
     if not isinstance(layers, Mapping):
         return f"layers={layers!r}: a dict from the name of each mixture layer to its number of experts"
@@ -84,10 +81,10 @@ def _is_count(value: object) -> bool:
 
 
 def check_groups(given: Mapping[str, Any]) -> None:
-    """The options of the job's checkpointer.
+    """Check the option groups of the job's checkpointer.
 
     Raises:
-        TypeError: a keyword that is none, or a group of another type.
+        TypeError: an unknown keyword, or a group of another type.
     """
     if own := [name for name in given if name in _OF_THE_JOB]:
         raise TypeError(f"{own[0]}= is the ElasticJob's own: pass it to ElasticJob()")
@@ -95,10 +92,10 @@ def check_groups(given: Mapping[str, Any]) -> None:
 
 
 def check_options(snapshots: SnapshotOptions, recovery: RecoveryOptions, layout: LayoutOptions) -> None:
-    """No option of the checkpointer has another value than the job gives it.
+    """Check that no option of the checkpointer conflicts with the value that the job gives it.
 
     Raises:
-        ValueError: names one that has.
+        ValueError: names one that does.
     """
     if not snapshots.dense:
         raise ValueError(
@@ -121,9 +118,9 @@ def layers_of(
     """The model's mixture layers, in the order of ``layers``.
 
     Args:
-        made: those that the job has made, by name.
+        made: by the job, by name.
     Raises:
-        ValueError: the model has others.
+        ValueError: the model has other ones.
     """
     found = {name: m for name, m in named_modules(model) if isinstance(m, ElasticExperts)}
     if found.keys() != set(layers.names):
@@ -137,10 +134,10 @@ def layers_of(
 
 
 def same_total(ranks: Collectives, total: int) -> None:
-    """A collective call: all ranks are to do as many steps.
+    """Check that all ranks have the same total; a collective call.
 
     Raises:
-        ValueError: on all ranks: they were given other totals.
+        ValueError: on all ranks: they have not.
     """
     totals = ranks.gather(str(total), str)
     if any(other != totals[0] for other in totals):

@@ -1,31 +1,35 @@
-"""What an elastic job tells its node's daemon of its placement, so that `ckptctl elastic` can show
-it and judge it.
+"""The report of an elastic job's placement to its node's daemon, for `ckptctl elastic`.
 
-Nothing depends on it: whoever does not tell trains as well. The daemon forgets it when it is
-restarted, so it is told again with each measured load. One rank of each node is enough, and every
-node's daemon should hear of it: any of them may be asked.
+Nothing depends on it: a job that sends no report trains as well. A restarted daemon has lost it, so
+each measured load repeats the placement. One rank of each node reports, so that any daemon can be asked.
 
-``told = PlacementTeller(session.tell_elastic)`` takes the place to send to as a function, so that
-this module knows no session.
+Shapes: ``L`` layers, ``E`` experts of each.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, checked_loads
+from ckptd.client.log_lines import get_logger
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
+from ckptd.core.elastic.incarnation_plan import IncarnationPlan
+from ckptd.core.elastic.incarnations import ChosenState, ExpertLayers
 from ckptd.core.elastic.mapping import checked_bytes
-from ckptd.transport.control.messages import Elastic, ElasticNode, ElasticWhen
+from ckptd.errors import ElasticError
+from ckptd.transport.messages import Elastic, ElasticNode, ElasticWhen
 
-__all__ = ["PlacementTeller", "Placing", "reported_placement"]
+__all__ = ["IncarnationReporter", "PlacementTeller", "Placing", "reported_placement"]
 
-PERIODS = 8  # of the load that are kept beside the newest
+logger = get_logger(__name__)
+
+
+PERIODS = 8  # of earlier loads in a report
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +38,14 @@ class Placing:
 
     Args:
         placement: in the order of the cluster's nodes.
-        names: of the nodes, as their daemons are called.
+        names: node IDs of the daemons.
         expert_bytes: ``[L, E]``, of a replica with its optimizer state.
-        threshold: on how many nodes every expert shall be.
-        max_straggler: the bound it was made under; None: none.
+        threshold: minimum number of nodes of every expert.
+        max_straggler: the bound under which it was made; None: no bound.
         layers: names of the layers; empty: they are numbered.
-        labels: of each node; the cluster's domains are told as the label ``domain`` beside them.
-        bytes_per_s: how fast each node sends and gets; empty: not measured.
-        method, reason: how it was found, and why it was made.
+        labels: of each node; the cluster's domains are added as the label ``domain``.
+        bytes_per_s: each node's rate of sending and receiving; empty: not measured.
+        method, reason: of the plan.
     """
 
     placement: ExpertPlacement
@@ -68,14 +72,14 @@ def reported_placement(
     history: Sequence[ArrayLike] = (),
     when: ElasticWhen | None = None,
 ) -> Elastic:
-    """What is told of a placement under a load.
+    """The report of a placement and its loads.
 
     Args:
         loads: ``[L, E]``, tokens of the newest period.
-        history: those of earlier ones, the oldest first.
+        history: of earlier periods, the oldest first.
     Raises:
         ValueError: arrays of different shapes, another number of names, labels or speeds than of
-            nodes, or values that no message may have.
+            nodes, or values that the message does not allow.
         ElasticError: the placement is not for the cluster.
     """
     placement, cluster = placing.placement, placing.cluster
@@ -131,7 +135,7 @@ def reported_placement(
     try:
         msgspec.convert(msgspec.to_builtins(report), Elastic)  # here, and not refused by the daemon
     except msgspec.ValidationError as error:
-        raise ValueError(f"the placement cannot be told: {error}") from error
+        raise ValueError(f"the placement cannot be reported: {error}") from error
     return report
 
 
@@ -145,14 +149,14 @@ def _rows(array: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
 
 
 class PlacementTeller:
-    """Remembers the placement and the last loads, and tells both whenever one of them is new.
+    """Sends the placement and the last loads whenever one of them is new.
 
-    What is told of the nodes is made once for each placement, so that a measured load costs little
-    where there are many.
+    The nodes' part of a report is made once for each placement, so that a measured load costs
+    little with many nodes.
 
     Args:
-        send: takes what is told, and does not wait; ``Session.tell_elastic`` is one.
-        periods: how many earlier loads are told beside the newest.
+        send: sends a report without blocking, such as ``Session.tell_elastic``.
+        periods: number of earlier loads in a report.
     """
 
     def __init__(self, send: Callable[[Elastic], None], *, periods: int = PERIODS) -> None:
@@ -163,10 +167,10 @@ class PlacementTeller:
     def placed(
         self, step: int, placing: Placing, loads: ArrayLike, *, when: ElasticWhen | None = None
     ) -> None:
-        """Another placement is in use from this step on; ``loads`` ``[L, E]`` are what it was made for.
+        """Report that a placement made for ``loads`` ``[L, E]`` is in use from this step on.
 
         Raises:
-            ValueError, ElasticError: as `reported_placement`; nothing is told then.
+            ValueError, ElasticError: as `reported_placement`; nothing is sent.
         """
         # Loads of other shapes are of another model.
         history = [one for one in self._loads if one.shape == np.shape(loads)]
@@ -175,11 +179,10 @@ class PlacementTeller:
         self._send(self._report)
 
     def measured(self, step: int, loads: ArrayLike, *, when: ElasticWhen | None = None) -> None:
-        """A period is over: these tokens ``[L, E]`` were routed in it. Before a placement is known,
-        it is only remembered.
+        """Report the tokens ``[L, E]`` routed in a period; without a placement they only enter the history.
 
         Raises:
-            ValueError: no loads, or of other layers or experts than the placement; nothing is told then.
+            ValueError: no loads, or of other layers or experts than the placement; nothing is sent.
         """
         loads_LE = checked_loads(loads)
         report = self._report
@@ -196,3 +199,64 @@ class PlacementTeller:
             )
             self._send(self._report)
         self._loads.append(loads_LE)
+
+
+_EVERY_STEPS = 50
+
+
+class IncarnationReporter:
+    """Reports an incarnation's placement when it begins, and the loads every 50 steps.
+
+    Args:
+        send: sends a report without blocking.
+        chosen: gives the sizes of experts; None: unknown before they are trained.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Elastic], None],
+        plan: IncarnationPlan,
+        layers: ExpertLayers,
+        chosen: ChosenState | None,
+        loads_LE: Loads,
+        *,
+        threshold: int,
+        max_straggler: float | None,
+    ) -> None:
+        self._sender = PlacementTeller(send)
+        self._steps = 0
+        sizes = np.zeros_like(loads_LE) if chosen is None else chosen.expert_bytes_LE
+        self._placing = Placing(
+            plan.placement,
+            plan.cluster,
+            plan.nodes,
+            sizes,
+            threshold,
+            max_straggler,
+            layers.names,
+            reason=plan.reason,
+        )
+        self._report_placement(plan.start, loads_LE)
+
+    def _report_placement(self, step: int, loads_LE: Loads) -> None:
+        try:
+            self._sender.placed(step, self._placing, loads_LE)
+        except (ValueError, ElasticError) as error:  # `ckptctl` shows less; training goes on
+            logger.warning("the placement is not reported to the daemon: %s", error)
+
+    def step_over(
+        self, step: int, placement: Callable[[], ExpertPlacement], loads_LE: Callable[[], Loads]
+    ) -> None:
+        """With shards the placement may change in any step: a change is reported with the loads."""
+        self._steps += 1
+        if self._steps % _EVERY_STEPS:
+            return
+        now = placement()
+        if not np.array_equal(now.counts, self._placing.placement.counts):
+            self._placing = replace(self._placing, placement=now)
+            self._report_placement(step, loads_LE())
+            return
+        try:
+            self._sender.measured(step, loads_LE())
+        except ValueError as error:
+            logger.warning("the loads are not reported to the daemon: %s", error)

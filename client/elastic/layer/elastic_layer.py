@@ -1,22 +1,22 @@
 """A mixture layer whose experts have any number of replicas on any ranks, equal to one with all
 experts in one place.
 
-Every rank brings tokens that are routed already, and holds some experts. In a forward
+Every rank has routed tokens and holds some experts. In a forward
 
-1. all ranks tell how many tokens they have for each expert (``inputs``), and each plans who
-   computes which (``dispatching``);
-2. tokens go to the ranks that compute them, all of them, without padding (``rows``, ``swap``);
+1. the ranks exchange their number of tokens for each expert (``layer_check``), and each plans which
+   rank computes which (``token_routing``);
+2. tokens go to the ranks that compute them, all of them, without padding;
 3. each expert computes its rows in one call, the results go back the same way, and are added up by weight.
 
-Backward takes the same ways in the other direction. What it leaves on the ranks that hold an expert
-are parts of its gradient: ``sync_gradients`` adds them up (``gradients``).
+Backward takes the same ways in the other direction. It leaves parts of an expert's gradient on the
+ranks that hold the expert: ``sync_gradients`` adds them up (``replica_gradients``).
 
 Shapes: ``T`` tokens of this rank, ``K`` choices of each, ``H`` their width, ``R`` ranks, ``E`` experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -25,21 +25,28 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from ckptd.client.elastic.layer.dispatch_planning import Dispatcher
 from ckptd.client.elastic.layer.layer_check import (
+    Inputs,
     LayerAgreement,
     agree,
     differing_replicas,
     digests_of,
+    exchange_inputs,
 )
-from ckptd.client.elastic.layer.layer_inputs import Inputs, exchange_inputs
 from ckptd.client.elastic.layer.replica_gradients import ReplicaGradients
-from ckptd.client.elastic.layer.row_exchange import RowExchange, swap_rows
-from ckptd.client.elastic.layer.token_rows import Route, plan_route, reorder, spread
+from ckptd.client.elastic.layer.token_routing import (
+    Dispatcher,
+    Route,
+    RowExchange,
+    plan_route,
+    reorder,
+    spread,
+    swap_rows,
+)
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.errors import CorruptionError
 
-__all__ = ["ElasticExperts"]
+__all__ = ["ElasticExperts", "common_device"]
 
 
 class ElasticExperts(nn.Module):
@@ -52,9 +59,8 @@ class ElasticExperts(nn.Module):
     Args:
         experts: the modules of this rank by the expert's number, or a ``ModuleList`` of all
             experts. Each maps ``[n, H]`` to ``[n, H]``, row by row; several replicas of an expert
-            on one rank are one module. They are found as ``experts.<number>``.
-        replicas_RE: how many replicas of each expert every rank holds, for this layer: a layer of
-            ``split_over_ranks``.
+            on one rank are one module. Their names are ``experts.<number>``.
+        replicas_RE: replicas of each expert on every rank: a layer of ``split_over_ranks``.
         group: the process group, of gloo, NCCL or another backend with ``all_to_all_single``;
             default: that of all ranks.
         nodes: the number of each rank's node; tokens then leave a node only if it has no room for them.
@@ -62,9 +68,9 @@ class ElasticExperts(nn.Module):
             losses, as DDP does for the rest of the model; ``"sum"``: of the sum of the losses.
     Raises:
         ValueError: on all ranks, if on any of them: an expert has no holder; modules and
-            ``replicas_RE`` do not fit; ranks have other placements, an expert's replicas other
-            parameters or weights (which is not checked on the meta device). On this rank alone, if
-            there is no process group or it is not in it.
+            ``replicas_RE`` do not fit; ranks have different placements, or replicas of an expert
+            different parameters or weights (not checked on the meta device). On this rank alone, if
+            there is no process group or the rank is not in it.
     """
 
     experts: nn.ModuleDict
@@ -89,7 +95,7 @@ class ElasticExperts(nn.Module):
         self._group = group
         self._rank = dist.get_rank(group)
         self._mean = reduce == "mean"
-        # Whether a state dict of the whole model has the experts as rows of tensors (see ``full_state``).
+        # True if a state dict of the whole model has the experts as rows of tensors (``full_state_dict``).
         self.fused = False
         self._sharded = False
         self._hold(experts)
@@ -98,7 +104,7 @@ class ElasticExperts(nn.Module):
 
     @property
     def num_experts(self) -> int:
-        """Of the layer, wherever they are."""
+        """Of the layer, on all ranks."""
         return len(self._agreed.shapes_E)
 
     @property
@@ -108,12 +114,12 @@ class ElasticExperts(nn.Module):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the experts are trained by ``ExpertShards``."""
+        """True if ``ExpertShards`` train the experts."""
         return self._sharded
 
     @property
     def agreed(self) -> LayerAgreement:
-        """What all ranks have alike: placement, nodes, and the parameters of each expert."""
+        """Placement, nodes, and the parameters of each expert: equal on all ranks."""
         return self._agreed
 
     @property
@@ -130,11 +136,11 @@ class ElasticExperts(nn.Module):
 
         Args:
             tokens_TH: of the same dtype and width on all ranks; ``T`` may be 0.
-            experts_TK: the numbers of the experts that each token is routed to.
+            experts_TK: the numbers of the experts to which each token is routed.
             weights_TK: the weight of each.
         Raises:
-            ValueError: on all ranks, if any of them brings what cannot be computed, or has changed
-                an expert's weights by gradients that were not summed.
+            ValueError: on all ranks, if the input of any cannot be computed, or one has changed an
+                expert's weights by gradients that were not summed.
         """
         inputs = exchange_inputs(
             tokens_TH,
@@ -155,12 +161,12 @@ class ElasticExperts(nn.Module):
         return weighted.sum(1).to(tokens_TH.dtype)
 
     def sync_gradients(self) -> None:
-        """Sum the gradients of every expert over its holders; a collective call, of all layers in
+        """Sum the gradients of every expert over its holders; a collective call, for all layers in
         the same order.
 
-        To be called once before the optimizer's step (and before gradients are clipped): after the
-        last backward, if several add up. Until the next backward a second call does nothing. An
-        expert that has no gradient on any rank is left without.
+        Call it once before the optimizer's step (and before gradients are clipped), after the last
+        backward if several add up. Until the next backward a second call does nothing. An expert
+        without a gradient on any rank stays without.
 
         Raises:
             ValueError: the layer's gradients go to ``ExpertShards``.
@@ -173,11 +179,11 @@ class ElasticExperts(nn.Module):
         self._gradients.sum(self._device)
 
     def take_loads(self) -> NDArray[np.int64]:
-        """``[E]``: tokens of all ranks that were routed to each expert since the last call, while
-        training; the same on all ranks.
+        """``[E]``: tokens of all ranks routed to each expert since the last call, while training; the
+        same on all ranks.
 
-        It is known from the forwards: no rank waits for another here. A forward that is recomputed
-        (activation checkpointing) counts again.
+        No collective call: forwards have counted. A recomputed forward (activation checkpointing)
+        counts again.
         """
         taken, self._loads_E = self._loads_E, np.zeros_like(self._loads_E)
         return taken
@@ -186,8 +192,7 @@ class ElasticExperts(nn.Module):
         """Compare the weights of all replicas, bit for bit; a collective call that reads all of them.
 
         Raises:
-            CorruptionError: on all ranks, if an expert's replicas are not the same; names the
-                experts and the ranks.
+            CorruptionError: on all ranks, if replicas of an expert differ; names experts and ranks.
         """
         mine = {int(expert): digests_of(module) for expert, module in self.experts.items()}
         ranks = Collectives.of_group(self._group)
@@ -210,11 +215,10 @@ class ElasticExperts(nn.Module):
         return {int(number): module for number, module in self.experts.items()}
 
     def agree_anew(self) -> LayerAgreement:
-        """What the ranks have alike now, after the layer may have been converted; a collective call
-        that reads all weights.
+        """Compare the layer again, after a possible conversion; a collective call that reads all weights.
 
         Raises:
-            ValueError: on all ranks, if replicas have come to differ.
+            ValueError: on all ranks, if replicas differ by now.
         """
         nodes_R = self._agreed.nodes_R
         return agree(self.held_experts(), self.replicas_RE, nodes_R, "mean", self._group)
@@ -222,9 +226,8 @@ class ElasticExperts(nn.Module):
     def hide_experts(self, agreed: LayerAgreement) -> None:
         """Take the experts out of the module tree, and leave their gradients to ``reduce_to_owners``.
 
-        What is trained are the shards; the weights here are copies of them, which come and go with
-        the placement. So neither an optimizer of the model's parameters nor DDP nor a checkpoint of
-        the model sees them.
+        The shards are trained; the weights here are copies of them, which come and go with the
+        placement. So no optimizer of the model's parameters, DDP or checkpoint of the model sees them.
 
         Args:
             agreed: of ``agree_anew``.
@@ -242,9 +245,7 @@ class ElasticExperts(nn.Module):
         self._hold(experts)
 
     def adopt(self, experts: Mapping[int, nn.Module], replicas_RE: NDArray[np.int64]) -> None:
-        """Go on with another placement; on all ranks the same one, with this rank's experts of it,
-        which fit the layer's.
-        """
+        """Change to another placement, the same on all ranks, with this rank's experts of it."""
         self._agreed = LayerAgreement(replicas_RE, self._agreed.nodes_R, self._agreed.shapes_E)
         self._hold(experts)
         self.experts.train(self.training)
@@ -264,7 +265,7 @@ class ElasticExperts(nn.Module):
         self._dispatcher = Dispatcher(self.replicas_RE, self._agreed.nodes_R, self._rank)
 
     def train(self, mode: bool = True) -> Self:
-        """As every module's, also for experts that are not in the module tree."""
+        """Also for experts that are not in the module tree."""
         super().train(mode)
         self.experts.train(mode)
         return self
@@ -282,7 +283,6 @@ class ElasticExperts(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What ``print`` shows beside the experts that are here."""
         ranks = len(self.replicas_RE)
         return f"num_experts={self.num_experts}, replicas={self.replicas_RE.sum()}, ranks={ranks}"
 
@@ -314,3 +314,30 @@ class ElasticExperts(nn.Module):
                 )
             outputs.append(output.to(part.dtype))
         return torch.cat(outputs)
+
+
+def common_device(layers: Iterable[ElasticExperts], group: Any, *, what: str) -> torch.device:
+    """The device of this rank's experts; on a rank without any, one of the same kind; a collective call.
+
+    Args:
+        what: the beginning of the error message.
+    Raises:
+        ValueError: on all ranks: a rank has experts on several devices, or ranks on several kinds of
+            devices.
+    """
+    own = sorted({str(p.device) for layer in layers for p in layer.experts.parameters()})
+
+    def own_device() -> str:
+        if len(own) > 1:
+            raise ValueError(f"experts are on several devices: {', '.join(own)}")
+        return own[0] if own else ""
+
+    devices = Collectives.of_group(group).check(own_device, str, what=what)
+    kinds = {device.split(":")[0] for device in devices} - {""}
+    if len(kinds) > 1:
+        raise ValueError(f"{what}: experts are on devices of several kinds: {sorted(kinds)}")
+    if own:
+        return torch.device(own[0])
+    kind = kinds.pop()
+    index = None if kind == "cpu" else torch.accelerator.current_device_index()
+    return torch.device(kind) if index is None else torch.device(kind, index)

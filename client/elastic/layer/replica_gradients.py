@@ -1,18 +1,17 @@
-"""The gradient of an expert, summed over the ranks that hold replicas of it: exactly once, and the
-same bits on each.
+"""The gradient of an expert, summed over its holders: exactly once, with the same bits on each.
 
 After a backward a holder has the part of the gradient that came from the tokens it computed. The
-whole is the sum over the holders, taken for all experts together over the process group that the
-tokens travel on (``holders``). There are no process groups for sets of holders: asymmetric
-placements have up to as many sets as experts, other ones after each new placement, and an
-all-reduce promises no order of additions.
+sum over the holders is taken for all experts together, over the process group of the tokens
+(``expert_tensors``). Process groups of holders would not do: asymmetric placements have up to as
+many sets of holders as experts, other ones after each new placement, and an all-reduce promises no
+order of additions.
 
-A replica that computed no token may have no gradient. Which parameters have one on any rank is told
-first: these are summed, and the others stay without, as they would in a model that is not
-replicated.
+A replica that computed no token may have no gradient. The ranks first exchange which parameters
+have a gradient on any of them: these are summed, and the others stay without, as in a model that is
+not replicated.
 
-This is a call of its own, not a hook of backward: only the loop knows which backward is the last
-before the optimizer's step, and hooks of parameters that got no gradient would not run.
+The sum is an explicit call and no hook of backward: only the loop knows which backward is the last
+before the optimizer's step, and hooks of parameters without a gradient would not run.
 
 Shapes: ``R`` ranks, ``E`` experts, ``P`` parameters of the expert that has most.
 """
@@ -26,11 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptd.client.elastic.layer.expert_tensors import ExpertTensor, expert_tensors_of, rounds
-from ckptd.client.elastic.layer.holder_sums import sum_over_holders
-from ckptd.client.elastic.layer.layer_check import LayerAgreement
-from ckptd.client.elastic.layer.layer_inputs import DTYPES
-from ckptd.client.elastic.layer.shard_exchange import sums_to_owners
+from ckptd.client.elastic.layer.expert_tensors import (
+    ExpertTensor,
+    TensorExchange,
+    expert_tensors_of,
+    rounds,
+)
+from ckptd.client.elastic.layer.layer_check import DTYPES, LayerAgreement
 
 __all__ = ["ReplicaGradients"]
 
@@ -64,19 +65,19 @@ class ReplicaGradients:
 
     @property
     def trained(self) -> bool:
-        """Whether a parameter of this rank's experts needs a gradient."""
+        """True if a parameter of this rank's experts needs a gradient."""
         return any(param.requires_grad for param in self._all())
 
     @property
     def changed_unsummed(self) -> bool:
-        """Whether weights were changed after a backward whose gradients were not summed."""
+        """True if weights were changed after a backward whose gradients were not summed."""
         return self._unsummed and self._version != self._versions()
 
     def backward_begins(self) -> None:
-        """A backward has come to the layer: there will be gradients to sum, on all ranks.
+        """Note that a backward reached the layer: all ranks will have gradients to sum.
 
         Raises:
-            ValueError: there still are those that were summed before: they would be summed again.
+            ValueError: gradients that were summed before are still there: they would be summed again.
         """
         if not self._unsummed:
             self._unsummed, self._version = True, self._versions()
@@ -85,7 +86,7 @@ class ReplicaGradients:
             self._check_zero()
 
     def sum(self, device: torch.device) -> None:
-        """Sum what backwards have added since the last time; a collective call. Without any, nothing happens.
+        """Sum the gradients of the backwards since the last call; a collective call, or nothing without any.
 
         Args:
             device: of the layer's tokens.
@@ -93,23 +94,23 @@ class ReplicaGradients:
         if not self._unsummed:
             return
         with torch.no_grad():
-            # Asked anew each time: a layer that is moved or converted may have other parameters.
+            # Not cached: a layer that is moved or converted may have other parameters.
             params = self._params()
             for dtype, present in self._present(params, device).items():
                 for entry in present:
-                    self._alone(entry, params)
-                shared = [entry for entry in present if len(entry.held.holders) > 1]
+                    self._divide_alone(entry, params)
+                shared = [entry for entry in present if len(entry.holders) > 1]
+                exchange = TensorExchange(dtype, device, self._group, divisor=self._divisor)
                 for entries in rounds(shared, self._ranks, dtype.itemsize):
-                    self._sum_round(entries, params, dtype, device)
+                    _sum_round(exchange.held(entries), params, dtype, exchange)
         self._unsummed, self._must_be_zero = False, True
 
     def to_owners(self, device: torch.device) -> dict[tuple[int, int], Tensor]:
         """Instead of ``sum``: this rank's shard of the sum of every parameter of the layer that has
         a gradient on any rank; a collective call.
 
-        By expert and index of the parameter; the shard is as in ``shard_exchange``. Each element
-        has the bits that ``sum`` gives it. What backwards have left on the replicas is gone
-        afterwards. Without any backward since the last time, there is nothing.
+        By expert and index of the parameter (empty without a backward since the last call). Each
+        element has the same bits as from ``sum``. The replicas have no gradients afterwards.
         """
         sums: dict[tuple[int, int], Tensor] = {}
         if not self._unsummed:
@@ -117,20 +118,12 @@ class ReplicaGradients:
         with torch.no_grad():
             params = self._params()
             for dtype, present in self._present(params, device).items():
+                exchange = TensorExchange(dtype, device, self._group, divisor=self._divisor)
                 for entries in rounds(present, self._ranks, dtype.itemsize):
-                    mine = [entry for entry in entries if self._rank in entry.held.holders]
-                    own = [params[entry.expert][entry.index] for entry in mine]
+                    own = [params[entry.expert][entry.index] for entry in exchange.held(entries)]
                     flats = [_gradient_of(param).to(dtype).reshape(-1) for param in own]
-                    parts = sums_to_owners(
-                        [entry.held for entry in entries],
-                        flats,
-                        divisor=self._divisor,
-                        dtype=dtype,
-                        device=device,
-                        group=self._group,
-                    )
-                    keys = [(entry.expert, entry.index) for entry in entries]
-                    sums.update(zip(keys, parts, strict=True))
+                    parts = exchange.sums_to_owners(entries, flats)
+                    sums.update(zip([entry.key for entry in entries], parts, strict=True))
             for param in self._all():
                 param.grad = None
         self._unsummed = False
@@ -152,20 +145,19 @@ class ReplicaGradients:
                 if param.grad is not None and bool(param.grad.count_nonzero()):
                     raise ValueError(
                         f"expert {expert} still has the gradient that sync_gradients() summed, and "
-                        "the next one would sum it again: "
-                        "call zero_grad() before the next backward, and sync_gradients() after the "
-                        "last one of a step"
+                        "the next one would sum it again: call zero_grad() before the next backward, "
+                        "and sync_gradients() after the last one of a step"
                     )
 
     def _present(self, params: _Params, device: torch.device) -> dict[torch.dtype, list[ExpertTensor]]:
-        """Those that have a gradient on any rank, by its dtype; the same on all ranks."""
+        """The entries with a gradient on any rank, by its dtype; the same on all ranks."""
         most = max(len(shapes) for shapes in self._agreed.shapes_E)
         mine_EP = torch.zeros((len(self._agreed.shapes_E), most), dtype=torch.uint8)
         for expert, own in params.items():
             for index, param in enumerate(own):
-                mine_EP[expert, index] = 0 if param.grad is None else _code_of(param.grad)
+                mine_EP[expert, index] = 0 if param.grad is None else DTYPES.index(param.grad.dtype) + 1
         row = mine_EP.reshape(-1).to(device)
-        rows = row.new_empty((len(self._agreed.replicas_RE), len(row)))
+        rows = row.new_empty((self._ranks, len(row)))
         dist.all_gather(list(rows.unbind()), row, group=self._group)
         code_EP = rows.amax(dim=0).view(mine_EP.shape).tolist()
         found: dict[torch.dtype, list[ExpertTensor]] = {dtype: [] for dtype in DTYPES}
@@ -174,43 +166,28 @@ class ReplicaGradients:
                 found[DTYPES[code - 1]].append(entry)
         return found
 
-    def _alone(self, entry: ExpertTensor, params: _Params) -> None:
-        """The only holder has the sum already."""
-        if entry.held.holders == (self._rank,) and self._divisor > 1:
+    def _divide_alone(self, entry: ExpertTensor, params: _Params) -> None:
+        """The only holder of a tensor already has the sum."""
+        if entry.holders == (self._rank,) and self._divisor > 1:
             grad = params[entry.expert][entry.index].grad
             assert grad is not None, "present, and on no other rank"
             grad.div_(self._divisor)
 
-    def _sum_round(
-        self,
-        entries: Sequence[ExpertTensor],
-        params: _Params,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        mine = [entry for entry in entries if self._rank in entry.held.holders]
-        own = [params[entry.expert][entry.index] for entry in mine]
-        grads = [_gradient_of(param) for param in own]
-        # In place where a gradient is contiguous, else a copy.
-        flats = [grad.to(dtype).reshape(-1) for grad in grads]
-        sum_over_holders(
-            [entry.held for entry in mine],
-            flats,
-            divisor=self._divisor,
-            dtype=dtype,
-            device=device,
-            group=self._group,
-        )
-        for param, grad, flat in zip(own, grads, flats, strict=True):
-            if flat.data_ptr() != grad.data_ptr():
-                grad.copy_(flat.view(grad.shape))
-            if param.requires_grad:
-                param.grad = grad
+
+def _sum_round(
+    entries: Sequence[ExpertTensor], params: _Params, dtype: torch.dtype, exchange: TensorExchange
+) -> None:
+    own = [params[entry.expert][entry.index] for entry in entries]
+    grads = [_gradient_of(param) for param in own]
+    # In place where a gradient is contiguous, else a copy.
+    flats = [grad.to(dtype).reshape(-1) for grad in grads]
+    exchange.sum_over_holders(entries, flats)
+    for param, grad, flat in zip(own, grads, flats, strict=True):
+        if flat.data_ptr() != grad.data_ptr():
+            grad.copy_(flat.view(grad.shape))
+        if param.requires_grad:
+            param.grad = grad
 
 
 def _gradient_of(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
-
-
-def _code_of(grad: Tensor) -> int:
-    return DTYPES.index(grad.dtype) + 1

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.config.config_values import parse_bytes, parse_memory
 from ckptd.config.daemon_config import (
     ConfigError,
     DaemonConfig,
@@ -26,6 +25,7 @@ from ckptd.config.daemon_config import (
     render_toml,
     trusted_users,
 )
+from ckptd.config.settings import parse_bytes, parse_memory
 from tests.ckptd.running import ROOT
 from tests.users import DAEMON, GROUP, needs_users, spawn_as
 

@@ -9,8 +9,8 @@ import pytest
 
 from ckptd.storage.checkpoints.verifier import verify_store
 from ckptd.storage.stores.open_store import open_store
-from tests.ckptd.persistence.test_incarnation_store import World, found
 from tests.ckptd.persistence.test_keeper import Desk
+from tests.ckptd.persistence.test_run_store import World, found
 from tests.ckptd.stored import Ctl, age, keys_in
 
 pytestmark = pytest.mark.usefixtures("no_configuration")

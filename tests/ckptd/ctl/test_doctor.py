@@ -74,26 +74,26 @@ def test_without_the_library_that_encrypts_peers_cannot_be_served(
 
 def test_folders(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    assert doctor.check_folder("f", tmp_path).grade is Grade.OK
-    assert "will be created" in doctor.check_folder("f", tmp_path / "new").detail
+    assert doctor.check_folder(tmp_path).grade is Grade.OK
+    assert "will be created" in doctor.check_folder(tmp_path / "new").detail
     tmp_path.chmod(0o777)
-    assert "chmod go-w" in doctor.check_folder("f", tmp_path).fix
+    assert "chmod go-w" in doctor.check_folder(tmp_path).fix
     tmp_path.chmod(0o755)
-    assert "chmod o=" in doctor.check_folder("f", tmp_path).fix
+    assert "chmod o=" in doctor.check_folder(tmp_path).fix
     tmp_path.chmod(0o750)
-    assert "chmod 700" in doctor.check_folder("f", tmp_path).fix
+    assert "chmod 700" in doctor.check_folder(tmp_path).fix
     tmp_path.chmod(0o700)
     file = tmp_path / "file"
     file.write_text("")
-    assert doctor.check_folder("f", file).grade is Grade.FAIL
-    assert doctor.check_folder("f", file / "below").grade is Grade.FAIL
+    assert doctor.check_folder(file).grade is Grade.FAIL
+    assert doctor.check_folder(file / "below").grade is Grade.FAIL
 
 
 def test_a_folder_of_another_user(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
     os.chown(tmp_path, 12345, -1)
-    finding = doctor.check_folder("f", tmp_path)
+    finding = doctor.check_folder(tmp_path)
     assert finding.grade is Grade.FAIL
     assert "belongs to user 12345" in finding.detail
 
@@ -104,14 +104,14 @@ def test_folders_of_a_trainer_group(tmp_path: Path) -> None:
     """
     group = tmp_path.stat().st_gid
     tmp_path.chmod(0o750)
-    finding = doctor.check_folder("f", tmp_path, str(group))
+    finding = doctor.check_folder(tmp_path, str(group))
     assert (finding.grade, finding.fix) == (Grade.OK, "")
     assert f"trainer_group {group}" in finding.detail
     tmp_path.chmod(0o700)
-    assert "cannot attach" in doctor.check_folder("f", tmp_path, str(group)).detail
+    assert "cannot attach" in doctor.check_folder(tmp_path, str(group)).detail
     tmp_path.chmod(0o750)
-    assert "cannot attach" in doctor.check_folder("f", tmp_path, str(group + 1)).detail
-    unknown = doctor.check_folder("f", tmp_path, "nobody-here")
+    assert "cannot attach" in doctor.check_folder(tmp_path, str(group + 1)).detail
+    unknown = doctor.check_folder(tmp_path, "nobody-here")
     assert unknown.grade is Grade.FAIL
     assert "this group does not exist" in unknown.detail
 
@@ -128,7 +128,7 @@ def test_a_daemon_of_another_user_with_a_trainer_group_is_well() -> None:
         os.chown(folder, DAEMON, GROUP)
         folder.chmod(0o750)
         script = f"""
-finding = check_folder("f", Path({str(folder)!r}), "", trusted_users())
+finding = check_folder(Path({str(folder)!r}), "", trusted_users())
 print(finding.grade, finding.detail, finding.fix, sep="|")
 """
 

@@ -17,7 +17,7 @@ from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 from ckptd.ctl.main import main
 from ckptd.ctl.peers_command import ask_whereabouts
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.export.samples import entries, segment_folder, snapshot
 from tests.ckptd.export.shared import Op, client_payload
 from tests.ckptd.nodes import Net, Node

@@ -12,20 +12,18 @@ import msgspec
 import torch
 
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import encode_descriptor, origin_of
-from ckptd.core.slots.segment_names import replica_file_name
+from ckptd.core.slots.segment_format import encode_descriptor, origin_of, replica_file_name
 from ckptd.export.exports import ExportReport, export_file
 from ckptd.export.memory_source import open_slot
-from ckptd.memory.sealer import seal_slot
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import seal_slot
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
-from ckptd.storage.images.image import seal
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.storage.images.upload_plan import PartLimits, StoredIndex, plan_upload
+from ckptd.storage.checkpoints.upload_plan import PartLimits, StoredIndex, plan_upload
+from ckptd.storage.image import ImageLayout, seal
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.stores.objects import ObjectStore
+from ckptd.storage.strong_digest import strong_digest
 from tests.ckptd.running import MIB, descriptor, fill
 
 Tensors = tuple[tuple[str, str, tuple[int, ...], bytes], ...]

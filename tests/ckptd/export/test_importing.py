@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
+from ckptd.core.export_plan import DamagedSnapshot, ExportError
 from ckptd.export.importing import ImportReport, import_to_folder, import_to_store, open_import
 from ckptd.storage.model_set import MANIFEST, FolderFiles, StoreFiles, open_set
 from ckptd.storage.stores.objects import NoSpace, ObjectInfo

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
+from ckptd.core.export_plan import DamagedSnapshot, ExportError
 from ckptd.export.exports import ExportReport, export_file
 from ckptd.export.memory_source import open_slot
 from ckptd.export.store_source import open_stored

@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckptd.core.export.export_errors import DamagedSnapshot, ExportError
+from ckptd.core.export_plan import DamagedSnapshot, ExportError
 from ckptd.export.exports import ExportReport, export_file
-from ckptd.export.read_ahead import plan_spans
-from ckptd.export.store_source import open_stored
-from ckptd.storage.images.image_format import ImageTensor
+from ckptd.export.store_source import open_stored, plan_spans
+from ckptd.storage.image_format import ImageTensor
 from ckptd.storage.stores.objects import ObjectStore
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.export.samples import DENSE, client_part, entries, stored_window

@@ -18,7 +18,7 @@ from ckptd.memory import locks
 from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.transport.control.messages import ReplayFailure
+from ckptd.transport.messages import ReplayFailure
 from tests.ckptd.persistence.slots import descriptor, fill, segment_store
 
 

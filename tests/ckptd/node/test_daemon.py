@@ -20,8 +20,8 @@ import zmq
 from ckptd.core.slots.ring import SlotState
 from ckptd.memory.segment_file import open_segment
 from ckptd.node.node_limits import default_digest_threads
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, RefusedError, RequestTimeout, encode
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, encode
 from tests.ckptd.running import (
     MIB,
     ROOT,

@@ -13,8 +13,8 @@ import zmq
 from ckptd.core.slots.ring import SlotState
 from ckptd.errors import AttachRefused
 from ckptd.transport.access.keys import Keys, trust
-from ckptd.transport.control.messages import GetHoldings, Holdings, Join
-from ckptd.transport.control.peer_messages import PeerDone, PeerRefused, SealSlot, SlotGranted
+from ckptd.transport.messages import GetHoldings, Holdings, Join
+from ckptd.transport.peer_messages import PeerDone, PeerRefused, SealSlot, SlotGranted
 from tests.ckptd.nodes import PORT, Net, Node
 from tests.ckptd.peers_harness import Job, Trainer
 from tests.ckptd.puppet import Puppet

@@ -15,22 +15,22 @@ from ckptd.config.settings import DaemonConfig
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
+    Kind,
     SegmentDescriptor,
     SlotHeader,
     encode_descriptor,
     pack_slot_header,
 )
-from ckptd.core.slots.segment_names import Kind
-from ckptd.ctl import render
+from ckptd.ctl import daemon_commands
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
-from ckptd.memory.sealer import SealVerdict, seal_slot
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import Purpose, SegmentStore
+from ckptd.memory.slot_digests import SealVerdict, seal_slot
 from ckptd.node.peering import Peering
 from ckptd.node.service import Service
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.transport.control import messages as m
+from ckptd.transport import messages as m
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 from tests.ckptd.memory.fresh import put_header
@@ -41,17 +41,6 @@ MIB = 1 << 20
 RANK = RankKey("job", "run", 0)
 
 TOKEN = b"of this process"
-
-
-class Watched(Peering):
-    """Remembers whose snapshots it was told to have changed, and how many generations there were then."""
-
-    store: SegmentStore
-    told: list[tuple[RankKey, int]]
-
-    def changed(self, key: RankKey) -> None:
-        self.told.append((key, len(self.store.of_rank(key))))
-        super().changed(key)
 
 
 class NoWatcher:
@@ -84,7 +73,7 @@ class Heard(SlotListener):
 @dataclass
 class Setting:
     service: Service
-    peering: Watched
+    peering: Peering
     store: SegmentStore
     workers: Workers
     heard: Heard
@@ -137,21 +126,30 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
     heard = Heard()
     housekeeper = Housekeeper(config, store, events, workers, workers, None, heard)
     node = NodeContext(config, store, events, lambda work: work())
-    peering = Watched(node, NodeWorkers(workers, workers), doubt=housekeeper.doubt)
-    peering.store, peering.told = store, []
+    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubts.add)
     service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
     yield Setting(service, peering, store, workers, heard)
     peering.close()
     workers.close(5.0)
 
 
-def test_a_generation_that_is_given_back_is_told_at_once(setting: Setting) -> None:
+def test_a_generation_that_is_given_back_is_told_at_once(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a target is sent it until the next tick, and the floor believes in it."""
+    told: list[tuple[RankKey, int]] = []  # whose snapshots changed, and how many generations there were then
+    changed = setting.peering.runs.changed
+
+    def watched(key: RankKey) -> None:
+        told.append((key, len(setting.store.of_rank(key))))
+        changed(key)
+
+    monkeypatch.setattr(setting.peering.runs, "changed", watched)
     setting.attach()
     setting.reserve()
     dropped = setting.reserve()
     assert isinstance(setting.ask(m.Drop(dropped.generation)), m.Done)
-    assert setting.peering.told == [(RANK, 1)]
+    assert told == [(RANK, 1)]
 
 
 def test_a_join_of_an_older_epoch_is_refused_and_changes_nothing(setting: Setting) -> None:
@@ -325,7 +323,7 @@ def test_parked_state_is_told_held_and_shown_apart_from_snapshots_and_logs(
     assert isinstance(shown, m.Snapshots)
     (rank,) = shown.ranks
     assert rank.suffix == (3, 3)
-    assert "parked: iteration 7 (" in render.snapshots(shown, operators=False)
+    assert "parked: iteration 7 (" in daemon_commands.snapshots_text(shown, operators=False)
     status = setting.ask(m.GetStatus())
     assert isinstance(status, m.Status)
     assert [segment.kind for segment in status.segments] == ["snapshots", "log", "parked"]
@@ -351,7 +349,7 @@ def test_what_a_trainer_parked_and_had_no_time_to_tell_is_told_once(setting: Set
     setting.service.trainers.gone(session, "its process ended")
     eventually(lambda: _sealed_now(setting, parked, 1), "the parked state is sealed")
     setting.service.tick()
-    ours = f"parked at iteration 7: process {os.getpid()} ended before it could tell"
+    ours = f"parked at iteration 7: process {os.getpid()} ended before it could report it"
     assert parked_events(setting) == ["parked at iteration 6", ours]
     setting.attach(0)  # in a container the next process has the same number
     setting.ask(m.Detach(final=False))
@@ -373,7 +371,7 @@ def test_what_was_parked_while_no_daemon_was_there_is_told_by_the_next_one(
     assert isinstance(setting.ask(goes_on), m.Attached)
     setting.ask(m.Detach(final=False))
     assert parked_events(setting) == [
-        f"parked at iteration 6: process {os.getpid()} ended before it could tell"
+        f"parked at iteration 6: process {os.getpid()} ended before it could report it"
     ]
 
 
@@ -396,7 +394,7 @@ def test_what_is_logged_is_held_and_shown_and_no_snapshot(setting: Setting) -> N
     assert {slot.iteration for slot in rank.slots if slot.state == "sealed"} == {3}
     assert {slot.iteration for slot in rank.log if slot.state == "sealed"} == {7}
     assert rank.suffix == (3, 3)
-    assert "boundary log: iterations 7, " in render.snapshots(shown, operators=False)
+    assert "boundary log: iterations 7, " in daemon_commands.snapshots_text(shown, operators=False)
     status = setting.ask(m.GetStatus())
     assert isinstance(status, m.Status)
     assert [segment.kind for segment in status.segments] == ["snapshots", "log"]

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.core.replication.access import RunAccess
+from ckptd.core.replication.known_runs import RunAccess
 from ckptd.core.slots.ring import SlotState
 from ckptd.event_log import EventLog
-from ckptd.peers.record_updates import RecordUpdates
-from ckptd.peers.replicas.access_guard import RunGuard
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import (
+from ckptd.peers.peer_requests import RunGuard
+from ckptd.peers.run_survey import RecordUpdates
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import (
     AdmitNodes,
     Done,
     GetHoldings,

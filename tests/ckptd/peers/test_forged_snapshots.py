@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.errors import DaemonUnavailable
 from ckptd.memory.segment_file import open_segment
-from ckptd.transport.control.peer_messages import PeerDone, PeerRefused, SealSlot, SlotGranted
+from ckptd.transport.peer_messages import PeerDone, PeerRefused, SealSlot, SlotGranted
 from tests.ckptd.forging import forge_slot, forged
 from tests.ckptd.nodes import Net
 from tests.ckptd.peers_harness import Job

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import decode_descriptor, encode_descriptor, origin_of
-from ckptd.transport.control import peer_messages as p
+from ckptd.transport import peer_messages as p
 from tests.ckptd.hosted import Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.snapshots import snapshot_of, states_in
@@ -118,7 +118,7 @@ def test_who_is_refused_frees_nothing(setting: Setting, wrong: str) -> None:
     assert isinstance(refused, p.PeerRefused)
     assert refused.code == "bad_message"
     assert states_in(setting.only.path)[0] is SlotState.SEALED
-    assert setting.host.holdings("job", "run").epoch == 1
+    assert setting.holdings("job", "run").epoch == 1
     answer = setting.ask(message)
     assert isinstance(answer, p.ReplicaOpened)
     assert answer.held == (), "a message that is right frees it, before it is told what is held"
@@ -141,7 +141,7 @@ def test_an_epoch_near_the_last_one_kills_no_run(setting: Setting) -> None:
         assert isinstance(refused, p.PeerRefused)
         assert refused.code == "bad_message"
     assert states_in(setting.only.path)[0] is SlotState.SEALED
-    assert setting.host.holdings("job", "run").epoch == 1
+    assert setting.holdings("job", "run").epoch == 1
     assert isinstance(setting.ask(begin_slot(lease, snapshot_of(6))), p.SlotGranted)
 
 
@@ -153,7 +153,7 @@ def tick_for(setting: Setting, seconds: float, *, hello: str = "") -> bool:
     for _ in range(int(seconds // 20)):
         setting.now_s += 20
         if hello:
-            setting.host.heard("p", hello)
+            setting.host.leases.heard("p", hello)
         setting.host.tick(setting.now_s)
     return bool(list(setting.replicas))
 

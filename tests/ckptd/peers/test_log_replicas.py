@@ -17,21 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
+from ckptd.client.pipeline.log_reader import LogFacts, log_payload
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.core.recovery.held import HeldRecords
-from ckptd.core.recovery.log_facts import facts_from_logs
-from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.recovery.snapshot_sources import SnapshotCopy, SnapshotToLoad
+from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey, SentKind, record_name
 from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SlotHeader
 from ckptd.ctl.main import main as ckptctl
 from ckptd.holdings import held_from_segments
 from ckptd.memory.segment_file import open_segment
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.transport.control.messages import RunSeen, SeeRun
+from ckptd.storage.image import ImageLayout
+from ckptd.storage.image_format import TensorEntry
+from ckptd.transport.messages import RunSeen, SeeRun
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job, Trainer
 from tests.ckptd.running import eventually

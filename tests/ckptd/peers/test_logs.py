@@ -15,16 +15,16 @@ from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
+    Kind,
     decode_descriptor,
     encode_descriptor,
     origin_of,
     unpack_slot_header,
 )
-from ckptd.core.slots.segment_names import Kind
-from ckptd.memory.sealer import SealVerdict, seal_slot
-from ckptd.storage.images.image import verify
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, Holdings
+from ckptd.memory.slot_digests import SealVerdict, seal_slot
+from ckptd.storage.image import verify
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, Holdings
 from tests.ckptd.hosted import MIB, Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.running import descriptor, fill, state_of

@@ -18,8 +18,7 @@ from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.stats import Stats
 from ckptd.core.replication.replicas import Promise, spanning_suffix
-from ckptd.core.replication.replication_events import TargetOpened
-from ckptd.core.replication.target import Interval
+from ckptd.core.replication.target import Interval, TargetOpened
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState, newest_by_iteration
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
@@ -27,7 +26,7 @@ from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment
 from ckptd.peers.runs import Run
-from ckptd.transport.control.messages import Join, Member, NodeCard
+from ckptd.transport.messages import Join, Member, NodeCard
 from tests.ckptd.peers.test_runs import Node, folder, hint
 
 __all__ = ["folder"]

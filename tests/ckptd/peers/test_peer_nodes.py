@@ -15,8 +15,8 @@ from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_nodes import Neighbours
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import NodeCard
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import NodeCard
 from ckptd.transport.verbs import Answered, Fabric, Fault, PeerAddress
 
 DEADLINE_S = 5.0

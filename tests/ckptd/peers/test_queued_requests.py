@@ -15,8 +15,8 @@ from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node.peering import Peering
 from ckptd.node_context import NodeContext, NodeWorkers
-from ckptd.transport.control.peer_messages import PeerRefused, decode_peer
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
+from ckptd.transport.peer_messages import PeerRefused, decode_peer
 from ckptd.transport.verbs import Fault
 from ckptd.workers import Workers
 from tests.transport.fabric_pairs import until

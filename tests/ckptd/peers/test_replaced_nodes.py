@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.core.slots.segment_format import encode_descriptor
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Done,
     GetPeers,
     Join,

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.event_log import EventLog
 from ckptd.peers.run_records import RunRecords, decode_record, encode_record
-from ckptd.transport.control.messages import Join, Member, NodeCard, RunRecord
+from ckptd.transport.messages import Join, Member, NodeCard, RunRecord
 
 A, B, C = (NodeCard(name, f"tcp://{name}:1", labels={"rack": "1"}) for name in "abc")
 FIRST = Join(4, -1, (Member(A, (0, 1)), Member(B, (2,))))

@@ -16,14 +16,13 @@ from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.target import NO_INTERVAL
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import SegmentDescriptor
-from ckptd.core.slots.segment_hints import RingHint, read_ring_hint
+from ckptd.core.slots.segment_format import RingHint, SegmentDescriptor, read_ring_hint
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node_context import NodeContext
 from ckptd.peers.runs import Run
-from ckptd.transport.control.messages import Join, Member, NodeCard
+from ckptd.transport.messages import Join, Member, NodeCard
 from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import MIB, descriptor, fill
 

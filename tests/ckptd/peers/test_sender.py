@@ -17,14 +17,13 @@ from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
-from ckptd.memory.image_digests import Vouched
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import Vouched
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
-from ckptd.peers.rings import SnapshotRing
-from ckptd.peers.sender import RankReplication
-from ckptd.transport.control import peer_messages as p
+from ckptd.peers.sender import RankReplication, SnapshotRing
+from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Completion, Done, Fault
 from tests.ckptd.memory.fresh import put_header
 from tests.ckptd.running import descriptor
@@ -148,7 +147,7 @@ class Standing:
     def promised(self) -> tuple[int, int, int, int]:
         return -1, -1, 3, 0
 
-    def progressed(self) -> None:
+    def progressed(self, rank: int) -> None:
         """Nobody is told."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.transport.control.messages import GetPeers, Peers
+from ckptd.transport.messages import GetPeers, Peers
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually

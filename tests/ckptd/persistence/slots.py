@@ -12,9 +12,8 @@ from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence.keeper_wire import SnapshotId
-from ckptd.storage.images.image import seal
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
+from ckptd.storage.image import ImageLayout, seal
+from ckptd.storage.image_format import TensorEntry
 from tests.ckptd.memory.fresh import put_header
 
 WINDOW = 2

@@ -17,10 +17,10 @@ from ckptd.storage.checkpoints.catalog import StoredCheckpoint
 from ckptd.storage.checkpoints.manifest import RankManifest
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.signing import create_signer, trust_signer
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.image import ImageView
 from ckptd.storage.stores.open_store import open_store
-from ckptd.transport.control.messages import GetStatus, Status
+from ckptd.storage.strong_digest import strong_digest
+from ckptd.transport.messages import GetStatus, Status
 from tests.ckptd.forging import forge, forged
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job

@@ -21,9 +21,9 @@ from ckptd.persistence import rank_store
 from ckptd.persistence.keeper import Keeper
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.signing import Signers, create_signer
-from ckptd.storage.images.image import verify
-from ckptd.storage.images.strong_digest import strong_digest
+from ckptd.storage.image import verify
 from ckptd.storage.stores.open_store import open_store
+from ckptd.storage.strong_digest import strong_digest
 from tests.ckptd.persistence.slots import (
     FRESH_BYTES,
     WINDOW,

@@ -16,7 +16,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.keeper_client import AWAY, StoreChild
 from ckptd.persistence.store_link import StoreLink
-from ckptd.transport.control.messages import GetHoldings, Holdings
+from ckptd.transport.messages import GetHoldings, Holdings
 from tests.ckptd.persistence.slots import descriptor, segment_store
 from tests.ckptd.persistence.test_keeper import Desk, checkpoint
 

@@ -21,10 +21,10 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.node_context import DigestThreads
 from ckptd.peers.peer_link import PeerLink
-from ckptd.restore.fetch_job import FetchJob
-from ckptd.restore.fetch_tools import CopyDoubts, FetchTools
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import (
+from ckptd.restore.puller import CopyDoubts, FetchTools
+from ckptd.restore.slot_fetch import FetchJob
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import (
     FetchPiece,
     FetchSource,
     GetHoldings,

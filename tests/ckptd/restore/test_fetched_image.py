@@ -8,7 +8,7 @@ from ckptd.core.recovery.striping import ImagePart
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state
 from ckptd.restore.fetched_image import Wrong, _bounded, copy_parts, wrong_ranges
-from ckptd.storage.images.image import Mismatch
+from ckptd.storage.image import Mismatch
 from tests.ckptd.restore.setting import SNAPSHOT, Setting
 from tests.ckptd.snapshots import snapshot_of
 

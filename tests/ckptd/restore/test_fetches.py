@@ -15,7 +15,7 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.restore import slot_fetch as fetch_piece
 from ckptd.restore.fetched_image import Examined, Wrong
-from ckptd.transport.control.messages import FetchSource
+from ckptd.transport.messages import FetchSource
 from ckptd.transport.verbs import Completion, Done, Fault, RegionKey
 from ckptd.workers import Workers
 from tests.ckptd.memory.fresh import put_header
@@ -274,7 +274,7 @@ def test_an_image_that_fits_into_no_slot_fails_the_job(setting: Setting, image_l
 def test_a_header_that_is_damaged_is_not_fetched(setting: Setting) -> None:
     """A trainer asks for it, and no check before may be trusted with what is written to memory."""
     setting.job(AWAY, packed=bytes(112))
-    assert setting.over == ["a slot header in what is asked for is damaged"]
+    assert setting.over == ["a slot header in the request is damaged"]
 
 
 def test_a_holder_that_is_forgotten_when_it_has_opened_its_copy_is_lost(setting: Setting) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.slots.ring import SlotState
-from ckptd.storage.images.image import ImageView
-from ckptd.transport.control.messages import FetchSource
+from ckptd.storage.image import ImageView
+from ckptd.transport.messages import FetchSource
 from tests.ckptd.restore.setting import AWAY, Holder, Setting, check_sealed
 from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import snapshot_of

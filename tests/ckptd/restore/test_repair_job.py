@@ -15,7 +15,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state
 from ckptd.memory.segment_file import open_segment
 from ckptd.storage.checkpoints.reader import read_catalog
-from ckptd.storage.images.image import ImageView
+from ckptd.storage.image import ImageView
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job

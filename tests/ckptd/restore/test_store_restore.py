@@ -15,8 +15,8 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
 from ckptd.memory.segment_file import open_segment
 from ckptd.persistence import keeper_wire as w
-from ckptd.storage.images.image import verify
-from ckptd.transport.control.messages import (
+from ckptd.storage.image import verify
+from ckptd.transport.messages import (
     BringStored,
     Brought,
     DurableWorlds,
@@ -24,7 +24,7 @@ from ckptd.transport.control.messages import (
     GetDurableWorlds,
     GetEvents,
 )
-from ckptd.transport.control.wire import RefusedError
+from ckptd.transport.wire import RefusedError
 from tests.ckptd.persistence.slots import WINDOW, descriptor, fill, segment_store
 from tests.ckptd.persistence.test_keeper import Desk
 from tests.ckptd.running import DaemonProcess, running_daemon

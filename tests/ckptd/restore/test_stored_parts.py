@@ -14,8 +14,8 @@ from ckptd.memory.segment_file import Segment
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.store_link import StoreLink
 from ckptd.storage.checkpoints.reader import read_manifest
-from ckptd.transport.control import peer_messages as p
-from ckptd.transport.control.messages import GetHoldings, Holdings
+from ckptd.transport import peer_messages as p
+from ckptd.transport.messages import GetHoldings, Holdings
 from ckptd.transport.verbs import Completion, Fault, RegionKey
 from tests.ckptd.persistence.slots import descriptor, segment_store
 from tests.ckptd.persistence.test_keeper import Desk, checkpoint

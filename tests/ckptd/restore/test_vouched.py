@@ -9,9 +9,9 @@ import pytest
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.striping import PART_BYTES
 from ckptd.memory.segment_file import Segment
-from ckptd.restore.vouchers import Vouchers, Vouching
-from ckptd.storage.images.strong_digest import strong_digest
-from ckptd.transport.control.messages import FetchSource
+from ckptd.restore.fetched_image import Vouchers, Vouching
+from ckptd.storage.strong_digest import strong_digest
+from ckptd.transport.messages import FetchSource
 from tests.ckptd.forging import forged
 from tests.ckptd.restore.setting import AWAY, SNAPSHOT, Holder, Setting, check_sealed
 from tests.ckptd.snapshots import snapshot_of

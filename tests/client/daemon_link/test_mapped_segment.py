@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.client.daemon_link.mapped_segment import MappedSegment, RankTaken, SlotTable
-from ckptd.client.daemon_link.slot_file import SlotFile
-from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import OWNER_LOCK_BYTE, encode_descriptor, slot_lock_byte
-from ckptd.core.slots.segment_hints import RingHint, write_ring_hint
+from ckptd.client.daemon_link.mapped_segment import Generations, MappedSegment, RankTaken, SlotFile, SlotTable
+from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
+from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.segment_format import (
+    OWNER_LOCK_BYTE,
+    RingHint,
+    encode_descriptor,
+    slot_lock_byte,
+    write_ring_hint,
+)
+from ckptd.holdings import operators_id
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.control.messages import Attach, Attached, Hello, Reserve, Reserved
-from ckptd.transport.control.wire import ControlClient
+from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import MIB, descriptor, fill
+from tests.client.daemon_link.test_rank_memory import attached
 from tests.users import STRANGER, needs_users
 
 
@@ -230,3 +239,63 @@ def test_an_image_that_cannot_be_read_anchors_nothing(path: str) -> None:
 def _as_daemon(segment: MappedSegment) -> Segment:
     """What ``fill`` uses of a daemon's segment, our mapping has too."""
     return segment  # type: ignore[return-value]
+
+
+@pytest.fixture
+def memory(endpoint: str) -> Iterator[RankMemory]:
+    with attached(endpoint, uuid.uuid4().hex[:8]) as found:
+        yield found
+
+
+def generation(memory: RankMemory, table: str) -> MappedSegment:
+    payload = msgspec.msgpack.encode({"operators": [table]})
+    return memory.reserve(MIB, 4, window=1, num_operators=1, payload=payload)
+
+
+def test_those_with_the_newest_table_are_current(memory: RankMemory) -> None:
+    assert Generations().current() == []
+    assert Generations().newest is None
+    a, b, c, d = (generation(memory, table) for table in "abac")
+    found = Generations()
+    for segment, current in ((a, [a]), (b, [b]), (c, [c])):
+        found.add(segment)
+        assert found.current() == current
+        assert found.newest is segment
+    found.remove(b)
+    assert found.current() == [a, c], "nothing unlike lies between them any more"
+    found.add(d)
+    table_of_a = (1, operators_id(a.descriptor))
+    assert found.newer_than_table(table_of_a) == [d]
+    assert found.newer_than_table((1, operators_id(d.descriptor))) == []
+    assert found.newer_than_table((7, "unknown")) == [], "none is given up for a table not here"
+
+
+def test_an_own_copy_is_one_on_this_node_that_is_mapped(memory: RankMemory) -> None:
+    segment = generation(memory, "a")
+    found = Generations()
+    name = segment.path.rpartition("/")[2]
+    record = SlotRecord(7, 0, SlotState.SEALED, iteration=5)
+    elsewhere = SnapshotCopy("elsewhere", name, 1)
+    piece = SnapshotToLoad(record, (elsewhere, SnapshotCopy("here", name, 2)))
+    assert found.own_copy("here", piece) is None
+    found.add(segment)
+    own = found.own_copy("here", piece)
+    assert own is not None
+    assert (own.generation, own.index, own.iteration) == (segment.generation, 2, 5)
+    assert found.of(own) is segment
+    assert found.own_copy("here", SnapshotToLoad(record, (elsewhere,))) is None
+
+
+def test_a_run_goes_on_only_in_slots_that_were_made_for_its_window(memory: RankMemory) -> None:
+    """A wider window has smaller slots: what is recorded under the old one would not fit into them."""
+    payload = msgspec.msgpack.encode({"operators": ["a"]})
+
+    def made(slot_bytes: int, slots: int, window: int) -> MappedSegment:
+        return memory.reserve(slot_bytes, slots, window=window, num_operators=1, payload=payload)
+
+    used, grown, wider = made(MIB, 4, 2), made(MIB, 6, 2), made(MIB // 2, 5, 3)
+    found = Generations()
+    for segment in (used, grown, wider):
+        found.add(segment)
+    assert found.of_another_window(used) == [wider]
+    assert found.of_another_window(wider) == []

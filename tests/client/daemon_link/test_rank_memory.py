@@ -19,12 +19,11 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.client.stats import Stats
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_format import read_slot_header, slot_lock_byte
-from ckptd.core.slots.segment_hints import RingHint, write_ring_hint
+from ckptd.core.slots.segment_format import RingHint, read_slot_header, slot_lock_byte, write_ring_hint
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     Done,
     Events,
     Forget,
@@ -34,7 +33,7 @@ from ckptd.transport.control.messages import (
     NodeCard,
     RefusalCode,
 )
-from ckptd.transport.control.wire import ControlClient, RefusedError
+from ckptd.transport.wire import ControlClient, RefusedError
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.rank_threads import outcomes
 
@@ -348,7 +347,7 @@ def test_a_daemon_that_is_away_when_the_run_begins_is_told_later(
     endpoint: str, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with attached(endpoint, run) as memory:
-        memory.session.link.connected = False  # as its link says when the daemon does not answer
+        memory.session.connected = False  # as its link says when the daemon does not answer
         memory.begin_epoch(9, 4, (Member(memory.session.card, (0,)),))
         assert history(memory) == (9, 4)
         assert "the daemon was not told who takes part in the run" in caplog.text
@@ -362,7 +361,7 @@ def test_a_join_that_fails_for_another_reason_is_tried_again(
     endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attached(endpoint, run) as memory:
-        client = memory.session.link._client
+        client = memory.session._client
         assert client is not None
         request, refused = client.request, list[object]()
 
@@ -414,7 +413,7 @@ def test_whatever_goes_wrong_on_one_rank_is_raised_on_all(
         raise OSError("bad memory")
 
     with two_ranks(endpoint, run) as memories:
-        for owner, name in ((memories[1]._retrieval, "_verify"), (memories[1], "_release")):
+        for owner, name in ((memories[1].retrieval, "_verify"), (memories[1], "_release")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, broken)
                 if name == "_release":

@@ -16,7 +16,7 @@ from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.holdings import newest_history
-from ckptd.transport.control.messages import (
+from ckptd.transport.messages import (
     HeldSegment,
     HeldSlot,
     Holdings,

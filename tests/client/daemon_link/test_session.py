@@ -14,9 +14,9 @@ import zmq
 
 from ckptd.client.daemon_link.session import Session
 from ckptd.errors import DaemonUnavailable
-from ckptd.transport.control import messages as m
-from ckptd.transport.control import wire
-from ckptd.transport.control.wire import decode, encode
+from ckptd.transport import messages as m
+from ckptd.transport import wire
+from ckptd.transport.wire import decode, encode
 from tests.client.silent_listener import SilentListener
 
 PIECE = m.FetchPiece(bytes(112), (m.FetchSource("there", "segment", 0),))

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckptd.client import values
 from ckptd.client.data import Batches, BatchLedger
 from ckptd.client.data.loaders import check_loader, repeats_by_index
-from ckptd.client.data.reach import Reach
+from ckptd.client.data.position import Reach
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.client.training_state import check_state
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ckptd.client.elastic.layer.elastic_layer as layer_module
 from ckptd.client.elastic import ElasticExperts
-from ckptd.client.elastic.layer.token_rows import Order, spread
+from ckptd.client.elastic.layer.token_routing import Order, spread
 from ckptd.errors import CorruptionError
 from tests.client.elastic.mixtures import WIDTH, Batch, Block, Case, batches, descend, expert
 from tests.client.elastic.ranks import Found, elastic_layer, told, work_through

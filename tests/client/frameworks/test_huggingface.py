@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ckptd.client import values
-from ckptd.client.frameworks.hf_state import LogHistory, TrainerProgress
 
 # Looked for, not imported: every worker collects every file, and importing takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -28,6 +27,18 @@ def ckptd_callback(**options: Any) -> Any:
     from ckptd.client.frameworks.huggingface import CkptdCallback
 
     return CkptdCallback(**options)
+
+
+def log_history(trainer: Any) -> Any:
+    from ckptd.client.frameworks.huggingface import LogHistory
+
+    return LogHistory(trainer)
+
+
+def trainer_progress(trainer: Any, shape: dict[str, int]) -> Any:
+    from ckptd.client.frameworks.huggingface import TrainerProgress
+
+    return TrainerProgress(trainer, shape)
 
 
 def early_stopping() -> Any:
@@ -163,33 +174,33 @@ def holder(history: list[dict[str, Any]]) -> Any:
 
 def test_the_log_comes_back_whole() -> None:
     history: list[dict[str, Any]] = [{"loss": 0.1, "step": 1}]
-    log = LogHistory(holder(history))
+    log = log_history(holder(history))
     log.state_dict()
     history += [{"loss": 0.2, "step": 2, "odd": object}, {"eval_loss": 0.3, "step": 2}]
     recorded = values.unpack(values.pack(log.state_dict()))
     other = holder([{"loss": 9.0}])
-    successor = LogHistory(other)
+    successor = log_history(other)
     successor.load_state_dict(recorded)
     history[1]["odd"] = str(object)  # what a snapshot cannot hold is kept as its text
     assert other.state.log_history == history
     other.state.log_history.append({"loss": 0.4})
     again = holder([])
-    LogHistory(again).load_state_dict(successor.state_dict())
+    log_history(again).load_state_dict(successor.state_dict())
     assert again.state.log_history == [*history, {"loss": 0.4}]
 
 
 def test_a_log_that_was_cut_is_packed_anew() -> None:
     history: list[dict[str, Any]] = [{"step": 1}, {"step": 2}]
-    log = LogHistory(holder(history))
+    log = log_history(holder(history))
     log.state_dict()
     del history[0]
     other = holder([])
-    LogHistory(other).load_state_dict(log.state_dict())
+    log_history(other).load_state_dict(log.state_dict())
     assert other.state.log_history == [{"step": 2}]
 
 
 def test_other_batches_are_refused() -> None:
-    progress = TrainerProgress(None, {"per_device_train_batch_size": 8})
+    progress = trainer_progress(None, {"per_device_train_batch_size": 8})
     recorded = {"shape": {"per_device_train_batch_size": 4}}
     with pytest.raises(ValueError, match=r"was 4 .* is 8 now.*run="):
         progress.load_state_dict(recorded)
@@ -200,7 +211,7 @@ def test_a_callback_whose_state_cannot_be_held_is_left_out(
 ) -> None:
     odd = early_stopping()
     odd.early_stopping_patience_counter = object()
-    TrainerProgress(trainer(tmp_path, odd), {})._exporting()
+    trainer_progress(trainer(tmp_path, odd), {})._exporting()
     assert "EarlyStoppingCallback is not captured" in caplog.text
 
 
@@ -211,7 +222,7 @@ def test_callbacks_that_export_their_state_get_it_back(tmp_path: Path) -> None:
     made._globalstep_last_logged = made._initial_global_step = 0
     made._initial_num_input_tokens_seen = 0
     made.state.global_step, patience.early_stopping_patience_counter = 5, 2
-    progress = TrainerProgress(made, {})
+    progress = trainer_progress(made, {})
     recorded = values.unpack(values.pack(progress.state_dict()))
     made.state.global_step, patience.early_stopping_patience_counter = 0, 0
     made._total_loss_scalar = 0.0

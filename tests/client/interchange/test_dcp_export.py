@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ckptd.core.export.export_errors import ExportError
+from ckptd.core.export_plan import ExportError
 from ckptd.export.dcp import export_dcp
 from ckptd.export.memory_source import open_slot
 from ckptd.export.source import TensorSource

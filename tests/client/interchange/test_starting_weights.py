@@ -117,7 +117,7 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("/nowhere/model", "/nowhere/model is not there"),
+        ("/nowhere/model", "/nowhere/model does not exist"),
         ("memory://start-from/job/none/import", r"has no import\.json"),
         ("{tmp_path}", r"holds no model\.safetensors"),
         ("gopher://host/model", "gopher"),

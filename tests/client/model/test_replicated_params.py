@@ -30,7 +30,7 @@ from ckptd.client.model.replicated_params import (
 )
 from ckptd.client.model.snapshot_layout import parse_entry_name
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.client.schedule.planning import PlanInputs, make_plan, most_pieces
+from ckptd.client.schedule.planner import PlanInputs, make_plan, most_pieces
 from ckptd.client.schedule.schedule_change import table_digest
 from ckptd.client.schedule.snapshot_plan import (
     SnapshotPlan,
@@ -38,7 +38,7 @@ from ckptd.client.schedule.snapshot_plan import (
     operator_costs,
     plan_from_payload,
 )
-from ckptd.core.schedules.schedule import OperatorKind, Ordering
+from ckptd.core.schedule import OperatorKind, Ordering
 from ckptd.core.slots.segment_format import plan_geometry
 from tests.client.doubled import Doubled
 from tests.client.rank_threads import outcomes

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer
-from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.boundary_log import BoundaryLog, SilentLog
 from ckptd.client.pipeline.log_reader import LogReader
-from ckptd.client.pipeline.silent_log import SilentLog
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.core.slots.boundary import RecordKey, SentKind
 from ckptd.core.slots.ring import SlotState
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine, CopyItem, CpuEngine, HostMemory
-from ckptd.cuda.select import make_engine
 from ckptd.errors import CorruptionError, SegmentError
 from tests.ckptd.running import eventually
 from tests.e2e.harness import own_daemon

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.pipeline.stage_rehearsal import (
+from ckptd.client.pipeline.stage_hooks import (
     _warn_unknown,
     callables_of,
     rehearsal_tap,

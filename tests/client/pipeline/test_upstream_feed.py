@@ -19,24 +19,28 @@ from torch import Tensor
 
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import MemoryNeed, RankMemory
-from ckptd.client.daemon_link.segment_arrival import Arrivals
+from ckptd.client.daemon_link.retrieval import Arrivals
 from ckptd.client.identity import Identity
 from ckptd.client.options import DaemonOptions
 from ckptd.client.pipeline import upstream_feed
 from ckptd.client.pipeline.log_reader import LogFile
-from ckptd.client.pipeline.upstream_feed import FedLogs
+from ckptd.client.pipeline.upstream_feed import FedLogs, ValueLogs
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
+from ckptd.core.recovery.localized_plan import Feed, RankKind, RankPlan
 from ckptd.core.slots.boundary import RecordKey, SentKind, parse_record_name
 from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import unpack_slot_header
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.holdings import fetch_piece, header_record
 from ckptd.memory.segment_file import open_segment
-from ckptd.transport.control.messages import GetStatus, NodeCard, RunSeen, SeeRun, Status
+from ckptd.transport.messages import GetStatus, NodeCard, RunSeen, SeeRun, Status
 from tests.ckptd.nodes import PORT, Net, Node
 from tests.ckptd.running import eventually, fill
 from tests.ckptd.snapshots import states_in
+
+__all__ = ["job", "pair"]
+
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -455,3 +459,25 @@ def test_a_log_that_cannot_be_opened_here_is_brought_by_the_daemon(
         assert len(job.copies(pair[0])) == 1
         assert not upstream_feed._HELD
         fed.close()
+
+
+def test_the_log_of_a_rank_that_is_no_neighbour_is_brought_when_it_is_wanted(job: Job, pair: Net) -> None:
+    with job.rank(pair[0], 0) as sender:
+        log(sender, 7, 8)
+        card = sender.session.card
+    pieces, _ = job.logged(pair[0])
+    feeds = (Feed(0, 7, 8, (pieces[7],)),)
+    values = (Feed(0, 8, 9, (pieces[8],)),)
+    mine = RankPlan(RankKind.PARKED, 7, 7, (), feeds, values)
+    with job.rank(pair[1], 1) as reader:
+        fed = FedLogs(reader.session, mine.logs, (card,))
+        logs = ValueLogs(reader.session, mine, fed, (card,))
+        assert torch.equal(logs(7)[SENT], sent_in(0, 7)), "as it is fed"
+        assert len(job.copies(pair[1])) == 1, "nothing more was asked for"
+        for _ in range(2):
+            assert torch.equal(logs(8)[SENT], sent_in(0, 8))
+        assert len(job.copies(pair[1])) == 2
+        assert logs(9) == {}
+        logs.close()
+        fed.close()
+        eventually(lambda: not job.copies(pair[1]), "all copies are given back")

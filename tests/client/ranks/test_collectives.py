@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.client.identity import Identity
-from ckptd.client.ranks import byte_exchange
-from ckptd.client.ranks.collectives import Collectives, TryAgain, exchange
+from ckptd.client.ranks import collectives
+from ckptd.client.ranks.collectives import Collectives, TryAgain, _cut, exchange
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from tests.client.rank_threads import outcomes
 from tests.forked import FORKED
@@ -173,7 +173,7 @@ def said_by(rank: int, turn: int) -> bytes:
 
 
 def turns(rank: int) -> None:
-    byte_exchange._ROUND_BYTES = 3 * 10_000  # so that a payload takes several rounds
+    collectives._ROUND_BYTES = 3 * 10_000  # so that a payload takes several rounds
     for turn in range(4):
         heard = exchange(Identity("j", "r", rank, WORLD), said_by(rank, turn))
         assert heard == [said_by(r, turn) for r in range(WORLD)]
@@ -219,3 +219,12 @@ def test_alone_one_hears_oneself() -> None:
 def test_several_ranks_without_a_process_group_are_told_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"call init_process_group\(\) before Checkpointer"):
         exchange(Identity("j", "r", 0, 2), b"said")
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 100])
+@pytest.mark.parametrize("parts", [[], [b""], [b"abc"], [b"ab", b"", b"cdefgh", b"i"], [b"x" * 20, b"y"]])
+def test_pieces_add_up_and_all_but_the_last_are_full(parts: list[bytes], width: int) -> None:
+    pieces = list(_cut(parts, width))
+    assert b"".join(pieces) == b"".join(parts)
+    assert all(len(piece) == width for piece in pieces[:-1])
+    assert all(pieces)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptd.client.ranks import failure_detector
-from ckptd.client.ranks.failure_detector import FailureDetector
+from ckptd.client.ranks import store_barrier
+from ckptd.client.ranks.store_barrier import FailureDetector
 from tests.client.watched_ranks import Ranks, store_process
 
 BROKE = "rank 1 of {} (127.0.0.1) is gone: its connection broke"
@@ -104,7 +104,7 @@ def store() -> Any:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_detector, "_BEAT_S", 0.2)
+    monkeypatch.setattr(store_barrier, "_BEAT_S", 0.2)
 
 
 def until(store: Any, key: str, there: bool) -> None:

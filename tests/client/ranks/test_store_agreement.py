@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ckptd.client.identity import Identity
 from ckptd.client.ranks.store_agreement import StoreAgreement, play
-from ckptd.core.schedules.registers import propose_largest
+from ckptd.core.switching import propose_largest
 from tests.ckptd.running import eventually
 
 WORLD = 5

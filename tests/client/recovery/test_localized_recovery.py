@@ -15,29 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ckptd.client import values
-from ckptd.client.daemon_link.communication_facts import LogFacts, log_payload
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
-from ckptd.client.parking.park_memory import parked_records
-from ckptd.client.parking.parked_copy import CopiedImage, ParkedCopy
+from ckptd.client.parking.park_memory import CopiedImage, ParkedCopy, parked_records
+from ckptd.client.pipeline.log_reader import LogFacts, log_payload
 from ckptd.client.pipeline.upstream_feed import FedLogs
-from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.ranks.collectives import Collectives, TryAgain
 from ckptd.client.recovery import localized_recovery
 from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.localized_recovery import LocalizedStart, begin_localized, end_localized
 from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.slots.ring import SlotState
-from ckptd.core.slots.segment_hints import HINT_APART, HINT_APART_AGAIN
+from ckptd.core.slots.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import AttachRefused, DaemonUnavailable
-from ckptd.storage.images.image import ImageView
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.image_layout import ImageLayout
-from ckptd.transport.control.messages import SegmentInfo
+from ckptd.storage.image import ImageLayout, ImageView
+from ckptd.storage.image_format import TensorEntry
+from ckptd.transport.messages import SegmentInfo
 from tests.ckptd.nodes import Net
 from tests.ckptd.running import MIB, eventually, fill
 from tests.client.daemon_link.test_rank_memory import attached, events, record
@@ -367,18 +366,24 @@ def test_stages_whose_shapes_are_unknown_run_with_their_neighbours_only(
     """They would rehearse, and ask neighbours that are not there; where all begin together, they may."""
 
     def can(rank: int, job: Collectives) -> list[bool]:
-        procedure = localized_recovery._Procedure(ranks[rank], job, (1 - rank,), 0)
+        procedure = localized_recovery._LocalizedProcedure(ranks[rank], job, (1 - rank,), 0)
         view = procedure.inventory(ExitStack())
         plan = procedure.plan(view)
         assert isinstance(plan, LocalizedPlan)
-        return [can_retrieve(rank, view, plan, apart) for apart in (False, True)]
+        return [can_retrieve(procedure, view, begun(plan, first)) for first in (CUT_OFF, CUT_OFF - 1)]
 
-    def can_retrieve(rank: int, view: RunView, plan: LocalizedPlan, apart: bool) -> bool:
-        part = localized_recovery._Part(ranks[rank], plan.per_rank[rank], view, apart)
+    def begun(plan: LocalizedPlan, first: int) -> LocalizedPlan:
+        """The same plan, but that rank 1 begins with this iteration, and rank 0 where it was cut off."""
+        starts = {0: CUT_OFF, 1: first}
+        return replace(
+            plan, per_rank={r: structs.replace(p, start=starts[r]) for r, p in plan.per_rank.items()}
+        )
+
+    def can_retrieve(procedure: Any, view: RunView, plan: LocalizedPlan) -> bool:
         with ExitStack() as undo:
             try:
-                part.retrieve(undo)
-            except DaemonUnavailable:
+                procedure.retrieve(view, plan, undo)
+            except TryAgain:
                 return False
         return True
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptd.client import Checkpointer, RecoveryOptions, RunOptions, SnapshotOptions
-from ckptd.client.model import host_bytes
+from ckptd.client.model import snapshot_layout
 from ckptd.client.recovery import rehearsal as rehearsal_module
 from tests.e2e.lives import free_port
 from tests.habits.optimizers import MAKERS, package_of
@@ -298,7 +298,7 @@ def test_memory_that_does_not_suffice_is_said(live: Any, monkeypatch: pytest.Mon
 
 
 def test_free_memory_of_the_host_is_told() -> None:
-    assert 1 << 20 < host_bytes.free_bytes(torch.device("cpu")) < 1 << 46
+    assert 1 << 20 < snapshot_layout.free_bytes(torch.device("cpu")) < 1 << 46
 
 
 def begin(

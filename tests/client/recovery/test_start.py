@@ -23,12 +23,12 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import start
 from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.start import Recovery, Resumption
-from ckptd.client.schedule.planning import PlanInputs, make_plan
+from ckptd.client.schedule.planner import PlanInputs, make_plan
 from ckptd.client.training_state import TrainingState
-from ckptd.core.schedules.schedule import Ordering
-from ckptd.core.slots.segment_hints import HINT_DROP_GRADIENTS
+from ckptd.core.schedule import Ordering
+from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
+from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine
-from ckptd.cuda.select import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from tests.ckptd.running import MIB
 from tests.client.daemon_link.test_rank_memory import attached, record

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from ckptd.client.schedule.schedule_change import orders_towards
-from ckptd.core.schedules.schedule import OperatorCost, OperatorKind, Schedule, plan_schedule
+from ckptd.client import values
+from ckptd.client.schedule.schedule_change import (
+    ScheduleAgreement,
+    ScheduleStart,
+    differing,
+    of_parked,
+    orders_towards,
+)
+from ckptd.core.schedule import OperatorCost, OperatorKind, Schedule, plan_schedule
+from ckptd.core.switching import Apply, Change, Discard, Prepare, Switching
+from tests.ckptd.running import eventually
 
 COSTS = [OperatorCost(f"e{i}", OperatorKind.EXPERT, 100 + i, 10) for i in range(12)]
 ROOM = 2_000
@@ -46,3 +60,178 @@ def test_there_is_no_step_to_the_order_that_is() -> None:
 def test_an_order_of_other_operators_is_refused(order: list[int]) -> None:
     with pytest.raises(ValueError, match="there are 12"):
         orders_towards(four_phases(), COSTS, order, capacity_bytes=ROOM)
+
+
+def parked(iteration: int, phase: int, span: int = 3, stride: int = 1) -> ScheduleStart:
+    return ScheduleStart([(iteration, phase)], span, stride)
+
+
+def suffix(*phases: int, start: int = 0) -> ScheduleStart:
+    return ScheduleStart(list(enumerate(phases, start)))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [parked(10, 1), parked(11, 2), suffix(2, 0, 1, start=8)],
+        [suffix(2, 0, 1, start=8), parked(10, 1)],
+        [parked(12, 1, stride=4), ScheduleStart([(4, 2), (8, 0)])],
+        [parked(10, 0, span=1), suffix(0, 0, start=9)],
+    ],
+)
+def test_what_agrees(told: list[ScheduleStart]) -> None:
+    assert differing(told) == ""
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [parked(10, 1), suffix(1, 2, 0, start=8)],  # another base
+        [parked(10, 1), parked(10, 1, span=4)],
+        [parked(10, 1), parked(10, 1, stride=2)],
+        [parked(10, 0, span=5), suffix(0, 1, 2, start=7)],  # from the window before: 10 begins one
+        [parked(10, 0, span=2), suffix(0, 1, 2, start=7)],
+        [parked(10, 0, span=1), suffix(0, 1, 2, start=7)],
+        [parked(10, 1), ScheduleStart()],
+        [suffix(0, 1, 2)],
+    ],
+)
+def test_what_differs(told: list[ScheduleStart]) -> None:
+    assert differing(told).startswith("rank ")
+
+
+@pytest.mark.parametrize(
+    ("policy", "phases", "span"), [("sliding", 3, 3), ("dense", 1, 5), ("sliding", 4, 0)]
+)
+def test_what_a_parked_rank_tells(policy: str, phases: int, span: int) -> None:
+    """Nothing, if its ring is of another window than what was parked."""
+    scalars = {"phases": [[0]] * phases, "stride": 2}
+    recorded = 1 if policy == "dense" else 3
+    payload = values.pack({"policy": policy, "every": 5, "phases": [[0]] * recorded}, "a plan")
+    told = of_parked(10, 1, scalars, payload)
+    assert told == (ScheduleStart([(10, 1)], span, 2) if span else ScheduleStart())
+
+
+WORLD = 4
+WIDER = Change("too slow", window=6, order=(2, 0, 1), table="t")
+
+
+class Rank:
+    """A trainer that does as it is told, an iteration at a time."""
+
+    def __init__(self, find_store: Callable[[], Any], prefix: str = "ckptd/j/r/7/switch") -> None:
+        machine = Switching(patience_s=60, apart_s=0.0, apart_max_s=0.0)
+        self.switches = ScheduleAgreement(find_store, prefix=prefix, world_size=WORLD, machine=machine)
+        self.iteration = 0
+        self.applied: list[Apply] = []
+        self.discarded: list[Discard] = []
+        self.refuses = ""
+
+    def step(self) -> None:
+        for effect in self.switches.boundary(self.iteration, iteration_s=0.01):
+            match effect:
+                case Prepare():
+                    if self.refuses:
+                        self.switches.unable(effect.number, self.refuses)
+                    else:
+                        self.switches.prepared(effect.number)
+                case Apply():
+                    self.applied.append(effect)
+                case Discard():
+                    self.discarded.append(effect)
+        self.iteration += 1
+
+
+@pytest.fixture(params=["tcp", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param == "file":
+        return dist.FileStore(str(tmp_path / "store"), WORLD)  # type: ignore[attr-defined]
+    return dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def ranks(store: Any) -> Iterator[list[Rank]]:
+    found = [Rank(lambda: store) for _ in range(WORLD)]
+    yield found
+    for rank in found:
+        rank.switches.close()
+
+
+def train_until(ranks: list[Rank], done: Callable[[], bool], what: str) -> None:
+    def look() -> bool:
+        for rank in ranks:
+            rank.step()
+        return done()
+
+    eventually(look, what, timeout_s=60)
+
+
+def test_all_go_over_at_one_iteration(ranks: list[Rank]) -> None:
+    assert ranks[2].switches.wish(WIDER)
+    train_until(ranks, lambda: all(r.applied for r in ranks), "changed")
+    (first,) = ranks[0].applied
+    assert first.change == WIDER
+    assert all(r.applied == [first] for r in ranks)
+    assert not any(r.discarded for r in ranks)
+
+
+def test_two_that_wish_get_one_after_the_other(ranks: list[Rank]) -> None:
+    """Whoever comes second takes part in the first one's, and may wish again."""
+    others = Change("dense", dense=True)
+    assert ranks[0].switches.wish(WIDER)
+    assert ranks[1].switches.wish(others)
+    train_until(ranks, lambda: all(r.applied for r in ranks), "changed")
+    second = others if ranks[0].applied[0].change == WIDER else WIDER
+    train_until(ranks, lambda: ranks[3].switches.wish(second), "the next one is taken")
+    train_until(ranks, lambda: all(len(r.applied) == 2 for r in ranks), "changed again")
+    assert ranks[0].applied[1].change == second
+    assert ranks[0].applied[1].at > ranks[0].applied[0].at
+
+
+def test_one_that_cannot_keeps_all_where_they_are(ranks: list[Rank]) -> None:
+    ranks[3].refuses = "rank 3 cannot: no memory"
+    assert ranks[0].switches.wish(WIDER)
+    train_until(ranks, lambda: all(r.discarded for r in ranks), "dropped")
+    assert {r.discarded[0].why for r in ranks} == {"rank 3 cannot: no memory"}
+    assert not any(r.applied for r in ranks)
+
+
+def test_a_store_that_is_gone_is_told_once_and_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = []
+
+    def gone() -> Any:
+        asked.append(1)
+        raise RuntimeError("Connection reset by peer")
+
+    with caplog.at_level(logging.ERROR):
+        rank = Rank(gone)
+        eventually(lambda: len(asked) >= 4, "asked again", timeout_s=30)
+    rank.switches.close()
+    rank.step()
+    assert rank.switches.knows(rank.iteration)
+    (told,) = caplog.records
+    assert "Connection reset by peer; the schedule stays as it is" in told.getMessage()
+
+
+def test_only_outcomes_stay_in_the_store() -> None:
+    """Proposals may be long; a rank in doubt must find the outcome whenever it comes back."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # type: ignore[attr-defined]
+    ranks = [Rank(lambda: store) for _ in range(WORLD)]
+
+    def changed(times: int) -> Callable[[], bool]:
+        return lambda: all(len(r.applied) == times for r in ranks)
+
+    for number in range(1, 4):
+        train_until(ranks, lambda: ranks[0].switches.wish(WIDER), "taken")
+        train_until(ranks, changed(number), "changed")
+    for rank in ranks:
+        rank.switches.close()
+
+    def kept(number: int) -> set[str]:
+        names = ("proposal", "ready", "all", "at", "promised", "outcome")
+        return {n for n in names if store.check([f"ckptd/j/r/7/switch/{number}/{n}"])}
+
+    assert kept(1) == {"outcome"}
+    assert kept(2) == kept(3) == {"proposal", "ready", "all", "at", "promised", "outcome"}

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptd.client.capture.row_ranges import Rows
-from ckptd.client.model.snapshot_layout import EntrySource
-from ckptd.client.parking.parked_copy import CopiedImage
+from ckptd.client.model.snapshot_layout import EntrySource, Rows
+from ckptd.client.parking.park_memory import CopiedImage
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.upstream_feed import FedLogs
 from ckptd.client.recovery import replay
-from ckptd.client.recovery.activation import Activity
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, Take
+from ckptd.client.recovery.snapshot_loading import Activity, SnapshotLoader
 from ckptd.core.slots.boundary import RecordKey, SentKind
 
 __all__ = ["LEAVE_OUT"]
@@ -29,11 +28,11 @@ def _frozen_weights() -> None:
     """The recorded weights of one frozen parameter are never loaded: it keeps what the new process
     began with.
     """
-    original = Replay._pieces
+    original = SnapshotLoader.pieces
     victims: list[str] = []
 
-    def without(self: Replay, source: EntrySource, wanted: Rows, also: Rows) -> list[EntrySource]:
-        frozen, binding = self._activity.frozen_rows, self._binding
+    def without(self: SnapshotLoader, source: EntrySource, wanted: Rows, also: Rows) -> list[EntrySource]:
+        frozen, binding = self.activity.frozen_rows, self.binding
         if not victims:
             victims.extend(n for n in frozen if binding.num_rows(n) and n in binding.owner)
         if source.kind == "param" and source.name == victims[0]:
@@ -41,7 +40,7 @@ def _frozen_weights() -> None:
             also = {}
         return original(self, source, wanted, also)
 
-    Replay._pieces = without  # type: ignore[method-assign]
+    SnapshotLoader.pieces = without  # type: ignore[method-assign]
 
 
 def _random_state() -> None:
@@ -122,12 +121,16 @@ def _one_record() -> None:
 
 def _handed_state() -> None:
     """What this rank is handed of the optimizer's state when replay ends is damaged."""
-    original = Replay._take
+    original = SnapshotLoader.take
 
-    def damaged(self: Replay, piece: EntrySource, data: Tensor) -> None:
-        original(self, piece, data + 1 if self.dense and piece.kind == "optim" else data)
+    def damaged(self: SnapshotLoader, piece: EntrySource, data: Tensor) -> None:
+        original(self, piece, data + 1 if _all_active(self) and piece.kind == "optim" else data)
 
-    Replay._take = damaged  # type: ignore[method-assign]
+    SnapshotLoader.take = damaged  # type: ignore[method-assign]
+
+
+def _all_active(loader: SnapshotLoader) -> bool:
+    return loader.activity.active == loader.activity.everything
 
 
 def _group_options() -> None:
@@ -163,17 +166,17 @@ def _feed(instead: Callable[[Tensor], Tensor | None]) -> None:
 
 def _parked_weight() -> None:
     """One parameter of the parked state is not loaded."""
-    original = Replay._targets
+    original = SnapshotLoader.targets
     victims: list[str] = []
 
-    def without(self: Replay, image: Any, source: EntrySource, *others: Any, **named: Any) -> Any:
-        if source.kind == "param" and self.dense:
+    def without(self: SnapshotLoader, image: Any, source: EntrySource, *others: Any, **named: Any) -> Any:
+        if source.kind == "param" and _all_active(self):
             victims.append(source.name)
             if source.name == victims[0]:
                 return []
         return original(self, image, source, *others, **named)
 
-    Replay._targets = without  # type: ignore[method-assign]
+    SnapshotLoader.targets = without  # type: ignore[method-assign]
 
 
 def _own_buffers() -> None:

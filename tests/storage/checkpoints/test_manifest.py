@@ -24,8 +24,7 @@ from ckptd.storage.checkpoints.manifest import (
     agreement,
 )
 from ckptd.storage.checkpoints.names import ObjectName, parse
-from ckptd.storage.checkpoints.run_identity import MAX_RUN_BYTES, RunIdentity
-from ckptd.storage.checkpoints.sealed_json import seal_json
+from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, RunIdentity, seal_json
 from ckptd.storage.checkpoints.signing import ManifestSigner, Signers, create_signer
 from tests.storage.samples import JOB, RUN, RUN_ID, manifest_of
 

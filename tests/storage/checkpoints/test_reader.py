@@ -21,8 +21,10 @@ from ckptd.storage.checkpoints.manifest import (
 )
 from ckptd.storage.checkpoints.names import ObjectName
 from ckptd.storage.checkpoints.reader import (
+    SPLIT_BYTES,
     SnapshotDamaged,
     index_of,
+    plan_reads,
     read_catalog,
     read_identity,
     read_image_bytes,
@@ -31,8 +33,7 @@ from ckptd.storage.checkpoints.reader import (
     read_manifests,
     restore_snapshot,
 )
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.read_plan import SPLIT_BYTES, plan_reads
+from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, Range, Unavailable
 from tests.storage.memory_store import MemoryStore
 from tests.storage.samples import JOB, RUN, RUN_ID, Writer, make_sample, window, write_identity

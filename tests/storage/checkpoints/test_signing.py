@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 from ckptd.storage.checkpoints.manifest import ManifestError
-from ckptd.storage.checkpoints.reader import read_manifest
+from ckptd.storage.checkpoints.reader import SignedStore, read_manifest
 from ckptd.storage.checkpoints.signing import (
     ManifestSigner,
     Signers,
@@ -19,13 +19,12 @@ from ckptd.storage.checkpoints.signing import (
     create_signer,
     trust_signer,
 )
-from ckptd.storage.images.strong_digest import (
+from ckptd.storage.strong_digest import (
     fastest_algorithm,
     is_strong_digest,
     matches,
     strong_digest,
 )
-from ckptd.storage.signed_store import SignedStore
 from tests.storage.memory_store import MemoryStore
 from tests.storage.samples import Writer, window
 

@@ -20,14 +20,13 @@ from ckptd.storage.checkpoints.verifier import (
     Progress,
     Severity,
     VerifyReport,
+    check_tensors,
+    stream_buffers,
     verify_checkpoint,
     verify_run,
     verify_store,
 )
-from ckptd.storage.images.image_format import TensorEntry
-from ckptd.storage.images.object_check import StreamBuffers, check_tensors
-from ckptd.storage.images.safetensors_header import render_header
-from ckptd.storage.images.stored_headers import parse_header, tag_of
+from ckptd.storage.image_format import TensorEntry, parse_header, render_header, tag_of
 from ckptd.storage.stores.objects import Range, Unavailable
 from ckptd.storage.stores.open_store import open_store
 from tests.storage.memory_store import MemoryStore
@@ -344,7 +343,7 @@ def test_tensors_are_digested_whatever_the_buffers(size: int, count: int) -> Non
     header = parse_header(sample.header)
     store = MemoryStore()
     store.put("a/object", [sample.image])
-    memory = StreamBuffers.allocate(size, count)
+    memory = stream_buffers(size, count)
     told: list[int] = []
     assert check_tensors(store, "a/object", header, memory, told.append) == []
     assert sum(told) == 270
@@ -359,7 +358,7 @@ def test_a_wrong_digest_of_an_empty_tensor_is_found() -> None:
     header = parse_header(make_sample(1, entries=[TensorEntry("e", "U8", (0,))]).header)
     assert header.digests == (xxhash.xxh3_128_digest(b""),)
     wrong = replace(header, digests=(bytes(16),))
-    memory = StreamBuffers.allocate(8, 1)
+    memory = stream_buffers(8, 1)
     assert check_tensors(MemoryStore(), "a/object", wrong, memory, lambda _: None) == ["e"]
 
 

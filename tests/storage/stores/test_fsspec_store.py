@@ -14,7 +14,6 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptd.storage.stores.cutting import RangeRequest, total
 from ckptd.storage.stores.fsspec_store import FsspecStore
 from ckptd.storage.stores.objects import (
     Damaged,
@@ -25,8 +24,7 @@ from ckptd.storage.stores.objects import (
     StoreRefused,
     Unavailable,
 )
-from ckptd.storage.stores.store_base import StoreBase
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import RangeRequest, StoreBase, StoreOptions, total
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]

@@ -13,7 +13,7 @@ import pytest
 from ckptd.storage.stores.objects import ObjectStore, Range, StoreRefused
 from ckptd.storage.stores.obstore_store import ObstoreStore
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import StoreOptions
 from tests.storage.s3_server import S3Server
 
 MIB = 1 << 20

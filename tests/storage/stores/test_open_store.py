@@ -10,8 +10,7 @@ import pytest
 from ckptd.storage.stores import open_store as module
 from ckptd.storage.stores.objects import NotInstalled, ObjectStore, Unavailable
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.store_base import public_url
-from ckptd.storage.stores.store_options import StoreOptions
+from ckptd.storage.stores.store_base import StoreOptions, public_url
 
 
 def _backend(store: ObjectStore) -> str:
@@ -51,6 +50,7 @@ def test_what_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     missing = "obstore" if backend == "obstore" else "s3fs"
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setitem(sys.modules, f"{missing}.store", None)
+    monkeypatch.delitem(sys.modules, "ckptd.storage.stores.obstore_store", raising=False)
     with pytest.raises(NotInstalled, match=r"ckptd\[s3\]"):
         open_store("s3://bucket", {"key": "k", "secret": "s"}, backend)
 

@@ -28,8 +28,16 @@ from ckptd.storage.stores.objects import (
     Unavailable,
 )
 from ckptd.storage.stores.open_store import open_store
-from ckptd.storage.stores.resilience import Backoff, Circuit, CircuitState, RetryPolicy
-from ckptd.storage.stores.resilient import NoticeKind, Resilient, RetryTiming, StoreNotice
+from ckptd.storage.stores.resilience import (
+    Backoff,
+    Circuit,
+    CircuitState,
+    NoticeKind,
+    Resilient,
+    RetryPolicy,
+    RetryTiming,
+    StoreNotice,
+)
 
 
 class TestBackoff:
@@ -210,7 +218,7 @@ class Setting:
             url="memory://here",
             timing=RetryTiming(lambda: self.now_s, self._sleep, random.Random(5)),
             cancelled=lambda: self.cancelled,
-            told=self.notices.append,
+            notify=self.notices.append,
         )
 
     def _sleep(self, seconds: float) -> None:

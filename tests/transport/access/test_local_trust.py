@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.transport import messages as m
 from ckptd.transport.access.local_trust import (
     LocalFileError,
     check_way,
@@ -20,8 +21,7 @@ from ckptd.transport.access.local_trust import (
     open_file,
     own_users,
 )
-from ckptd.transport.control import messages as m
-from ckptd.transport.control.wire import ControlClient, WireError
+from ckptd.transport.wire import ControlClient, WireError
 from tests.users import STRANGER, needs_users, spawn_as
 
 US = own_users()
@@ -81,7 +81,7 @@ def test_a_socket_that_is_open_to_everybody_is_refused(folder: Path) -> None:
 
 def test_a_file_in_the_place_of_the_socket_is_refused(folder: Path) -> None:
     (folder / "s").touch()
-    with pytest.raises(LocalFileError, match="no socket"):
+    with pytest.raises(LocalFileError, match="not a socket"):
         find_listener(f"ipc://{folder}/s", US)
 
 
@@ -243,7 +243,7 @@ def test_a_file_is_opened_if_it_is_ours_and_regular(folder: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         open_file(folder / "link", os.O_RDWR, US)
     os.mkfifo(folder / "pipe", 0o600)
-    with pytest.raises(LocalFileError, match="no regular file"):
+    with pytest.raises(LocalFileError, match="not a regular file"):
         open_file(folder / "pipe", os.O_RDONLY, US)
 
 

@@ -13,12 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.transport.fabric import short_cut_copies
-from ckptd.transport.fabric.chunks import ChunkUse
+from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.short_cut import copy_chunk
+from ckptd.transport.fabric.transfers import ChunkUse
 from ckptd.transport.verbs import Access, Fault, RegionKey
-from tests.transport.fabric_pairs import CHUNK, SIZES, WAIT_S, Make, content, until
-from tests.transport.shared_files import BEFORE, Brake, Host, brake, host, make
+from tests.transport.fabric_pairs import (
+    BEFORE,
+    CHUNK,
+    SIZES,
+    WAIT_S,
+    Brake,
+    Host,
+    Make,
+    brake,
+    content,
+    host,
+    make,
+    until,
+)
 
 __all__ = ["brake", "host", "make"]  # fixtures
 
@@ -298,7 +310,7 @@ def test_a_copy_that_fails_unexpectedly_goes_over_the_network(
     def fail(*arguments: object) -> bool:
         raise RuntimeError("mine")
 
-    monkeypatch.setattr(short_cut_copies, "copy_chunk", fail)
+    monkeypatch.setattr(short_cut, "copy_chunk", fail)
     data = content(3 * CHUNK)
     shared, region = host.share(bytes(len(data)))
     assert host.peer.put(memoryview(data), region.key).wait(WAIT_S).ok

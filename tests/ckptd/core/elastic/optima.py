@@ -20,10 +20,10 @@ from math import comb
 
 import numpy as np
 
+from ckptd.core.elastic.allocation import Allocation, reachable_threshold
 from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.allocation import Allocation, reachable_threshold
-from ckptd.core.elastic.placement.expert_placement import PlacementPlan, place
-from ckptd.core.elastic.placement.survival import holder_sets, survivor_counts
+from ckptd.core.elastic.expert_placement import PlacementPlan, place
+from ckptd.core.elastic.survival import holder_sets, survivor_counts
 from tests.ckptd.core.elastic.bounded import best_above, mean_weights
 from tests.ckptd.core.elastic.exhaustive import instances
 

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.core.elastic.handover import Give, plan_handover
+from ckptd.core.elastic.incarnation_plan import Give, plan_handover
 from ckptd.core.elastic.incarnations import (
     BUFFER,
-    Chosen,
+    ChosenState,
     ExpertLayers,
     HeldImage,
     NodeHeld,
@@ -62,7 +62,7 @@ def node(*images: tuple[int, int, int, bool, Sequence[Unit]], knows: Sequence[Un
     )
 
 
-def chosen(*held: NodeHeld) -> Chosen:
+def chosen(*held: NodeHeld) -> ChosenState:
     found = choose(held, LAYERS)
     assert found is not None
     return found
@@ -141,13 +141,17 @@ def test_a_world_that_is_held_in_part_gives_way_to_the_one_before() -> None:
     """It ended before everything of it was sealed."""
     found = chosen(node((5, 0, 30, True, ALL), (6, 0, 33, False, [*DENSE, *experts(0)])))
     assert (found.world, found.iteration) == (5, 30)
-    assert "left out is world 6, the newest: of iteration 33 of world 6 no node holds a.moe" in found.reason
+    assert (
+        "left out is incarnation 6, the newest: at iteration 33 of incarnation 6 no node holds a.moe"
+        in found.reason
+    )
 
 
 def test_what_is_missing_everywhere_is_named() -> None:
     held = [node((5, 0, 19, True, [*DENSE, *experts(0, 1, 2)]))]
     with pytest.raises(
-        ElasticError, match=r"of iteration 19 of world 5 no node holds a\.moe\.experts\.3, b\.moe\.experts\.3"
+        ElasticError,
+        match=r"at iteration 19 of incarnation 5 no node holds a\.moe\.experts\.3, b\.moe\.experts\.3",
     ):
         choose(held, LAYERS)
     held = [node((5, 0, 19, False, [*DENSE[1:], *experts(0, 1, 2, 3)]), knows=DENSE)]

@@ -20,7 +20,7 @@ from ckptd.core.recovery.quarantine import (
     settled,
     without_marked,
 )
-from ckptd.transport.control.messages import RankMismatch, ReplayFailure
+from ckptd.transport.messages import RankMismatch, ReplayFailure
 from tests.ckptd.core.recovery.test_global_plan import chain, held, snap
 
 

@@ -13,7 +13,7 @@ from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, Rank
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_to_wire
 from ckptd.core.recovery.whatif import FedBy, RankOutcome, select_nodes, what_if
 from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.ctl.peers_command import render_what_if
+from ckptd.ctl.peers_command import what_if_text
 
 HOMES = {0: "n0", 1: "n1", 2: "n2"}
 LABELS = {
@@ -63,7 +63,7 @@ def test_what_is_replayed_only_to_compare_counts(lose: list[str], told: int, rep
     start = plan_recovery(HELD, 3, homes=left, lost=lost, verify_iterations=told)
     assert answer.plan == start
     assert {rank.replayed for rank in answer.ranks} == {replayed}
-    text = render_what_if(answer)
+    text = what_if_text(answer)
     assert ("1 of the replayed iterations only verify" in text) == (told > 0)
     assert ("no additional iteration verifies the loaded values: verify_iterations=0" in text) == (told == 0)
 

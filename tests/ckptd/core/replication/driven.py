@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptd.core.replication.replication_events import (
+from ckptd.core.replication.replicator import Replicator
+from ckptd.core.replication.target import (
     Begin,
     BeginRefused,
     Effect,
@@ -19,9 +20,8 @@ from ckptd.core.replication.replication_events import (
     TargetOpened,
     Targets,
 )
-from ckptd.core.replication.replicator import Replicator
 from ckptd.core.slots.ring import SlotRecord
-from ckptd.core.slots.snapshot_events import Note, SnapshotKey, key_of
+from ckptd.core.slots.slots import Note, SnapshotKey, key_of
 
 __all__ = ["Driven"]
 

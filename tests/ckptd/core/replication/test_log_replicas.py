@@ -16,13 +16,13 @@ from ckptd.core.replication.log_replicas import (
     why_log_removable,
 )
 from ckptd.core.replication.replicas import Admit, Deny
-from ckptd.core.replication.replication_events import (
+from ckptd.core.replication.target import (
     PeerBack,
     PeerLost,
     Slots,
 )
 from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.snapshot_events import Joined, key_of
+from ckptd.core.slots.slots import Joined, key_of
 from tests.ckptd.core.replication.driven import Driven
 
 SLOTS = 6

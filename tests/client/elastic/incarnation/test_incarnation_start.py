@@ -1,9 +1,11 @@
-"""Ranks that plan a world together: all get the same, or all hear what was wrong with any of them."""
+"""Ranks that start an incarnation: all get the same number and plan, or all raise the error of any of them."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,38 +13,122 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.client.elastic.incarnation import discovery, incarnation_start
-from ckptd.client.elastic.incarnation.discovery import Here, Wishes
-from ckptd.client.elastic.incarnation.incarnation_start import Started, start_world
-from ckptd.client.elastic.incarnation.unit_reading import Unreadable
+from ckptd.client.elastic.incarnation import incarnation_start
+from ckptd.client.elastic.incarnation.image_inventory import Unreadable
+from ckptd.client.elastic.incarnation.incarnation_start import (
+    Discovery,
+    JobSettings,
+    LocalNode,
+    Started,
+    discover,
+    start_incarnation,
+)
 from ckptd.client.options import PlacementOptions
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.elastic.incarnation_plan import Seat, nodes_of, plan_world
+from ckptd.core.elastic.incarnation_plan import Seat, nodes_of, plan_incarnation
 from ckptd.core.elastic.incarnations import ExpertLayers, HeldImage, NodeHeld, Unit
+from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
 from ckptd.errors import DaemonUnavailable, ElasticError
+from ckptd.storage.checkpoints.names import run_of_incarnation
+from ckptd.transport import messages as m
+from tests.ckptd.running import MIB, DaemonProcess, attach, descriptor, running_daemon
 from tests.client.rank_threads import outcomes
+
+HOUR_S = 3600
+WISHES = JobSettings("job", "run", ExpertLayers(("a",), 2), PlacementOptions(threshold=1, max_straggler=None))
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    with running_daemon() as process:
+        yield process
+
+
+def next_worlds(daemon: DaemonProcess, stored: tuple[int, ...] = ()) -> list[int]:
+    """What each of two ranks takes for the number of the next world: one on the daemon's node, and
+    one on a node that has nothing.
+    """
+    holder = LocalNode(Seat("b", "b", 2), daemon.segment_dir)
+    empty = daemon.folder / "empty"
+    empty.mkdir(exist_ok=True)
+    places = [LocalNode(Seat("a", "a", 2), empty), holder]
+    work = [partial(_look, place, stored) for place in places]
+    found = outcomes(work)
+    assert all(isinstance(one, int) for one in found), found
+    return [one for one in found if isinstance(one, int)]
+
+
+def _look(place: LocalNode, stored: tuple[int, ...], ranks: Collectives) -> int:
+    return discover(place, WISHES, ranks, frozenset()).next_incarnation(stored)
+
+
+def begin(daemon: DaemonProcess, world: int) -> None:
+    """A trainer of that world makes its ring, as each rank of a world does first."""
+    with daemon.client() as client:
+        attach(client, run=run_of_incarnation("run", world), topology=WORLD_TOPOLOGY)
+        told = descriptor(run=run_of_incarnation("run", world), topology=WORLD_TOPOLOGY)
+        client.ask(m.Reserve(MIB, 4, encode_descriptor(told)), m.Reserved)
+        client.request(m.Detach())
+
+
+def test_a_clock_that_stepped_back_an_hour_gives_no_number_below_one_that_was_used(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A world with a lower number would be passed over for the one before: all that it trained
+    would be lost at the next start.
+    """
+    right = time.time
+    used: list[int] = []
+    for off_s in (0, -HOUR_S, -HOUR_S, 0, -2 * HOUR_S):
+        monkeypatch.setattr("time.time", lambda off_s=off_s: right() + off_s)
+        first, second = next_worlds(daemon)
+        assert first == second
+        assert first > max(used, default=-1)
+        used.append(first)
+        begin(daemon, first)
+    assert used[1] < used[0] + HOUR_S, "it is next to the one before, and no guess of the time"
+
+
+def test_a_number_that_only_the_store_knows_counts(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = int(time.time()) + HOUR_S
+    numbers = next_worlds(daemon, stored=(ahead, 7))
+    assert len({*numbers}) == 1
+    assert numbers[0] > ahead
+
+
+def test_two_starts_that_know_the_same_hardly_take_one_number() -> None:
+    """Nodes that are away may begin a world of their own meanwhile: behind a known number, the next
+    one is drawn by lot.
+    """
+    seats = [Seat("a", "a", 1)]
+    held = [NodeHeld(worlds=(1000,))]
+    mine, theirs = (Discovery(seats, [0], held, None, 500, drawn) for drawn in (3, 700))
+    assert (mine.next_incarnation(()), theirs.next_incarnation(())) == (1003, 1700)
+
 
 LAYERS = ExpertLayers(("a", "b"), 6)
 
 
-def wishes(threshold: int = 2) -> Wishes:
-    return Wishes("job", "run", LAYERS, PlacementOptions(threshold=threshold))
+def wishes(threshold: int = 2) -> JobSettings:
+    return JobSettings("job", "run", LAYERS, PlacementOptions(threshold=threshold))
 
 
-def here(node: str, slots: int = 4) -> Here:
-    return Here(Seat(node, node, slots), None)
+def here(node: str, slots: int = 4) -> LocalNode:
+    return LocalNode(Seat(node, node, slots), None)
 
 
 def started(
-    places: Sequence[Here | Exception], each: Sequence[Wishes] | None = None
+    places: Sequence[LocalNode | Exception], each: Sequence[JobSettings] | None = None
 ) -> list[Started | Exception]:
     asked = each or [wishes()] * len(places)
 
     def start(ranks: Collectives) -> Started:
         place = places[ranks.rank]
-        if isinstance(place, Here):
+        if isinstance(place, LocalNode):
             ranks = ranks.on_node(place.seat.node)
-        return start_world(place, asked[ranks.rank], ranks)
+        return start_incarnation(place, asked[ranks.rank], ranks)
 
     return outcomes([start] * len(places))
 
@@ -89,7 +175,7 @@ def test_too_few_slots_are_refused_on_all() -> None:
 def test_a_folder_that_cannot_be_read_stops_all(tmp_path: Path) -> None:
     """Not one of them goes on with less than what there is."""
     seat = Seat("y", "y", 6)
-    broken = Here(seat, Unlistable(tmp_path))
+    broken = LocalNode(seat, Unlistable(tmp_path))
     found = started([here("x", 6), broken])
     assert all(isinstance(one, OSError | DaemonUnavailable) for one in found), found
     assert "rank 1 on node y" in str(found[0])
@@ -107,7 +193,7 @@ def test_experts_of_a_node_are_split_over_its_ranks_wherever_they_stand(order: l
     """Whatever the order of ranks, a node's replicas are on ranks of that node."""
     seats = [Seat(node, node, 2 if node == "x" else 3) for node in order]
     loads = np.arange(12, dtype=np.int64).reshape(2, 6)
-    plan = plan_world(7, seats, LAYERS, loads, None, threshold=1, max_straggler=None)
+    plan = plan_incarnation(7, seats, LAYERS, loads, None, threshold=1, max_straggler=None)
     assert nodes_of(seats) == plan.nodes
     for number in range(2):
         ranks = [rank for rank, node in enumerate(plan.node_of) if node == number]
@@ -146,10 +232,10 @@ def test_loads_that_cannot_be_read_are_told_to_all(monkeypatch: pytest.MonkeyPat
     """Only one rank reads them. It raised alone what was neither a damaged nor a vanished image,
     and the others waited for half an hour.
     """
-    monkeypatch.setattr(discovery, "Inventory", Held)
+    monkeypatch.setattr(incarnation_start, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Torn)
     monkeypatch.setattr(Torn, "closed", 0)
-    places = [Here(Seat(node, node, 6), tmp_path) for node in "xy"]
+    places = [LocalNode(Seat(node, node, 6), tmp_path) for node in "xy"]
     reader, other = started(places)
     assert isinstance(reader, OSError)
     assert isinstance(other, DaemonUnavailable)
@@ -159,7 +245,7 @@ def test_loads_that_cannot_be_read_are_told_to_all(monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_that_keeps_nothing_is_told_to_all(tmp_path: Path) -> None:
     """It would not take part when the others attach, and they would wait for it."""
-    kept = Here(Seat("x", "x", 6), tmp_path)
+    kept = LocalNode(Seat("x", "x", 6), tmp_path)
     for found in started([kept, here("y", 6)]):
         assert isinstance(found, ValueError)
         assert "rank 1 was started with daemon=None, rank 0 was not" in str(found)
@@ -197,10 +283,10 @@ def test_many_damaged_images_are_left_out_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each attempt finds one; after five the start was given up, though there was a whole state behind them."""
-    monkeypatch.setattr(discovery, "Inventory", Held)
+    monkeypatch.setattr(incarnation_start, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Damaged)
     monkeypatch.setattr(Damaged, "left", 9)
-    (found,) = started([Here(Seat("x", "x", 6), tmp_path)])
+    (found,) = started([LocalNode(Seat("x", "x", 6), tmp_path)])
     assert isinstance(found, Started), found
     assert found.plan.start == 9
 
@@ -215,10 +301,10 @@ def test_a_clock_that_is_behind_draws_the_number_of_the_world(
     told = Held().of_node
     monkeypatch.setattr(Held, "of_node", msgspec.structs.replace(told, worlds=(5, seen)), raising=False)
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "images", []))
-    monkeypatch.setattr(discovery, "Inventory", Held)
+    monkeypatch.setattr(incarnation_start, "Inventory", Held)
     monkeypatch.setattr(incarnation_start, "LocalState", Damaged)
     monkeypatch.setattr(secrets, "randbelow", lambda below: 41)
-    found = started([Here(Seat(node, node, 6), tmp_path) for node in "xy"])
+    found = started([LocalNode(Seat(node, node, 6), tmp_path) for node in "xy"])
     assert [one.plan.number for one in found if isinstance(one, Started)] == [seen + 42] * 2
 
 
@@ -232,11 +318,11 @@ def test_a_job_that_ended_in_its_first_steps_begins_anew(
     image = HeldImage(5, 0, iteration, True, 0)
     part = NodeHeld(((Unit("dense"), 8),), ((0,),), (image,), {5: (Unit("dense"),)}, (5,))
     monkeypatch.setattr(Held, "__init__", lambda self, *_: setattr(self, "of_node", part))
-    monkeypatch.setattr(discovery, "Inventory", Held)
-    for found in started([Here(Seat(node, node, 6), tmp_path) for node in "xy"]):
+    monkeypatch.setattr(incarnation_start, "Inventory", Held)
+    for found in started([LocalNode(Seat(node, node, 6), tmp_path) for node in "xy"]):
         if begins:
             assert isinstance(found, Started), found
             assert (found.plan.start, found.plan.handover) == (0, None)
         else:
             assert isinstance(found, ElasticError)
-            assert "of iteration 11 of world 5" in str(found)
+            assert "at iteration 11 of incarnation 5" in str(found)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ckptd.client import RunOptions
 from ckptd.client.elastic.job import ElasticJob, PlacementOptions
-from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+from ckptd.core.elastic.rebalance_policy import TimesConfig
 from tests.client.elastic.job.wrong_ranks import make
 
 __all__ = ["EVERY", "TOTAL", "work"]

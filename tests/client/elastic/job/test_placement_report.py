@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from ckptd.client.elastic.job.placement_report import PlacementTeller, Placing, reported_placement
+from ckptd.core.elastic.allocation import allocate
 from ckptd.core.elastic.elastic_types import Cluster
-from ckptd.core.elastic.placement.allocation import allocate
-from ckptd.core.elastic.placement.expert_placement import place
-from ckptd.ctl.elastic.elastic_input import situation
+from ckptd.core.elastic.expert_placement import place
+from ckptd.ctl.elastic_answers import situation
 from ckptd.errors import ElasticError
-from ckptd.transport.control.messages import Elastic, ElasticWhen
+from ckptd.transport.messages import Elastic, ElasticWhen
 
 LOADS = [[70, 20, 9, 1], [25, 25, 25, 25]]
 BYTES = np.full((2, 4), 1000)
@@ -75,7 +75,7 @@ def test_what_does_not_fit_together_is_refused_and_not_sent() -> None:
     with pytest.raises(ValueError, match="names, labels and speeds for 3 nodes"):
         teller.placed(1, short, LOADS)
     named = Placing(own.placement, own.cluster, ("a", "b", "c/d"), BYTES, 2)
-    with pytest.raises(ValueError, match="cannot be told"):
+    with pytest.raises(ValueError, match="cannot be reported"):
         teller.placed(1, named, LOADS)
     other = Placing(own.placement, Cluster.uniform(3, 1), ("a", "b", "c"), BYTES, 2)
     with pytest.raises(ElasticError, match="slots"):

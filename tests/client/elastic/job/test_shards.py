@@ -14,23 +14,21 @@ from torch import Tensor, nn
 
 from ckptd.client import values
 from ckptd.client.capture.step_state import gather_groups
-from ckptd.client.elastic.incarnation.image_inventory import Inventory
-from ckptd.client.elastic.incarnation.optimizer_extras import KeptApart
-from ckptd.client.elastic.incarnation.sharded_job import same_call
-from ckptd.client.elastic.incarnation.unit_loading import Loader, check_fits
-from ckptd.client.elastic.incarnation.unit_reading import LocalState, Unreadable
-from ckptd.client.elastic.layer.shard_exchange import cut, joined
+from ckptd.client.elastic.incarnation.image_inventory import Inventory, LocalState, Unreadable
+from ckptd.client.elastic.incarnation.optimizer_extras import OptimizerExtras
+from ckptd.client.elastic.incarnation.state_transfer import Loader, check_fits
+from ckptd.client.elastic.incarnation.whole_state import same_call
+from ckptd.client.elastic.layer.expert_tensors import cut, joined
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan, StateTable, build_phase
 from ckptd.client.rng_state import capture_rng
-from ckptd.core.elastic.handover import Handover, plan_handover
-from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers, choose
-from ckptd.core.elastic.shard_owners import shard_length
+from ckptd.core.elastic.incarnation_plan import Handover, plan_handover
+from ckptd.core.elastic.incarnations import SHARDS, ExpertLayers, choose, shard_length
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
-from ckptd.memory.sealer import seal_slot
 from ckptd.memory.segment_file import open_segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import seal_slot
 from tests.ckptd.export.samples import raw, segment_folder
 from tests.ckptd.running import MIB, descriptor, fill
 from tests.client.rank_threads import outcomes
@@ -169,7 +167,7 @@ def handed_over(folder: Path, ranks: int) -> tuple[LocalState, Handover]:
 
 
 def load(one: Rank, local: LocalState, plan: Handover) -> None:
-    loader = Loader(one.binding, {}, KeptApart(one.binding, LAYERS), one.firsts)
+    loader = Loader(one.binding, {}, OptimizerExtras(one.binding, LAYERS), one.firsts)
     mine = [give.unit for give in plan.gives if give.target == one.rank]
     check_fits(one.binding, mine, set(one.binding.params))
     loader.clear()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ckptd.client import RunOptions, SnapshotOptions
 from ckptd.client.elastic.job import ElasticJob, PlacementOptions
-from ckptd.core.elastic.placement.rebalance_policy import TimesConfig
+from ckptd.core.elastic.rebalance_policy import TimesConfig
 
 __all__ = ["CASES", "work"]
 

@@ -1,1 +1,0 @@
-"""Where experts go, and when they move."""

@@ -1,1 +1,0 @@
-"""Export plans: the tensors that a snapshot contains, and their names."""

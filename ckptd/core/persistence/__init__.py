@@ -1,1 +1,0 @@
-"""What goes to storage, and when."""

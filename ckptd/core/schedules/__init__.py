@@ -1,1 +1,0 @@
-"""Which operators are anchored at which iteration (pure)."""

@@ -1,0 +1,296 @@
+"""What the commands of `ckptctl` share: outcomes and errors, the daemon, arguments, and the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO, TypeVar
+
+import msgspec
+
+from ckptd.config.daemon_config import LoadedConfig, default_endpoint, load_config
+from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
+from ckptd.errors import DaemonUnavailable
+from ckptd.launch import connect
+from ckptd.printable import for_json, for_terminal, one_line
+from ckptd.storage.checkpoints.names import check_name
+from ckptd.storage.stores.open_store import BACKENDS
+from ckptd.transport import messages as m
+from ckptd.transport.wire import ControlClient
+from ckptd.units import format_age, format_bytes, format_table
+
+__all__ = [
+    "CONNECT_S",
+    "EXIT_DAMAGED",
+    "EXIT_FAILED",
+    "EXIT_NO_DAEMON",
+    "EXIT_REFUSED",
+    "EXIT_USAGE",
+    "Command",
+    "CommandError",
+    "CommandOutcome",
+    "Commands",
+    "ProgressBar",
+    "add_lose",
+    "add_run",
+    "add_store_options",
+    "add_verify_iterations",
+    "ask",
+    "connected",
+    "count_of",
+    "endpoint_of",
+    "progress_line",
+    "records",
+    "settings_of",
+    "show",
+]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NO_DAEMON = 3
+EXIT_REFUSED = 4
+EXIT_DAMAGED = 5
+
+CONNECT_S = 10.0  # requests that take longer set their own limit
+
+_Reply = TypeVar("_Reply", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOutcome:
+    """The result of a command: the answer for ``--json``, its text, and the exit status."""
+
+    answer: Any
+    text: str
+    code: int = 0
+
+
+Command = Callable[[argparse.Namespace], CommandOutcome]
+
+
+class CommandError(RuntimeError):
+    """The reason why a command ends, with its exit status."""
+
+    def __init__(self, text: str, code: int = EXIT_USAGE) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def show(args: argparse.Namespace, outcome: CommandOutcome) -> None:
+    """Print the answer as JSON, or its text."""
+    if args.json:
+        print(for_json(msgspec.json.encode(outcome.answer).decode()))
+    else:
+        print(for_terminal(outcome.text))
+
+
+def records(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table of at least one row; the keys of the rows are its header."""
+    return format_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def count_of(number: int, what: str) -> str:
+    """A number with its noun: "1 object", "2 objects"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+# -- the daemon -----------------------------------------------------------------------------------
+
+
+def endpoint_of(args: argparse.Namespace) -> str:
+    """``--endpoint``, else the endpoint at which clients expect the daemon."""
+    return args.endpoint or default_endpoint()
+
+
+def settings_of(args: argparse.Namespace) -> LoadedConfig:
+    """The configuration of a daemon that this user starts here."""
+    return load_config({"listen": args.endpoint} if args.endpoint else {})
+
+
+def connected(args: argparse.Namespace) -> ControlClient:
+    """A connection to the daemon.
+
+    Raises:
+        DaemonUnavailable: there is no socket.
+    """
+    endpoint = endpoint_of(args)
+    if not Path(endpoint.removeprefix("ipc://")).exists():  # connecting would wait for the socket
+        raise DaemonUnavailable(f"no daemon serves {endpoint}: there is no socket")
+    return connect(endpoint, min(args.timeout, CONNECT_S))
+
+
+def ask(
+    args: argparse.Namespace, request: m.Request, kind: type[_Reply], *, timeout_s: float | None = None
+) -> _Reply:
+    """The daemon's reply to one request."""
+    with connected(args) as client:
+        return client.ask(request, kind, timeout_s=timeout_s)
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+class Commands:
+    """The subcommands of a parser.
+
+    Args:
+        parents: parsers with the options that all subcommands have.
+    """
+
+    def __init__(
+        self, parser: argparse.ArgumentParser, metavar: str, *parents: argparse.ArgumentParser
+    ) -> None:
+        self._subparsers = parser.add_subparsers(required=True, metavar=metavar)
+        self._parents = parents
+
+    def add(
+        self,
+        name: str,
+        function: Command | None,
+        text: str,
+        *parents: argparse.ArgumentParser,
+        timeout_s: float = 10.0,
+    ) -> argparse.ArgumentParser:
+        """Add a command that runs ``function``; None: one that has subcommands.
+
+        Args:
+            timeout_s: default of ``--timeout``. Each command has an option object of its own: argparse
+                shares those of ``parents``, and a default set for one command would be that of all.
+        """
+        parser = self._subparsers.add_parser(
+            name, help=text, description=text, parents=[*self._parents, *parents]
+        )
+        text = f"seconds to wait (default {timeout_s:g})"
+        parser.add_argument("--timeout", type=float, default=timeout_s, help=text)
+        if function is not None:
+            parser.set_defaults(function=function)
+        return parser
+
+
+def add_run(
+    parser: argparse.ArgumentParser, nargs: str | None = None, *, job_help: str | None = None
+) -> None:
+    """Add JOB and RUN, which are checked as names in a store."""
+    parser.add_argument("job", metavar="JOB", type=_name_value("job"), nargs=nargs, help=job_help)
+    parser.add_argument("run", metavar="RUN", type=_name_value("run"), nargs=nargs)
+
+
+def add_store_options(parser: argparse.ArgumentParser, store: str = "") -> None:
+    """Add the options that name a store; ``store`` is the help of ``--store`` ("": no such option)."""
+    if store:
+        parser.add_argument("--store", metavar="URL", help=store)
+    parser.add_argument("--store-options", metavar="JSON", help='such as \'{"region": "eu-1"}\'')
+    parser.add_argument("--store-backend", choices=BACKENDS, help="library that accesses the store")
+
+
+def add_lose(parser: argparse.ArgumentParser) -> None:
+    """Add ``--lose``."""
+    parser.add_argument(
+        "--lose",
+        required=True,
+        help="the lost nodes, by name or label: node=host-3,rack=A (nodes that match any of these)",
+    )
+
+
+def add_verify_iterations(parser: argparse.ArgumentParser) -> None:
+    """Add ``--verify-iterations``."""
+    parser.add_argument(
+        "--verify-iterations",
+        type=int,
+        default=VERIFY_ITERATIONS,
+        metavar="N",
+        help="value of RecoveryOptions(verify_iterations=N) in the trainers (default: %(default)s)",
+    )
+
+
+def _name_value(what: str) -> Callable[[str], str]:
+    """An argument that names a job or a run in a store."""
+
+    def parse(text: str) -> str:
+        try:
+            return check_name(text, what)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+# -- the progress bar -----------------------------------------------------------------------------
+
+_EVERY_S = 0.1
+_BAR_CELLS = 24
+_CLEAR = "\r\x1b[K"
+_RATE_AFTER_S = 0.5  # earlier, a rate is too noisy to show
+
+
+class ProgressBar:
+    """Shown on ``stream`` (stderr) if that is a terminal and ``quiet`` is not set; erased after the block.
+
+    Called by one thread at a time.
+
+    Args:
+        what: name of the operation, in a few words.
+        total_bytes: total size of the operation; 0 if not known.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total_bytes: int = 0,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self._total_bytes = one_line(what), total_bytes
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._shown = not quiet and self._stream.isatty()
+        self._began_s = clock()
+        self._next_s = self._began_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._shown:
+            self._write(_CLEAR)
+
+    def update(self, done_bytes: int) -> None:
+        """Report that ``done_bytes`` of the total are done."""
+        now_s = self._clock()
+        if not self._shown or now_s < self._next_s:
+            return
+        self._next_s = now_s + _EVERY_S
+        width = shutil.get_terminal_size().columns
+        line = progress_line(self._what, done_bytes, self._total_bytes, now_s - self._began_s)
+        self._write(_CLEAR + line[: width - 1])
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def progress_line(what: str, done_bytes: int, total_bytes: int, elapsed_s: float) -> str:
+    """A bar if the total is known, the bytes done, the rate and the time left."""
+    rate = done_bytes / elapsed_s if elapsed_s > _RATE_AFTER_S else 0.0
+    speed = f", {format_bytes(int(rate))}/s" if rate else ""
+    if not total_bytes:
+        return f"{what}: {format_bytes(done_bytes)}{speed}"
+    done = min(done_bytes, total_bytes)
+    full = _BAR_CELLS * done // total_bytes
+    bar = "#" * full + "." * (_BAR_CELLS - full)
+    left = f", {format_age((total_bytes - done) / rate)} left" if rate else ""
+    amount = f"{format_bytes(done)} of {format_bytes(total_bytes)}"
+    return f"{what} [{bar}] {100 * done // total_bytes} %, {amount}{speed}{left}"

@@ -1,1 +1,0 @@
-"""`ckptctl elastic`."""

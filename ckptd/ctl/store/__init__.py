@@ -1,1 +1,0 @@
-"""`ckptctl checkpoints` and `ckptctl verify`: commands on checkpoints in a store."""

@@ -1,1 +1,0 @@
-"""Replicas of other nodes' snapshots on this one: memory, grants, and who may touch what."""

@@ -1,1 +1,0 @@
-"""Optimizer state of experts in shards of its own."""

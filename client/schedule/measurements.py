@@ -1,0 +1,425 @@
+"""What plans are based on: step times, the copy mode, sufficient dtypes, expert popularity.
+
+``StepTiming`` and ``CopyModeChooser`` are pure: they are fed with clock readings in seconds.
+``PrecisionProbe`` and ``TokenCounter`` watch the model's forwards; neither synchronises a device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ckptd.client.log_lines import get_logger
+from ckptd.client.model.hooks import ModuleHook
+from ckptd.client.model.live_state import local, named_modules
+from ckptd.client.model.operators import Operator
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.core.schedule import (
+    Ordering,
+    Schedule,
+    needs_reorder,
+    order_operators,
+    reorder,
+    update_popularity,
+)
+
+__all__ = ["CopyModeChooser", "PrecisionProbe", "StepTiming", "TokenCounter"]
+
+logger = get_logger(__name__)
+
+_KEPT = 20
+# So many readings are enough where more than this share of a step is lost.
+_FEW, _SEVERE = 6, 0.3
+
+_BLOCK = 6
+_BLOCKS_EACH = 3
+# Inline stalls the trainer visibly, so it must win clearly.
+_MARGIN = 0.99
+
+
+class StepTiming:
+    """Durations of the last steps, and the share of them that snapshots cost.
+
+    ``now_s`` comes from any monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.boundary_s = 0.0
+        self.wait_s = 0.0
+        self.device_s = 0.0
+        self._sealing_s = 0.0
+        self._top_at = 0.0
+        self._prepare_s = 0.0
+        self._to_optimizer: deque[float] = deque(maxlen=_KEPT)
+        self._iterations: deque[float] = deque(maxlen=_KEPT)
+        self._stalls: deque[float] = deque(maxlen=_KEPT)
+
+    def top(self, now_s: float, *, inline_copy_s: float = 0.0) -> float | None:
+        """Begin a step; returns the duration of the last one, None for the first.
+
+        Args:
+            inline_copy_s: copying in the training thread at the last boundary.
+        """
+        last = now_s - self._top_at if self.steps else None
+        if last is not None:
+            self._iterations.append(last)
+            self._stalls.append(inline_copy_s + self.wait_s + self.device_s + self._sealing_s)
+        self.steps += 1
+        self._top_at = now_s
+        self.wait_s = self.device_s = self._sealing_s = self._prepare_s = 0.0
+        return last
+
+    def boundary_over(self, now_s: float) -> None:
+        """The user's code continues.
+
+        Planning and reserving happen once (or after a change) and count as no step's stall.
+        """
+        self.boundary_s = now_s - self._top_at - self._prepare_s
+
+    def prepared(self, seconds: float) -> None:
+        """Note time of this boundary that planning or reserving took."""
+        self._prepare_s += seconds
+
+    def waited(self, seconds: float) -> None:
+        """Note time for which the training thread waited for copies."""
+        self.wait_s += seconds
+
+    def device_waited(self, seconds: float) -> None:
+        """Note time for which the device waited for copies while the training thread went on."""
+        self.device_s += seconds
+
+    def sealed(self, seconds: float) -> None:
+        """Note time of this boundary in which the training thread sealed snapshots for the daemon."""
+        self._sealing_s += seconds
+
+    def optimizer_begins(self, now_s: float) -> None:
+        """The first optimizer step of this loop step begins: until here copies may run unnoticed."""
+        self._to_optimizer.append(now_s - self._top_at - self.boundary_s - self.wait_s)
+
+    @property
+    def copy_window_s(self) -> float:
+        """Median time from the end of the boundary to the optimizer's step."""
+        return statistics.median(self._to_optimizer) if self._to_optimizer else 0.0
+
+    @property
+    def iteration_s(self) -> float:
+        """Median duration of a step."""
+        return statistics.median(self._iterations) if self._iterations else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Median share of a step for which training waited for snapshots; 0 after too few steps.
+
+        A severe stall needs fewer steps.
+        """
+        if len(self._stalls) < _FEW or not self.iteration_s:
+            return 0.0
+        share = statistics.median(self._stalls) / self.iteration_s
+        return share if len(self._stalls) >= _KEPT or share > _SEVERE else 0.0
+
+    @property
+    def stalls_severely(self) -> bool:
+        """True if a remedy must not wait."""
+        return self.stall_share > _SEVERE
+
+    def forget_stalls(self) -> None:
+        """Drop readings of another window: they say nothing about this one."""
+        self._stalls.clear()
+
+
+class CopyModeChooser:
+    """Tries threaded and inline copies for ``2 * _BLOCKS_EACH`` blocks, then keeps the faster.
+
+    With a spare core a copying thread is free. Where training keeps every core busy it delays each
+    parallel region by a scheduler's slice, and copying at the top of the loop is cheaper. Short
+    alternating blocks cancel drift.
+
+    Args:
+        again_after: the number of iterations for which a decision holds.
+    """
+
+    reason = "not measured yet"
+
+    def __init__(self, *, again_after: int = 2000) -> None:
+        self._again_after = again_after
+        self._restart()
+        self.inline = False
+
+    def _restart(self) -> None:
+        self._times: dict[bool, list[float]] = {False: [], True: []}
+        self._count = 0
+        self.decided = False
+
+    def note(self, iteration_s: float) -> bool:
+        """Note an iteration under the current mode; returns True if the next one copies inline."""
+        position = self._count % _BLOCK
+        if not self.decided and position:  # the first of a block still carries the other mode's copy
+            self._times[self.inline].append(iteration_s)
+        self._count += 1
+        if self.decided:
+            if self._count >= self._again_after:
+                self._restart()
+        elif self._count >= 2 * _BLOCKS_EACH * _BLOCK:
+            threaded, inline = (statistics.median(self._times[mode]) for mode in (False, True))
+            self.inline = inline < _MARGIN * threaded
+            self.decided, self._count = True, 0
+            self.reason = f"threaded {threaded * 1e3:.2f} ms, inline {inline * 1e3:.2f} ms per iteration"
+        elif self._count % _BLOCK == 0:
+            self.inline = not self.inline
+        return self.inline
+
+
+class PrecisionProbe:
+    """Finds fp32 parameters that the forward reads only after rounding, under autocast.
+
+    Such a parameter can be recorded in the autocast dtype while it is frozen: 2 bytes instead of 4.
+    The probe watches the first forward under autocast at the dispatcher: every use of the
+    parameter's storage (views aside) must be a cast to the autocast dtype. Embeddings, norms and
+    fused experts with a kernel of their own typically keep fp32.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = {n: p for n, p in params.items() if local(p).dtype is torch.float32}
+        self._mode: _Watch | None = None
+        # Forwards that have begun and not ended: a container's children may call each other.
+        self._depth = 0
+        self._found: dict[str, torch.dtype] = {}
+        self.done = not self._params
+
+    def enter(self) -> None:
+        """A forward of the model begins, maybe inside another one (training thread)."""
+        if self.done:
+            return
+        self._depth += 1
+        # Only the outermost is watched: what it reads after an inner one ended would be missed.
+        if self._depth > 1:
+            return
+        device = local(next(iter(self._params.values()))).device.type
+        if not torch.is_autocast_enabled(device):
+            return
+        storages = {local(p).untyped_storage().data_ptr(): n for n, p in self._params.items()}
+        self._mode = _Watch(storages, torch.get_autocast_dtype(device))
+        self._mode.__enter__()
+
+    def leave(self) -> None:
+        """A forward ended, however it ended. Calls without an ``enter`` do no harm."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth or self._mode is None:
+            return
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)
+        self.done = True
+        self._found = {n: mode.dtype for n in mode.cast if n not in mode.read}
+
+    def sufficient(self) -> dict[str, torch.dtype]:
+        """The dtype that suffices while frozen, by parameter; empty before a forward under autocast."""
+        return dict(self._found)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes how parameter storages are used; changes nothing."""
+
+    def __init__(self, storages: Mapping[int, str], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._storages, self.dtype = storages, dtype
+        self.cast: set[str] = set()
+        self.read: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        names = {n for t in _tensors((args, kwargs)) if (n := self._name(t)) is not None}
+        if names and not func.is_view:
+            rounded = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is self.dtype
+            (self.cast if rounded else self.read).update(names)
+        return func(*args, **kwargs)
+
+    def _name(self, tensor: Tensor) -> str | None:
+        try:
+            return self._storages.get(tensor.untyped_storage().data_ptr())
+        except (NotImplementedError, RuntimeError):
+            return None  # a wrapper without storage is not one of the parameters
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+class TokenCounter:
+    """Counts tokens (``soft``: gate probabilities) per expert with forward hooks.
+
+    Counts only decide the order in which experts are anchored (popular ones late: they stay frozen
+    longest in replay, MoEvement §3.5), so they need not be exact; they must be cheap.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        operators: Sequence[Operator],
+        ordering: Ordering,
+        capacities: Mapping[str, float] | None = None,
+    ) -> None:
+        self.enabled = True
+        self._broken = False
+        self._ordering, self._capacities = ordering, capacities
+        # Counts by container: of experts that are modules, and of experts that are rows of one tensor.
+        self._listed: dict[str, list[float]] = {}
+        self._fused: dict[str, Tensor | None] = {}
+        self._seen: dict[str, list[float]] = {}
+        self._smoothed: list[float] = []
+        self._at_last_order: list[float] | None = None
+        self._since_look = 0
+        self._target: list[int] | None = None
+        self._handles: list[RemovableHandle] = []
+        sizes: dict[str, int] = {}
+        for op in operators:
+            if op.expert is not None:
+                name, index = op.expert
+                sizes[name] = max(sizes.get(name, 0), index + 1)
+        modules = dict(named_modules(model))
+        for name, size in sizes.items():
+            module = modules.get(name)
+            if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                self._listed[name] = [0.0] * size
+                for key, child in module.named_children():  # of an elastic layer some only
+                    self._hook(child, self._count_child(name, int(key)))
+            elif module is not None:
+                self._fused[name] = None
+                self._hook(module, self._count_fused(name, size))
+
+    def _hook(self, module: nn.Module, count: Callable[..., None]) -> None:
+        def guarded(*args: Any) -> None:
+            # A forward inside a backward is checkpointing's recomputation: already counted.
+            if self._broken or not self.enabled or torch._C._current_graph_task_id() != -1:
+                return
+            try:
+                count(*args)
+            except Exception as error:  # noqa: BLE001 - the user's forward must survive
+                self._broken = True
+                logger.warning(
+                    "tokens are not counted any more, experts are anchored in the order of before: %r",
+                    error,
+                )
+
+        self._handles.append(module.register_forward_pre_hook(ModuleHook(guarded), with_kwargs=True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def popularity(self, operators: Sequence[Operator]) -> list[float]:
+        """Tokens per operator since the start (``decayed``: a moving average); 0 for non-experts."""
+        totals = {
+            **self._listed,
+            **{n: t.tolist() for n, t in self._fused.items() if t is not None},
+        }
+        observed = [0.0] * len(operators)
+        for i, op in enumerate(operators):
+            if op.expert is not None and op.expert[0] in totals:
+                name, index = op.expert
+                before = self._seen[name][index] if name in self._seen else 0.0
+                observed[i] = totals[name][index] - before
+        self._seen = {n: list(v) for n, v in totals.items()}
+        if len(self._smoothed) != len(observed):
+            self._smoothed = [0.0] * len(observed)
+        self._smoothed = update_popularity(self._smoothed, observed, ordering=self._ordering)
+        return self._smoothed
+
+    def reordered(self, plan: SnapshotPlan, capacity_bytes: int, *, every: int) -> Schedule | None:
+        """A schedule one step closer to today's popularity; None keeps the order.
+
+        Call it where a window begins. It looks at popularity about every ``every`` snapshots. After a
+        sufficient change, each window takes one step until the order is reached: more than one step at
+        once could leave an operator out of a suffix's reach.
+        """
+        self._since_look += plan.schedule.window
+        if self._target is None and (self._at_last_order is None or self._since_look >= every):
+            self._target = self._new_target(plan)
+        if self._target is None:
+            return None
+        schedule = reorder(plan.schedule, plan.costs, self._target, capacity_bytes=capacity_bytes)
+        if schedule.phases == plan.schedule.phases:
+            self._target = None
+            return None
+        return schedule
+
+    def new_order(self, plan: SnapshotPlan, *, every: int) -> tuple[int, ...]:
+        """The order by today's popularity after a sufficient change; empty keeps the order.
+
+        For several ranks, which change the order together. Call it where a window begins; it looks
+        at popularity about every ``every`` snapshots.
+        """
+        self._since_look += plan.schedule.window
+        if self._at_last_order is not None and self._since_look < every:
+            return ()
+        return tuple(self._new_target(plan) or ())
+
+    def _new_target(self, plan: SnapshotPlan) -> list[int] | None:
+        self._since_look = 0
+        now = list(self.popularity(plan.operators))
+        experts = [i for i, op in enumerate(plan.operators) if op.expert is not None]
+        before = self._at_last_order
+        if before is not None and not needs_reorder([before[i] for i in experts], [now[i] for i in experts]):
+            return None
+        self._at_last_order = now
+        known = self._capacities
+        capacities = None if known is None else [float(known.get(op.name, 1.0)) for op in plan.operators]
+        return order_operators(plan.costs, now, self._ordering, capacities=capacities)
+
+    def _count_child(self, name: str, index: int) -> Callable[..., None]:
+        counts = self._listed[name]
+
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            if first is not None:
+                counts[index] += first.numel() / max(first.shape[-1], 1) if first.ndim else 1.0
+
+        return count
+
+    def _count_fused(self, name: str, size: int) -> Callable[..., None]:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [local(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            index = next((t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.ndim >= 1), None)
+            if index is None or type(index) is not Tensor:
+                return  # none, or a fake one: somebody looks at shapes only
+            with torch.inference_mode(False), torch.no_grad():
+                total = self._fused[name]
+                if total is None:
+                    total = self._fused[name] = torch.zeros(size, device=index.device)
+                flat = index.reshape(-1).long()
+                weights = None
+                if self._ordering is Ordering.SOFT:
+                    weights = next(
+                        (t for t in tensors if t.is_floating_point() and t.shape == index.shape), None
+                    )
+                ones = (
+                    torch.ones_like(flat, dtype=torch.float32)
+                    if weights is None
+                    else weights.detach().reshape(-1).float()
+                )
+                if flat.numel():
+                    # Experts of other ranks have indices beyond those that are counted.
+                    total.scatter_add_(0, flat.clamp(0, size - 1), ones * (flat < size))
+
+        return count

@@ -1,0 +1,481 @@
+"""The copy engine of CUDA devices: copies on a side stream into registered (pinned) slots, small tensors
+packed.
+
+Large dense tensors cross the link by themselves, runs of small ones and casts through a pack. A list of
+copies is planned once and reused at every boundary for which it is handed over again: then the training
+thread makes two or three calls into torch, whatever the number of tensors.
+
+The host never blocks for a copy: ``wait`` makes the current stream wait for the side stream, so the
+optimizer's kernels run after the copies while the CPU goes on issuing work. A watcher thread learns from an
+event when the bytes are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
+from ckptd.cuda.samples import Samples
+
+__all__ = ["CopyTransfers", "CudaEngine", "make_engine", "plan_transfers"]
+
+logger = logging.getLogger(__name__)
+
+# Bytes that cross the link at a stretch (a third of a millisecond at 50 GB/s), and the length of the pack. A
+# copy engine stays with one stream while that has a copy ready, whatever its priority: the trainer's own
+# small copies (the size of a `nonzero`, an `item`) would wait for the whole snapshot. A kernel between two
+# copies makes the engine look at the other streams. Observed by TorchRec,
+# https://github.com/meta-pytorch/torchrec/pull/4315 and /4339.
+PACK_BYTES = 16 << 20
+# Dense tensors of this size need no pack. A launch takes the training thread about 8 us for each tensor;
+# packed, under 1 us (measured on an H100, bench.gpu), and packing is a copy at the speed of the device's
+# memory.
+SMALL_BYTES = 4 << 20
+# Alignment of a pack's address: items are as aligned in the pack as in the image.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Adjacent blocks of the image that cross the link together.
+
+    Args:
+        places: views of the pack, one for each of ``tensors``, with its shape and the image's dtype.
+        lead: offset in the pack at which it begins, in bytes.
+    """
+
+    places: list[Tensor]
+    tensors: list[Tensor]
+    offset: int
+    nbytes: int
+    lead: int
+
+
+@dataclass(slots=True)
+class CopyTransfers:
+    """The transfers of one list of items, which may be in any order.
+
+    Args:
+        pack: ``uint8``, on the device: ``packs`` go through it, one after the other on one stream.
+        direct: flat ``uint8`` views of tensors on the device, or of parts of them, that need no pack.
+        stretches: the slices of ``direct`` that cross the link at a stretch.
+        sizes: of the bytes before, of and between them in the image, alternately, from ``begin`` on.
+        host: items that are in host memory already.
+    """
+
+    pack: Tensor
+    direct: list[Tensor] = field(default_factory=list)
+    stretches: list[slice] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    begin: int = 0
+    packs: list[Pack] = field(default_factory=list)
+    host: list[CopyItem] = field(default_factory=list)
+
+    def send(self, image: Tensor) -> None:
+        """Copy to host memory (``uint8``, which begins with the image), on the current stream."""
+        for item in self.host:
+            view = item.view()
+            _place(item, view, image).copy_(view)
+        for pack in self.packs:
+            torch._foreach_copy_(pack.places, pack.tensors)
+            image[pack.offset : pack.offset + pack.nbytes].copy_(
+                self.pack[pack.lead : pack.lead + pack.nbytes], non_blocking=True
+            )
+        places = self._places(image)
+        for part in self.stretches:
+            torch._foreach_copy_(places[part], self.direct[part], non_blocking=True)
+            self.pack[-1:].zero_()  # the kernel between two copies; nothing else uses this byte
+
+    def receive(self, image: Tensor) -> None:
+        """Copy from host memory into the tensors, on the current stream."""
+        for item in self.host:
+            view = item.view()
+            view.copy_(_place(item, view, image))
+        for pack in self.packs:
+            self.pack[pack.lead : pack.lead + pack.nbytes].copy_(
+                image[pack.offset : pack.offset + pack.nbytes], non_blocking=True
+            )
+            torch._foreach_copy_(pack.tensors, pack.places)
+        places = self._places(image)
+        for part in self.stretches:
+            torch._foreach_copy_(self.direct[part], places[part], non_blocking=True)
+
+    def _places(self, image: Tensor) -> list[Tensor]:
+        """The place of each of ``direct`` in the image."""
+        if not self.direct:
+            return []
+        end = self.begin + sum(self.sizes)
+        return list(image[self.begin : end].split_with_sizes(self.sizes)[1::2])
+
+
+def _place(item: CopyItem, view: Tensor, image: Tensor) -> Tensor:
+    raw = image[item.offset : item.offset + item.nbytes]
+    return raw.view(item.dtype).view(view.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    view: Tensor
+    offset: int
+    nbytes: int
+
+
+def plan_transfers(
+    items: Sequence[CopyItem], pack: Tensor, *, small_bytes: int = SMALL_BYTES
+) -> CopyTransfers:
+    """The transfers for ``items``, which do not overlap.
+
+    Args:
+        pack: ``uint8``, on the device: small and cast items go through it, in parts if they are larger.
+        small_bytes: dense tensors from this size on need no pack.
+    Raises:
+        RuntimeError, ValueError: an item's bytes do not fit its shape, or those of two dense ones
+            overlap.
+    """
+    found = CopyTransfers(pack)
+    run: list[tuple[_Block, torch.dtype]] = []
+    limit = pack.numel() - _ALIGNMENT
+
+    def flush() -> None:
+        if run:
+            found.packs.append(_packed(run, pack))
+            run.clear()
+
+    end = None
+    for item in sorted((i for i in items if i.nbytes), key=lambda i: i.offset):
+        view = item.view().detach()
+        if view.numel() * item.dtype.itemsize != item.nbytes:
+            raise ValueError(f"{tuple(view.shape)} of {item.dtype} are not {item.nbytes} bytes")
+        if view.device.type != pack.device.type:
+            found.host.append(item)
+        elif view.dtype is item.dtype and item.nbytes >= small_bytes and view.is_contiguous():
+            if end is None:
+                found.begin = end = item.offset
+            if item.offset < end:
+                raise ValueError(f"two items overlap at byte {item.offset}")
+            gap = item.offset - end
+            for part in view.view(-1).view(torch.uint8).split(pack.numel()):
+                found.direct.append(part)
+                found.sizes += [gap, part.numel()]
+                gap = 0
+            end = item.offset + item.nbytes
+        else:
+            for block in _blocks(view, item.dtype, item.offset, limit):
+                if run and not _joins(run, block, limit):
+                    flush()
+                run.append((block, item.dtype))
+    flush()
+    found.stretches = _stretches([t.numel() for t in found.direct], pack.numel())
+    return found
+
+
+def _stretches(sizes: Sequence[int], limit: int) -> list[slice]:
+    """Neighbours of at most ``limit`` bytes together; none is longer than that by itself."""
+    found: list[slice] = []
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if total and total + size > limit:
+            found.append(slice(first, i))
+            first, total = i, 0
+        total += size
+    if total:
+        found.append(slice(first, len(sizes)))
+    return found
+
+
+def _joins(run: list[tuple[_Block, torch.dtype]], block: _Block, limit: int) -> bool:
+    """Whether this block follows the run immediately, and fits."""
+    first, last = run[0][0], run[-1][0]
+    adjacent = last.offset + last.nbytes == block.offset
+    return adjacent and block.offset + block.nbytes - first.offset <= limit
+
+
+def _packed(run: list[tuple[_Block, torch.dtype]], pack: Tensor) -> Pack:
+    first, last = run[0][0], run[-1][0]
+    lead = first.offset % _ALIGNMENT
+    shift = lead - first.offset
+    places = [
+        pack[p.offset + shift : p.offset + shift + p.nbytes].view(dtype).view(p.view.shape)
+        for p, dtype in run
+    ]
+    nbytes = last.offset + last.nbytes - first.offset
+    return Pack(places, [p.view for p, _ in run], first.offset, nbytes, lead)
+
+
+def _blocks(view: Tensor, dtype: torch.dtype, offset: int, limit: int) -> Iterator[_Block]:
+    """Parts of at most ``limit`` bytes, each dense in the image."""
+    nbytes = view.numel() * dtype.itemsize
+    if nbytes <= limit:
+        yield _Block(view, offset, nbytes)
+    elif view.is_contiguous():
+        flat = view.view(-1)
+        step = limit // dtype.itemsize
+        for start in range(0, flat.numel(), step):
+            part = flat[start : start + step]
+            yield _Block(part, offset + start * dtype.itemsize, part.numel() * dtype.itemsize)
+    elif view.shape[0] == 1:
+        yield from _blocks(view[0], dtype, offset, limit)
+    else:
+        row = nbytes // view.shape[0]
+        rows = max(1, limit // row)
+        for start in range(0, view.shape[0], rows):
+            yield from _blocks(view[start : start + rows], dtype, offset + start * row, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleBuffers:
+    """Buffers for reading samples twice: their index on the device, and the words there and in pinned
+    memory.
+    """
+
+    index: Tensor
+    words: tuple[Tensor, Tensor]
+    host: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, samples: Samples, device: torch.device) -> _SampleBuffers:
+        index = torch.from_numpy(samples.index).pin_memory().to(device, non_blocking=True)
+        pinned = (torch.empty(len(index), dtype=torch.int64, pin_memory=True) for _ in range(2))
+        first, second = pinned
+        return cls(index, (torch.empty_like(index), torch.empty_like(index)), (first, second))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A copy in flight: its first event if it is timed, its last event, its callback, and its sources, which
+    must live until it is over.
+    """
+
+    first: torch.cuda.Event | None
+    last: torch.cuda.Event
+    done: Callable[[BaseException | None], None] | None
+    read: tuple[object, ...]
+
+
+class CudaEngine:
+    """Copies tensors of one CUDA device to and from registered host memory. Takes ``PACK_BYTES`` of the
+    device's memory.
+
+    Raises:
+        RuntimeError: CUDA is not available.
+    """
+
+    host_waits = False
+    inline = False
+    last_copy_s = 0.0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        # Made now: on a device that hangs in a collective an allocation may hang too, and parking must not.
+        self._pack = torch.empty(PACK_BYTES, dtype=torch.uint8, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._last: torch.cuda.Event | None = None
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        # Weak keys: a plan holds the tensors, and must not outlive a list whose tensors the trainer has
+        # replaced.
+        self._planned: dict[weakref.ref[CopyList], CopyTransfers] = {}
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._registered: dict[int, list[int]] = {}
+        self._thread = threading.Thread(target=self._watch, name="ckptd-copy", daemon=True)
+        self._thread.start()
+
+    def register(self, memory: HostMemory, regions: Sequence[tuple[int, int]]) -> None:
+        """Pin each region (a slot) with the driver, which may refuse one huge registration where several
+        pass.
+
+        Raises:
+            RuntimeError: the driver refuses; the message has its code and what to check.
+        """
+        cudart = torch.cuda.cudart()
+        done: list[int] = []
+        for offset, nbytes in regions:
+            code = int(cudart.cudaHostRegister(memory.address + offset, nbytes, 0))
+            if code != 0:
+                for address in done:
+                    cudart.cudaHostUnregister(address)
+                self._forget_error()
+                raise RuntimeError(
+                    f"cudaHostRegister of {nbytes} bytes failed with code {code}: check `ulimit "
+                    "-l` and free memory (`ckptctl doctor`)"
+                )
+            done.append(memory.address + offset)
+        self._registered[memory.address] = done
+
+    def release(self, memory: HostMemory) -> None:
+        """Unpin; waits for copies in flight."""
+        self._stream.synchronize()
+        for address in self._registered.pop(memory.address, []):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def begin(
+        self,
+        items: Sequence[CopyItem],
+        memory: HostMemory,
+        base: int,
+        done: Callable[[BaseException | None], None],
+        late: Callable[[], Sequence[CopyItem]] = tuple,
+        at_once: Sequence[CopyItem] = (),
+    ) -> None:
+        image = memory.tensor[base:]
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        first = torch.cuda.Event(enable_timing=True)
+        first.record(self._stream)
+        error: BaseException | None = None
+        more: Sequence[CopyItem] = ()
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                if at_once:
+                    self._transfers(at_once).send(image)
+                    current.wait_event(self._stream.record_event())
+                more = late()
+                self._transfers(items).send(image)
+                if more:
+                    plan_transfers(more, self._pack).send(image)
+        except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
+            error = caught
+        last = torch.cuda.Event(enable_timing=True, blocking=True)
+        last.record(self._stream)
+        self._last = last
+        # Also after an error: work given to the device before goes on reading.
+        self._jobs.put(_Job(first, last, None if error else done, (tuple(items), more, at_once)))
+        if error is not None:
+            done(error)
+
+    def read(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
+        """One gather on the current stream; its words cross on the side stream, and the watcher thread stores
+        them.
+        """
+        error: BaseException | None = None
+        try:
+            if samples.can_be_read():
+                self._gather(samples, done)
+                return
+        except Exception as caught:  # noqa: BLE001 - the trainer must survive it
+            error = caught
+        done(error)
+
+    def _gather(self, samples: Samples, done: Callable[[BaseException | None], None]) -> None:
+        buffers: _SampleBuffers | None = samples.prepared
+        nth = 0 if buffers is None else 1
+        if buffers is None:
+            buffers = samples.prepared = _SampleBuffers.of(samples, self.device)
+        words, host = buffers.words[nth], buffers.host[nth]
+        torch.index_select(samples.plan.span, 0, buffers.index, out=words)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(words, non_blocking=True)
+        last = torch.cuda.Event(blocking=True)
+        last.record(self._stream)
+
+        def finished(error: BaseException | None) -> None:
+            if error is None:
+                samples.found.append(host.numpy().view(np.uint64))
+            done(error)
+
+        self._jobs.put(_Job(None, last, finished, (samples,)))
+
+    def wait(self) -> float:
+        """Order the current stream after the copies; the host does not block.
+
+        Returns the seconds that the device's stream stood still at earlier calls, as far as they are known by
+        now.
+        """
+        stalled = self._stalls()
+        if self._last is not None:
+            stream = torch.cuda.current_stream(self.device)
+            reached = torch.cuda.Event(enable_timing=True)
+            reached.record(stream)
+            stream.wait_event(self._last)
+            self._waits.append((reached, self._last))
+            self._last = None
+        return stalled
+
+    def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            plan_transfers(items, self._pack).receive(memory.tensor[base:])
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for addresses in self._registered.values():
+            for address in addresses:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered.clear()
+        self._jobs.put(None)
+        self._thread.join(timeout=30)
+
+    def _transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
+        """Planned once for a list that is handed over again, which it is as long as its tensors are
+        the same.
+        """
+        if not isinstance(items, CopyList):
+            return plan_transfers(items, self._pack)
+        key = weakref.ref(items, lambda gone: self._planned.pop(gone, None))
+        if key not in self._planned:
+            self._planned[key] = plan_transfers(items, self._pack)
+        return self._planned[key]
+
+    # -- the copy thread -----------------------------------------------------------------------------
+
+    def _stalls(self) -> float:
+        """Seconds that streams waited in ``wait`` calls that are over."""
+        total = 0.0
+        while self._waits and all(event.query() for event in self._waits[0]):
+            reached, copied = self._waits.popleft()
+            total += max(0.0, reached.elapsed_time(copied) / 1e3)
+        return total
+
+    def _watch(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._report(job)
+            except Exception:
+                # The thread must live: a slot whose copy nobody reports would stay claimed for ever.
+                logger.exception("in the copy thread")
+            del job  # releases the sources before the next copy
+
+    def _report(self, job: _Job) -> None:
+        error: BaseException | None = None
+        try:
+            job.last.synchronize()
+            if job.done is not None and job.first is not None:
+                self.last_copy_s = job.first.elapsed_time(job.last) / 1e3
+        except RuntimeError as caught:
+            error = caught
+        if job.done is not None:
+            job.done(error)
+
+    def _forget_error(self) -> None:
+        """Consume the driver's refusal: the runtime keeps it for the next kernel's launch check, the
+        trainer's, which would raise it.
+        """
+        try:
+            self._pack[:1].zero_()
+        except RuntimeError as error:
+            logger.debug("the driver's refusal: %s", error)
+
+
+def make_engine(device: torch.device, *, inline: bool = False) -> CopyEngine:
+    """The engine for tensors on ``device``.
+
+    Raises:
+        ValueError: there is none for this kind of device.
+    """
+    if device.type == "cpu":
+        return CpuEngine(inline=inline)
+    if device.type == "cuda":
+        return CudaEngine(device)
+    raise ValueError(f"no copy engine for device {device}: supported are cpu and cuda")

@@ -1,0 +1,61 @@
+"""The line that tells how far long work is."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from ckptd.ctl.command import ProgressBar, progress_line
+from ckptd.ctl.main import main
+
+MIB = 1 << 20
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_with_a_total_there_is_a_bar_a_rate_and_what_is_left() -> None:
+    line = progress_line("verifying", 30 * MIB, 120 * MIB, 10.0)
+    bar = "######.................."
+    assert line == f"verifying [{bar}] 25 %, 30 MiB of 120 MiB, 3 MiB/s, 30 s left"
+
+
+def test_without_a_total_it_tells_what_is_done() -> None:
+    assert progress_line("verifying", 30 * MIB, 0, 10.0) == "verifying: 30 MiB, 3 MiB/s"
+
+
+def test_more_than_all_is_all_and_nothing_is_fast_at_first() -> None:
+    assert progress_line("x", 9, 4, 0.0).endswith("] 100 %, 4 B of 4 B")
+    assert progress_line("x", 0, 4, 9.0).endswith("] 0 %, 0 B of 4 B")
+
+
+def test_it_is_drawn_now_and_then_and_cleared_at_the_end() -> None:
+    now = [0.0]
+    terminal = Terminal()
+    with ProgressBar("x", 100, stream=terminal, clock=lambda: now[0]) as bar:
+        for done in range(100):
+            bar.update(done)
+            now[0] += 0.01
+    drawn = terminal.getvalue().split("\r\x1b[K")
+    assert 8 <= len(drawn) - 2 <= 11
+    assert drawn[-1] == ""
+
+
+def test_it_is_silent_where_nobody_looks() -> None:
+    for stream, quiet in ((io.StringIO(), False), (Terminal(), True)):
+        with ProgressBar("x", 100, quiet=quiet, stream=stream) as bar:
+            bar.update(50)
+        assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(("command", "expected"), [("status", 10), ("park", 60), ("drill", 600)])
+def test_the_default_timeout_of_one_command_is_not_that_of_all(
+    command: str, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """argparse shares the options of parent parsers, so `import`'s 600 s were the default of all commands."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"seconds to wait (default {expected})" in capsys.readouterr().out

@@ -1,0 +1,325 @@
+"""What another rank has, in a copy that a trainer reads: the service in one process, with real
+memory and no network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+from unittest.mock import Mock
+
+import pytest
+
+from ckptd.config.settings import DaemonConfig
+from ckptd.core.sessions import RankKey
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import (
+    SegmentDescriptor,
+    encode_descriptor,
+    pack_slot_header,
+    read_prologue,
+)
+from ckptd.event_log import EventLog
+from ckptd.memory.housekeeping import Housekeeper
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.slot_digests import SealVerdict, seal_slot
+from ckptd.node.peering import Peering
+from ckptd.node.service import Service
+from ckptd.node_context import NodeContext, NodeWorkers
+from ckptd.transport import messages as m
+from ckptd.workers import Workers
+from tests.ckptd.node.test_service import NoWatcher
+from tests.ckptd.running import descriptor, eventually, fill, state_of
+
+MIB = 1 << 20
+# Whatever kinds there are: nothing here depends on them.
+KINDS = get_args(get_type_hints(SegmentDescriptor)["kind"])
+READER, OTHER = b"r0", b"r1"
+
+
+@dataclass
+class Setting:
+    """Ranks 0 and 1 of a run on one node; rank 0 reads what rank 1 has."""
+
+    service: Service
+    peering: Peering
+    store: SegmentStore
+    workers: Workers
+    events: EventLog
+    answers: list[m.Reply] = field(default_factory=list)
+
+    def ask(self, message: m.Message, by: bytes = READER) -> m.Reply:
+        self.service.handle(by, message, self.answers.append)
+        eventually(lambda: self.collected() and bool(self.answers), "an answer")
+        return self.answers.pop()
+
+    def collected(self) -> bool:
+        self.workers.collect()
+        return True
+
+    def attach(self, by: bytes = READER) -> m.Attached:
+        rank = 0 if by == READER else 1
+        self.ask(m.Hello("1", os.getpid()), by)
+        reply = self.ask(m.Attach("job", "run", rank, 2, f"stage{rank}", 1, MIB, "a test", (), by), by)
+        assert isinstance(reply, m.Attached), reply
+        return reply
+
+    def make(self, kind: Any, *iterations: int, run: str = "run", slot_bytes: int = MIB) -> Segment:
+        """A segment of rank 1 in which these are sealed."""
+        told = descriptor(run=run, rank=1, world_size=2, topology="stage1", kind=kind)
+        segment = self.store.create(told, len(iterations), slot_bytes)
+        for index, iteration in enumerate(iterations):
+            sent = (("activation/1/0/0/0", "U8", (64,), bytes([iteration] * 64)),)
+            fill(segment, index, iteration, anchors=3, tensors=sent)
+            assert seal_slot(segment, index).verdict is SealVerdict.SEALED
+        return segment
+
+    def copies(self) -> list[Path]:
+        return sorted(self.store.folder.glob("*.fetched"))
+
+    def read(self, kind: Any, *iterations: int) -> m.SegmentInfo:
+        """What is told of a copy of a new segment of rank 1, when it is complete."""
+        reply = self.ask(wanted(self.make(kind, *iterations)))
+        assert isinstance(reply, m.Reserved), reply
+        eventually(lambda: self.collected() and self.state(reply.segment) != "running", "it ends")
+        return reply.segment
+
+    def state(self, info: m.SegmentInfo) -> str:
+        reply = self.ask(m.GetFetch(info.generation))
+        assert isinstance(reply, m.FetchState), reply
+        return reply.state
+
+
+def wanted(segment: Segment, *, kind: str = "", rank: int = 1, name: str = "", node: str = "here") -> m.Fetch:
+    """All slots of a segment, to be read."""
+    pieces = tuple(
+        m.FetchPiece(segment.raw_header(index), (m.FetchSource(node, name or segment.path.name, index),))
+        for index in range(segment.geometry.num_slots)
+    )
+    return m.Fetch(pieces, (), kind or segment.descriptor.kind, rank)
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    config, events = DaemonConfig(), EventLog(1000)
+    store = SegmentStore(tmp_path, 64 * MIB, "here", mlock="off", hugepages="off")
+    workers = Workers("test", 1, 100, lambda: None)
+    housekeeper = Housekeeper(config, store, events, workers, workers, None)
+    node = NodeContext(config, store, events, lambda work: work())
+    peering = Peering(node, NodeWorkers(workers, workers), doubt=housekeeper.doubts.add)
+    service = Service(node, housekeeper, NoWatcher(), peering, stop=Mock())
+    found = Setting(service, peering, store, workers, events)
+    found.attach()
+    yield found
+    peering.close()
+    workers.close(5.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_holds_what_the_other_rank_has_and_is_nobodys_memory(setting: Setting, kind: str) -> None:
+    info = setting.read(kind, 5, 6)
+    (source,) = setting.store.everything()
+    assert setting.state(info) == "done"
+    buffer = memoryview(Path(info.path).read_bytes())
+    geometry, told = read_prologue(buffer)
+    assert told == source.descriptor, "whoever reads such segments reads this one"
+    for index in range(2):
+        header = source.header(index)
+        assert header is not None
+        at = geometry.slot_offset(index)
+        copied = buffer[at : at + header.image_len]
+        assert copied == source.image(index, header)
+    # Not told, not offered, and no generation of anybody.
+    held = setting.peering.holdings("job", "run")
+    assert source.path.name in str(held)
+    assert Path(info.path).name not in str(held)
+    again = setting.attach()
+    assert (again.segments, again.logs) == ((), ())
+    own = encode_descriptor(descriptor(world_size=2, topology="stage0"))
+    reserved = setting.ask(m.Reserve(MIB, 1, own))
+    assert isinstance(reserved, m.Reserved)
+    assert reserved.segment.generation == 0
+
+
+def test_a_copy_counts_until_it_is_dropped(setting: Setting) -> None:
+    info = setting.read("log", 5)
+    (source,) = setting.store.everything()
+    (copy,) = setting.copies()
+    assert str(copy) == info.path
+    assert setting.store.used_bytes == source.file_bytes + copy.stat().st_size
+    assert sum(fact.total_bytes for fact in setting.store.facts()) == setting.store.used_bytes
+    assert isinstance(setting.ask(m.Drop(info.generation)), m.Done)
+    assert setting.copies() == []
+    assert setting.store.used_bytes == source.file_bytes
+    for message in (m.Drop(info.generation), m.GetFetch(info.generation)):
+        refused = setting.ask(message)
+        assert isinstance(refused, m.Refused)
+        assert refused.code is m.RefusalCode.NOT_FOUND
+
+
+def test_a_copy_is_its_readers_alone(setting: Setting) -> None:
+    info = setting.read("log", 5)
+    setting.attach(OTHER)
+    refused = setting.ask(m.Drop(info.generation), OTHER)
+    assert isinstance(refused, m.Refused)
+    assert len(setting.copies()) == 1
+    setting.ask(m.Detach(), OTHER)
+    assert len(setting.copies()) == 1
+
+
+@pytest.mark.parametrize("how", ["detached", "over", "died"])
+def test_a_copy_goes_with_its_reader(setting: Setting, how: str) -> None:
+    setting.read("log", 5)
+    (source,) = setting.store.everything()
+    if how == "died":
+        (session,) = setting.service.sessions
+        setting.service.trainers.gone(session, "a test says so")
+    else:
+        assert isinstance(setting.ask(m.Detach(final=how == "over")), m.Done)
+    assert setting.copies() == []
+    assert setting.store.used_bytes == source.file_bytes
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_copy_that_is_made_for_a_reader_that_has_left_is_removed(setting: Setting, back: bool) -> None:
+    """It is for nobody, and nobody would ever drop it."""
+    source = setting.make("log", 5)
+    answers: list[m.Reply] = []
+    setting.service.handle(READER, wanted(source), answers.append)
+    (session,) = setting.service.sessions
+    setting.service.trainers.gone(session, "a test says so")
+    if back:
+        setting.attach()
+    eventually(lambda: setting.collected() and bool(answers), "an answer")
+    (refused,) = answers
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.NO_SESSION
+    assert setting.copies() == []
+    assert setting.store.used_bytes == source.file_bytes
+
+
+def test_what_exceeds_the_quota_is_refused_with_numbers(setting: Setting) -> None:
+    source = setting.make("log", 5, slot_bytes=40 * MIB)
+    image = 30 * MIB
+    fill(source, 0, 5, anchors=0, tensors=(("activation/1/0/0/0", "U8", (image,), b""),))
+    assert seal_slot(source, 0).verdict is SealVerdict.SEALED
+    refused = setting.ask(wanted(source))
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.QUOTA
+    assert "to read what job/run rank 1 has" in refused.message
+    assert "the quota is 64 MiB" in refused.message
+    assert setting.copies() == []
+    assert setting.store.used_bytes == source.file_bytes
+
+
+Change = Callable[[Setting], m.Fetch]
+OUT_OF_PLACE: dict[str, tuple[Change, m.RefusalCode, str]] = {
+    "no such rank": (
+        lambda s: wanted(s.make("log", 5), rank=2),
+        m.RefusalCode.BAD_MESSAGE,
+        "rank 2 of a run with 2 ranks",
+    ),
+    "another rank's": (
+        lambda s: wanted(s.make("log", 5), rank=0),
+        m.RefusalCode.BAD_MESSAGE,
+        "is no segment of job/run rank 0",
+    ),
+    "another run's": (
+        lambda s: wanted(s.make("log", 5, run="other")),
+        m.RefusalCode.BAD_MESSAGE,
+        "job~other~r1~g0.boundary on here is no segment of job/run rank 1",
+    ),
+    "another kind": (
+        lambda s: wanted(s.make("log", 5), kind="snapshots"),
+        m.RefusalCode.BAD_MESSAGE,
+        "has kind 'log', the request is for 'snapshots'",
+    ),
+    "not there": (
+        lambda s: wanted(s.make("log", 5), name="job~run~r1~g7.boundary"),
+        m.RefusalCode.NOT_FOUND,
+        "no holder of job/run rank 1 answers",
+    ),
+    "a node that nobody knows": (
+        lambda s: wanted(s.make("log", 5), node="away"),
+        m.RefusalCode.NOT_FOUND,
+        "away: its address is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUT_OF_PLACE)
+def test_what_is_out_of_place_is_refused(setting: Setting, case: str) -> None:
+    change, code, text = OUT_OF_PLACE[case]
+    refused = setting.ask(change(setting))
+    assert isinstance(refused, m.Refused), refused
+    assert refused.code is code
+    assert text in refused.message
+    assert setting.copies() == []
+
+
+def test_a_damaged_slot_that_nobody_else_has_fails_the_fetch_and_is_quarantined(
+    setting: Setting,
+) -> None:
+    """It is in no plan any more: the next one asks for more ranks to replay, and not for this."""
+    source = setting.make("log", 5)
+    header = source.header(0)
+    assert header is not None
+    source.image(0, header)[header.image_len - 1] ^= 1
+    reply = setting.ask(wanted(source))
+    assert isinstance(reply, m.Reserved)
+    eventually(lambda: setting.state(reply.segment) == "failed", "it fails")
+    state = setting.ask(m.GetFetch(reply.segment.generation))
+    assert isinstance(state, m.FetchState)
+    assert "iteration 5: no holder is left of here" in state.reason
+    eventually(
+        lambda: setting.collected() and state_of(source, 0) is SlotState.QUARANTINED,
+        "it is quarantined",
+    )
+
+
+def test_a_damaged_header_is_refused(setting: Setting) -> None:
+    source = setting.make("log", 5)
+    header = bytearray(source.raw_header(0))
+    header[20] ^= 1
+    piece = m.FetchPiece(bytes(header), (m.FetchSource("here", source.path.name, 0),))
+    refused = setting.ask(m.Fetch((piece,), (), "log", 1))
+    assert isinstance(refused, m.Refused)
+    assert "a slot header in the request is damaged" in refused.message
+
+
+def test_an_image_that_no_slot_of_its_segment_can_hold_is_not_fetched(setting: Setting) -> None:
+    source = setting.make("log", 5)
+    header = source.header(0)
+    assert header is not None
+    huge = pack_slot_header(replace(header, image_len=2 * MIB))
+    piece = m.FetchPiece(huge, (m.FetchSource("here", source.path.name, 0),))
+    refused = setting.ask(m.Fetch((piece,), (), "log", 1))
+    assert isinstance(refused, m.Refused)
+    assert "slots of 1048576 bytes" in refused.message
+    assert setting.copies() == []
+
+
+def test_what_an_earlier_daemon_brought_is_removed(setting: Setting) -> None:
+    info = setting.read("log", 5)
+    setting.peering.adopt()
+    assert not Path(info.path).exists()
+
+
+def test_a_copy_in_the_middle_of_a_fetch_is_dropped(setting: Setting) -> None:
+    """What its daemon still writes into is unmapped when that is over."""
+    source = setting.make("log", *range(20))
+    reply = setting.ask(wanted(source))
+    assert isinstance(reply, m.Reserved)
+    assert isinstance(setting.ask(m.Drop(reply.segment.generation)), m.Done)
+    eventually(lambda: setting.collected() and setting.workers.pending == 0, "nobody works on it")
+    setting.service.tick()
+    assert setting.copies() == []
+    assert setting.store.used_bytes == source.file_bytes
+    page = setting.events.page(0, 1000).events
+    assert "fetch_ended" in {event.kind for event in page}
+    assert [event for event in page if event.level != "info"] == [], "it is no failure"
+    assert setting.peering.fetches.of(RankKey("job", "run", 0), reply.segment.generation) is None

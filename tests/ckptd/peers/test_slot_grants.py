@@ -1,0 +1,187 @@
+"""Slots that are lent: what ends them, and what does not."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte
+from ckptd.memory import locks
+from ckptd.memory.segment_file import Segment
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.peers.replica_leases import Loan, RegionLoans
+from ckptd.peers.slot_grants import slot_file
+from ckptd.transport import peer_messages as p
+from ckptd.transport.fabric import short_cut
+from ckptd.transport.fabric.regions import LocalRegion, Regions
+from ckptd.transport.verbs import Access, Scope
+from ckptd.workers import Workers
+from tests.ckptd.hosted import MIB, Setting, hosted
+from tests.ckptd.puppet import begin_slot
+from tests.ckptd.running import eventually
+from tests.ckptd.snapshots import snapshot_of, states_in
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    with hosted(tmp_path) as setting:
+        yield setting
+
+
+@contextmanager
+def copying(region: LocalRegion, peer: str) -> Iterator[None]:
+    """Another daemon of this host is in the middle of a chunk."""
+    file = region.key.file
+    assert file is not None
+    fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        lease = short_cut._lease_byte(region.key, file, Access.WRITE, peer)
+        with short_cut._copying(fd, lease) as allowed:
+            assert allowed
+            yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Every open fails with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def descriptor() -> SegmentDescriptor:
+    return SegmentDescriptor(
+        job="job",
+        run="run",
+        rank=0,
+        world_size=1,
+        topology="dp1",
+        layout_version=1,
+        generation=0,
+        node_id="here",
+        created_at_ns=1,
+        window=1,
+        num_operators=1,
+    )
+
+
+def locked(segment: Segment, index: int) -> bool:
+    return locks.is_locked(segment.fd, slot_lock_byte(index), exclusive=True)
+
+
+def held(segment: Segment) -> int:
+    """How many descriptors of this process lead to its file."""
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(n) and os.path.samefile(n, segment.path) for n in names)
+
+
+def test_peers_that_stopped_in_the_middle_of_a_copy_hold_up_nobody_elses_slot(
+    tmp_path: Path,
+) -> None:
+    """As many of them as there are workers; the end of a healthy one's loan does not wait behind them."""
+    store = SegmentStore(tmp_path, 40 * MIB, "here", mlock="off", hugepages="off")
+    segment, regions = store.create(descriptor(), 4, MIB), Regions()
+    settlers = Workers("settle", 2, 100, lambda: None)
+    failures: list[BaseException] = []
+    lending = RegionLoans(
+        settlers, still_here=lambda s: True, failed=lambda what, error: failures.append(error)
+    )
+
+    def lend(index: int, peer: str) -> Loan:
+        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        assert locks.try_lock(fd, slot_lock_byte(index), exclusive=True)
+        image = segment.image(index, snapshot_of(5).header)
+        region = regions.register(image, Access.WRITE, Scope(peer), slot_file(segment, index))
+        return Loan(segment, index, fd, region)
+
+    def over(*indexes: int) -> bool:
+        settlers.collect()
+        lending.tick()
+        return not any(locked(segment, index) for index in indexes)
+
+    def region_of(loan: Loan) -> LocalRegion:
+        assert isinstance(loan.region, LocalRegion)
+        return loan.region
+
+    try:
+        a, b, c = (lend(index, peer) for index, peer in enumerate("abc"))
+        with copying(region_of(a), "a"), copying(region_of(b), "b"):
+            with copying(region_of(c), "c"):
+                for loan in (a, b, c):
+                    lending.end(loan, SlotState.FREE)
+                assert lending.slots_of(segment) == {0, 1, 2}
+            eventually(lambda: over(2) and settlers.pending == 0, "the healthy one's slot is free")
+            assert lending.slots_of(segment) == {0, 1}
+            assert locked(segment, 0)
+            assert locked(segment, 1)
+            assert settlers.pending == 0, "no worker waits for a copy"
+        eventually(lambda: over(0, 1), "the others go on")
+        assert lending.slots_of(segment) == set()
+        assert not failures
+    finally:
+        settlers.close(5.0)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_slot_whose_file_cannot_be_opened_is_refused_and_not_passed_over_in_silence(
+    setting: Setting, gone: bool
+) -> None:
+    """The peer would wait ten seconds for an answer."""
+    lease, snapshot = setting.open().lease, snapshot_of(5)
+    setting.fill(lease, snapshot)
+    segment = setting.only
+    read = p.OpenRead("job", "run", segment.path.name, 0, snapshot.header.sequence)
+    begin = begin_slot(lease, snapshot_of(6))
+    before = held(segment)
+    if gone:
+        segment.path.unlink()
+        replies = [setting.ask(read, "q"), setting.ask(begin)]
+    else:
+        with no_descriptors():
+            replies = [setting.ask(read, "q"), setting.ask(begin)]
+        assert held(segment) == before
+        assert isinstance(setting.ask(read, "q"), p.ReadOpened)
+        assert isinstance(setting.ask(begin), p.SlotGranted)
+    assert all(isinstance(reply, p.PeerRefused) for reply in replies), replies
+    codes = [reply.code for reply in replies if isinstance(reply, p.PeerRefused)]
+    assert codes == ["unknown" if gone else "busy"] * 2
+
+
+@pytest.mark.parametrize("error", [OSError("mine"), ValueError("mine")])
+def test_what_fails_after_a_slot_was_locked_leaves_it_free(
+    setting: Setting, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, snapshot = setting.open().lease, snapshot_of(5)
+    setting.fill(lease, snapshot)
+    segment = setting.only
+    read = p.OpenRead("job", "run", segment.path.name, 0, snapshot.header.sequence)
+    begin = begin_slot(lease, snapshot_of(6))
+    before = held(segment)
+
+    def fail(*args: object, **options: object) -> LocalRegion:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setting.fabric, "register", fail)
+        for message in (read, begin):
+            if isinstance(error, OSError):
+                assert isinstance(setting.ask(message), p.PeerRefused)
+            else:
+                with pytest.raises(ValueError, match="mine"):
+                    setting.ask(message)
+    assert held(segment) == before
+    assert not locked(segment, 0)
+    assert not locked(segment, 1)
+    assert states_in(segment.path)[1] is SlotState.FREE
+    setting.begin(lease, snapshot_of(6))

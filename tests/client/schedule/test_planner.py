@@ -1,0 +1,234 @@
+"""From a model and measured speeds to windows, rings and descriptors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptd.client.model.live_state import LiveState
+from ckptd.client.model.operators import discover_operators
+from ckptd.client.optimizers.optimizer_probe import StateSpec
+from ckptd.client.schedule.planner import PlanInputs, TrainingSpeed, make_plan, plan_together
+from ckptd.client.schedule.snapshot_plan import (
+    SnapshotPlan,
+    plan_from_payload,
+    recorded_specs,
+    signature,
+    signature_difference,
+)
+from ckptd.core.schedule import OperatorKind, Ordering
+from ckptd.core.slots.segment_format import plan_geometry
+
+IDENTITY = {"job": "j", "run": "r", "rank": "0", "world_size": "1"}
+
+
+class MoE(nn.Module):
+    """Eight equal experts and a dense layer of many times their size."""
+
+    def __init__(self, experts: int = 8, width: int = 16, dense: int = 32) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, dense * width)
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+
+def bound(**options: Any) -> LiveState:
+    model = MoE(**options)
+    return LiveState(model, [torch.optim.AdamW(model.parameters())], None)
+
+
+def planned(binding: LiveState, **changes: Any) -> SnapshotPlan:
+    operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
+    options: dict[str, Any] = {
+        "policy": "sliding",
+        "window": None,
+        "every": 1,
+        "budget_bytes": None,
+        "available_bytes": None,
+        "popularity": None,
+        "ordering": Ordering.HARD,
+        "compute_dtypes": {},
+        "identity": IDENTITY,
+        "scalars_capacity": 4096,
+    }
+    return make_plan(binding, operators, PlanInputs(**(options | changes)))
+
+
+class TestSpeed:
+    def test_most_of_the_time_until_the_optimizers_step_is_for_copies(self) -> None:
+        assert TrainingSpeed(0.1, 0.2, 1e9).budget_bytes(None) == 80_000_000
+
+    def test_copies_on_the_trainers_own_cores_are_bounded_by_overhead(self) -> None:
+        assert TrainingSpeed(0.1, 0.2, 1e9).budget_bytes(0.03) == 6_000_000
+
+
+class TestWindow:
+    def test_without_a_limit_everything_is_anchored_at_once(self) -> None:
+        assert planned(bound()).schedule.window == 1
+
+    def test_the_smallest_window_that_fits_the_budget(self) -> None:
+        binding = bound(dense=1)
+        dense = planned(binding).schedule.dense_bytes
+        plan = planned(binding, budget_bytes=dense // 2)
+        assert plan.schedule.window > 1
+        assert plan.schedule.peak_bytes <= dense // 2
+        smaller = planned(binding, window=plan.schedule.window - 1)
+        assert smaller.schedule.peak_bytes > dense // 2
+
+    def test_a_budget_that_only_a_split_operator_meets(self) -> None:
+        """Whole, the dense part alone is over the budget whatever the window; in pieces it is not."""
+        binding = bound()
+        dense = planned(binding).schedule.dense_bytes
+        plan = planned(binding, budget_bytes=dense // 2)
+        assert plan.schedule.fits, plan.schedule.reason
+        assert plan.schedule.peak_bytes <= dense // 2
+
+    def test_a_budget_below_the_compute_weights_is_met_by_none_and_said(self) -> None:
+        plan = planned(bound(), budget_bytes=1000)
+        assert not plan.schedule.fits
+        assert "1,000" in plan.schedule.reason
+
+    def test_a_dense_part_larger_than_a_phase_is_split(self) -> None:
+        """Otherwise it alone would set the peak of every window."""
+        plan = planned(bound(), window=6)
+        parts = [op for op in plan.operators if op.name.startswith("dense/")]
+        assert len(parts) > 1
+        assert plan.schedule.window == 6
+        anchor = sum(c.anchor_bytes - c.compute_bytes for c in plan.costs)
+        heaviest = max(c.anchor_bytes - c.compute_bytes for c in plan.costs)
+        assert heaviest <= anchor / 6 * 1.5
+
+    def test_experts_stay_whole(self) -> None:
+        plan = planned(bound(), window=20)
+        assert sum(op.kind is OperatorKind.EXPERT for op in plan.operators) == 8
+
+    def test_popular_experts_come_late(self) -> None:
+        binding = bound()
+        names = [o.name for o in discover_operators(binding.model, rows_allowed=lambda n: True)]
+        popularity = [9.0 if n == "experts.0" else float(n.startswith("experts")) for n in names]
+        plan = planned(binding, window=4, popularity=popularity)
+        last = {plan.operators[i].name for i in plan.schedule.phases[-1]}
+        assert "experts.0" in last
+
+    def test_a_ring_that_fits_no_memory_says_the_numbers(self) -> None:
+        with pytest.raises(
+            ValueError,
+            match=r"no ring fits the 1000 bytes .*W=1: \d+ slots of \d+ bytes.*CKPTD_MEMORY",
+        ):
+            planned(bound(), available_bytes=1000)
+
+    def test_a_larger_window_is_taken_where_memory_is_short(self) -> None:
+        binding = bound(width=256, dense=1)  # large against the slack of a slot
+        one = planned(binding)
+        room = one.slot_bytes * one.num_slots - 1
+        assert planned(binding, available_bytes=room).schedule.window > 1
+
+    def test_slots_hold_the_largest_image_of_the_window(self) -> None:
+        binding = bound()
+        plan = planned(binding, window=5)
+        for ordinal in range(plan.span):
+            found = plan.phase_plan(binding, ordinal)
+            assert found is not None
+            assert found[0].layout.image_len <= plan.slot_bytes
+        assert plan.slot_bytes % 4096 == 0
+
+    def test_every_operator_is_anchored_once_in_any_window(self) -> None:
+        binding = bound()
+        plan = planned(binding, window=5)
+        for start in range(5):
+            phases = [plan.phase_plan(binding, start + i) for i in range(5)]
+            anchored = [i for p in phases if p is not None for i in p[0].anchored]
+            assert sorted(anchored) == list(range(len(plan.operators)))
+
+
+@pytest.mark.parametrize("policy", ["sliding", "aligned", "dense"])
+def test_a_fresh_process_reads_the_plan_from_the_descriptor(policy: str) -> None:
+    binding = bound()
+    plan = planned(binding, policy=policy, window=None if policy == "dense" else 3)
+    again = plan_from_payload(
+        bound(),
+        plan.payload(binding),
+        IDENTITY,
+        plan_geometry(plan.num_slots, plan.slot_bytes, 100),
+    )
+    assert again.operators == plan.operators
+    assert again.costs == plan.costs
+    assert again.schedule.phases == plan.schedule.phases
+    assert again.schedule.phase_bytes == plan.schedule.phase_bytes
+    for ordinal in range(plan.span):
+        a, b = plan.phase_plan(binding, ordinal), again.phase_plan(bound(), ordinal)
+        assert a is not None
+        assert b is not None
+        assert a[0].layout.layout_id == b[0].layout.layout_id
+        assert a[1] == b[1]
+
+
+class TestSignature:
+    def test_the_same_model_has_no_difference_before_and_after_its_first_step(self) -> None:
+        binding = bound()
+        before = signature(binding)
+        for p in binding.params.values():
+            p.grad = torch.zeros_like(p)
+        binding.optimizers[0].step()
+        assert signature_difference(before, signature(binding)) == ""
+
+    def test_shapes_dtypes_and_names(self) -> None:
+        here = bound(experts=9, width=8)
+        text = signature_difference(signature(bound()), signature(here))
+        assert "parameter dense.weight: float32[512, 16] in the snapshot, float32[256, 8] here" in text
+        assert text.count(";") == 5
+        assert "more" in text.rpartition("; and ")[2]
+
+    def test_what_only_one_side_has_is_absent_on_the_other(self) -> None:
+        text = signature_difference(signature(bound(experts=8)), signature(bound(experts=9)))
+        assert "parameter gate.weight: float32[8, 16] in the snapshot, float32[9, 16] here" in text
+        more = signature_difference(signature(bound(experts=8)), signature(bound(experts=9)), limit=100)
+        assert "parameter experts.8.weight: absent in the snapshot, float32[16, 16] here" in more
+
+    def test_another_optimizer_shows_by_its_name(self) -> None:
+        model = MoE()
+        sgd = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)], None)
+        text = signature_difference(signature(bound()), signature(sgd))
+        assert text == "optimizer 0: AdamW[1] in the snapshot, SGD[1] here"
+
+    def test_what_a_probe_sees_of_the_state_is_no_difference(self) -> None:
+        """An optimizer with 8-bit state for large tensors showed fp32 state to the probe, whose
+        tensors are small: a run with snapshots was refused as that of another model.
+        """
+        recorded, here = signature(bound()), signature(bound())
+        for row in recorded:
+            if row[0] == "optimizer state 'exp_avg' of":
+                row[2:] = ["uint8", [3]]
+        assert signature_difference(recorded, here) == ""
+        specs = recorded_specs(bound(), recorded)["dense.weight"]
+        assert StateSpec("exp_avg", "tensor", torch.uint8, (3,)) in specs
+        assert StateSpec("exp_avg_sq", "like", torch.float32) in specs
+
+
+class TestAlike:
+    """What one of several ranks may plan anew by itself."""
+
+    def test_it_keeps_operators_and_phases(self) -> None:
+        binding = bound()
+        plan = planned(binding, window=4)
+        alike = plan_together(plan, binding, 100_000, ())
+        assert alike.schedule.phases == plan.schedule.phases
+        assert alike.operators == plan.operators
+        assert alike.slot_bytes >= plan.slot_bytes + 100_000 - 4096 - 4096
+        assert alike.num_slots == plan.num_slots
+
+    def test_slots_have_room_for_phases_that_come(self) -> None:
+        """All ranks have agreed on an order that puts the largest operators together."""
+        binding = bound(width=64)
+        plan = planned(binding, window=4)
+        all_at_once = [plan.schedule.order, [], [], []]
+        alike = plan_together(plan, binding, 4096, [all_at_once])
+        alike.use_phases(all_at_once)
+        found = alike.phase_plan(binding, 0)
+        assert found is not None
+        assert found[0].layout.image_len <= alike.slot_bytes
+        narrow = plan_together(plan, binding, 4096, ())
+        assert found[0].layout.image_len > narrow.slot_bytes

@@ -1,0 +1,140 @@
+"""What a list of copies becomes; with a pack in host memory, where tensors of the host play those
+of a device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptd.cuda.cuda_engine import CopyTransfers, plan_transfers
+from ckptd.cuda.engine import CopyItem
+
+SIZE = 1 << 16
+
+
+def item(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) -> CopyItem:
+    wanted = dtype or tensor.dtype
+    return CopyItem(tensor, None, None, wanted, offset, tensor.numel() * wanted.itemsize)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def plan(items: list[CopyItem], *, pack_bytes: int = 4096, small_bytes: int = 256) -> CopyTransfers:
+    return plan_transfers(items, torch.empty(pack_bytes, dtype=torch.uint8), small_bytes=small_bytes)
+
+
+def through(items: list[CopyItem], transfers: CopyTransfers) -> Tensor:
+    """The image after ``send``; checks every byte of it, and that ``receive`` brings the tensors back."""
+    image = torch.full((SIZE,), 0xA5, dtype=torch.uint8)
+    transfers.send(image)
+    expected = torch.full((SIZE,), 0xA5, dtype=torch.uint8)
+    for i in items:
+        raw = i.view().detach().to(i.dtype).contiguous().reshape(-1).view(torch.uint8)
+        expected[i.offset : i.offset + i.nbytes] = raw
+    assert torch.equal(image, expected)
+    before = [i.view().detach().to(i.dtype).to(i.tensor.dtype) for i in items]
+    for i in items:
+        i.tensor.detach().zero_()
+    transfers.receive(image)
+    assert all(torch.equal(i.view(), b) for i, b in zip(items, before, strict=True))
+    return image
+
+
+def test_large_dense_tensors_go_directly_and_small_ones_of_a_run_together() -> None:
+    items = [
+        item(random(128), 0),
+        item(random(3), 512),
+        item(random(5), 524),
+        item(random(100), 1024),
+    ]
+    found = plan(items)
+    assert [t.numel() for t in found.direct] == [512, 400]
+    assert [(p.offset, p.nbytes, len(p.tensors)) for p in found.packs] == [(512, 32, 2)]
+    through(items, found)
+
+
+def test_large_tensors_make_way_for_the_copies_of_others() -> None:
+    """At most the pack's length at a stretch, whether of one tensor or of several."""
+    items = [item(random(n), 16_384 * i) for i, n in enumerate((3000, 100, 200, 4000))]
+    found = plan(items, pack_bytes=1024)
+    lengths = [sum(t.numel() for t in found.direct[part]) for part in found.stretches]
+    assert sum(lengths) == 4 * 7300
+    assert max(lengths) == 1024
+    assert len(found.stretches) == 30
+    through(items, found)
+
+
+def test_a_gap_ends_a_run() -> None:
+    items = [item(random(3), 0), item(random(3), 12), item(random(3), 28)]
+    assert [(p.offset, p.nbytes) for p in plan(items).packs] == [(0, 24), (28, 12)]
+    through(items, plan(items))
+
+
+@pytest.mark.parametrize("offset", [0, 4, 60, 100])
+def test_a_run_that_does_not_begin_at_a_multiple_of_the_packs_alignment(offset: int) -> None:
+    items = [item(random(3, dtype=torch.float64), offset + 4 & ~7), item(random(1), 512)]
+    through(items, plan(items))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        random(3000),
+        random(40, 75).t(),
+        random(1, 5000),
+        random(5000, 1)[:, 0],
+        random(3, 40, 30).mT,
+    ],
+    ids=["flat", "transposed", "one_row", "column", "batch_of_transposed"],
+)
+def test_what_is_larger_than_the_pack_goes_through_it_in_parts(tensor: Tensor, dtype: torch.dtype) -> None:
+    items = [item(tensor.clone(memory_format=torch.preserve_format), 64, dtype)]
+    found = plan(items, pack_bytes=1024, small_bytes=1 << 20)
+    assert len(found.packs) > 4
+    assert all(p.nbytes <= 1024 - 64 for p in found.packs)
+    through(items, found)
+
+
+def test_rows_of_a_tensor() -> None:
+    tensor = random(10, 64)
+    for cast in (torch.float32, torch.float16):
+        rows = CopyItem(tensor, 2, 5, cast, 128, 3 * 64 * cast.itemsize)
+        untouched = tensor[5:].clone()
+        found = plan([rows])
+        assert bool(found.direct) is (cast is torch.float32)
+        image = torch.zeros(SIZE, dtype=torch.uint8)
+        found.send(image)
+        assert torch.equal(image[128 : 128 + rows.nbytes].view(cast).view(3, 64), tensor[2:5].to(cast))
+        tensor[2:5] = 0
+        found.receive(image)
+        assert torch.equal(tensor[2:5].to(cast), image[128 : 128 + rows.nbytes].view(cast).view(3, 64))
+        assert torch.equal(tensor[5:], untouched)
+
+
+def test_tensors_of_another_device_are_copied_by_themselves() -> None:
+    found = plan_transfers([item(random(5), 0)], torch.empty(4096, dtype=torch.uint8, device="meta"))
+    assert len(found.host) == 1
+    assert not found.packs
+    image = torch.zeros(SIZE, dtype=torch.uint8)
+    found.send(image)
+    assert torch.equal(image[:20].view(torch.float32), random(5))
+
+
+def test_the_order_does_not_matter_and_nothing_is_a_list_of_transfers() -> None:
+    items = [item(random(n + 1), 512 * n) for n in (3, 0, 2, 1)]
+    through(items, plan(items))
+    assert not plan([]).packs
+    empty = item(random(0, 3), 64)
+    through([empty], plan([empty]))
+
+
+def test_wrong_items_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(3, 4\) of torch.float32 are not 8 bytes"):
+        plan([CopyItem(random(3, 4), None, None, torch.float32, 0, 8)])
+    with pytest.raises(ValueError, match="two items overlap at byte 256"):
+        plan([item(random(128), 0), item(random(128), 256)])

@@ -1,0 +1,197 @@
+"""Worlds in which one kind of trouble is common: lost machines, ranks without a target, falls back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
+from tests.simulation.model import DEADLINE_S, Node, Trainer, WorldConfig
+from tests.simulation.replication_world import World, played
+
+__all__ = ["ROWS", "FallsBack", "OwnCopies", "SingleLosses", "play_fall_back", "play_own_copies", "play_row"]
+
+
+ROWS = ("slow", "away", "cut", "fast")
+_CHAOS_S = 55.0
+_FIRST_S = 6.0  # by then there is a floor
+
+
+class SingleLosses(World):
+    """Two machines, one replica of each rank on the other: the loss of either must always leave a plan.
+
+    The promise of DESIGN 5, invariant 2, asked in the strictest way: after every event of the world,
+    for each machine, were it lost now with everything in it, would all ranks find a common start at the
+    floor or later? Each row is one kind of trouble that lasts longer than rings have slots for:
+
+        slow   replication takes several iterations per snapshot
+        away   one daemon is down for longer than its deadline, and comes back
+        cut    the daemons do not hear one another, and then they do
+        fast   nothing, and no chain breaks: no snapshot may be left out
+
+    Trainers go on all the while; chains break here and there, and memory for more slots may be refused.
+    """
+
+    def __init__(self, seed: int, row: str, config: WorldConfig | None = None) -> None:
+        self.row = row
+        told = config or WorldConfig()
+        super().__init__(seed, dataclasses.replace(told, chaos_s=_CHAOS_S))
+        for node in self.nodes.values():
+            node.capacity = None
+
+    def _make_nodes(self) -> None:
+        self.alone, self.replicas = False, 1
+        for name in ("n0", "n1"):
+            self.nodes[name] = Node(name, {})
+        if self.row == "fast":
+            self.calm = True
+
+    def _make_ranks(self) -> None:
+        self.homes = {}
+        for name in self.nodes:
+            for _ in range(self.rng.randint(1, 2)):
+                self.homes[len(self.homes)] = name
+        longest = self.rng.randint(2, 4)
+        alike = self.rng.random() < 0.7
+        windows = [longest if alike else self.rng.randint(1, longest) for _ in self.homes]
+        self.span = max(windows)
+        self.trainers = {rank: Trainer(window, 0) for rank, window in enumerate(windows)}
+
+    def fault(self) -> None:
+        """Of its row, once; again and again with pauses where there is time."""
+        if self.now_s < _FIRST_S:
+            self.later(_FIRST_S, self.fault)
+            return
+        name = self.rng.choice(sorted(self.nodes))
+        lasts_s = self.rng.uniform(2.0 * DEADLINE_S, 5.0 * DEADLINE_S)
+        if self.row == "slow":
+            for node in self.nodes.values():
+                node.delay_s = self.rng.choice((0.7, 1.0, 1.5))
+        elif self.row == "away":
+            self.away(name, lasts_s)
+        elif self.row == "cut":
+            self.cut_off(name, lasts_s, False)
+        if self.row != "fast":
+            self.later(lasts_s + self.rng.uniform(0.5, 8.0), self.fault)
+
+    def away(self, name: str, seconds: float) -> None:
+        """Its daemon dies and stays away."""
+        self.tell(f"{name}: daemon is down for {seconds:.1f} s")
+        self._end_daemon(self.nodes[name])
+        for segment in self.nodes[name].segments.values():
+            for slot in segment.slots:
+                slot.readers = 0
+        self.later(seconds, lambda: self.start_daemon(name))
+        self.links_changed()
+
+    def watch(self) -> None:
+        changed = self.changed
+        super().watch()
+        if changed and self.running and self.highest >= 0:
+            for name in self.nodes:
+                self._lose(name)
+
+    def _lose(self, name: str) -> None:
+        held, begun, _ = self.told([name])
+        plan = plan_recovery(held, len(self.homes), epochs=begun)
+        self.seen["losses asked"] += 1
+        assert isinstance(plan, RecoveryPlan), f"without {name} everything is lost: {plan.reason}"
+        assert plan.end >= self.highest, f"without {name} floor {self.highest} is lost: {plan.reason}"
+
+
+def play_row(seed: int, row: str, config: WorldConfig | None = None) -> SingleLosses:
+    """The world of this seed and row, played to its end."""
+    return played(SingleLosses(seed, row, config), f"row {row}, seed {seed}")
+
+
+_OWN_CHAOS_S = 12.0
+_DELAYS_S = (0.1, 2.0)
+_REFUSED = 0.4  # so that rings are crowded
+
+
+class OwnCopies(World):
+    """Ranks without a target: each vouches by its own ring, over links that are slow and unequal.
+
+    Here a ring gives away what its daemon has just vouched for, and a node counts suffixes before it has
+    heard of the span, in one seed of ten or twenty; in `tests.simulation.replication_world` in one of several
+    hundred. The promise and its checks are the same.
+    """
+
+    def __init__(self, seed: int, config: WorldConfig | None = None) -> None:
+        told = config or WorldConfig()
+        super().__init__(seed, dataclasses.replace(told, chaos_s=_OWN_CHAOS_S))
+        self.growth_refused = _REFUSED
+
+    def _make_nodes(self) -> None:
+        self.alone, self.replicas = False, 0
+        for number in range(self.rng.randint(2, 5)):
+            name = f"n{number}"
+            self.nodes[name] = Node(name, {}, delay_s=self.rng.choice(_DELAYS_S))
+
+    def _make_ranks(self) -> None:
+        self.homes = {}
+        for name in self.nodes:
+            for _ in range(self.rng.randint(1, 2)):
+                self.homes[len(self.homes)] = name
+        windows = [self.rng.randint(1, 2) for _ in self.homes]
+        self.span = max(windows)
+        self.trainers = {rank: Trainer(window, 0) for rank, window in enumerate(windows)}
+
+    def fault(self) -> None:
+        """Links become slower, or quicker, again and again."""
+        for node in self.nodes.values():
+            node.delay_s = self.rng.choice(_DELAYS_S)
+        self.later(self.rng.uniform(0.5, 3.0), self.fault)
+
+
+def play_own_copies(seed: int, config: WorldConfig | None = None) -> OwnCopies:
+    """The world of this seed, played to its end."""
+    return played(OwnCopies(seed, config), f"seed {seed}")
+
+
+_FALL_BACK_CHAOS_S = 45.0
+_FIRST_FAULT_S = 8.0  # by then there is a floor
+_SLOW_DELAYS_S = (1.0, 2.0, 3.0)
+
+
+class FallsBack(World):
+    """A job that goes back, over and over, before its new history has a floor.
+
+    Three machines with two replicas of each rank, links that become slow when the trainers die, chains that
+    break, and memory for no more slots: what the job went back to is older than the newest complete suffix of
+    most rings, and newer than the floor.
+    """
+
+    breaks = 0.15
+
+    def __init__(self, seed: int, config: WorldConfig | None = None) -> None:
+        told = config or WorldConfig()
+        super().__init__(seed, dataclasses.replace(told, chaos_s=_FALL_BACK_CHAOS_S))
+        self.growth_refused = 1.0
+        for node in self.nodes.values():
+            node.capacity = None
+
+    def _make_nodes(self) -> None:
+        self.alone, self.replicas = False, 2
+        for name in ("n0", "n1", "n2"):
+            self.nodes[name] = Node(name, {}, delay_s=0.1)
+
+    def _make_ranks(self) -> None:
+        self.homes = dict(enumerate(self.nodes))
+        windows = [self.rng.randint(3, 4) for _ in self.homes]
+        self.span = max(windows)
+        self.trainers = {rank: Trainer(window, 0) for rank, window in enumerate(windows)}
+
+    def fault(self) -> None:
+        """The trainers die, and the network is slow for as long as the job goes on."""
+        if self.now_s < _FIRST_FAULT_S:
+            self.later(_FIRST_FAULT_S, self.fault)
+            return
+        for node in self.nodes.values():
+            node.delay_s = self.rng.choice(_SLOW_DELAYS_S)
+        self.stop_job("a trainer died")
+        self.later(self.rng.uniform(6.0, 14.0), self.fault)
+
+
+def play_fall_back(seed: int, config: WorldConfig | None = None) -> FallsBack:
+    """The world of this seed, played to its end."""
+    return played(FallsBack(seed, config), f"seed {seed}")

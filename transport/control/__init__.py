@@ -1,1 +1,0 @@
-"""The control protocol: messages and their framing."""
