@@ -11,6 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ckptd", "client", "cuda", "storage", "transport")
 MODULES_MAX = 15
 COLUMNS_MAX = 110
+# A shorter module is worth a door of its own only where several others come in.
+LINES_MIN = 80
+# Users import it by this name.
+PUBLIC_DOORS = {"ckptd/saved.py"}
+# The field has a word for each of these (docs/decisions/house.md).
+PRIVATE_WORDS = {
+    *("apart", "beside", "handing", "telling", "told", "alike", "lending", "leasing", "bringing", "alongside")
+}
 # A line for each module that has no test of its own name.
 COVERED = Path("tests", "covered_by.txt")
 # Used alike by users of two frameworks.
@@ -53,6 +61,36 @@ def test_names_of_public_classes_are_unique() -> None:
                 places[node.name].append(str(path))
     twice = {name: where for name, where in places.items() if len(where) > 1}
     assert twice.keys() == CLASSES_TWICE, twice
+
+
+def test_a_module_has_a_subject_or_several_importers() -> None:
+    """A reader opens no file for twenty lines that one other file needs."""
+    importers: dict[str, set[Path]] = defaultdict(set)
+    for path in modules():
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names)):
+                    importers[name].add(path)
+    short = []
+    for path in modules():
+        name = ".".join(path.with_suffix("").parts)
+        name = name if name.startswith("ckptd.") else f"ckptd.{name}"
+        lines = len((ROOT / path).read_text().splitlines())
+        if lines < LINES_MIN and len(importers[name]) < 2 and str(path) not in PUBLIC_DOORS:
+            short.append(f"{path}: {lines} lines, {len(importers[name])} importers")
+    assert len(importers) > 500, "the imports were not found"
+    assert not short
+
+
+def test_functions_and_classes_have_the_words_of_the_field() -> None:
+    private = []
+    for path in modules():
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if PRIVATE_WORDS & set(node.name.strip("_").split("_")):
+                private.append(f"{path}:{node.name}")
+    assert not private
 
 
 # -- wiring ---------------------------------------------------------------------------------------

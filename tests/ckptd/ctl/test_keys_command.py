@@ -82,9 +82,9 @@ def test_a_new_key_of_a_node_replaces_the_old_one(
         ("n1", "too-short", "40 characters of Z85"),
         ("n1", "\\" * 40, "40 characters of Z85"),
         ("n1", "A" * 41, "40 characters of Z85"),
-        ("../n1", OTHER, "no node name"),
-        ("", OTHER, "no node name"),
-        ("n" * 65, OTHER, "no node name"),
+        ("../n1", OTHER, "not a node name"),
+        ("", OTHER, "not a node name"),
+        ("n" * 65, OTHER, "not a node name"),
     ],
 )
 def test_what_is_no_key_or_name_is_refused(
