@@ -81,7 +81,7 @@ TRANSITIONS = Transitions(
         (Phase.CLOSED, TargetEvent.OPEN): Phase.OPENING,
         (Phase.CLOSED, TargetEvent.STOP): Phase.CLOSED,
         (Phase.OPENING, TargetEvent.OPENED): Phase.IDLE,
-        (Phase.OPENING, TargetEvent.FAIL): Phase.CLOSED,
+        (Phase.OPENING, TargetEvent.FAIL): Phase.IDLE,
         (Phase.OPENING, TargetEvent.STOP): Phase.CLOSED,
         (Phase.IDLE, TargetEvent.OPEN): Phase.OPENING,
         (Phase.IDLE, TargetEvent.BEGIN): Phase.BEGINNING,
@@ -536,12 +536,13 @@ class ReplicationTarget:
         self.copies.believe(event.generation, event.held)
 
     def _open_refused(self, event: OpenRefused) -> None:
-        self._on(TargetEvent.FAIL)
         if event.code == "quota" and not self.no_memory:
             self.no_memory = True
             self.copies.doubt_all()
             text = f"{self.node} has no memory for a replica: {event.reason}"
             self._turn.note("warning", "replication_refused", text)
+        # The leases of other generations still stand.
+        self._on(TargetEvent.FAIL if self.copies.opened else TargetEvent.STOP)
         self._back_off(event.code, event.reason)
 
     def _unknown(self, reason: str) -> None:

@@ -319,6 +319,28 @@ class TestRefusals:
         core.handle(TargetOpened("a", 0, 1, ()), now_s=100)
         assert core.replicated_up_to == -1
 
+    @pytest.mark.parametrize("code", ["busy", "quota", "other"])
+    def test_where_another_generation_is_refused_the_open_one_goes_on(self, code: str) -> None:
+        """The target counted as closed, so the next snapshot of the generation that was open raised
+        "begin is not legal in state closed" in the daemon.
+        """
+        core = opened("a", table=(3,))
+        core.handle(Granted("a", key(3), "g"), now_s=0)
+        core.handle(PutEnded("a", key(3), True, ""), now_s=0)
+        core.handle(SealedThere("a", key(3)), now_s=0)
+        assert core.handle(Slots((snapshot(3), replace(snapshot(4), generation=1)), W), now_s=1) == [
+            OpenTarget("a", 1)
+        ]
+        core.handle(OpenRefused("a", 1, code, "not now"), now_s=1)
+        assert (
+            core.handle(Slots((snapshot(3), snapshot(4)), W), now_s=1) == []
+        )  # it waits before it tries again
+        effects = core.handle(Tick(), now_s=10)
+        if code == "quota":  # what it holds is asked anew
+            assert effects == [OpenTarget("a", 0)]
+            effects = core.handle(TargetOpened("a", 0, 1, (snapshot(3),)), now_s=10)
+        assert Begin("a", key(4), snapshot(4)) in effects
+
     @pytest.mark.parametrize("why", ["no memory", "stalled"])
     def test_what_a_target_held_when_it_ceased_to_count_is_asked_anew(self, why: str) -> None:
         """Without it the floor went on, so the host gave its older ring away, and of the newer one
