@@ -49,7 +49,7 @@ from bench.stored import Keeper, cat_ranges, images, s3_files
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest, restore_snapshot

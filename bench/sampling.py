@@ -33,7 +33,7 @@ from bench.common import (
     state_bytes,
 )
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
-from ckptd.client.capture.slot_writer import CopySplit
+from ckptd.client.capture.live_tensors import CopySplit
 from ckptd.cuda.engine import CpuEngine
 from ckptd.cuda.samples import SamplePlan, Samples
 

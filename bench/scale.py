@@ -22,7 +22,7 @@ from ckptd.core.recovery.held import HeldRecords, RunHoldings, from_wire, to_wir
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, plan_localized
 from ckptd.core.recovery.recovery_facts import RankFacts as Communication
 from ckptd.core.recovery.recovery_facts import facts_from_wire, facts_to_wire
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState
 
 __all__ = ["main"]
 

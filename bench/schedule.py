@@ -5,13 +5,8 @@ from __future__ import annotations
 import random
 
 from bench.common import clock_ms, emit, median, parser
-from ckptd.core.schedule import (
-    OperatorCost,
-    OperatorKind,
-    Schedule,
-    order_operators,
-    plan_schedule,
-)
+from ckptd.core.schedule import order_operators, plan_schedule
+from ckptd.core.snapshot_policy import OperatorCost, OperatorKind, Schedule
 
 __all__ = ["main", "operators"]
 

@@ -22,8 +22,8 @@ import fsspec
 import numpy as np
 
 from bench.common import MIB
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, encode_descriptor, write_slot_header
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence import keeper_wire as w

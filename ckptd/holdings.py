@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from ckptd.core.recovery.global_plan import HeldRecords, SnapshotToLoad
-from ckptd.core.recovery.held import History, history_of
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.recovery.held import HeldRecords, History, history_of
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     pack_slot_header,
     unpack_slot_header,
 )
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
 from ckptd.transport.messages import FetchPiece, FetchSource, HeldSegment, HeldSlot, RunSeen
 from ckptd.unpacking import unpack

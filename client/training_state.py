@@ -25,7 +25,7 @@ from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
-from ckptd.core.schedule import OperatorKind
+from ckptd.core.snapshot_policy import OperatorKind
 
 __all__ = ["TrainingState", "check_sharded", "check_state", "examine", "placement_lines"]
 

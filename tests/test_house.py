@@ -36,6 +36,12 @@ def modules() -> list[Path]:
     return found
 
 
+def dotted(path: Path) -> str:
+    """The module's name in imports."""
+    name = ".".join(path.with_suffix("").parts)
+    return name if name.startswith("ckptd.") else f"ckptd.{name}"
+
+
 def test_a_folder_is_seen_at_one_glance() -> None:
     count: dict[Path, int] = defaultdict(int)
     for path in modules():
@@ -73,13 +79,34 @@ def test_a_module_has_a_subject_or_several_importers() -> None:
                     importers[name].add(path)
     short = []
     for path in modules():
-        name = ".".join(path.with_suffix("").parts)
-        name = name if name.startswith("ckptd.") else f"ckptd.{name}"
+        name = dotted(path)
         lines = len((ROOT / path).read_text().splitlines())
         if lines < LINES_MIN and len(importers[name]) < 2 and str(path) not in PUBLIC_DOORS:
             short.append(f"{path}: {lines} lines, {len(importers[name])} importers")
     assert len(importers) > 500, "the imports were not found"
     assert not short
+
+
+def test_a_name_is_imported_from_where_it_is_defined() -> None:
+    """A second address sends a reader to a file that has nothing of it. Packages may offer names of their modules."""
+    trees = {dotted(path): ast.parse((ROOT / path).read_text()) for path in modules()}
+    borrowed = {
+        (module, each.asname or each.name)
+        for module, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module in trees
+        for each in node.names
+    }
+    second_hand = {
+        f"{module} takes {each.name} from {node.module}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if (node.module, each.name) in borrowed
+    }
+    assert len(borrowed) > 1000, "the imports were not found"
+    assert not second_hand
 
 
 def test_functions_and_classes_have_the_words_of_the_field() -> None:

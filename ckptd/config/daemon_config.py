@@ -34,7 +34,6 @@ from ckptd.transport.access.local_trust import own_users, user_name
 
 __all__ = [
     "ConfigError",
-    "DaemonConfig",
     "LoadedConfig",
     "default_endpoint",
     "default_runtime_dir",

@@ -29,8 +29,8 @@ from enum import StrEnum
 from statistics import median
 
 from ckptd.core.replication.replicas import spanning_suffix
-from ckptd.core.slots.ring import SlotRecord, Suffix, newest_by_iteration
-from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.slots.ring import Suffix, newest_by_iteration
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SlotRecord, SnapshotKey, Tick, key_of
 from ckptd.core.state_machine import MachineState, Transitions, validated
 
 __all__ = [

@@ -15,7 +15,7 @@ from ckptd.storage.checkpoints.catalog import (
     StoredCheckpoint,
     build_catalog,
 )
-from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.names import (
     CheckpointId,
     IncarnationName,
@@ -28,6 +28,7 @@ from ckptd.storage.checkpoints.names import (
 )
 from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
 from ckptd.storage.checkpoints.retention import References
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.stores.objects import ObjectInfo, ObjectMissing, TooLarge
 
 __all__ = [

@@ -24,8 +24,8 @@ from ckptd.core.export_plan import (
     ranges,
 )
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, parse_replica_file_name, slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from ckptd.export.source import CHUNK_BYTES, Origin, facts_of
 from ckptd.memory import locks

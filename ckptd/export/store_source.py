@@ -27,7 +27,7 @@ from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.errors import SegmentError
 from ckptd.export.source import CHUNK_BYTES, Origin, facts_of
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
-from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.reader import (
     SnapshotDamaged,
     read_catalog,
@@ -36,6 +36,7 @@ from ckptd.storage.checkpoints.reader import (
     read_manifest,
     vouched_tensors,
 )
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.image_format import HeaderError, ImageTensor, ObjectHeader, parse_header
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, ObjectStore
 

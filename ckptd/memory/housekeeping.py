@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptd.config.settings import DaemonConfig
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory import locks

@@ -11,22 +11,14 @@ from typing import Annotated
 import msgspec
 
 from ckptd.core.recovery.recovery_facts import facts_of_log, facts_to_wire
-from ckptd.core.slots.ring import (
-    NoSuffix,
-    SlotRecord,
-    SlotState,
-    Suffix,
-    find_suffix,
-    newest_by_iteration,
-    ways_to,
-)
+from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix, newest_by_iteration, ways_to
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     origin_of,
     pack_slot_header,
 )
-from ckptd.core.slots.slots import NO_EPOCHS
+from ckptd.core.slots.slots import NO_EPOCHS, SlotRecord, SlotState
 from ckptd.holdings import header_record, operators_id
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.image import ImageView

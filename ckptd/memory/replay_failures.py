@@ -23,8 +23,8 @@ from ckptd.core.recovery.quarantine import (
     marks_of,
     settled,
 )
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import check_name, set_slot_state, slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment

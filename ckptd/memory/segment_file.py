@@ -16,7 +16,6 @@ from pathlib import Path
 
 from ckptd.config.daemon_config import trusted_users
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
     QUIET_OFFSET,
@@ -41,6 +40,7 @@ from ckptd.core.slots.segment_format import (
     write_ring_hint,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from ckptd.event_log import EventLog
 from ckptd.memory import locks

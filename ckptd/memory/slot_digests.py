@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SlotHeader,
     set_slot_state,
     slot_lock_byte,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment

@@ -7,9 +7,8 @@ import os
 from dataclasses import dataclass
 
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_format import slot_lock_byte
-from ckptd.core.slots.slots import SnapshotKey
+from ckptd.core.slots.slots import SlotRecord, SnapshotKey
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore

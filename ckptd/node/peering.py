@@ -15,7 +15,7 @@ import msgspec
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.replication.known_runs import RunAccess
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.replay_failures import Quarantine
 from ckptd.memory.segment_file import Adopted, Segment, tell_adopted
 from ckptd.memory.segment_store import SegmentMaker

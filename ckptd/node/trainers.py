@@ -32,8 +32,8 @@ from ckptd.core.sessions import (
     TrainerSession,
     decide_attach,
 )
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptd.core.replication.known_runs import KnownRuns
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, set_slot_state
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from ckptd.memory.inventory import held_slots
 from ckptd.memory.segment_file import Segment

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.log_replicas import outdated_slots, why_log_removable
 from ckptd.core.replication.replicas import Promise, removable, stale_slots
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state, slot_lock_byte
-from ckptd.core.slots.slots import epoch_can_follow
+from ckptd.core.slots.slots import SlotState, epoch_can_follow
 from ckptd.memory import locks
 from ckptd.memory.inventory import held_segment, log_records
 from ckptd.memory.segment_file import Segment

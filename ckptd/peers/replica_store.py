@@ -19,7 +19,6 @@ from dataclasses import replace
 import msgspec
 
 from ckptd.core.sessions import RankKey, room_for_replicas
-from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import (
     REPLICA_ENDS,
     SegmentDescriptor,
@@ -32,6 +31,7 @@ from ckptd.core.slots.segment_format import (
     set_slot_state,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.holdings import operators_id
 from ckptd.memory.inventory import slot_record
 from ckptd.memory.segment_file import Adopted, Adoption, Segment

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
+from ckptd.core.replication.copies import Interval
 from ckptd.core.replication.floor import (
     NOTHING_CARRIED,
     Carried,
@@ -21,7 +22,6 @@ from ckptd.core.replication.floor import (
 from ckptd.core.replication.log_replicas import LogReplicator
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replicator import Replicator
-from ckptd.core.replication.target import Interval
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import RingHint
 from ckptd.errors import RemoteProtocolError

@@ -41,9 +41,8 @@ from ckptd.core.replication.target import (
     Targets,
 )
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import origin_of, unpack_slot_header
-from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SlotRecord, SlotState, SnapshotKey, Tick
 from ckptd.holdings import header_record
 from ckptd.memory.inventory import log_records, records_of
 from ckptd.memory.segment_store import SegmentStore

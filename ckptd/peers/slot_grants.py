@@ -17,13 +17,13 @@ from functools import partial
 
 from ckptd.core.replication.log_replicas import admit_log
 from ckptd.core.replication.replicas import Admit, Deny, Promise, admit
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SlotHeader,
     slot_lock_byte,
     unpack_slot_header,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.holdings import header_record
 from ckptd.memory import locks
 from ckptd.memory.inventory import log_records

@@ -29,9 +29,9 @@ from ckptd.persistence.rank_store import Overtaken, RankStore, SlotFiles, SlotLo
 from ckptd.persistence.run_in_store import RunInStore
 from ckptd.persistence.run_store import FencedOff, RunStore, StoredWorlds
 from ckptd.printable import TextFormatter
-from ckptd.storage.checkpoints.manifest import ManifestError
 from ckptd.storage.checkpoints.reader import SignedStore, SnapshotDamaged
 from ckptd.storage.checkpoints.retention import RetentionPolicy
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.checkpoints.signing import ManifestSigner, Signers
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, StoreError
 from ckptd.storage.stores.open_store import open_store

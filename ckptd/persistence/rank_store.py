@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ckptd
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment

@@ -25,7 +25,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint, Views
-from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest
+from ckptd.storage.checkpoints.manifest import RankManifest
 from ckptd.storage.checkpoints.names import CheckpointId
 from ckptd.storage.checkpoints.reader import MapFunction, read_manifest
 from ckptd.storage.checkpoints.retention import (
@@ -34,6 +34,7 @@ from ckptd.storage.checkpoints.retention import (
     RetentionPolicy,
     plan_retention,
 )
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.checkpoints.signing import ManifestSigner
 from ckptd.storage.stores.objects import ObjectMissing
 from ckptd.storage.stores.resilience import Resilient

@@ -14,8 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, SlotHeader, decode_descriptor, pack_slot_header
+from ckptd.core.slots.slots import SlotState
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.rank_store import TOOL, RankStore
 from ckptd.persistence.run_in_store import RunInStore, RunRetention, Seen, SharedLook, Surveyed, newest_ns
@@ -27,7 +27,7 @@ from ckptd.storage.checkpoints.catalog import (
     build_catalog,
     see,
 )
-from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.names import (
     CheckpointId,
     IncarnationName,
@@ -45,7 +45,7 @@ from ckptd.storage.checkpoints.reader import (
     read_manifest,
 )
 from ckptd.storage.checkpoints.retention import RetentionPolicy, StoredIncarnation, plan_incarnations
-from ckptd.storage.checkpoints.sealed_json import RunIdentity
+from ckptd.storage.checkpoints.sealed_json import ManifestError, RunIdentity
 from ckptd.storage.stores.objects import (
     Damaged,
     ObjectExists,

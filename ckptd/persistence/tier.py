@@ -34,8 +34,7 @@ from ckptd.core.persister import (
     StoreFailed,
 )
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SlotRecord, SlotState, SnapshotKey, Tick
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.slot_holds import SlotHolds

@@ -10,8 +10,8 @@ from enum import Enum
 
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.striping import ImagePart, Span
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.pages import copy_bytes
 from ckptd.memory.segment_file import Segment

@@ -14,9 +14,9 @@ from functools import partial
 
 import msgspec
 
-from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, SnapshotToLoad, plan_recovery
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.core.sessions import AttachWish, RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     decode_descriptor,
@@ -25,6 +25,7 @@ from ckptd.core.slots.segment_format import (
     slot_lock_byte,
     unpack_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import RemoteProtocolError, SegmentError
 from ckptd.holdings import fetch_piece, newest_history
 from ckptd.memory import locks

@@ -22,7 +22,6 @@ from functools import partial
 
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.recovery.striping import ImagePart, Stripes
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SlotHeader,
     set_slot_state,
@@ -30,6 +29,7 @@ from ckptd.core.slots.segment_format import (
     unpack_slot_header,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.restore.fetched_image import (

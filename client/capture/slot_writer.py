@@ -41,8 +41,9 @@ from ckptd.client.daemon_link.session import Session
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, PhasePlan
-from ckptd.core.slots.ring import SlotState, choose_slot
+from ckptd.core.slots.ring import choose_slot
 from ckptd.core.slots.segment_format import RingHint, SlotHeader
+from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import Samples
 from ckptd.storage.image import ImageView
@@ -51,16 +52,7 @@ from ckptd.storage.image_format import ImageError
 if TYPE_CHECKING:
     from ckptd.client.stats import Stats
 
-__all__ = [
-    "SMALL_BUFFER_BYTES",
-    "Capture",
-    "CopySplit",
-    "Fill",
-    "nan_tensors",
-    "some",
-    "write_image",
-    "zero_missing",
-]
+__all__ = ["SMALL_BUFFER_BYTES", "Capture", "Fill", "nan_tensors", "some", "write_image", "zero_missing"]
 
 logger = get_logger(__name__)
 

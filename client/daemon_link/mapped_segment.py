@@ -20,9 +20,9 @@ from pathlib import Path
 
 from ckptd.client.log_lines import get_logger
 from ckptd.config.daemon_config import trusted_users
-from ckptd.core.recovery.global_plan import SnapshotToLoad
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.core.replication.replicas import Promise, promised
-from ckptd.core.slots.ring import NoSuffix, SlotRecord, SlotState, droppable_generations, find_suffix
+from ckptd.core.slots.ring import NoSuffix, droppable_generations, find_suffix
 from ckptd.core.slots.segment_format import (
     HINT_OFFSET,
     OWNER_LOCK_BYTE,
@@ -41,6 +41,7 @@ from ckptd.core.slots.segment_format import (
     slot_view,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import SegmentError
 from ckptd.holdings import header_record, operators_id

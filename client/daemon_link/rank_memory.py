@@ -24,8 +24,9 @@ from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.recovery_facts import RankFacts
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
-from ckptd.core.slots.ring import SlotRecord, SlotState, truncate
+from ckptd.core.slots.ring import truncate
 from ckptd.core.slots.segment_format import Kind, SegmentDescriptor, encode_descriptor
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.launch import ensure_daemon, unexpected

@@ -18,10 +18,10 @@ from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.ranks.collectives import TryAgain
 from ckptd.client.stats import Stats
-from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import AttachRefused, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
 from ckptd.storage.image import DigestMismatch, ImageView, verify

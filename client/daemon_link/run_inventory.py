@@ -16,8 +16,7 @@ from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, history
 from ckptd.core.recovery.quarantine import reported_epochs, without_marked
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs, facts_from_wire, facts_to_wire
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy
-from ckptd.core.slots.ring import SlotRecord, epoch_table
-from ckptd.core.slots.slots import DRAWN_EPOCHS, epoch_after, least_starts
+from ckptd.core.slots.slots import DRAWN_EPOCHS, SlotRecord, epoch_after, epoch_table, least_starts
 from ckptd.holdings import held_from_segments
 from ckptd.transport.messages import Holdings, Member, NodeCard, ReplayFailure, RunSeen
 

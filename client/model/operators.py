@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ckptd.client.model.live_state import named_modules, named_parameters
-from ckptd.core.schedule import OperatorKind
+from ckptd.core.snapshot_policy import OperatorKind
 
 __all__ = ["Grouping", "Operator", "ParameterRows", "discover_operators", "split_operator"]
 

@@ -30,9 +30,9 @@ from ckptd.client.model.snapshot_layout import PhasePlan
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, human
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
-from ckptd.core.slots.ring import NoSuffix, SlotRecord, SlotState, find_suffix
+from ckptd.core.slots.ring import NoSuffix, find_suffix
 from ckptd.core.slots.segment_format import SlotHeader, parse_segment_file_name
-from ckptd.core.slots.slots import epoch_table, is_stale
+from ckptd.core.slots.slots import SlotRecord, SlotState, epoch_table, is_stale
 from ckptd.cuda.engine import CopyEngine, HostMemory
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece, operators_id

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ckptd.client import values
-from ckptd.client.capture.live_tensors import LiveSources, PackedState
-from ckptd.client.capture.slot_writer import CopySplit, some, write_image, zero_missing
+from ckptd.client.capture.live_tensors import CopySplit, LiveSources, PackedState
+from ckptd.client.capture.slot_writer import some, write_image, zero_missing
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import PhasePlan
 from ckptd.client.parking.park_memory import ParkMemory
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import Samples
 

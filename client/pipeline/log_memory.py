@@ -44,8 +44,8 @@ from ckptd.core.slots.boundary import (
     record_name,
     slots_for_log,
 )
-from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.storage.image import ImageLayout, ImageView, verify

@@ -26,8 +26,7 @@ from ckptd.client.daemon_link.mapped_segment import SlotFile
 from ckptd.client.model.communication import Communication
 from ckptd.client.model.snapshot_layout import DTYPES
 from ckptd.core.slots.boundary import RecordKey, logged_iterations, parse_record_name
-from ckptd.core.slots.ring import SlotRecord
-from ckptd.core.slots.slots import NO_EPOCHS
+from ckptd.core.slots.slots import NO_EPOCHS, SlotRecord
 from ckptd.errors import CorruptionError, SegmentError
 from ckptd.holdings import header_record
 from ckptd.storage.image import ImageView, verify

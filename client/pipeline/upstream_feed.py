@@ -29,11 +29,11 @@ from ckptd.client.daemon_link.retrieval import wait_until_sealed
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.log_lines import get_logger
 from ckptd.client.pipeline.log_reader import LogFile
-from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.localized_plan import Feed, RankPlan
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey
-from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.core.slots.slots import SlotRecord
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable, SegmentError
 from ckptd.holdings import fetch_piece
 from ckptd.memory import locks

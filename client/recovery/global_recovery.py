@@ -42,8 +42,8 @@ from ckptd.core.recovery.quarantine import (
     reported_spans,
     snapshots_used,
 )
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import CorruptionError, DaemonUnavailable
 
 __all__ = ["AgreedPlan", "Recovered", "StartProcedure", "agree_on_plan", "recover_global"]

@@ -45,7 +45,7 @@ from ckptd.client.optimizers.value_trees import NotCapturable, plain, plain_part
 from ckptd.client.recovery.snapshot_loading import Activity, SnapshotLoader
 from ckptd.client.recovery.verification import identical
 from ckptd.client.rng_state import capture_rng, restore_rng
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.engine import CopyEngine
 
 __all__ = ["Rehearsal"]

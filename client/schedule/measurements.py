@@ -21,14 +21,8 @@ from ckptd.client.model.hooks import ModuleHook
 from ckptd.client.model.live_state import local, named_modules
 from ckptd.client.model.operators import Operator
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.core.schedule import (
-    Ordering,
-    Schedule,
-    needs_reorder,
-    order_operators,
-    reorder,
-    update_popularity,
-)
+from ckptd.core.schedule import Ordering, needs_reorder, order_operators, reorder, update_popularity
+from ckptd.core.snapshot_policy import Schedule
 
 __all__ = ["CopyModeChooser", "PrecisionProbe", "StepTiming", "TokenCounter"]
 

@@ -26,15 +26,8 @@ from ckptd.client.options import SnapshotOptions
 from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.stats import Stats
-from ckptd.core.schedule import (
-    OperatorCost,
-    Ordering,
-    Schedule,
-    max_piece_bytes,
-    order_operators,
-    plan_aligned,
-    plan_schedule,
-)
+from ckptd.core.schedule import Ordering, max_piece_bytes, order_operators, plan_aligned, plan_schedule
+from ckptd.core.snapshot_policy import OperatorCost, Schedule
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 
 __all__ = [

@@ -26,8 +26,8 @@ from ckptd.client.ranks.store_barrier import job_store, own_connection
 from ckptd.client.schedule.measurements import StepTiming
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
-from ckptd.core.schedule import OperatorCost, Schedule, reorder
-from ckptd.core.snapshot_policy import Calendar, Strides
+from ckptd.core.schedule import reorder
+from ckptd.core.snapshot_policy import Calendar, OperatorCost, Schedule, Strides
 from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.core.switching import (
     Apply,

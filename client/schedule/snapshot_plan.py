@@ -20,7 +20,8 @@ from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.optimizers.optimizer_probe import StateSpec
-from ckptd.core.schedule import (
+from ckptd.core.slots.segment_format import SegmentGeometry
+from ckptd.core.snapshot_policy import (
     AlignedPolicy,
     DensePolicy,
     OperatorCost,
@@ -30,7 +31,6 @@ from ckptd.core.schedule import (
     SlidingPolicy,
     SnapshotPolicy,
 )
-from ckptd.core.slots.segment_format import SegmentGeometry
 
 __all__ = [
     "SnapshotPlan",

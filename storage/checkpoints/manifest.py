@@ -46,15 +46,7 @@ from ckptd.storage.checkpoints.sealed_json import (
 from ckptd.storage.checkpoints.signing import SIGNER, ManifestSigner
 from ckptd.storage.strong_digest import STRONG_DIGEST, is_strong_digest
 
-__all__ = [
-    "MAX_MANIFEST_BYTES",
-    "Extent",
-    "ManifestError",
-    "RankManifest",
-    "StoredObject",
-    "StoredSnapshot",
-    "agreement",
-]
+__all__ = ["MAX_MANIFEST_BYTES", "Extent", "RankManifest", "StoredObject", "StoredSnapshot", "agreement"]
 
 MAX_MANIFEST_BYTES = 64 << 20
 _FORMAT = "ckptd.manifest/2"

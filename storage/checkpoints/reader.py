@@ -17,14 +17,9 @@ import xxhash
 from blake3 import blake3
 
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint, build_catalog
-from ckptd.storage.checkpoints.manifest import (
-    MAX_MANIFEST_BYTES,
-    ManifestError,
-    RankManifest,
-    StoredSnapshot,
-)
+from ckptd.storage.checkpoints.manifest import MAX_MANIFEST_BYTES, RankManifest, StoredSnapshot
 from ckptd.storage.checkpoints.names import ManifestName, RunName, parse, run_prefix
-from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, RunIdentity
+from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, ManifestError, RunIdentity
 from ckptd.storage.checkpoints.signing import Signers
 from ckptd.storage.checkpoints.upload_plan import StoredIndex
 from ckptd.storage.image import ImageView, mismatches, verify

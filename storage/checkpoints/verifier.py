@@ -24,7 +24,7 @@ from enum import StrEnum
 import xxhash
 
 from ckptd.storage.checkpoints.catalog import Catalog, CheckpointState, StoredCheckpoint
-from ckptd.storage.checkpoints.manifest import ManifestError, RankManifest, StoredObject, StoredSnapshot
+from ckptd.storage.checkpoints.manifest import RankManifest, StoredObject, StoredSnapshot
 from ckptd.storage.checkpoints.names import CheckpointId, IncarnationName, ObjectName, RunName, parse
 from ckptd.storage.checkpoints.reader import (
     MapFunction,
@@ -36,6 +36,7 @@ from ckptd.storage.checkpoints.reader import (
     read_image_header,
     read_manifest,
 )
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.image_format import HeaderError, ObjectHeader, parse_header, tag_of
 from ckptd.storage.stores.objects import Damaged, ObjectInfo, ObjectMissing, ObjectStore, Range, TooLarge
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from ckptd.storage.image import ImageView, verify
 

@@ -25,8 +25,9 @@ from ckptd.client.identity import Identity
 from ckptd.client.options import DaemonOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import Recovered, recover_global
-from ckptd.core.slots.ring import SlotState, choose_slot, slots_for_window
+from ckptd.core.slots.ring import choose_slot, slots_for_window
 from ckptd.core.slots.segment_format import SlotHeader, parse_replica_file_name, parse_segment_file_name
+from ckptd.core.slots.slots import SlotState
 from ckptd.storage.image import ImageLayout
 from ckptd.storage.image_format import TensorEntry
 from tests.ckptd.forging import plant

@@ -19,7 +19,6 @@ from resource import RLIMIT_NOFILE, setrlimit
 import pytest
 
 from ckptd.config.daemon_config import endpoint_for
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
     Kind,
@@ -29,6 +28,7 @@ from ckptd.core.slots.segment_format import (
     slot_lock_byte,
     slot_view,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.image import ImageLayout

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from ckptd.storage.image import ImageLayout, ImageView, seal
 from ckptd.storage.image_format import TensorEntry

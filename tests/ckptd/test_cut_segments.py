@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.transport import messages as m
 from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.config.daemon_config import endpoint_for
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.image import verify
 from ckptd.transport import messages as m

@@ -7,9 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from ckptd.core.recovery.global_plan import HeldRecords
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, pack_slot_header
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import held_from_segments, newest_history, operators_id
 from ckptd.transport.messages import HeldSegment, HeldSlot, Holdings, RunRecord, RunSeen

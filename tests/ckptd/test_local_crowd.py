@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.transport.messages import Detach, Done, GetStatus, Status
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.running import (

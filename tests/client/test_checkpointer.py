@@ -22,7 +22,7 @@ from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.rng_state import capture_rng
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from tests.option_groups import grouped

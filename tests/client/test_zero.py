@@ -18,7 +18,7 @@ from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.snapshot_layout import StateTable, build_phase
 from ckptd.client.training_state import placement_lines
-from ckptd.core.schedule import OperatorKind
+from ckptd.core.snapshot_policy import OperatorKind
 
 with warnings.catch_warnings():
     # torch builds the functional optimizers in this package with its own deprecated torch.jit.script.

@@ -12,7 +12,7 @@ from enum import StrEnum
 from multiprocessing.connection import wait
 from typing import Protocol
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node
 from tests.e2e.bucket import keeper_pid

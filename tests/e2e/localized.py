@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs

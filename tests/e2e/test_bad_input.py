@@ -25,8 +25,8 @@ import zmq
 from torch import nn
 
 from ckptd.client import Checkpointer, DaemonOptions, RunOptions, SnapshotOptions
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.image import ImageView

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import GetSnapshots, Snapshots

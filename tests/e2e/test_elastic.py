@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.elastic.rebalance_policy import TimesConfig
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from tests.ckptd.nodes import Net, Node
 from tests.e2e.elastic import ElasticRun, Life, same, undisturbed_life

@@ -25,7 +25,7 @@ from ckptd.client.model.replicated_params import NOTHING_SHARED
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.client.schedule.snapshot_plan import plan_from_payload
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CpuEngine, HostMemory
 from ckptd.memory.segment_file import open_segment

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.ctl import daemon_commands
 from ckptd.memory.segment_file import open_segment
 from ckptd.saved import saved_iterations

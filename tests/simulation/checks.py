@@ -21,8 +21,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from ckptd.core.recovery.global_plan import HeldRecords, NoRecovery, RecoveryPlan, plan_recovery
-from ckptd.core.recovery.held import history_of
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.held import HeldRecords, history_of
 from ckptd.core.replication.replicas import spanning_suffix
 from ckptd.core.slots.ring import newest_by_iteration
 from tests.simulation.model import (

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from ckptd.core.replication import target as rep
 from ckptd.core.replication.replicas import Deny, Promise, admit, promised, removable, stale_slots
-from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table, is_stale
-from ckptd.core.slots.slots import SnapshotKey
+from ckptd.core.slots.slots import SlotRecord, SlotState, SnapshotKey, epoch_table, is_stale
 from tests.simulation.checks import Checks
 from tests.simulation.model import (
     JOB,

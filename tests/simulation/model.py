@@ -13,8 +13,7 @@ from ckptd.core.replication.known_runs import KnownRuns
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.replication.target import ReplicationConfig
-from ckptd.core.slots.ring import SlotRecord, SlotState, check_transition
-from ckptd.core.slots.slots import SnapshotKey
+from ckptd.core.slots.slots import SlotRecord, SlotState, SnapshotKey, check_transition
 
 __all__ = [
     "DEADLINE_S",

@@ -7,15 +7,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from ckptd.core.recovery.global_plan import (
-    HeldRecords,
-    NoRecovery,
-    RecoveryPlan,
-    SnapshotToLoad,
-    plan_recovery,
-)
-from ckptd.core.slots.ring import NoSuffix, SlotState, find_suffix
-from ckptd.core.slots.slots import DRAWN_EPOCHS, epoch_after
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
+from ckptd.core.recovery.held import HeldRecords
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
+from ckptd.core.slots.ring import NoSuffix, find_suffix
+from ckptd.core.slots.slots import DRAWN_EPOCHS, SlotState, epoch_after
 from tests.simulation.model import Holder, Slot, State, Tip
 from tests.simulation.training import Training
 

@@ -21,7 +21,7 @@ import heapq
 from collections import Counter
 from typing import TypeVar
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from tests.simulation.model import DEADLINE_S, TICK_S, Daemon, Node, Record, Trainer, WorldConfig
 from tests.simulation.recovering import Recovering
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 from ckptd.core.replication import target as rep
+from ckptd.core.replication.copies import NO_INTERVAL, Interval
 from ckptd.core.replication.floor import (
     ANY_SPAN,
     NOTHING_CARRIED,
@@ -19,7 +20,6 @@ from ckptd.core.replication.floor import (
 )
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.replication.replicator import Replicator
-from ckptd.core.replication.target import NO_INTERVAL, Interval
 from ckptd.core.slots.slots import Joined, Tick
 from tests.simulation.model import (
     FAN_OUT,

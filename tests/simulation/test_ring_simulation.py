@@ -31,7 +31,19 @@ from typing import Any
 
 import pytest
 
-from ckptd.core.schedule import (
+from ckptd.core.schedule import plan_aligned, plan_schedule, reorder
+from ckptd.core.slots.ring import (
+    NoSuffix,
+    Remedy,
+    SlotChoice,
+    Suffix,
+    choose_slot,
+    droppable_generations,
+    find_suffix,
+    truncate,
+)
+from ckptd.core.slots.slots import SlotRecord, SlotState, check_transition, live
+from ckptd.core.snapshot_policy import (
     AlignedPolicy,
     DensePolicy,
     OperatorCost,
@@ -39,23 +51,6 @@ from ckptd.core.schedule import (
     PhaseLevels,
     Schedule,
     SlidingPolicy,
-    plan_aligned,
-    plan_schedule,
-    reorder,
-)
-from ckptd.core.slots.ring import (
-    NoSuffix,
-    Remedy,
-    SlotChoice,
-    SlotRecord,
-    SlotState,
-    Suffix,
-    check_transition,
-    choose_slot,
-    droppable_generations,
-    find_suffix,
-    live,
-    truncate,
 )
 
 SEEDS = int(os.environ.get("CKPTD_SIM_SEEDS", "300"))

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from ckptd.core.replication.replicas import Promise, promised
-from ckptd.core.slots.ring import (
-    SlotChoice,
-    SlotRecord,
-    SlotState,
-    choose_slot,
-    droppable_generations,
-    most_slots,
-    slots_for_window,
-)
+from ckptd.core.slots.ring import SlotChoice, choose_slot, droppable_generations, most_slots, slots_for_window
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from tests.simulation.model import (
     SLACK,
     STEP_S,

@@ -30,11 +30,10 @@ from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 
-from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.snapshot_tables import (
     Group,
     Known,
-    SnapshotCopy,
     SnapshotToLoad,
     Sources,
     Tables,
@@ -55,21 +54,16 @@ from ckptd.core.recovery.snapshot_tables import (
     span_to,
     tables_of,
 )
-from ckptd.core.slots.ring import chain_from, epoch_table, missing_operators, stale_after
-from ckptd.core.slots.slots import NO_EPOCHS
+from ckptd.core.slots.ring import chain_from, missing_operators
+from ckptd.core.slots.slots import NO_EPOCHS, epoch_table, stale_after
 
 __all__ = [
     "VERIFY_ITERATIONS",
-    "HeldRecords",
     "NoRecovery",
     "RecoveryPlan",
-    "SnapshotCopy",
-    "SnapshotToLoad",
     "complete_suffixes",
-    "from_wire",
     "plan_recovery",
     "reachable",
-    "to_wire",
 ]
 
 VERIFY_ITERATIONS = 16

@@ -12,8 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.slots import least_starts, other_histories
+from ckptd.core.slots.slots import SlotRecord, SlotState, least_starts, other_histories
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 

@@ -65,7 +65,7 @@ from ckptd.core.recovery.snapshot_tables import (
     record_of,
     whole_images,
 )
-from ckptd.core.slots.ring import epoch_table, stale_after
+from ckptd.core.slots.slots import epoch_table, stale_after
 
 __all__ = ["Feed", "LocalizedPlan", "NotLocalized", "RankKind", "RankPlan", "plan_localized"]
 

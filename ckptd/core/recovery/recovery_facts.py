@@ -27,7 +27,7 @@ from msgspec import Meta
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.snapshot_tables import listed
 from ckptd.core.slots.boundary import outdated
-from ckptd.core.slots.ring import epoch_table, live
+from ckptd.core.slots.slots import epoch_table, live
 from ckptd.errors import RemoteProtocolError
 from ckptd.unpacking import unpack
 

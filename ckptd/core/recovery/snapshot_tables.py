@@ -16,7 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from ckptd.core.recovery.held import STORE_NODE, HeldRecords
-from ckptd.core.slots.ring import SlotRecord, SlotState, chain_from, ways_to
+from ckptd.core.slots.ring import chain_from, ways_to
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.units import format_bytes
 
 __all__ = [

@@ -11,17 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptd.core.recovery.global_plan import (
-    NoRecovery,
-    RecoveryPlan,
-    SnapshotToLoad,
-    plan_recovery,
-)
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, plan_recovery
 from ckptd.core.recovery.held import HeldRecords, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, RankKind, plan_localized
 from ckptd.core.recovery.recovery_facts import facts_from_logs
-from ckptd.core.recovery.snapshot_tables import listed
-from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table, live
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad, listed
+from ckptd.core.slots.slots import SlotRecord, SlotState, epoch_table, live
 
 __all__ = ["NODE_LABEL", "FedBy", "RankOutcome", "WhatIf", "select_nodes", "what_if"]
 

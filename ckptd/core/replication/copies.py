@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptd.core.replication.replicas import spanning_suffix
-from ckptd.core.slots.ring import SlotRecord, Suffix, chain_from, epoch_table, newest_by_iteration
-from ckptd.core.slots.slots import Joined, SnapshotKey, key_of
+from ckptd.core.slots.ring import Suffix, chain_from, newest_by_iteration
+from ckptd.core.slots.slots import Joined, SlotRecord, SnapshotKey, epoch_table, key_of
 
 __all__ = ["NO_INTERVAL", "Copies", "Interval", "Lag", "TargetCopies"]
 

@@ -19,8 +19,7 @@ from ckptd.core.replication.replicas import Admit, Deny
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.replication.target import Effect, Event, ReplicationConfig
 from ckptd.core.slots.boundary import choose_log_slot, logged_iterations, outdated
-from ckptd.core.slots.ring import SlotRecord, epoch_table
-from ckptd.core.slots.slots import NO_EPOCHS, Note
+from ckptd.core.slots.slots import NO_EPOCHS, Note, SlotRecord, epoch_table
 
 __all__ = [
     "LogReplicator",

@@ -27,17 +27,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptd.core.slots.ring import (
-    SlotRecord,
-    SlotState,
-    Suffix,
-    chain_from,
-    complete_chain,
-    epoch_table,
-    is_stale,
-    newest_by_iteration,
-)
-from ckptd.core.slots.slots import NO_EPOCHS
+from ckptd.core.slots.ring import Suffix, chain_from, complete_chain, newest_by_iteration
+from ckptd.core.slots.slots import NO_EPOCHS, SlotRecord, SlotState, epoch_table, is_stale
 
 __all__ = [
     "Admit",

@@ -10,14 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-from ckptd.core.replication.copies import NO_INTERVAL, Interval, Lag, TargetCopies
-from ckptd.core.slots.ring import SlotRecord
-from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.replication.copies import NO_INTERVAL, Lag, TargetCopies
+from ckptd.core.slots.slots import Hold, Joined, Note, Release, SlotRecord, SnapshotKey, Tick, key_of
 from ckptd.core.state_machine import MachineState, Transitions
 from ckptd.errors import LocalProtocolError
 
 __all__ = [
-    "NO_INTERVAL",
     "TRANSITIONS",
     "Abort",
     "Agreed",
@@ -26,7 +24,6 @@ __all__ = [
     "Effect",
     "Event",
     "Granted",
-    "Interval",
     "OpenRefused",
     "OpenTarget",
     "PeerBack",

@@ -42,39 +42,26 @@ from enum import StrEnum
 
 from ckptd.core.slots.slots import (
     NO_EPOCHS,
-    TRANSITIONS,
     SlotRecord,
     SlotState,
-    check_transition,
-    epoch_table,
-    is_stale,
     live,
-    stale_after,
 )
 from ckptd.core.state_machine import validating
 
 __all__ = [
-    "TRANSITIONS",
     "NoSuffix",
     "Remedy",
     "SlotChoice",
-    "SlotRecord",
-    "SlotState",
     "Suffix",
     "chain_from",
-    "check_transition",
     "choose_slot",
     "complete_chain",
     "droppable_generations",
-    "epoch_table",
     "find_suffix",
-    "is_stale",
-    "live",
     "missing_operators",
     "most_slots",
     "newest_by_iteration",
     "slots_for_window",
-    "stale_after",
     "truncate",
     "ways_to",
 ]

@@ -34,7 +34,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from ckptd.core.slots.ring import SlotState, check_transition
+from ckptd.core.slots.slots import SlotState, check_transition
 from ckptd.core.state_machine import validating
 from ckptd.errors import SegmentError
 from ckptd.unpacking import unpack

@@ -24,8 +24,8 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.snapshot_layout import DTYPES, SCALARS, STATIC, EntrySource, parse_entry_name
 from ckptd.client.ranks.collectives import TryAgain
 from ckptd.core.elastic.incarnations import BUFFER, ExpertLayers, HeldImage, NodeHeld, Unit
-from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import FILE_ENDS, REPLICA_ENDS, WORLD_TOPOLOGY, Kind, SlotHeader
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import SegmentError
 from ckptd.holdings import header_record
 from ckptd.storage.checkpoints.names import incarnation_of_run

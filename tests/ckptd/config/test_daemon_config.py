@@ -15,7 +15,6 @@ import pytest
 
 from ckptd.config.daemon_config import (
     ConfigError,
-    DaemonConfig,
     default_endpoint,
     default_runtime_dir,
     field_docs,
@@ -25,7 +24,7 @@ from ckptd.config.daemon_config import (
     render_toml,
     trusted_users,
 )
-from ckptd.config.settings import parse_bytes, parse_memory
+from ckptd.config.settings import DaemonConfig, parse_bytes, parse_memory
 from tests.ckptd.running import ROOT
 from tests.users import DAEMON, GROUP, needs_users, spawn_as
 

@@ -31,8 +31,18 @@ from ckptd.core.persister import (
     StoreFailed,
 )
 from ckptd.core.replication.replicas import spanning_suffix
-from ckptd.core.slots.ring import SlotRecord, SlotState, choose_slot, newest_by_iteration
-from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.slots.ring import choose_slot, newest_by_iteration
+from ckptd.core.slots.slots import (
+    Hold,
+    Joined,
+    Note,
+    Release,
+    SlotRecord,
+    SlotState,
+    SnapshotKey,
+    Tick,
+    key_of,
+)
 from ckptd.errors import LocalProtocolError
 from tests.transcripts import Driver, scenarios, shown
 

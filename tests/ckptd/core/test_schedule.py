@@ -12,28 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.schedule import (
-    AlignedPolicy,
-    DensePolicy,
-    Level,
-    OperatorCost,
-    OperatorKind,
     Ordering,
-    PhaseLevels,
-    PolicyKind,
-    Schedule,
     SharedOperator,
-    SlidingPolicy,
-    SnapshotPolicy,
-    levels,
     max_piece_bytes,
     needs_reorder,
     order_operators,
     plan_aligned,
     plan_schedule,
-    policy_for,
     reorder,
     spread,
     update_popularity,
+)
+from ckptd.core.snapshot_policy import (
+    AlignedPolicy,
+    DensePolicy,
+    Level,
+    OperatorCost,
+    OperatorKind,
+    PhaseLevels,
+    PolicyKind,
+    Schedule,
+    SlidingPolicy,
+    SnapshotPolicy,
+    levels,
+    policy_for,
 )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import encode_descriptor, origin_of, replica_file_name
+from ckptd.core.slots.slots import SlotState
 from ckptd.export.exports import ExportReport, export_file
 from ckptd.export.memory_source import open_slot
 from ckptd.memory.segment_file import Segment

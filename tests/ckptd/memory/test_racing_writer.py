@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SegmentGeometry,
     SlotHeader,
@@ -29,6 +28,7 @@ from ckptd.core.slots.segment_format import (
     unpack_slot_header,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.inventory import slot_record
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore

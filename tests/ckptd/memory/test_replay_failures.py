@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from ckptd.core.recovery.quarantine import ReplayVerdict
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.replay_failures import Quarantine

@@ -17,8 +17,8 @@ from ckptd.config.runtime_dir import (
     private_folder,
 )
 from ckptd.core.sessions import AttachWish, RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import Kind, slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.pages import filesystem_kind, is_in_memory

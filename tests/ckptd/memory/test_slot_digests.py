@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from ckptd.config.settings import DaemonConfig
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.housekeeping import Housekeeper

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotRecord
 from ckptd.core.slots.segment_format import slot_lock_byte
-from ckptd.core.slots.slots import key_of
+from ckptd.core.slots.slots import SlotRecord, key_of
 from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from ckptd.node.node_limits import default_digest_threads
 from ckptd.transport import messages as m

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import AttachRefused
 from ckptd.transport.access.keys import Keys, trust
 from ckptd.transport.messages import GetHoldings, Holdings, Join

@@ -15,13 +15,13 @@ import pytest
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     encode_descriptor,
     pack_slot_header,
     read_prologue,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment

@@ -13,7 +13,6 @@ import pytest
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     Kind,
     SegmentDescriptor,
@@ -21,6 +20,7 @@ from ckptd.core.slots.segment_format import (
     encode_descriptor,
     pack_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.ctl import daemon_commands
 from ckptd.event_log import EventLog
 from ckptd.memory.housekeeping import Housekeeper, SlotListener

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ckptd.core.replication.known_runs import RunAccess
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.peers.peer_requests import RunGuard
 from ckptd.peers.run_survey import RecordUpdates

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import decode_descriptor, encode_descriptor, origin_of
+from ckptd.core.slots.slots import SlotState
 from ckptd.transport import peer_messages as p
 from tests.ckptd.hosted import Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica

@@ -23,8 +23,8 @@ from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey, SentKind, record_name
-from ckptd.core.slots.ring import SlotRecord, SlotState
 from ckptd.core.slots.segment_format import SlotHeader
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.ctl.main import main as ckptctl
 from ckptd.holdings import held_from_segments
 from ckptd.memory.segment_file import open_segment

@@ -13,7 +13,6 @@ import pytest
 
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_wire
 from ckptd.core.replication.replicas import Promise
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     Kind,
     decode_descriptor,
@@ -21,6 +20,7 @@ from ckptd.core.slots.segment_format import (
     origin_of,
     unpack_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.slot_digests import SealVerdict, seal_slot
 from ckptd.storage.image import verify
 from ckptd.transport import peer_messages as p

@@ -17,11 +17,13 @@ import pytest
 from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.stats import Stats
+from ckptd.core.replication.copies import Interval
 from ckptd.core.replication.replicas import Promise, spanning_suffix
-from ckptd.core.replication.target import Interval, TargetOpened
+from ckptd.core.replication.target import TargetOpened
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState, newest_by_iteration
+from ckptd.core.slots.ring import newest_by_iteration
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment

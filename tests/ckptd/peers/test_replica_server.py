@@ -12,8 +12,8 @@ import pytest
 
 from ckptd.core.replication.replicas import Promise
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte, unpack_slot_header
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.peers.peer_link import region_of

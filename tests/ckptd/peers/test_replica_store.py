@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
     SlotHeader,
     origin_of,
     replica_file_name,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.replica_store import ReplicaStore

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from ckptd.config.settings import DaemonConfig
+from ckptd.core.replication.copies import NO_INTERVAL
 from ckptd.core.replication.replicas import Promise
-from ckptd.core.replication.target import NO_INTERVAL
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import RingHint, SegmentDescriptor, read_ring_hint
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore

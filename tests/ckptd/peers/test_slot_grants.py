@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore

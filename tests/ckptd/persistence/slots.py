@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.persistence.keeper_wire import SnapshotId

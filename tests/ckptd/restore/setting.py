@@ -9,12 +9,12 @@ from typing import Any, cast
 import msgspec
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     SlotHeader,
     pack_slot_header,
     slot_lock_byte,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptd.core.recovery.striping import ImagePart
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state
+from ckptd.core.slots.slots import SlotState
 from ckptd.restore.fetched_image import Wrong, _bounded, copy_parts, wrong_ranges
 from ckptd.storage.image import Mismatch
 from tests.ckptd.restore.setting import SNAPSHOT, Setting

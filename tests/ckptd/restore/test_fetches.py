@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ckptd.core.recovery.striping import PART_BYTES
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import slot_lock_byte
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
 from ckptd.restore import slot_fetch as fetch_piece

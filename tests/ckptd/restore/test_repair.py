@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.recovery.held import STORE_NODE
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.storage.image import ImageView
 from ckptd.transport.messages import FetchSource
 from tests.ckptd.restore.setting import AWAY, Holder, Setting, check_sealed

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import set_slot_state
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.image import ImageView

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, encode_descriptor
+from ckptd.core.slots.slots import SlotState
 from ckptd.memory.segment_file import open_segment
 from ckptd.persistence import keeper_wire as w
 from ckptd.storage.image import verify

@@ -14,8 +14,7 @@ import pytest
 
 from ckptd.client.daemon_link.mapped_segment import Generations, MappedSegment, RankTaken, SlotFile, SlotTable
 from ckptd.client.daemon_link.rank_memory import RankMemory
-from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.segment_format import (
     OWNER_LOCK_BYTE,
     RingHint,
@@ -23,6 +22,7 @@ from ckptd.core.slots.segment_format import (
     slot_lock_byte,
     write_ring_hint,
 )
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.holdings import operators_id
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment

@@ -18,8 +18,8 @@ from ckptd.client.options import DaemonOptions
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.client.stats import Stats
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import RingHint, read_slot_header, slot_lock_byte, write_ring_hint
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment

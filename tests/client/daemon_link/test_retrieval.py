@@ -14,7 +14,7 @@ from ckptd.client.daemon_link import retrieval
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.daemon_link.retrieval import Arrivals
 from ckptd.client.stats import Stats
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.transport.messages import FetchState
 from tests.client.daemon_link.test_rank_memory import attached, record, reserved

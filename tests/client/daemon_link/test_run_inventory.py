@@ -12,8 +12,8 @@ from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.core.recovery.global_plan import RecoveryPlan, plan_recovery
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_to_wire
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import SlotHeader, pack_slot_header
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.holdings import newest_history
 from ckptd.transport.messages import (

@@ -15,7 +15,7 @@ from ckptd.client.model.operators import (
     discover_operators,
     split_operator,
 )
-from ckptd.core.schedule import OperatorKind
+from ckptd.core.snapshot_policy import OperatorKind
 
 WIDTH, EXPERTS = 4, 3
 

@@ -38,8 +38,9 @@ from ckptd.client.schedule.snapshot_plan import (
     operator_costs,
     plan_from_payload,
 )
-from ckptd.core.schedule import OperatorKind, Ordering
+from ckptd.core.schedule import Ordering
 from ckptd.core.slots.segment_format import plan_geometry
+from ckptd.core.snapshot_policy import OperatorKind
 from tests.client.doubled import Doubled
 from tests.client.rank_threads import outcomes
 

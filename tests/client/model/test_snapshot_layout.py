@@ -25,7 +25,7 @@ from ckptd.client.model.snapshot_layout import (
     member_bytes,
     parse_entry_name,
 )
-from ckptd.core.schedule import OperatorKind
+from ckptd.core.snapshot_policy import OperatorKind
 
 PART = st.text("abcz_0123456789", min_size=1, max_size=6)
 NAMES = st.lists(PART, min_size=1, max_size=4).map(".".join)

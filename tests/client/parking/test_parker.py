@@ -31,7 +31,7 @@ from ckptd.client.recovery.localized_recovery import LocalizedStart
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.snapshot_loading import SnapshotLoader
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind, RankPlan
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.ctl.main import main as ckptctl
 from ckptd.cuda.engine import CopyItem, CpuEngine, HostMemory
 from ckptd.errors import CorruptionError, LocalProtocolError

@@ -21,7 +21,7 @@ from ckptd.client.pipeline.boundary_log import BoundaryLog, SilentLog
 from ckptd.client.pipeline.log_reader import LogReader
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.core.slots.boundary import RecordKey, SentKind
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine, CopyItem, CpuEngine, HostMemory
 from ckptd.errors import CorruptionError, SegmentError

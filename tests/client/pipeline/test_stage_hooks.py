@@ -27,7 +27,7 @@ from ckptd.client.capture.stage_shapes import StageShapes, without_rehearsal
 from ckptd.client.pipeline.boundary_log import BoundaryLog
 from ckptd.client.pipeline.stage_hooks import listen, stages_of
 from ckptd.core.slots.boundary import SentKind
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.slots.slots import SlotState
 from tests.option_groups import grouped
 
 

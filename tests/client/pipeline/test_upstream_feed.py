@@ -26,11 +26,11 @@ from ckptd.client.pipeline import upstream_feed
 from ckptd.client.pipeline.log_reader import LogFile
 from ckptd.client.pipeline.upstream_feed import FedLogs, ValueLogs
 from ckptd.client.stats import Stats
-from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import Feed, RankKind, RankPlan
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.boundary import RecordKey, SentKind, parse_record_name
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import unpack_slot_header
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.holdings import fetch_piece, header_record
 from ckptd.memory.segment_file import open_segment

@@ -28,10 +28,10 @@ from ckptd.client.ranks.collectives import Collectives, TryAgain
 from ckptd.client.recovery import localized_recovery
 from ckptd.client.recovery.global_recovery import recover_global
 from ckptd.client.recovery.localized_recovery import LocalizedStart, begin_localized, end_localized
-from ckptd.core.recovery.global_plan import SnapshotCopy, SnapshotToLoad
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
-from ckptd.core.slots.ring import SlotState
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.segment_format import HINT_APART, HINT_APART_AGAIN
+from ckptd.core.slots.slots import SlotState
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import AttachRefused, DaemonUnavailable
 from ckptd.storage.image import ImageLayout, ImageView

@@ -17,7 +17,7 @@ from ckptd.client.model.snapshot_layout import EntrySource
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import replica_broadcast
 from ckptd.client.recovery.replica_broadcast import ReplicaBroadcast, arrange
-from ckptd.core.schedule import OperatorKind
+from ckptd.core.snapshot_policy import OperatorKind
 from tests.client.gloo_ranks import run_in_ranks
 from tests.client.rank_threads import outcomes
 

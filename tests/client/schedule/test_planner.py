@@ -19,8 +19,9 @@ from ckptd.client.schedule.snapshot_plan import (
     signature,
     signature_difference,
 )
-from ckptd.core.schedule import OperatorKind, Ordering
+from ckptd.core.schedule import Ordering
 from ckptd.core.slots.segment_format import plan_geometry
+from ckptd.core.snapshot_policy import OperatorKind
 
 IDENTITY = {"job": "j", "run": "r", "rank": "0", "world_size": "1"}
 

@@ -19,7 +19,8 @@ from ckptd.client.schedule.schedule_change import (
     of_parked,
     orders_towards,
 )
-from ckptd.core.schedule import OperatorCost, OperatorKind, Schedule, plan_schedule
+from ckptd.core.schedule import plan_schedule
+from ckptd.core.snapshot_policy import OperatorCost, OperatorKind, Schedule
 from ckptd.core.switching import Apply, Change, Discard, Prepare, Switching
 from tests.ckptd.running import eventually
 

@@ -10,7 +10,8 @@ from torch import nn
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.schedule.snapshot_plan import describe_table, export_facts, human
-from ckptd.core.schedule import OperatorCost, OperatorKind, plan_schedule
+from ckptd.core.schedule import plan_schedule
+from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
 from ckptd.export.source import facts_of
 from tests.client.exporting import make_adamw, make_model
 

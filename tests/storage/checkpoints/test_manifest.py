@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from ckptd.storage.checkpoints.manifest import (
     MAX_MANIFEST_BYTES,
     Extent,
-    ManifestError,
     RankManifest,
     StoredObject,
     StoredSnapshot,
     agreement,
 )
 from ckptd.storage.checkpoints.names import ObjectName, parse
-from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, RunIdentity, seal_json
+from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, ManifestError, RunIdentity, seal_json
 from ckptd.storage.checkpoints.signing import ManifestSigner, Signers, create_signer
 from tests.storage.samples import JOB, RUN, RUN_ID, manifest_of
 

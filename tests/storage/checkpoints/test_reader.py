@@ -12,13 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.storage.checkpoints.manifest import (
-    Extent,
-    ManifestError,
-    RankManifest,
-    StoredObject,
-    StoredSnapshot,
-)
+from ckptd.storage.checkpoints.manifest import Extent, RankManifest, StoredObject, StoredSnapshot
 from ckptd.storage.checkpoints.names import ObjectName
 from ckptd.storage.checkpoints.reader import (
     SPLIT_BYTES,
@@ -33,6 +27,7 @@ from ckptd.storage.checkpoints.reader import (
     read_manifests,
     restore_snapshot,
 )
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.stores.objects import Damaged, ObjectMissing, Range, Unavailable
 from tests.storage.memory_store import MemoryStore

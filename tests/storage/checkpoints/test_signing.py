@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from ckptd.storage.checkpoints.manifest import ManifestError
 from ckptd.storage.checkpoints.reader import SignedStore, read_manifest
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.checkpoints.signing import (
     ManifestSigner,
     Signers,

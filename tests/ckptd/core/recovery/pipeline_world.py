@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.core.recovery.global_plan import SnapshotToLoad
 from ckptd.core.recovery.held import HeldRecords
 from ckptd.core.recovery.localized_plan import LocalizedPlan, RankKind
 from ckptd.core.recovery.recovery_facts import RankFacts
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.recovery.snapshot_tables import SnapshotToLoad
+from ckptd.core.slots.slots import SlotRecord, SlotState
 
 Numbers = tuple[int, ...]
 

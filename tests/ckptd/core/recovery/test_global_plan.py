@@ -13,18 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.recovery.global_plan import (
-    HeldRecords,
-    NoRecovery,
-    RecoveryPlan,
-    SnapshotCopy,
-    SnapshotToLoad,
-    complete_suffixes,
-    from_wire,
-    plan_recovery,
-    to_wire,
-)
-from ckptd.core.slots.ring import SlotRecord, SlotState, choose_slot, slots_for_window
+from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, complete_suffixes, plan_recovery
+from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
+from ckptd.core.slots.ring import choose_slot, slots_for_window
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
 
 EPOCH_0, EPOCH_1 = 0, 1

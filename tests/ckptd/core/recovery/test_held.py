@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptd.core.recovery.held import HeldRecords, history_of
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState
 
 
 def held_by(node: str, *snapshots: tuple[int, int]) -> HeldRecords:

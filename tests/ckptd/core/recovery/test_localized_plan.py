@@ -24,7 +24,7 @@ from ckptd.core.recovery.localized_plan import (
     plan_localized,
 )
 from ckptd.core.recovery.recovery_facts import RankFacts, Relations, relate
-from ckptd.core.slots.ring import SlotRecord, SlotState, epoch_table
+from ckptd.core.slots.slots import SlotRecord, SlotState, epoch_table
 from tests.ckptd.core.recovery.pipeline_world import Execution, World, random_world, recorded
 
 WINDOW = 3

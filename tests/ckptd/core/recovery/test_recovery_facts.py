@@ -18,7 +18,7 @@ from ckptd.core.recovery.recovery_facts import (
     facts_to_wire,
     relate,
 )
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.errors import RemoteProtocolError
 
 

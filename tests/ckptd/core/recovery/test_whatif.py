@@ -12,7 +12,7 @@ from ckptd.core.recovery.held import HeldRecords, RunHoldings
 from ckptd.core.recovery.localized_plan import LocalizedPlan, NotLocalized, RankKind
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_to_wire
 from ckptd.core.recovery.whatif import FedBy, RankOutcome, select_nodes, what_if
-from ckptd.core.slots.ring import SlotRecord, SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.ctl.peers_command import what_if_text
 
 HOMES = {0: "n0", 1: "n1", 2: "n2"}

@@ -20,8 +20,7 @@ from ckptd.core.replication.target import (
     TargetOpened,
     Targets,
 )
-from ckptd.core.slots.ring import SlotRecord
-from ckptd.core.slots.slots import Note, SnapshotKey, key_of
+from ckptd.core.slots.slots import Note, SlotRecord, SnapshotKey, key_of
 
 __all__ = ["Driven"]
 

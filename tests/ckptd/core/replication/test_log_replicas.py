@@ -21,8 +21,7 @@ from ckptd.core.replication.target import (
     PeerLost,
     Slots,
 )
-from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.slots import Joined, key_of
+from ckptd.core.slots.slots import Joined, SlotRecord, SlotState, key_of
 from tests.ckptd.core.replication.driven import Driven
 
 SLOTS = 6

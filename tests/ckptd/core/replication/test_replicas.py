@@ -16,7 +16,8 @@ from ckptd.core.replication.replicas import (
     spanning_suffix,
     stale_slots,
 )
-from ckptd.core.slots.ring import SlotRecord, SlotState, newest_by_iteration
+from ckptd.core.slots.ring import newest_by_iteration
+from ckptd.core.slots.slots import SlotRecord, SlotState
 
 W = 2
 

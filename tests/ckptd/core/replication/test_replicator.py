@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from ckptd.core.replication.copies import Interval
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.replication.target import (
     TRANSITIONS,
@@ -18,7 +19,6 @@ from ckptd.core.replication.target import (
     BeginRefused,
     Event,
     Granted,
-    Interval,
     OpenRefused,
     OpenTarget,
     PeerBack,
@@ -35,8 +35,17 @@ from ckptd.core.replication.target import (
     TargetOpened,
     Targets,
 )
-from ckptd.core.slots.ring import SlotRecord, SlotState
-from ckptd.core.slots.slots import Hold, Joined, Note, Release, SnapshotKey, Tick, key_of
+from ckptd.core.slots.slots import (
+    Hold,
+    Joined,
+    Note,
+    Release,
+    SlotRecord,
+    SlotState,
+    SnapshotKey,
+    Tick,
+    key_of,
+)
 from ckptd.errors import LocalProtocolError
 from tests.ckptd.core.replication.driven import Driven
 from tests.transcripts import Driver, scenarios, shown

@@ -18,7 +18,7 @@ from ckptd.core.slots.boundary import (
     record_name,
     slots_for_log,
 )
-from ckptd.core.slots.ring import SlotRecord, SlotState, is_stale
+from ckptd.core.slots.slots import SlotRecord, SlotState, is_stale
 
 COUNTS = st.integers(0, 10**9 - 1)
 

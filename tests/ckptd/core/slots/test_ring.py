@@ -10,28 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.slots.ring import (
-    TRANSITIONS,
     NoSuffix,
     Remedy,
     SlotChoice,
-    SlotRecord,
-    SlotState,
     Suffix,
-    check_transition,
     choose_slot,
     droppable_generations,
-    epoch_table,
     find_suffix,
-    is_stale,
-    live,
     missing_operators,
     most_slots,
     newest_by_iteration,
     slots_for_window,
-    stale_after,
     truncate,
 )
-from ckptd.core.slots.slots import SlotEvent, epoch_after, epoch_can_follow, other_histories
+from ckptd.core.slots.slots import (
+    TRANSITIONS,
+    SlotEvent,
+    SlotRecord,
+    SlotState,
+    check_transition,
+    epoch_after,
+    epoch_can_follow,
+    epoch_table,
+    is_stale,
+    live,
+    other_histories,
+    stale_after,
+)
 from ckptd.errors import LocalProtocolError
 
 FREE, FILLING, FILLED, SEALED, QUARANTINED = SlotState

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.core.slots.ring import SlotState
 from ckptd.core.slots.segment_format import (
     Kind,
     RingHint,
@@ -38,6 +37,7 @@ from ckptd.core.slots.segment_format import (
     write_ring_hint,
     write_slot_header,
 )
+from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from tests.ckptd.memory.fresh import DESCRIPTOR, make
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core.slots.ring import SlotRecord, SlotState, Suffix, choose_slot, find_suffix
+from ckptd.core.slots.ring import Suffix, choose_slot, find_suffix
 from ckptd.core.slots.segment_format import (
     SlotHeader,
     read_slot_header,
     set_slot_state,
     write_slot_header,
 )
-from ckptd.core.slots.slots import TRANSITIONS, SlotEvent
+from ckptd.core.slots.slots import TRANSITIONS, SlotEvent, SlotRecord, SlotState
 from ckptd.errors import LocalProtocolError
 from tests.ckptd.memory.fresh import make
 from tests.transcripts import Driver, scenarios
