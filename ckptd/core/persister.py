@@ -188,20 +188,8 @@ class Flush:
     """Persist the newest suffix, due or not: the rank has ended in order, or a user asked."""
 
 
-Event = (
-    Joined
-    | Durable
-    | SlotTables
-    | SnapshotStored
-    | StoreFailed
-    | SlotReused
-    | Committed
-    | CommitFailed
-    | Forgotten
-    | Fenced
-    | Flush
-    | Tick
-)
+_Answer = SnapshotStored | StoreFailed | SlotReused | Committed | CommitFailed
+Event = Joined | Durable | SlotTables | _Answer | Forgotten | Fenced | Flush | Tick
 
 
 # -- effects -------------------------------------------------------------------------------------
@@ -307,6 +295,21 @@ class Persister:
                 self._take_tables(event)
             case Flush():
                 self._flush = self._phase is not PersistPhase.FENCED
+            case Forgotten():
+                self._forget()
+            case Fenced(reason):
+                self._fence(reason)
+            case Tick():
+                pass
+            case _:
+                self._take_answer(event)
+        self._begin_due()
+        self._store_more()
+        return self._effects
+
+    def _take_answer(self, event: _Answer) -> None:
+        """Take what the store or the ring reports of a snapshot, or of the whole checkpoint."""
+        match event:
             case SnapshotStored(key, uploaded_bytes):
                 self._uploaded_bytes += uploaded_bytes
                 self._note_stored(key)
@@ -321,15 +324,6 @@ class Persister:
             case CommitFailed(key, reason):
                 if self._current is not None and self._current.last == key:
                     self._fail(reason)
-            case Forgotten():
-                self._forget()
-            case Fenced(reason):
-                self._fence(reason)
-            case Tick():
-                pass
-        self._begin_due()
-        self._store_more()
-        return self._effects
 
     @property
     def phase(self) -> PersistPhase:

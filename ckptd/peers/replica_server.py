@@ -73,10 +73,8 @@ class Host:
 
     def serve(self, peer: str, message: p.PeerMessage, answer: AnswerPeer) -> bool:
         """Answer a message about snapshots, now or later; false if it is of another kind."""
-        if isinstance(message, p.OpenReplica | GetHoldings) and (waiting := self._waiting(message)):
-            answer(p.PeerRefused("busy", f"{waiting} cannot be opened here now"))
-        elif isinstance(message, p.OpenReplica):
-            self.leases.open(peer, message, answer)
+        if isinstance(message, p.OpenReplica | GetHoldings):
+            self._serve_whole(peer, message, answer)
         elif isinstance(message, p.BeginSlot):
             answer(self._tickets.begin(peer, message))
         elif isinstance(message, p.SealSlot):
@@ -99,11 +97,18 @@ class Host:
             answer(p.PeerDone())
         elif isinstance(message, p.GetDescriptor):
             answer(self._descriptor(message))
-        elif isinstance(message, GetHoldings):
-            answer(self._holdings(message.job, message.run))
         else:
             return False
         return True
+
+    def _serve_whole(self, peer: str, message: p.OpenReplica | GetHoldings, answer: AnswerPeer) -> None:
+        """Answer from all files of a run."""
+        if waiting := self._waiting(message):
+            answer(p.PeerRefused("busy", f"{waiting} cannot be opened here now"))
+        elif isinstance(message, p.OpenReplica):
+            self.leases.open(peer, message, answer)
+        else:
+            answer(self._holdings(message.job, message.run))
 
     def _waiting(self, message: p.OpenReplica | GetHoldings) -> str:
         """A file of that run that cannot be opened now: without it, an answer would be wrong."""
