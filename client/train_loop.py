@@ -19,6 +19,7 @@ from ckptd.client.capture.ddp_buckets import Buckets
 from ckptd.client.capture.program import Program, apply_options, differences, options_differ
 from ckptd.client.capture.recorder import Recorder
 from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.session import Session
 from ckptd.client.data import BatchLedger
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
@@ -64,6 +65,7 @@ class LoopSide:
         self._stats = stats
         self._failures = 0  # of our side of a step, in a row
         self._memory: RankMemory | None = None
+        self._session: Session | None = None  # outlives `close`: what fails then must be reported, too
         self._owner: object = None
         self._updated = False
         self._rehearses = self._verifies = False
@@ -90,6 +92,7 @@ class LoopSide:
         """Protect the loop from here on."""
         self._binding, self._stateful = subject.binding, subject.stateful
         self._memory, self.recorder = context.memory, recorder
+        self._session = context.memory.session
         self._engine = context.engine
         self._counter, self._precision, self._ranks = context.counter, context.precision, ranks
 
@@ -266,14 +269,15 @@ class LoopSide:
 
         What is sealed stays; after a few failures in a row snapshots are given up for this run.
         """
-        assert self._memory is not None
         try:
             work(*args)
         except Exception as error:  # whatever it is, it is logged, and training goes on
             self._failures += 1
-            session, step = self._memory.session, self.step
+            step = self.step
             logger.error("snapshots failed at step %d (%d in a row)", step, self._failures, exc_info=error)
-            session.notice("error", "snapshot_failed", f"step {step}: {type(error).__name__}: {error}")
+            if self._session is not None:
+                text = f"step {step}: {type(error).__name__}: {error}"
+                self._session.notice("error", "snapshot_failed", text)
             recorder.abort()
             self._stats.failed += 1
             if self._failures >= _FAILURES_IN_A_ROW:

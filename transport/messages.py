@@ -20,10 +20,6 @@ PROTOCOL_VERSION = 3
 
 # -- Fields, and structs that several messages share ---------------------------------------------
 
-PROTOCOL_VERSION = 3
-
-# -- Fields, and structs that several messages share ---------------------------------------------
-
 Name = Annotated[str, Meta(pattern=r"^(?!\.\.?\Z)[A-Za-z0-9._-]{1,64}\Z")]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 24)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -16,7 +16,7 @@ same one, if training has stopped) is tried after a pause that doubles each time
 newest suffix is stored or there is none.
 
 Beliefs about the store hold for one epoch and one life of the store keeper: after either, nothing begins
-before the slots are reported again. If the store shows that another job uses these names (`Fenced`), nothing
+before the slots are reported again. If the store shows a later history of these names (`Fenced`), nothing
 begins until another epoch is joined.
 """
 
@@ -69,7 +69,10 @@ class PersistPhase(MachineState):
     IDLE = "idle", "no checkpoint is under way"
     STORING = "storing", "the snapshots of a checkpoint are held, and stored"
     COMMITTING = "committing", "all are stored; the manifest is being written"
-    FENCED = "fenced", "the store shows that another job uses these names"
+    FENCED = (
+        "fenced",
+        "the store shows a later history of these names: another job, or a recovery of this one",
+    )
 
 
 class PersistEvent(StrEnum):
@@ -178,7 +181,10 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The store shows that another job writes under these names."""
+    """The store shows a later history of these names.
+
+    Nothing more is stored until another epoch is joined.
+    """
 
     reason: str
 

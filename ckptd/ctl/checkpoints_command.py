@@ -24,7 +24,7 @@ from ckptd.ctl.command import (
     count_of,
     records,
 )
-from ckptd.ctl.store_access import OpenedStore, configured_place, named_place, opened
+from ckptd.ctl.store_access import STORE_TIMEOUT_S, OpenedStore, configured_place, named_place, opened
 from ckptd.ctl.store_changes import Collected, Gone, Pinned, collect, pin, policy_of, remove, unpin
 from ckptd.ctl.store_checks import Advised, Checked, check_checkpoint, check_run, check_store
 from ckptd.ctl.store_lookup import (
@@ -75,7 +75,7 @@ def add_checkpoints_commands(commands: Commands, common: argparse.ArgumentParser
             with opened(place, args.timeout) as store:
                 return function(store, args, config)
 
-        return actions.add(name, run, text)
+        return actions.add(name, run, text, timeout_s=STORE_TIMEOUT_S)
 
     some = add("list", _list, "list checkpoints, newest first: committed, incomplete or stale")
     add_run(some, nargs="?")
@@ -102,7 +102,7 @@ def add_checkpoints_commands(commands: Commands, common: argparse.ArgumentParser
     _add_policy(add("gc", _gc, text))
 
     text = "verify every checkpoint in a store; needs no daemon"
-    verify = commands.add("verify", _verify_store, text)
+    verify = commands.add("verify", _verify_store, text, timeout_s=STORE_TIMEOUT_S)
     verify.add_argument("url", metavar="URL", help="a store, such as s3://bucket/prefix or a folder")
     add_store_options(verify)
     _add_fast(verify)

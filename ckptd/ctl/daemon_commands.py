@@ -71,7 +71,7 @@ def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> N
 
 def add_wait(commands: Commands) -> None:
     """Add `wait`."""
-    commands.add("wait", _wait, "wait until the daemon answers, for at most --timeout")
+    commands.add("wait", _wait, "wait until the daemon answers, for at most --timeout", timeout_s=60.0)
 
 
 def _add_of_run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

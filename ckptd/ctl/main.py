@@ -150,7 +150,7 @@ def _add_elastic_commands(commands: Commands) -> None:
 
 
 def _elastic(question: str, args: argparse.Namespace) -> CommandOutcome:
-    try:
+    try:  # here, because no other command needs NumPy and SciPy
         from ckptd.ctl.elastic_command import QUESTIONS
     except ImportError as error:
         hint = "`ckptctl elastic` plans with NumPy and SciPy: pip install 'ckptd[elastic]'"

@@ -30,8 +30,21 @@ from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Circuit, Resilient, RetryPolicy
 from ckptd.storage.stores.store_base import public_url, secrets_in
 
-__all__ = ["OpenedStore", "StorePlace", "configured_place", "named_place", "opened", "store_clock_ns"]
+__all__ = [
+    "STORE_TIMEOUT_S",
+    "OpenedStore",
+    "StorePlace",
+    "configured_place",
+    "named_place",
+    "opened",
+    "store_clock_ns",
+]
 
+STORE_TIMEOUT_S = 600.0
+"""Default of ``--timeout`` of commands that use a store.
+
+One request of a large object may take a minute, and no attempt begins after the timeout.
+"""
 _THREADS = 8
 _ATTEMPTS = 4
 # A person at a terminal needs the cause of the failure, not the message that retries have ended.

@@ -123,8 +123,8 @@ class _Held:
 class SegmentStore:
     """Every segment in one folder.
 
-    `build` may take seconds (it touches every page) and belongs to a worker; all other methods belong to
-    the daemon's loop thread.
+    `build` and `lock_in_memory` may take seconds (they touch every page) and belong to a worker; all other
+    methods belong to the daemon's loop thread.
 
     Args:
         folder: an existing folder that this store has claimed.

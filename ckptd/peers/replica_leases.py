@@ -113,7 +113,8 @@ class RegionLoans:
                 self._break_off(waiting)
 
     def _break_off(self, waiting: _Waiting) -> None:
-        # After an error the slot stays locked and filling until no peer touches it.
+        # After an error the slot stays locked and filling until no peer touches it: nothing may be written
+        # under a reader.
         waiting.broken_off = self._settlers.submit(
             waiting.loan.region.break_off,
             lambda _: self._look(waiting),

@@ -343,10 +343,10 @@ class RankStore:
         return index, frozenset().union(*(kept.relied for kept in found)), since_s
 
     def _upload(self, plan: UploadPlan, image: memoryview) -> tuple[ObjectInfo, int]:
-        """Put the new object, unless it exists: a key stands for one content.
+        """Put the new object, unless a young one exists: a key stands for one content.
 
-        An existing object was put a short time ago by an earlier process. An older one may be collected as
-        garbage, so it is put again. If this node's clock is wrong by up to four hours, the object is put
+        A young object (less than ``_FORGET_S``) was put by an earlier process. An older one may be collected
+        as garbage, so it is put again. If this node's clock is wrong by up to four hours, the object is put
         in vain, or an older one is used: that is still committed within half the grace time
         (docs/format.md §7).
         """

@@ -108,6 +108,8 @@ class Fill:
     finishing: threading.Lock = field(default_factory=threading.Lock)
     _reported: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # "sources" is a party of its own: only the training thread can say whether a source changed too early,
+    # because it has finished what it has changed.
     _awaited: set[str] = field(default_factory=lambda: {"copies", "forward", "sources"})
 
     @property

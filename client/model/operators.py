@@ -117,7 +117,8 @@ def _whole(
 
 def _take_below(module: str, params: Mapping[str, Tensor], taken: set[str]) -> list[str]:
     """The remaining parameters of this module, which are taken now."""
-    names = [n for n in params if n.startswith(f"{module}.") and n not in taken]
+    prefix = f"{module}."
+    names = [n for n in params if n.startswith(prefix) and n not in taken]
     taken.update(names)
     return names
 

@@ -204,7 +204,9 @@ def find_replicas(
             dist.get_rank(),
         )
         return {}
-    found = dict(_found_by_wrappers(binding)) | dict(_given_by_user(binding, patterns or {}))
+    # A wrapper over one rank may stand within one over several.
+    found = {name: replicas for name, replicas in _found_by_wrappers(binding) if len(replicas.ranks) > 1}
+    found |= dict(_given_by_user(binding, patterns or {}))
     return {
         name: replicas
         for name, replicas in found.items()

@@ -64,7 +64,7 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTY
 SCALARS = "ckptd.scalars"
 # What a fresh process must know to rebuild optimizer state, the same in every image of a plan.
 STATIC = "ckptd.optim_layout"
-# Prefix of an entry's name, by the kind of its source.
+# Prefix of an entry's name, by the kind of its source. `param` comes last: every name has its empty prefix.
 _PREFIXES = {
     "master": "master/",
     "buffer": "buffer/",

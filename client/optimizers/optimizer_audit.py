@@ -170,15 +170,17 @@ class KeptState:
             self.specs, self._looked, self._odd, self._deviating = specs, {}, {}, {}
         elif _same_objects(now, self._seen):
             return self._unknown
-        self._seen, self._unknown = now, ""
+        unknown = ""
         for name in self._binding.owner:
             state = self._binding.state(name)
             values_now = tuple(state.values())
             before = self._looked.get(name)
             if not before or not _same_objects(values_now, before):
                 self._looked[name] = values_now
-                self._unknown = self._look_at(name, state) or self._unknown
-        return self._unknown
+                unknown = self._look_at(name, state) or unknown
+        # Only now: a look that fails half-way must be made again.
+        self._seen, self._unknown = now, unknown
+        return unknown
 
     def _look_at(self, name: str, state: Mapping[str, Any]) -> str:
         planned = {s.key: s for s in self.specs.get(name, ())}

@@ -129,19 +129,20 @@ def probe_optimizer(
     device: torch.device,
 ) -> ProbeResult:
     """Step clones of ``optimizer``, with the options of ``group``, on tiny parameters like the real ones."""
-    try:
-        with _same_rng(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _Experiment(optimizer, group, ndim, dtype, device).result()
-    except Exception as error:  # noqa: BLE001
-        # The user's optimizer ran inside the clone: whatever it raises, it cannot be examined this way.
-        if isinstance(error, CannotCopy):
-            why = str(error)
-        elif isinstance(error, TypeError) and "closure" in str(error):
-            why = "its step() needs a closure, which may evaluate all parameters together"
-        else:
-            why = f"{type(error).__name__}: {error}"
-        reason = f"{type(optimizer).__name__} cannot be stepped on a stand-in of rank {ndim}: {why}"
-        return ProbeResult(False, False, reason, ())
+    with _same_rng():  # its own errors are not the optimizer's
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                return _Experiment(optimizer, group, ndim, dtype, device).result()
+        except Exception as error:  # noqa: BLE001
+            # The user's optimizer ran inside the clone: whatever it raises, it cannot be examined this way.
+            if isinstance(error, CannotCopy):
+                why = str(error)
+            elif isinstance(error, TypeError) and "closure" in str(error):
+                why = "its step() needs a closure, which may evaluate all parameters together"
+            else:
+                why = f"{type(error).__name__}: {error}"
+    reason = f"{type(optimizer).__name__} cannot be stepped on a stand-in of rank {ndim}: {why}"
+    return ProbeResult(False, False, reason, ())
 
 
 @contextmanager
@@ -309,17 +310,17 @@ def observe_state(
     Args:
         otherwise: the result if the stand-in cannot be stepped.
     """
-    try:
-        with _same_rng():
+    with _same_rng():
+        try:
             stand_in = torch.nn.Parameter(torch.zeros_like(param, requires_grad=False))
             clone = clone_optimizer(optimizer, group, [stand_in])
             stand_in.grad = torch.ones_like(param)
             with HiddenState([optimizer]).aside():
                 type(clone).step(clone)
             return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
-    except Exception as error:  # noqa: BLE001 - the user's optimizer: its first update will tell
-        logger.info("what %s keeps is seen after its first update: %s", type(optimizer).__name__, error)
-        return otherwise
+        except Exception as error:  # noqa: BLE001 - the user's optimizer: its first update will tell
+            logger.info("what %s keeps is seen after its first update: %s", type(optimizer).__name__, error)
+    return otherwise
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -327,7 +327,7 @@ class ParkedCopy(SnapshotImage):
             raise DaemonUnavailable(
                 "the daemon makes no memory for it", operation="read parked state"
             ) from error
-        removed: Exception | None = None
+        message = f"the copy of the state parked at iteration {record.iteration} was taken away"
         try:
             file = SlotFile(Path(info.path), "parked")
             wait_until_sealed(session, info.generation, record.iteration, lambda: file.header(0))
@@ -336,13 +336,10 @@ class ParkedCopy(SnapshotImage):
             if image is not None:
                 return cls(image, record)
         except (OSError, SegmentError) as error:  # a daemon that is restarted removes it
-            removed = error
+            raise DaemonUnavailable(message, operation="read parked state") from error
         finally:
             session.drop(info.generation)
-        raise DaemonUnavailable(
-            f"the copy of the state parked at iteration {record.iteration} was taken away",
-            operation="read parked state",
-        ) from removed
+        raise DaemonUnavailable(message, operation="read parked state")
 
 
 class CopiedImage(SnapshotImage):

@@ -1,4 +1,5 @@
-"""Hooks on the stages of ``torch.distributed.pipelining`` that observe the tensors they send.
+"""Hooks on the stages of ``torch.distributed.pipelining`` that observe the tensors they send, and on the
+run in which a schedule learns the shapes of its stages.
 
 A schedule asks a stage for its send operations once per micro-batch and direction; these contain the
 tensors. The hooks replace these two methods on the instances, and the methods that return receive
@@ -184,7 +185,11 @@ class _ImportWatch(MetaPathFinder):
 
 @contextmanager
 def without_trace(binding: LiveState) -> Iterator[None]:
-    """Restore buffers and random state after the body.
+    """Restore buffers and random state after the body, in which a schedule learns the shapes of its stages.
+
+    Without example inputs it runs each stage once on uninitialized memory, in the first step of every
+    process, so a resumed one does so in the middle of the run: buffers (tokens counted by a router, running
+    statistics) and generators that torch does not fork would differ from the recorded state.
 
     After a forward outside ``no_sync`` DDP expects a backward. None follows, so DDP would take that of
     the first micro-batch, reduce its gradients alone, and sum in another order than in all steps but

@@ -203,7 +203,7 @@ class Rehearsal:
         plan = self._recorder.plan
         assert plan is not None
         assert self._pristine is not None
-        updated = _updated_by(self._live, index)
+        updated = set(_updated_by(self._live, index))
         names = [n for n in _anchored_names(self._live, plan.operators, image) if n in updated]
         if not names:
             raise _NotNow("the snapshots of this rank hold nothing of what it updates")

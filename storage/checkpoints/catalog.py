@@ -275,7 +275,12 @@ def _listed(ranks: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """One listing of a run as every process sees it (``shown``), and as the writer sees it (``own``)."""
+    """One listing of a run as every process sees it (``shown``), and as the writer sees it (``own``).
+
+    A garbage collector sees only the store; a writer also knows its own history, which the store may not
+    show yet. An object that a writer refers to must stay in *both* views: if a newer checkpoint has
+    replaced it in the store's view, a collector may be deleting it now (docs/format.md, section 7).
+    """
 
     shown: Catalog
     own: Catalog

@@ -91,7 +91,8 @@ def from_base64(what: str, text: str) -> bytes:
 def in_range(what: str, value: int, least: int, most: int) -> None:
     """Check that ``value`` is in the range; raises ManifestError otherwise."""
     if not least <= value <= most:
-        raise ManifestError(f"{what} must be from {least} to {most}, but is {value}")
+        shown = value if value.bit_length() <= 64 else f"a number of {value.bit_length()} bits"
+        raise ManifestError(f"{what} must be from {least} to {most}, but is {shown}")
 
 
 def _text(value: object, depth: int) -> str:

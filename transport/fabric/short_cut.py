@@ -235,7 +235,11 @@ class CopyLane:
         assert self._copier is not None
         self._pending += 1
         use = ChunkUse(chunk, self._lock)
-        self._copier.submit(self._copy, use)
+        try:
+            self._copier.submit(self._copy, use)
+        except RuntimeError:  # the interpreter ends before the fabric was closed
+            use.finish()
+            self._ended(chunk, False)
 
     def _copy(self, use: ChunkUse) -> None:
         """On the copier's thread."""

@@ -225,13 +225,16 @@ def choose(held: Sequence[NodeHeld], layers: ExpertLayers) -> ChosenState | None
         return None
     newest = max(world for world, _ in states)
     missing = ""
+    expected = {
+        world: frozenset(unit for node in held for unit in node.expected.get(world, ()))
+        for world in {world for world, _ in states}
+    }
     for (world, _), found in sorted(states.items(), reverse=True):
-        expected = frozenset(unit for node in held for unit in node.expected.get(world, ()))
         ranks = max(node.ranks.get(world, 0) for node in held)
-        lacks = _lacks(found, expected, layers, ranks)
+        lacks = _lacks(found, expected[world], layers, ranks)
         if not lacks:
             skipped = "" if world == newest else f"; left out is incarnation {newest}, the newest: {missing}"
-            return _chosen(found, expected, layers, len(held), ranks, skipped)
+            return _chosen(found, expected[world], layers, len(held), ranks, skipped)
         missing = missing or f"at {found} no node holds {_listed(lacks)}"
     raise ElasticError(
         f"no iteration is held as a whole: {missing}",

@@ -218,7 +218,7 @@ class Copies:
 
     @property
     def reach(self) -> int:
-        """How many ends an aim has at most."""
+        """By how many snapshots an aim may extend beyond the floor, and sending beyond the aim."""
         return max(_REACH, self._ring_slots - 2 * self._span - 2)
 
     @property

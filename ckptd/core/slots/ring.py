@@ -345,7 +345,7 @@ def _empty(ready: Sequence[SlotRecord]) -> SlotChoice | None:
 
 
 def _give_away(spare: Sequence[SlotRecord], protected: Container[tuple[int, int]]) -> SlotChoice:
-    """The oldest of these sealed slots."""
+    """The oldest of these sealed slots, and whether the floor would rather have kept it."""
     oldest = min(spare, key=lambda record: (record.iteration, *_order(record)))
     overrides = oldest.key in protected
     why = f"iteration {oldest.iteration} is not part of what is promised"

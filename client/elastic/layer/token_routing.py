@@ -291,7 +291,8 @@ def swap_rows(rows: Tensor, ticket: Tensor, swap: RowExchange) -> tuple[Tensor, 
     Backward needs every rank, but autograd only visits what needs a gradient: a rank whose tokens
     need none, or whose experts got none, would stay away, and the others would wait for it.
     Therefore a *ticket* goes with the rows through both exchanges of a call: a scalar that needs a
-    gradient on all ranks if the rows do on any.
+    gradient on all ranks if the rows do on any. The second exchange takes the ticket of the first, so each
+    rank's backward makes both exchanges, in the same order.
     """
     received, onward = _Swap.apply(rows, ticket, swap)
     return received, onward

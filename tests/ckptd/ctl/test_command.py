@@ -51,7 +51,9 @@ def test_it_is_silent_where_nobody_looks() -> None:
         assert stream.getvalue() == ""
 
 
-@pytest.mark.parametrize(("command", "expected"), [("status", 10), ("park", 60), ("drill", 600)])
+@pytest.mark.parametrize(
+    ("command", "expected"), [("status", 10), ("wait", 60), ("drill", 600), ("verify", 600)]
+)
 def test_the_default_timeout_of_one_command_is_not_that_of_all(
     command: str, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

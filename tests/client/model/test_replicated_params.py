@@ -85,6 +85,14 @@ class TestWhoSaysSo:
         assert "experts.0.weight" not in found
         assert len(found) == len(list(model.parameters())) - 1
 
+    def test_a_wrapper_over_one_rank_within_another_hides_nothing(self) -> None:
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "alone"))
+        model = Net()
+        setattr(model, "dense", DDP(model.dense, process_group=mesh["alone"].get_group()))  # noqa: B010
+        found = ranks_of(bound(DDP(model)))
+        assert len(found) == len(list(model.parameters()))
+        assert set(found.values()) == {(0, 1, 2, 3)}
+
     def test_under_hsdp_the_ranks_with_the_same_shard(self) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = Net()

@@ -148,6 +148,27 @@ def test_state_of_another_shape_than_planned_goes_with_the_step_scalars() -> Non
     assert (state["norms"].tolist(), state["late"].tolist()) == ([1, 1, 1], [1, 1])
 
 
+def test_a_look_that_fails_half_way_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next look takes the parameters that were not reached for looked at, and a snapshot lacks their state."""
+    binding, given = bound(lambda ps: Grows(ps, lr=0.1))
+    step(binding, given)
+    specs = StateTable.of(binding).specs
+    binding.kept.look(specs)
+    step(binding, given, 2)
+    state = binding.state
+
+    def interrupted(name: str) -> Any:
+        if name == "1.bias":
+            raise KeyboardInterrupt
+        return state(name)
+
+    with monkeypatch.context() as once:
+        once.setattr(binding, "state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            binding.kept.look(specs)
+    assert binding.kept.look(specs) == "optimizer state 'late' of 1.bias"
+
+
 def test_keys_that_are_gone_do_not_come_back() -> None:
     """A plan has room for what was there; a parameter that lost one entry was restored without any."""
     binding, given = bound(lambda ps: torch.optim.AdamW(ps))

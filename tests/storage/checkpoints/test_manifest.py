@@ -23,7 +23,13 @@ from ckptd.storage.checkpoints.manifest import (
     agreement,
 )
 from ckptd.storage.checkpoints.names import ObjectName, parse
-from ckptd.storage.checkpoints.sealed_json import MAX_RUN_BYTES, ManifestError, RunIdentity, seal_json
+from ckptd.storage.checkpoints.sealed_json import (
+    MAX_RUN_BYTES,
+    ManifestError,
+    RunIdentity,
+    in_range,
+    seal_json,
+)
 from ckptd.storage.checkpoints.signing import ManifestSigner, Signers, create_signer
 from tests.storage.samples import JOB, RUN, RUN_ID, manifest_of
 
@@ -407,3 +413,10 @@ def test_a_run_is_identified() -> None:
     head = spaced[: spaced.rindex(b' "digest"')]
     with pytest.raises(ManifestError, match="form that this version writes"):
         RunIdentity.from_bytes(head + f' "digest": "{xxhash.xxh3_128_hexdigest(head)}"\n}}\n'.encode())
+
+
+def test_an_error_does_not_quote_a_number_of_thousands_of_digits() -> None:
+    with pytest.raises(ManifestError, match="rank must be from 0 to 9, but is a number of 13288 bits"):
+        in_range("rank", 10**4000, 0, 9)
+    with pytest.raises(ManifestError, match=r"but is 10$"):
+        in_range("rank", 10, 0, 9)

@@ -16,6 +16,7 @@ import pytest
 from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.short_cut import copy_chunk
 from ckptd.transport.fabric.transfers import ChunkUse
+from ckptd.transport.fabric.zmq_fabric import ZmqFabric
 from ckptd.transport.verbs import Access, Fault, RegionKey
 from tests.transport.fabric_pairs import (
     BEFORE,
@@ -317,6 +318,18 @@ def test_a_copy_that_fails_unexpectedly_goes_over_the_network(
     assert shared.inside == data
     assert host.networked == len(data)
     assert "a copy failed" in caplog.text
+
+
+def test_where_no_copy_can_begin_any_more_the_network_has_to_do(host: Host) -> None:
+    """At the interpreter's end an executor takes nothing more, and the fabric may not be closed yet."""
+    assert isinstance(host.here, ZmqFabric)
+    assert host.here._copier is not None
+    host.here._copier.shutdown()
+    data = content(9 * CHUNK)
+    shared, region = host.share(bytes(len(data)))
+    assert host.peer.put(memoryview(data), region.key).wait(WAIT_S).ok
+    assert shared.inside == data
+    assert host.networked == len(data)
 
 
 def test_a_use_is_begun_once_and_not_after_its_transfer_ended(host: Host, brake: Brake) -> None:
