@@ -63,7 +63,8 @@ _MAX_TURNS = 64
 
 
 class FencedOff(RuntimeError):
-    """The store shows this later epoch, which is unknown here: another job's, or a recovery's of this one."""
+    """The store shows this later epoch, which is unknown here: another job uses the names, or a start
+    of this one went on elsewhere."""
 
     def __init__(self, epoch: int, text: str) -> None:
         super().__init__(text)
