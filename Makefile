@@ -9,7 +9,7 @@
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
-#   make campaign-elastic  seeded kills of elastic jobs, most of all while a world starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
+#   make campaign-elastic  seeded kills of elastic jobs, most of all while an incarnation starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-matrix   every kind of parallelism, optimizer and precision through a kill, and what make test leaves out (long)
 #   make campaign-habits  other people's data pipelines and optimizers, each killed twice: exact or refused (long); CKPTD_SEED=n steers it
 #   make lock       choose the versions of all dependencies anew, with their hashes (requirements.lock)

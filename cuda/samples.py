@@ -1,10 +1,10 @@
 """Samples: a few elements of every copied tensor, read in place, to find torn copies.
 
 Not every write moves a version counter: ``p.data.mul_(…)``, a numpy view, a foreign kernel. So elements are
-read three times: at the top of the step, in the finished copy, and in the tensors before the optimizer's
-step. The copy must hold the values of the top; comparing it with the tensors alone would not show a write
-before the copy, because that is in both. And the tensors must still hold them: if not, something wrote during
-the copy, which may be torn where no sample is.
+read three times: at the top of the step, in the finished copy, and in the tensors once the copy is
+complete, before the optimizer's step at the latest. The copy must hold the values of the top; comparing it
+with the tensors alone would not show a write before the copy, because that is in both. And the tensors must
+still hold them: if not, something wrote during the copy, which may be torn where no sample is.
 
 All samples of a snapshot are read in one vectorised gather, so thousands of small tensors cost what a few
 large ones do: the machine words at their addresses, out of one array that spans from the lowest address to

@@ -1,4 +1,4 @@
-"""Failed replays of this node's runs, and the slots quarantined for them (docs/replication.md §2.1).
+"""Failed replays of this node's runs, and the slots quarantined for them (docs/replication.md §2b).
 
 One file per run is kept with its segments, so that it lives as long as they do: the trainer that found the
 failure is about to end, and the daemon may restart before the next one comes. The file is written as a

@@ -133,7 +133,7 @@ def assert_parked_as_it_was(life: Life, rank: int, step: int) -> None:
 
 def test_sigterm_parks_also_a_rank_that_hangs_in_a_receive(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Rank 1's main thread is in gloo, where no handler of Python's runs; rank 0's is in Python.
-    Both end as SIGTERM ends a process.
+    Both end as SIGTERM ends a process, unless rank 0 is gone first: then rank 1's receive fails.
     """
     with Life(daemon, tmp_path, world_size=2, hang_at=READY) as life:
         for rank in (0, 1):
@@ -141,7 +141,9 @@ def test_sigterm_parks_also_a_rank_that_hangs_in_a_receive(daemon: DaemonProcess
         for process in life.ranks:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGTERM)
-        assert life.exit_codes() == [-signal.SIGTERM] * 2, life.logs
+        first, second = life.exit_codes()
+        assert first == -signal.SIGTERM, life.logs
+        assert second == -signal.SIGTERM or "Connection closed by peer" in life.logs, life.logs
         assert life.parked() == [[READY], [READY]], life.logs
         for rank in (0, 1):
             assert_parked_as_it_was(life, rank, READY)

@@ -4,6 +4,7 @@ optimizer communicates in its step.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -46,12 +47,8 @@ class Communicates(torch.optim.SGD):
         return super().step(closure)
 
 
-def main(endpoint: str, run: str, what: str, rank: int, world_size: int, steps: int, port: str) -> None:
+def train(endpoint: str, run: str, what: str, rank: int, world_size: int, steps: int) -> None:
     """Train ``steps`` steps; with 0 until all ranks have taken some snapshots."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    if world_size > 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
     torch.manual_seed(5)
     torch.set_num_threads(1)
     model: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -85,8 +82,17 @@ def main(endpoint: str, run: str, what: str, rank: int, world_size: int, steps: 
     told = {"resumed": ckpt.resumed_from, "weights": weights, "steps": done}
     sys.stdout.write(json.dumps(told) + "\n")
     ckpt.close()
+
+
+def main(endpoint: str, run: str, what: str, rank: int, world_size: int, steps: int, port: str) -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     if world_size > 1:
-        # gloo's threads abort a process that ends while its peer is gone.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    train(endpoint, run, what, rank, world_size, steps)
+    if world_size > 1:
+        # gloo's threads abort a process that ends while its peer is gone, as long as a wrapper holds the group.
+        gc.collect()
         dist.barrier()
         dist.destroy_process_group()
 
