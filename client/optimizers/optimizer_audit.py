@@ -455,9 +455,14 @@ class KeptState:
 
     def _unlike(self, recorded: Mapping[str, Any], live: Mapping[str, Any], optimizer: int) -> str:
         for part, kind in (("attributes", "o"), ("foreign", "d")):
-            # An attribute may have come earlier in one life than in another.
+            # An attribute may have come earlier in one life than in another. Those that stay as they are tell
+            # nothing: a scheduler puts a `step` of its own on the optimizer, which a copy of it lacks.
             a, b = (
-                sorted(found[part][optimizer], key=lambda pair: str(pair[0])) for found in (recorded, live)
+                sorted(
+                    (pair for pair in found[part][optimizer] if not left_alone(pair[1])),
+                    key=lambda pair: str(pair[0]),
+                )
+                for found in (recorded, live)
             )
             path = unlike([kind, a], [kind, b])
             if path:
