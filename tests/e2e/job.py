@@ -29,6 +29,7 @@ from tests.e2e.cases import Data, Job, find_case
 
 if TYPE_CHECKING:
     from ckptd.client import Checkpointer
+    from ckptd.client.capture.slot_writer import Capture
 
 _MEASURED = 4  # the first steps, from which the window follows
 _MEMORY_S = 20.0  # what memory may take there
@@ -70,13 +71,32 @@ def let_what_is_beside_come(ckpt: Checkpointer) -> None:
             coming.exception(_MEMORY_S)
 
 
+def let_copies_come(ckpt: Checkpointer) -> None:
+    """The end of a forward seals the snapshot of the step's top only if its copies are complete by then."""
+    capture = _capture_of(ckpt)
+    fill = capture._fill if capture is not None else None
+    give_up = time.monotonic() + _MEMORY_S
+    while fill is not None and fill.awaits("copies") and time.monotonic() < give_up:
+        time.sleep(0.005)
+
+
+def let_snapshot_come(ckpt: Checkpointer) -> None:
+    """What a forward has made complete is handed to the daemon beside training."""
+    capture = _capture_of(ckpt)
+    fill = capture._fill if capture is not None else None
+    give_up = time.monotonic() + _MEMORY_S
+    while capture is not None and fill is not None and fill.key in capture._unsettled:
+        assert time.monotonic() < give_up, "the snapshot of this step is not complete"
+        time.sleep(0.005)
+
+
 def _asks_for_memory(ckpt: Checkpointer) -> bool:
     return ckpt._memory is not None and ckpt._memory.session.reserving
 
 
 def _no_room(ckpt: Checkpointer) -> bool:
     """Whether the next snapshot would be left out until the floor moves."""
-    capture = ckpt._loop.recorder._capture if ckpt._loop.recorder is not None else None
+    capture = _capture_of(ckpt)
     if capture is None:
         return False
     table = capture._table
@@ -91,6 +111,10 @@ def _no_room(ckpt: Checkpointer) -> bool:
         epochs=table.epochs,
     )
     return choice.remedy is Remedy.WAIT
+
+
+def _capture_of(ckpt: Checkpointer) -> Capture | None:
+    return ckpt._loop.recorder._capture if ckpt._loop.recorder is not None else None
 
 
 def final_state(job: Job) -> dict[str, Any]:
@@ -214,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kill-begun", type=int, default=0, help="die in the n-th step of this life")
     parser.add_argument("--kill-delay-ms", type=float, default=0.0, help="live on so long before")
     parser.add_argument(
+        "--kill-sealed", action="store_true", help="live on until that step's snapshot is sealed"
+    )
+    parser.add_argument(
         "--patient-until", type=int, default=-1, help="as before --kill-at: let memory come first"
     )
     parser.add_argument("--linger-at", type=int, default=-1, help="sleep at the top of that step")
@@ -291,6 +318,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     def maybe_die(step: int, point: str) -> None:
         if step == args.kill_at and point == args.kill_point:
             trace(f"dies {step}")
+            if args.kill_sealed:
+                let_snapshot_come(ckpt)
             time.sleep(args.kill_delay_ms / 1e3)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -338,6 +367,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             let_what_is_beside_come(ckpt)
             if step > _MEASURED:
                 let_them_come(ckpt)
+        if args.kill_sealed and step == args.kill_at:
+            let_copies_come(ckpt)
         with odd_step(job, args.odd_step, step):
             job.step(step, functools.partial(maybe_die, step))
         if step == args.nan_at:

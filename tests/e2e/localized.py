@@ -204,7 +204,8 @@ class Story:
         without them.
         """
         deadly = ("--kill-at", str(kill_at), "--kill-point", point, "--kill-delay-ms", "500")
-        life = self.life(dict.fromkeys(victims, deadly), kill_at=kill_at)
+        sealed = ("--kill-sealed",) if point == "inside" else ()
+        life = self.life(dict.fromkeys(victims, (*deadly, *sealed)), kill_at=kill_at)
         life.torn_down(*victims)
         return life
 

@@ -56,6 +56,7 @@ class Trained:
 )
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     from tests.e2e.hf_cases import HF_CASES
+    from tests.e2e.job import let_memory_come, let_them_come
 
     case, options = request.param
     folder = tmp_path_factory.mktemp("export")
@@ -71,6 +72,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             job.start(ckpt)
             for step in ckpt.steps(TOTAL):
                 found.live[step] = {k: v.clone() for k, v in job.model.state_dict().items()}
+                let_memory_come(ckpt)
+                let_them_come(ckpt)
                 job.step(step, lambda point: None)
         yield found
 

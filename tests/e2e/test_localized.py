@@ -479,7 +479,7 @@ def test_a_stage_and_the_node_of_its_logging_neighbour(
         on_two_nodes(net, tmp_path, references, case, second=(1,)) as story,
     ):
         inside = ("--kill-at", str(KILL_AT), "--kill-point", "inside", "--kill-delay-ms", "20000")
-        life = story.life({1: inside})
+        life = story.life({1: (*inside, "--kill-sealed")})
         life.kill_with(1, 0, 2)
         life.torn_down(0, 1, 2)
         net[1].lose()
