@@ -31,8 +31,11 @@ from ckptd.core.snapshot_policy import (
 )
 
 __all__ = [
+    "HEADROOM_ESTIMATED",
+    "HEADROOM_MEASURED",
     "Ordering",
     "SharedOperator",
+    "least_loss_window",
     "max_piece_bytes",
     "needs_reorder",
     "order_operators",
@@ -41,7 +44,13 @@ __all__ = [
     "reorder",
     "spread",
     "update_popularity",
+    "worthwhile_window",
 ]
+
+# Of the bytes that can be copied, the part that a plan asks for first: rates vary, and first estimates err.
+HEADROOM_ESTIMATED, HEADROOM_MEASURED = 0.9, 0.95
+# Of a large job; what a window costs in recoveries matters where iterations take many seconds.
+_MTBF_S = 3600.0
 
 
 def plan_schedule(
@@ -137,6 +146,34 @@ def plan_aligned(
         reason=_fit_text(fits, len(best), max(best), budget_bytes),
         policy=PolicyKind.ALIGNED,
     )
+
+
+def worthwhile_window(operators: Sequence[OperatorCost], fixed_bytes: int, max_window: int) -> int:
+    """The window to use where none fits: its largest snapshot is at most 1.5 times what every one holds."""
+    floor = fixed_bytes + sum(operator.compute_bytes for operator in operators)
+    return max(1, min(max_window, -(-2 * sum(_extras(operators)) // max(floor, 1))))
+
+
+def least_loss_window(
+    operators: Sequence[OperatorCost],
+    fixed_bytes: int,
+    max_window: int,
+    *,
+    affordable_bytes: int,
+    iteration_s: float,
+) -> int:
+    """The window to use where none has snapshots of ``affordable_bytes``, and larger ones cost time.
+
+    What is lost is the part of an iteration that larger snapshots take, and the iterations of a window that
+    are replayed after each failure: one an hour.
+    """
+    floor = fixed_bytes + sum(operator.compute_bytes for operator in operators)
+    extra = sum(_extras(operators))
+
+    def lost(window: int) -> float:
+        return 1.0 - affordable_bytes / max(floor + extra / window, 1) + window * iteration_s / _MTBF_S
+
+    return min(range(1, max_window + 1), key=lost)
 
 
 def max_piece_bytes(operators: Sequence[OperatorCost], window: int, fixed_bytes: int = 0) -> int | None:

@@ -32,6 +32,7 @@ from ckptd.client.schedule.provision import Provision
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.state_machine import MachineState, Transitions, validated
+from ckptd.core.window_control import SnapshotReading
 from ckptd.cuda.engine import CpuEngine
 
 __all__ = [
@@ -198,6 +199,7 @@ class Recorder:
         self._reported_at = 0.0
         self._restless = RestlessBuffers(context.binding)
         self._chooser = CopyModeChooser() if context.options.inline_copy is None else None
+        self._taken_bytes = 0  # of the snapshot of this step
         self._in_a_row = 0  # steps whose snapshot found no slot
         self._provision = Provision(
             context,
@@ -244,12 +246,14 @@ class Recorder:
     def top(self, step: int) -> None:
         """Take the snapshot of ``step`` if this boundary is clean."""
         pace = self._pace
-        stall = pace.boundary_s, pace.wait_s + pace.device_s
-        inline = isinstance(self._engine, CpuEngine) and self._engine.inline
-        last = pace.top(time.perf_counter(), inline_copy_s=self._engine.last_copy_s if inline else 0.0)
+        boundary, waited, sealing = pace.boundary_s, pace.wait_s + pace.device_s, pace.sealing_s
+        last = pace.top(time.perf_counter())
         if last is not None:
-            self._stats.note_stall(*stall)
+            self._stats.note_stall(boundary, waited)
+            if self._memory.session.connected:
+                self._provision.control.note(self._reading(last, waited, sealing))
             self._choose_copy_mode(last)
+        self._taken_bytes = 0
         pending = self._pending_gradients()
         if not pending and step != self._counted:  # a boundary that is seen again counts once
             self._counted = step
@@ -269,6 +273,18 @@ class Recorder:
         self._forget_updates()
         self._report(step)
         pace.boundary_over(time.perf_counter())
+
+    def _reading(self, iteration_s: float, waited_s: float, sealing_s: float) -> SnapshotReading:
+        """What the step that ended took, and its snapshot's part in that."""
+        inline, copy_s = self._engine.inline, self._engine.last_copy_s
+        return SnapshotReading(
+            iteration_s,
+            self._taken_bytes,
+            copy_s=0.0 if inline else copy_s,
+            copy_wait_s=waited_s + (copy_s if inline else 0.0),
+            seal_wait_s=sealing_s,
+            seal_s=self._capture.seal_s if self._capture is not None else 0.0,
+        )
 
     def _choose_copy_mode(self, iteration_s: float) -> None:
         chooser = self._chooser
@@ -440,7 +456,7 @@ class Recorder:
             return
         if self._ordinal % self.plan.schedule.window == 0:
             provision.maybe_reorder()
-            provision.maybe_widen(step)
+        provision.maybe_widen(step)
         if not self._captures_everything(step):
             self._leave_out()
             return
@@ -466,6 +482,7 @@ class Recorder:
             self._missed(step, capture.need_generation)
             return
         self._chain.take(Taken(step, previous, self._tape.last))
+        self._taken_bytes = layout.layout.image_len
         self._in_a_row = 0
         self._drop_unneeded()
         provision.maybe_grow(step, crowded=capture.crowded)

@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +44,7 @@ from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES, PhasePlan
 from ckptd.core.slots.ring import choose_slot
 from ckptd.core.slots.segment_format import RingHint, SlotHeader
-from ckptd.core.slots.slots import SlotState
+from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.cuda.engine import CopyEngine, CopyItem
 from ckptd.cuda.samples import Samples
 from ckptd.storage.image import ImageView
@@ -57,6 +58,10 @@ __all__ = ["SMALL_BUFFER_BYTES", "Capture", "Fill", "nan_tensors", "some", "writ
 logger = get_logger(__name__)
 
 _DRAIN_S = 1.0
+# A slot as large takes one thread longer to seal than the daemon's threads, which are waited for so long.
+_WORTH_WAITING_BYTES = 64 << 20
+_SEALING_PATIENCE_S, _SEALING_PAUSE_S = 2.0, 60.0
+_LOOK_S = 0.5e-3
 # The training thread copies buffers up to this size: a native kernel may change them in the forward
 # without incrementing their version (batch norm does), and a torn copy would go unnoticed.
 SMALL_BUFFER_BYTES = 1 << 20
@@ -172,6 +177,7 @@ class Capture:
         need_generation: why the last ``begin`` found no slot.
         outgrown: the size of step scalars that did not fit; 0 if all did.
         crowded: True if the other ranks need the rest of the ring: the next snapshot may find no slot.
+        seal_s: what the daemon took to seal the newest sealed slot, which had waited for it; 0: it had not.
     """
 
     def __init__(
@@ -202,12 +208,15 @@ class Capture:
         self._hopeless: set[str] = set()
         # Slots that may be declared filled, and must not be sealed yet.
         self._unsettled: set[tuple[int, int]] = set()
+        self._newest_sealed = -1
+        self._waits_again_at = 0.0
         self._claimed: tuple[MappedSegment, int] | None = None
         self._broken = False
         self._sealing_s = 0.0
         self.need_generation = ""
         self.outgrown = 0
         self.crowded = False
+        self.seal_s = 0.0
 
     def begin(self, step: int, plan: PhasePlan, previous: int, scalars: dict[str, Any]) -> bool:
         """Start the snapshot of ``step``; False if no slot can be had (see ``need_generation``)."""
@@ -291,7 +300,7 @@ class Capture:
         return broken
 
     def take_sealing_s(self) -> float:
-        """Seconds since the last call that the training thread spent on sealing for the daemon."""
+        """Seconds since the last call for which the training thread sealed slots or waited for the daemon."""
         taken, self._sealing_s = self._sealing_s, 0.0
         return taken
 
@@ -464,9 +473,11 @@ class Capture:
         busy: set[tuple[int, int]] = set()
         drained = False
         self.need_generation = ""
-        for _ in range(segment.geometry.num_slots + 2):
+        for attempt in range(segment.geometry.num_slots + 2):
             promised = hard, _ = self._promised()
             records, taken = self._table.records(), busy | self._unsettled
+            if not attempt:
+                self._note_seals(records)
             choice = choose_slot(
                 records,
                 self._num_operators,
@@ -477,17 +488,11 @@ class Capture:
                 epochs=self._table.epochs,
             )
             if choice.index is None:
-                waiting = [
-                    r for r in records if r.state is SlotState.FILLED and (r.generation, r.index) not in taken
-                ]
+                waiting = [r for r in records if r.state is SlotState.FILLED and r.key not in taken]
                 if waiting:
-                    # The daemon is away or behind. Sealing takes milliseconds; a broken chain would
-                    # cost a window.
-                    oldest = min(waiting, key=lambda r: r.sequence)
                     started = time.perf_counter()
-                    self._table.segment(oldest.generation).seal(oldest.index)
+                    self._have_sealed(min(waiting, key=lambda r: r.sequence))
                     self._sealing_s += time.perf_counter() - started
-                    self._stats.sealed_here += 1
                     continue
                 if not drained and (self._unsettled or any(r.state is SlotState.FILLING for r in records)):
                     # Steps shorter than a thread switch outrun the thread that completes snapshots:
@@ -513,6 +518,38 @@ class Capture:
         self._stats.no_slot += 1
         self.need_generation = "every slot is being read"
         return None
+
+    def _note_seals(self, records: Sequence[SlotRecord]) -> None:
+        """Learn from the two newest sealed slots how long a slot takes that need not wait to be filled."""
+        newest = max((r for r in records if r.sealed), key=attrgetter("sequence"), default=None)
+        if newest is None or newest.sequence == self._newest_sealed:
+            return
+        self._newest_sealed, self.seal_s = newest.sequence, 0.0
+        before = next((r for r in records if r.sealed and r.sequence == newest.sequence - 1), None)
+        if before is None:
+            return
+        first, second = (self._table.segment(r.generation).header(r.index) for r in (before, newest))
+        if first is not None and second is not None and second.filled_at_ns < first.sealed_at_ns:
+            self.seal_s = max(0, second.sealed_at_ns - first.sealed_at_ns) / 1e9
+
+    def _have_sealed(self, record: SlotRecord) -> None:
+        """The daemon is away or behind, and a broken chain would cost a window: wait for it, or seal here.
+
+        A large slot takes one thread longer than the daemon's threads. A small one takes less than to wait.
+        """
+        segment = self._table.segment(record.generation)
+        began = time.monotonic()
+        waits = record.image_len >= _WORTH_WAITING_BYTES and began >= self._waits_again_at
+        while waits and self._session.connected:
+            header = segment.header(record.index)
+            if header is None or header.state is not SlotState.FILLED:
+                return
+            if time.monotonic() >= began + _SEALING_PATIENCE_S:  # it hangs: the next ones are not waited for
+                self._waits_again_at = began + _SEALING_PAUSE_S
+                break
+            time.sleep(_LOOK_S)
+        segment.seal(record.index)
+        self._stats.sealed_here += 1
 
     def _promised(self) -> tuple[bool, RingHint]:
         """True if promised snapshots must stay, and the promise, without how far other ranks are behind."""

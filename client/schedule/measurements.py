@@ -29,8 +29,6 @@ __all__ = ["CopyModeChooser", "PrecisionProbe", "StepTiming", "TokenCounter"]
 logger = get_logger(__name__)
 
 _KEPT = 20
-# So many readings are enough where more than this share of a step is lost.
-_FEW, _SEVERE = 6, 0.3
 
 _BLOCK = 6
 _BLOCKS_EACH = 3
@@ -39,7 +37,7 @@ _MARGIN = 0.99
 
 
 class StepTiming:
-    """Durations of the last steps, and the share of them that snapshots cost.
+    """Durations of the last steps, and the waits of this one.
 
     ``now_s`` comes from any monotonic clock.
     """
@@ -49,26 +47,20 @@ class StepTiming:
         self.boundary_s = 0.0
         self.wait_s = 0.0
         self.device_s = 0.0
-        self._sealing_s = 0.0
+        self.sealing_s = 0.0
         self._top_at = 0.0
         self._prepare_s = 0.0
         self._to_optimizer: deque[float] = deque(maxlen=_KEPT)
         self._iterations: deque[float] = deque(maxlen=_KEPT)
-        self._stalls: deque[float] = deque(maxlen=_KEPT)
 
-    def top(self, now_s: float, *, inline_copy_s: float = 0.0) -> float | None:
-        """Begin a step; returns the duration of the last one, None for the first.
-
-        Args:
-            inline_copy_s: copying in the training thread at the last boundary.
-        """
+    def top(self, now_s: float) -> float | None:
+        """Begin a step; returns the duration of the last one, None for the first."""
         last = now_s - self._top_at if self.steps else None
         if last is not None:
             self._iterations.append(last)
-            self._stalls.append(inline_copy_s + self.wait_s + self.device_s + self._sealing_s)
         self.steps += 1
         self._top_at = now_s
-        self.wait_s = self.device_s = self._sealing_s = self._prepare_s = 0.0
+        self.wait_s = self.device_s = self.sealing_s = self._prepare_s = 0.0
         return last
 
     def boundary_over(self, now_s: float) -> None:
@@ -91,8 +83,8 @@ class StepTiming:
         self.device_s += seconds
 
     def sealed(self, seconds: float) -> None:
-        """Note time of this boundary in which the training thread sealed snapshots for the daemon."""
-        self._sealing_s += seconds
+        """Note time of this boundary in which training waited for slots to be sealed, or sealed them."""
+        self.sealing_s += seconds
 
     def optimizer_begins(self, now_s: float) -> None:
         """The first optimizer step of this loop step begins: until here copies may run unnoticed."""
@@ -107,26 +99,6 @@ class StepTiming:
     def iteration_s(self) -> float:
         """Median duration of a step."""
         return statistics.median(self._iterations) if self._iterations else 0.0
-
-    @property
-    def stall_share(self) -> float:
-        """Median share of a step for which training waited for snapshots; 0 after too few steps.
-
-        A severe stall needs fewer steps.
-        """
-        if len(self._stalls) < _FEW or not self.iteration_s:
-            return 0.0
-        share = statistics.median(self._stalls) / self.iteration_s
-        return share if len(self._stalls) >= _KEPT or share > _SEVERE else 0.0
-
-    @property
-    def stalls_severely(self) -> bool:
-        """True if a remedy must not wait."""
-        return self.stall_share > _SEVERE
-
-    def forget_stalls(self) -> None:
-        """Drop readings of another window: they say nothing about this one."""
-        self._stalls.clear()
 
 
 class CopyModeChooser:

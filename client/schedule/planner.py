@@ -26,8 +26,19 @@ from ckptd.client.options import SnapshotOptions
 from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.stats import Stats
-from ckptd.core.schedule import Ordering, max_piece_bytes, order_operators, plan_aligned, plan_schedule
+from ckptd.core.schedule import (
+    HEADROOM_ESTIMATED,
+    HEADROOM_MEASURED,
+    Ordering,
+    least_loss_window,
+    max_piece_bytes,
+    order_operators,
+    plan_aligned,
+    plan_schedule,
+    worthwhile_window,
+)
 from ckptd.core.snapshot_policy import OperatorCost, Schedule
+from ckptd.core.window_control import Shortage
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 
 __all__ = [
@@ -74,7 +85,7 @@ class TrainingSpeed:
         Args:
             max_overhead: the largest share of an iteration, for copies on the trainer's own cores.
         """
-        seconds = 0.8 * self.copy_window_s
+        seconds = self.copy_window_s
         if max_overhead is not None:
             seconds = min(seconds, max_overhead * self.iteration_s)
         return int(seconds * self.bandwidth)
@@ -88,6 +99,7 @@ class PlanInputs:
         window: None: the smallest that fits.
         every: iterations between two snapshots of a dense policy.
         budget_bytes: the most that may be copied per step; None: no limit.
+        iteration_s: of an iteration without snapshots, if larger ones were measured to cost time; else 0.
         available_bytes: memory for the ring; None: no limit.
         popularity: of each operator; None: all are equally popular.
         slack: slots beyond what one node needs.
@@ -110,6 +122,23 @@ class PlanInputs:
     slack: int = 0
     sharing: ReplicatedParams = NOTHING_SHARED
     before: SnapshotPlan | None = None
+    iteration_s: float = 0.0
+
+    @property
+    def tight(self) -> PlanInputs:
+        """With a budget that leaves room for rates that vary; what fits it is chosen first."""
+        if self.budget_bytes is None:
+            return self
+        headroom = HEADROOM_MEASURED if self.iteration_s else HEADROOM_ESTIMATED
+        return replace(self, budget_bytes=int(headroom * self.budget_bytes))
+
+    def window_where_none_fits(self, costs: Sequence[OperatorCost], fixed: int) -> int:
+        """The window whose snapshots exceed the budget at a reasonable price."""
+        if not self.iteration_s or self.budget_bytes is None:
+            return worthwhile_window(costs, fixed, MAX_WINDOW)
+        return least_loss_window(
+            costs, fixed, MAX_WINDOW, affordable_bytes=self.budget_bytes, iteration_s=self.iteration_s
+        )
 
 
 def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs) -> SnapshotPlan:
@@ -120,16 +149,17 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
     """
     fixed = fixed_bytes(binding, inputs.scalars_capacity)
     whole = operator_costs(binding, operators, inputs.compute_dtypes)
-    worthwhile = _worthwhile_window(inputs.sharing.mean_costs(operators, whole), fixed)
+    worthwhile = inputs.window_where_none_fits(inputs.sharing.mean_costs(operators, whole), fixed)
     wanted = 1 if inputs.policy == "dense" else inputs.window
     tried = []
     candidates = [wanted] if wanted is not None else [None, *range(2, MAX_WINDOW + 1)]
     while candidates:
         candidate = candidates.pop(0)
-        plan = _plan_once(binding, operators, inputs, candidate)
+        plan = _plan_once(binding, operators, inputs.tight if candidate is None else inputs, candidate)
+        if candidate is None and not plan.schedule.fits:
+            plan = _plan_once(binding, operators, inputs, None)
         if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
-            # No window fits, so the largest was planned: most of its length saves next to nothing
-            # and lengthens recovery.
+            # The largest was planned: most of its length saves next to nothing and lengthens recovery.
             logger.info("%s; window %d is used", plan.schedule.reason, worthwhile)
             candidates.insert(0, worthwhile)
             continue
@@ -143,13 +173,6 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
         f"no ring fits the {inputs.available_bytes} bytes that the daemon has left "
         f"({'; '.join(tried[:4])}); raise CKPTD_MEMORY or `ckptctl forget` old runs"
     )
-
-
-def _worthwhile_window(costs: Sequence[OperatorCost], fixed: int) -> int:
-    """The window whose largest snapshot exceeds by at most a half what every snapshot holds."""
-    floor = fixed + sum(c.compute_bytes for c in costs)
-    extra = sum(c.anchor_bytes - c.compute_bytes for c in costs)
-    return max(1, min(MAX_WINDOW, -(-2 * extra // max(floor, 1))))
 
 
 def _plan_once(
@@ -378,7 +401,12 @@ class Planner:
         return self._measured_budget(), available, len(self._operators)
 
     def make(
-        self, before: SnapshotPlan | None, *, window: int | None = None, policy: str = ""
+        self,
+        before: SnapshotPlan | None,
+        *,
+        window: int | None = None,
+        policy: str = "",
+        shortage: Shortage | None = None,
     ) -> SnapshotPlan:
         """A plan.
 
@@ -386,12 +414,15 @@ class Planner:
             before: the plan in use.
             window: None: the user's.
             policy: of this plan only.
+            shortage: what snapshots of the plan in use were measured to cost.
         Raises:
             ValueError: no plan is possible.
         """
         started = time.perf_counter()
         context, options = self._context, self._context.options
         budget, available = self._limits(before)
+        if shortage is not None:
+            budget = shortage.affordable_bytes
         inputs = PlanInputs(
             policy=policy or self.policy,
             window=None if "dense" in (policy, self.policy) else window or options.window,
@@ -407,6 +438,7 @@ class Planner:
             slack=max(context.memory.slack, 0 if context.alone else _RANKS_SLACK),
             sharing=self.sharing,
             before=before,
+            iteration_s=0.0 if shortage is None else shortage.iteration_s,
         )
         plan = make_plan(self._binding, self._operators, inputs)
         if context.memory.persists:

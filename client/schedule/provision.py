@@ -8,7 +8,6 @@ together (`ScheduleChanges`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,24 +22,23 @@ from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.slots.ring import most_slots
 from ckptd.core.switching import Change
+from ckptd.core.window_control import Shortage, WindowControl
 from ckptd.errors import AttachRefused, DaemonUnavailable
 
 __all__ = ["Provision"]
 
 logger = get_logger(__name__)
 
-_MEASURED_STEPS = 3
+# Steps before the first plan: more on a device, where later ones are compared with them.
+_MEASURED_STEPS, _MEASURED_ON_DEVICE = 3, 6
 _RETRY_STEPS = 50
-# Where much of each step is lost, the next look comes sooner, and the window grows by as much as
-# that asks for, but by this factor at most.
-_SEVERE_STEPS = 8
-_MOST_WIDER = 8.0
 _REORDER_STEPS = 50
 _MORE_SLOTS = 2
-# A peer that is behind by more than a window that often in a row, _RETRY_STEPS apart, cannot keep up.
+# A peer that is behind by more than a window in so many looks in a row cannot keep up.
 _LAGGING_LOOKS = 2
-# A median stall above this share of a step is not noise.
-_TOLERATED_STALL = 0.05
+# A median stall above this share of a step is not noise: where copies share the trainer's cores, and on a
+# device, whose iterations are regular.
+_TOLERATED_STALL, _TOLERATED_ON_DEVICE = 0.05, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +182,9 @@ class Provision:
     Args:
         scalars_sample: returns step scalars of the expected size.
         switched: called when a further generation is in use, with True if its plan is another one.
+
+    Attributes:
+        control: judges the snapshots that are taken; the recorder tells it what each step cost.
     """
 
     def __init__(
@@ -203,7 +204,12 @@ class Provision:
         self._first = FirstPlan(context.binding, context.memory, self._planner, self._slots.failed)
         # Several ranks change their schedule together, or not at all; one by itself, whenever it wants to.
         self.changes = None if context.alone else ScheduleChanges(self, context, pace)
-        self._widen_at = self._severe_at = 0
+        on_device = not context.engine.host_waits
+        self._measured_steps = _MEASURED_ON_DEVICE if on_device else _MEASURED_STEPS
+        self.control = WindowControl(
+            bound=_TOLERATED_ON_DEVICE if on_device else _TOLERATED_STALL, regular=on_device
+        )
+        self._told_misfit = False
         self._uncaptured = self._announced = ""
         self._group_key = self._binding.group_key()
         self._lagging = 0
@@ -242,7 +248,7 @@ class Provision:
             # Between two updates in a step, frozen operators would have to change.
             self._planner.policy = "dense"
         if (
-            self._pace.steps <= (1 if fixed else _MEASURED_STEPS)
+            self._pace.steps <= (1 if fixed else self._measured_steps)
             or step < self._slots.retry_at
             # After the first update the optimizer's state is there (plain SGD keeps none).
             or not (stepped or any(self._binding.state(n) for n in self._binding.owner))
@@ -286,43 +292,41 @@ class Provision:
             self._stats.reorders += 1
 
     def maybe_widen(self, step: int) -> None:
-        """Make snapshots smaller if copies stall the trainer or peers cannot keep up (DESIGN 5.3)."""
+        """Make snapshots smaller if they cost training time or peers cannot keep up (DESIGN 5.3)."""
         plan = self.plan
         if plan is None or self._options.window is not None or plan.policy_name == "dense":
             return
-        soon = self._pace.stalls_severely and step >= self._severe_at
-        if not (soon or step >= self._widen_at) or self._slots.coming or self._slots.pending:
+        if self._slots.coming or self._slots.pending or not self.control.due(step):
             return
-        self._severe_at = step + _SEVERE_STEPS
-        self._widen_at = step + _RETRY_STEPS
-        wide = self._worth_widening(plan)
+        shortage = self.control.shortage()
+        wide = self._wider(plan, shortage)
+        self.control.looked(step, in_vain=shortage is not None and wide is None)
         if wide is None:
-            self._severe_at = self._widen_at  # to plan again soon would find the same
             return
         if self.changes is not None:
-            why = f"copies take too long: window {plan.schedule.window} -> {wide.schedule.window}"
+            why = f"snapshots cost too much: window {plan.schedule.window} -> {wide.schedule.window}"
             self.changes.wish(Change(why, window=wide.schedule.window))
         else:
             logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
-            self._pace.forget_stalls()
             self._slots.ask(wide, step, "a wider window", optional=True)
 
-    def _worth_widening(self, plan: SnapshotPlan) -> SnapshotPlan | None:
+    def _wider(self, plan: SnapshotPlan, shortage: Shortage | None) -> SnapshotPlan | None:
         """The plan of a wider window, if there is a reason for one, and it helps."""
         window, behind = plan.schedule.window, self._memory.table.ring_hint.behind
         self._lagging = self._lagging + 1 if behind > window else 0
-        share = self._pace.stall_share
-        if share > _TOLERATED_STALL:
-            why = f"snapshots hold training up for {share:.1%} of a step"
-        elif self._lagging >= _LAGGING_LOOKS:
-            why = f"a peer is {behind} iterations behind, and was when last looked at"
-        else:
-            return None
-        # The loss is proportional to bytes: as many times fewer of them would do.
-        factor = min(_MOST_WIDER, 1.0 / (1.0 - min(share, 0.99)))
-        wider = max(window + max(1, window // 2), math.ceil(window * factor))
+        longest = min(MAX_WINDOW, self._first.longest)
         try:
-            wide = self._planner.make(plan, window=min(wider, MAX_WINDOW, self._first.longest))
+            if shortage is not None:
+                why = str(shortage)
+                wide = self._planner.make(plan, shortage=shortage)
+                self._tell_misfit(wide, shortage)
+                if wide.schedule.window > longest:
+                    wide = self._planner.make(plan, window=longest)
+            elif self._lagging >= _LAGGING_LOOKS:
+                why = f"a peer is {behind} iterations behind, and was when last looked at"
+                wide = self._planner.make(plan, window=min(window + max(1, window // 2), longest))
+            else:
+                return None
         except ValueError as error:
             logger.warning("%s, but the window stays: %s", why, error)
             return None
@@ -331,6 +335,19 @@ class Provision:
         logger.info("%s: a wider window would help", why)
         self._lagging = 0
         return wide
+
+    def _tell_misfit(self, plan: SnapshotPlan, shortage: Shortage) -> None:
+        """Say once that no window is without cost: the user must choose what gives way."""
+        if plan.schedule.fits or self._told_misfit:
+            return
+        self._told_misfit = True
+        text = (
+            f"{shortage}, and no window has snapshots that small ({plan.schedule.reason}); the window is "
+            f'{plan.schedule.window}. policy="dense" with every=n takes fewer snapshots and loses up to n '
+            "iterations"
+        )
+        logger.warning("%s", text)
+        self._memory.session.notice("warning", "snapshots_too_large", text)
 
     def captures_everything(self, step: int, *, unknown: str, outgrown: int, most_updates: int) -> bool:
         """True if the plan covers all state; plans anew if an optimizer began to keep or to update more.
@@ -401,7 +418,7 @@ class Provision:
         self.plan, self._planner.policy = plan, plan.policy_name
         self._slots.forget()
         self._uncaptured = self._announced = ""
-        self._pace.forget_stalls()
+        self.control.changed()
         self._switched(True)
 
     def only_dense(self, why: str) -> None:
@@ -451,6 +468,8 @@ class Provision:
 
     def _use(self, plan: SnapshotPlan) -> None:
         other = plan is not self.plan
+        if other:
+            self.control.changed()
         self.plan = plan
         self._uncaptured = self._announced = ""
         self._switched(other)
