@@ -19,11 +19,11 @@ from ckptd.units import format_bytes
 __all__ = [
     "Admitted",
     "AttachWish",
+    "FailureTimes",
     "MemoryFacts",
     "ParkRequests",
     "RankKey",
     "Rejected",
-    "RunFailures",
     "SegmentFacts",
     "SessionTable",
     "TrainerSession",
@@ -175,12 +175,12 @@ class _Failure:
     others_s: float | None = None
 
 
-class RunFailures:
+class FailureTimes:
     """When the trainers of a run on this node ended at its last failure, for those that come after them.
 
-    A failure begins when a trainer is found dead. The trainers that were attached by then belong to it, however
-    they end. The death of one that attached later begins the next failure; if such a one leaves in
-    order, the run was back, and nothing is left to tell.
+    A failure begins when a trainer is found dead. The trainers that were attached by then belong to it,
+    however they end. The death of one that attached later begins the next failure; if such a one leaves
+    in order, the run was back, and nothing is left to tell.
 
     Args:
         limit: of the runs that are remembered; the one whose failure is oldest is forgotten first.

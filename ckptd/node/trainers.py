@@ -25,10 +25,10 @@ from ckptd.config.settings import given_settings
 from ckptd.core.sessions import (
     Admitted,
     AttachWish,
+    FailureTimes,
     ParkRequests,
     RankKey,
     Rejected,
-    RunFailures,
     SessionTable,
     TrainerSession,
     decide_attach,
@@ -134,7 +134,7 @@ class Trainers:
         self.parks, self.park_events = ParkRequests(), ParkEvents(node.store, node.events)
         self._hellos: OrderedDict[bytes, tuple[m.Hello, int]] = OrderedDict()
         self._owners = OwnerTokens(node.store.folder)
-        self.failures = RunFailures()
+        self.failures = FailureTimes()
 
     def tick(self, now_s: float) -> None:
         """End the sessions of trainers that are gone and could not be watched."""

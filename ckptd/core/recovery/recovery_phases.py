@@ -1,10 +1,11 @@
-"""The phases of a recovery, from the loss of a trainer to the first new step: their names, when each ended, and
-how long each took. Pure.
+"""The phases of a recovery, from the loss of a trainer to the first new step: their names, when each ended,
+and how long each took. Pure.
 
-The names are the same wherever a recovery is described: in the trainer's log, in the event `recovery_phases`, in
-``Checkpointer.stats()``, in ``ckptctl status`` and in ``bench/recovery.py``. A phase is named after what is true at
-its end. It lasts from the end of the one before it, so the durations add up to the whole. A phase that did not
-occur, or whose end is not known, is absent, and its time is part of the next one.
+The names are the same wherever a recovery is described: in the trainer's log, in the event
+`recovery_phases`, in ``Checkpointer.stats()``, in ``ckptctl status`` and in ``bench/recovery.py``. A
+phase is named after what is true at its end. It lasts from the end of the one before it, so the
+durations add up to the whole. A phase that did not occur, or whose end is not known, is absent, and its
+time is part of the next one.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class RecoveryPhase(StrEnum):
     PROCESS_THERE = "process_there"
     # Python runs, and ckptd.client is imported, torch with it.
     IMPORTS = "imports"
-    # The program has come to its Checkpointer: process groups, data and model are made. The rendezvous of the ranks is
-    # part of this phase: neither torch nor torchrun tells a trainer when it was over. In an elastic job, whose state is
-    # planned and loaded before its Checkpointer is made, this contains that, too.
+    # The program has come to its Checkpointer: process groups, data and model are made. The rendezvous of the
+    # ranks is part of this phase: neither torch nor torchrun tells a trainer when it was over. An elastic job
+    # plans and loads its state before it makes its Checkpointer: in this phase, too.
     PROCESS_GROUPS = "process_groups"
     # Model and optimizer are examined, and the daemon has granted the rank its memory.
     ATTACH = "attach"

@@ -9,11 +9,11 @@ import pytest
 from ckptd.core.sessions import (
     Admitted,
     AttachWish,
+    FailureTimes,
     MemoryFacts,
     ParkRequests,
     RankKey,
     Rejected,
-    RunFailures,
     SegmentFacts,
     SessionTable,
     TrainerSession,
@@ -302,7 +302,7 @@ def test_nobody_to_ask_is_an_answer() -> None:
 
 
 def test_a_failure_lasts_from_the_first_death_to_the_end_of_the_last_of_the_others() -> None:
-    failures = RunFailures()
+    failures = FailureTimes()
     assert failures.ago_s("moe", "run7", 5.0) == (-1.0, -1.0)
     failures.ended(session(b"b", 1), 10.0, in_order=False)
     assert failures.ago_s("moe", "run7", 11.0) == (1.0, -1.0), "there is no other yet"
@@ -313,7 +313,7 @@ def test_a_failure_lasts_from_the_first_death_to_the_end_of_the_last_of_the_othe
 
 
 def test_the_death_of_a_trainer_that_came_afterwards_is_the_next_failure() -> None:
-    failures = RunFailures()
+    failures = FailureTimes()
     failures.ended(session(b"a", 0), 10.0, in_order=False)
     failures.ended(session(b"b", 1), 11.0, in_order=False)
     failures.ended(session(b"c", 1, attached_at_s=13.0), 20.0, in_order=False)
@@ -324,7 +324,7 @@ def test_the_death_of_a_trainer_that_came_afterwards_is_the_next_failure() -> No
 
 def test_a_run_that_came_back_and_ended_has_not_failed() -> None:
     """Who starts it again hours later has not waited for hours to be back."""
-    failures = RunFailures()
+    failures = FailureTimes()
     failures.ended(session(b"a", 0), 10.0, in_order=False)
     failures.ended(session(b"b", 0, attached_at_s=12.0), 20.0, in_order=True)
     assert failures.ago_s("moe", "run7", 9000.0) == (-1.0, -1.0)
@@ -333,7 +333,7 @@ def test_a_run_that_came_back_and_ended_has_not_failed() -> None:
 
 
 def test_failures_of_many_runs_are_forgotten_oldest_first() -> None:
-    failures = RunFailures(limit=2)
+    failures = FailureTimes(limit=2)
     for number in range(3):
         failures.ended(session(b"a", 0, run=f"run{number}"), 10.0 + number, in_order=False)
     assert failures.ago_s("moe", "run0", 20.0) == (-1.0, -1.0)
