@@ -208,10 +208,10 @@ class Job:
         recorded = self.events(LAST, "phases", since_s=told["time_s"])[-1]
         total = recorded["ended_s"] - lost_s
         in_process = {phase: recorded["phases"].get(phase) for phase in IN_PROCESS}
-        found = {str(phase): seconds for phase, seconds in in_process.items() if seconds is not None}
-        found["recovery"] = sum(found.values())
-        found[RecoveryPhase.PROCESS_THERE] = total - found["recovery"]
-        found["total"] = total
+        known = {str(phase): seconds for phase, seconds in in_process.items() if seconds is not None}
+        recovery = sum(known.values())
+        found = {str(RecoveryPhase.PROCESS_THERE): total - recovery, **known}
+        found |= {"recovery": recovery, "total": total}
         found["transfer"] = self._transfer_s(self._host(told["host"]), lost_s)
         found["lives"] = len(lives)
         found["redone"] = newest + 1 - told["resumed_from"]
