@@ -5,20 +5,12 @@ on the other working host. Again and again the host of the last rank is destroye
 torchrun notices, the spare takes its place, brings the rank's snapshots from the surviving peer,
 and replays. The destroyed host returns as the next spare.
 
-All times are of the rank that was lost, on its new host, except that the last iteration takes both ranks:
-
-    detect   from the loss until its new process exists: torchrun's heartbeat and rendezvous
-    import   interpreter and imports, from the process's start
-    meet     process group and model, until the Checkpointer is created
-    attach   the session with the daemon
-    plan     exchange of holdings among the ranks, and the plan
-    first    from asking for the snapshots until the oldest one is here, verified
-    load     the rest of the start: that snapshot into the model
-    replay   from there until the state is dense; later snapshots arrive meanwhile
-    fresh    from there until the first new iteration is done
-
-`transfer_s` is what the daemon needed for all snapshots, beside the trainer. Everything shares this machine's
-cores, and hosts are connected by memory: import and replay are real, bandwidth is not a network's.
+The phases are those that the lost rank tells of itself on its new host (`Checkpointer.stats()`; what
+each means is in docs/operations.md). This benchmark adds the moment of the loss: the first phase,
+`process_there`, lasts from there, since the daemon of a new host knows of no failure, and contains
+torchrun's heartbeat and rendezvous. The last iteration takes both ranks. `transfer_s` is what the daemon
+needed for all snapshots, beside the trainer. Everything shares this machine's cores, and hosts are
+connected by memory: import and replay are real, bandwidth is not a network's.
 """
 
 from __future__ import annotations
@@ -38,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import build_stack, emit, median, parser, scratch_folder, table
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
+from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
 from ckptd.transport.messages import GetPeers, Peers
 from ckptd.transport.wire import ControlClient
 from examples.moe_text.lab import SHARED_CORES, Event, read_events
@@ -54,8 +47,8 @@ STEP_S = 0.02
 SPARE_S = 8.0
 STEPS_BETWEEN = 15
 TOKENS = 64
-PHASES = ("detect", "import", "meet", "attach", "plan", "first", "load", "replay", "fresh")
-IMPORTED_S = time.time()
+BEFORE = (RecoveryPhase.DETECTED, RecoveryPhase.OTHERS_STOPPED, RecoveryPhase.PROCESS_THERE)
+IN_PROCESS = [phase for phase in RecoveryPhase if phase not in BEFORE]
 
 
 # --- a rank ----------------------------------------------------------------------------------------------
@@ -72,12 +65,6 @@ class Log:
         self._file.write(json.dumps({"event": event, "time_s": time.time(), **fields}) + "\n")
 
 
-def started_s() -> float:
-    """When this process was started, as unix time; to a hundredth of a second."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
 def work(args: argparse.Namespace) -> None:
     """One rank: trains until the file `stop` appears."""
     torch.set_num_threads(1)
@@ -88,22 +75,13 @@ def work(args: argparse.Namespace) -> None:
     model = build_stack(args.state_mib)
     net = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    met_s = time.time()
     ckpt = Checkpointer(
         net,
         optimizer,
         run=RunOptions(job="bench", name="recovery"),
         snapshots=SnapshotOptions(window=args.window),
     )
-    log.write(
-        "attached",
-        started_s=started_s(),
-        imported_s=IMPORTED_S,
-        met_s=met_s,
-        host=os.environ["CKPTD_NODE_ID"],
-        resumed_from=ckpt.resumed_from,
-        stats=ckpt.stats(),
-    )
+    log.write("attached", host=os.environ["CKPTD_NODE_ID"], resumed_from=ckpt.resumed_from)
     train(args.worker, ckpt, net, optimizer, model.width, log)
     ckpt.close()
     # The wrapper goes before the group: held by it last, the group's end waits for its threads with
@@ -121,13 +99,12 @@ def train(
     log: Log,
 ) -> None:
     stop = torch.zeros(1)
-    dense = False
+    phases: dict[RecoveryPhase, float] = {}
     for step in ckpt.steps(10**9):
-        if not dense and not ckpt.replaying:
-            dense = True
-            log.write("dense", step=step)
         net(torch.randn(TOKENS, width)).backward()
         optimizer.step()
+        if not phases and (phases := phases_in_metrics(stats := ckpt.stats())):
+            log.write("phases", phases=phases, ended_s=stats["first_new_step_at"])
         optimizer.zero_grad()
         stop[0] = float(dist.get_rank() == 0 and (folder / "stop").exists())
         dist.all_reduce(stop)
@@ -226,29 +203,15 @@ class Job:
     def _phases(self, lost_s: float, newest: int) -> dict[str, float]:
         lives = self.events(LAST, "attached", since_s=lost_s)
         told = lives[-1]
-        dense = self.events(LAST, "dense", since_s=lost_s)[-1]
-        fresh = max(
-            next(e["time_s"] for e in self.events(rank, "step", since_s=lost_s) if e["step"] > newest)
-            for rank in range(NUM_RANKS)
-        )
         if told["resumed_from"] is None:
             raise RuntimeError(f"the run has started over after iteration {newest}")
-        stats = told["stats"]
-        found = {
-            "detect": told["started_s"] - lost_s,
-            "import": told["imported_s"] - told["started_s"],
-            "meet": told["met_s"] - told["imported_s"],
-            "attach": stats["attach_s"],
-            "plan": stats["recover_plan_s"],
-            "first": stats["fetch_first_s"],
-            "replay": dense["time_s"] - told["time_s"],
-            "fresh": fresh - dense["time_s"],
-        }
-        found["load"] = (
-            told["time_s"] - told["met_s"] - sum(found[name] for name in ("attach", "plan", "first"))
-        )
-        found["recovery"] = fresh - told["started_s"]
-        found["total"] = fresh - lost_s
+        recorded = self.events(LAST, "phases", since_s=told["time_s"])[-1]
+        total = recorded["ended_s"] - lost_s
+        in_process = {phase: recorded["phases"].get(phase) for phase in IN_PROCESS}
+        known = {str(phase): seconds for phase, seconds in in_process.items() if seconds is not None}
+        recovery = sum(known.values())
+        found = {str(RecoveryPhase.PROCESS_THERE): total - recovery, **known}
+        found |= {"recovery": recovery, "total": total}
         found["transfer"] = self._transfer_s(self._host(told["host"]), lost_s)
         found["lives"] = len(lives)
         found["redone"] = newest + 1 - told["resumed_from"]
@@ -292,9 +255,14 @@ def main() -> None:
         job = Job(args, cluster, Path(scratch))
         stack.callback(job.torchrun.stop)
         samples = measure(args, job)
-    rows = [[name, *(f"{sample[name]:.2f}" for sample in samples)] for name in PHASES]
+    phases = [phase for phase in RecoveryPhase if any(phase in sample for sample in samples)]
+    rows = [
+        [phase, *(f"{sample[phase]:.2f}" if phase in sample else "-" for sample in samples)]
+        for phase in phases
+    ]
     print("\n" + table(["phase, s", *map(str, range(1, len(samples) + 1))], rows))
-    medians = {name: median([sample[name] for sample in samples]) for name in samples[0]}
+    names = {name: None for sample in samples for name in sample}
+    medians = {name: median([sample[name] for sample in samples if name in sample]) for name in names}
     metrics: dict[str, float | int | str] = {
         "recovery_s": medians.pop("recovery"),
         "loss_to_fresh_s": medians.pop("total"),

@@ -8,6 +8,7 @@ from ckptd.client.options import (
     RunOptions,
     SnapshotOptions,
 )
+from ckptd.client.phase_clock import note_imported
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.client.recovery.verification import Certificate
 from ckptd.saved import SavedIteration, saved_iterations
@@ -24,3 +25,5 @@ __all__ = [
     "SnapshotOptions",
     "saved_iterations",
 ]
+
+note_imported()

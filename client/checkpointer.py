@@ -44,6 +44,7 @@ from ckptd.client.options import (
 )
 from ckptd.client.parking.park_signals import park_on_sigterm
 from ckptd.client.parking.parker import Parking
+from ckptd.client.phase_clock import PhaseClock
 from ckptd.client.pipeline.boundary_log import BoundaryLog, SilentLog, shared_value
 from ckptd.client.pipeline.stage_hooks import stages_of
 from ckptd.client.ranks.collectives import Collectives
@@ -125,6 +126,7 @@ class Checkpointer:
                 source = recovery.start_from
                 logger.warning("%s", start_unprotected(model, optimizer, layout.masters, source))
             return
+        phases = PhaseClock()
         self._options = options = CheckpointerOptions.of(given)
         self._subject = subject = examine(model, optimizer, state, options=options, ledger=self._loop.ledger)
         self._binding, self._identity = subject.binding, subject.identity
@@ -147,6 +149,7 @@ class Checkpointer:
                         topology=options.run.topology,
                         version=importlib.metadata.version("ckptd"),
                         stats=self._stats,
+                        phases=phases,
                     )
                     precision, counter = self._observe(model)
             except (AttachRefused, DaemonUnavailable) as error:

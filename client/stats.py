@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from ckptd.core.recovery.recovery_phases import RecoveryPhase, phase_metrics
 
 __all__ = ["Stats"]
 
@@ -16,6 +19,10 @@ class Stats:
     first and the last of them arrived (0 if none did; replay asks for a snapshot when it needs it),
     `restore_s` for the whole start up to the first replayed iteration, `replay_s` from there until the
     state was dense.
+
+    `phases`: seconds of each phase of this start, once its first new step was done; as numbers,
+    `phase_<name>_s` (docs/operations.md). They are absent before, and so are phases that did not occur.
+    `first_new_step_at`: unix time of the last of them; 0 before.
 
     `unprotected`: 1 if the attach was refused and the user allowed training to continue.
     `daemon_changes`: how often a daemon with other settings (store, peers, quota) replaced the one before.
@@ -89,6 +96,8 @@ class Stats:
     park_ms: float = 0.0
     park_refused: int = 0
     park_memory_bytes: int = 0
+    first_new_step_at: float = 0.0
+    phases: Mapping[RecoveryPhase, float] = field(default_factory=dict)
 
     def note_stall(self, boundary_s: float, wait_s: float) -> None:
         """Add one step's time in the training thread: at the loop's top, and before the optimizer's step."""
@@ -99,6 +108,8 @@ class Stats:
         self.steps += 1
 
     def as_dict(self) -> dict[str, float]:
-        """All counters as numbers, with the mean stall."""
+        """All counters as numbers, with the mean stall and the phases of the start."""
         mean = self.stall_ms_sum / self.steps if self.steps else 0.0
-        return {**{k: float(v) for k, v in asdict(self).items()}, "stall_ms_mean": mean}
+        counters = asdict(self)
+        phases = phase_metrics(counters.pop("phases"))
+        return {**{k: float(v) for k, v in counters.items()}, "stall_ms_mean": mean, **phases}

@@ -26,6 +26,7 @@ from ckptd.client.model.freezing import Tape, clip_norm_tap, scaler_tap
 from ckptd.client.model.hooks import ModuleHook, before_update
 from ckptd.client.options import RecoveryOptions
 from ckptd.client.parking.parker import Parking
+from ckptd.client.phase_clock import PhaseClock
 from ckptd.client.pipeline.stage_hooks import callables_of, rehearsal_tap, without_trace
 from ckptd.client.pipeline_support import PipelinePart
 from ckptd.client.ranks.collectives import Collectives
@@ -35,6 +36,7 @@ from ckptd.client.recovery.start import ReplayPart, Resumption
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
+from ckptd.core.recovery.recovery_phases import RecoveryPhase
 
 __all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "tell_differences"]
 
@@ -77,6 +79,8 @@ class LoopSide:
         self.parking: Parking | None = None
         self.rehearsal: Rehearsal | None = None
         self._when_exact: Callable[[], None] | None = None
+        self._phases: PhaseClock | None = None  # None once the first new step is done
+        self._new_from = 0
         self.step = 0
         self.stepping = False
         self.resumed = ""
@@ -92,7 +96,7 @@ class LoopSide:
         """Protect the loop from here on."""
         self._binding, self._stateful = subject.binding, subject.stateful
         self._memory, self.recorder = context.memory, recorder
-        self._session = context.memory.session
+        self._session, self._phases = context.memory.session, context.memory.phases
         self._engine = context.engine
         self._counter, self._precision, self._ranks = context.counter, context.precision, ranks
 
@@ -157,6 +161,8 @@ class LoopSide:
             with self._ranks.all_or_none():
                 shapes = self.pipeline.run_isolated(memory.identity.rank, found.apart, stages)
                 recorder.scalars.know_stages(shapes)
+        self._new_from = found.new_from
+        memory.phases.reach(RecoveryPhase.LOADED)
         stats = self._stats
         stats.restore_s = time.perf_counter() - started_s
         stats.restored_bytes = replay.bytes_loaded
@@ -313,6 +319,8 @@ class LoopSide:
         if recorder is not None:
             rng_forward = replay.newest_scalars.get("rng_forward")
             self._survive(recorder, recorder.recovered, replay.end, rng_forward)
+        if self._phases is not None and replay.start < replay.end:
+            self._phases.reach(RecoveryPhase.REPLAYED)
         stats.replay_s = self.replaying.took_s
         stats.verified_tensors += replay.compared
         unverified = "" if found is None else found.unverified
@@ -372,6 +380,22 @@ class LoopSide:
         self.replaying.after_optimizer_step(index)
         if self.recorder is not None:
             self.recorder.after_optimizer_step(index)
+        if self._phases is not None and self.step >= self._new_from and self.replaying.replay is None:
+            phases, self._phases = self._phases, None
+            self._first_new_step(phases)
+
+    def _first_new_step(self, phases: PhaseClock) -> None:
+        """The start is over: tell how long its phases took."""
+        phases.reach(RecoveryPhase.FIRST_NEW_STEP)
+        memory, stats = self._memory, self._stats
+        stats.phases, stats.first_new_step_at = phases.durations, time.time()
+        if memory is None:
+            return
+        kind = "recovery_phases" if RecoveryPhase.LOADED in stats.phases else "start_phases"
+        text = f"the first new iteration is {self.step}: {phases.describe()}"
+        logger.info("%s: %s", memory.identity, text)
+        memory.session.notice("info", kind, text)
+        memory.session.report(self.step, stats.as_dict())
 
     def forward_begins(self, *called: Any) -> None:
         """The model is called."""

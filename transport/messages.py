@@ -497,6 +497,10 @@ class Attached(Struct, frozen=True, tag=True):
         logs: the rank's boundary logs, oldest generation first.
         parked: its parked states, oldest generation first.
         notes: what this node has of the job that the rank does not get.
+        failure_ago_s: for how long the daemon has known that a trainer of the run on this node was dead, the
+            first one at the last failure; -1: it knows of no failure since it was started.
+        others_ended_ago_s: for how long the last of the run's other trainers on this node has been gone; -1:
+            there was no other, or no failure.
     """
 
     segments: tuple[SegmentInfo, ...]
@@ -507,6 +511,8 @@ class Attached(Struct, frozen=True, tag=True):
     logs: tuple[SegmentInfo, ...] = ()
     parked: tuple[SegmentInfo, ...] = ()
     notes: tuple[str, ...] = ()
+    failure_ago_s: float = -1.0
+    others_ended_ago_s: float = -1.0
 
 
 class Reserved(Struct, frozen=True, tag=True):

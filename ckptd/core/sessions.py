@@ -19,6 +19,7 @@ from ckptd.units import format_bytes
 __all__ = [
     "Admitted",
     "AttachWish",
+    "FailureTimes",
     "MemoryFacts",
     "ParkRequests",
     "RankKey",
@@ -166,6 +167,54 @@ class SessionTable:
     def promised(self) -> dict[RankKey, int]:
         """The bytes that each live session said it needs in all."""
         return {s.key: s.wish.needed_bytes for s in self._by_identity.values()}
+
+
+@dataclass(slots=True)
+class _Failure:
+    found_s: float
+    others_s: float | None = None
+
+
+class FailureTimes:
+    """When the trainers of a run on this node ended at its last failure, for those that come after them.
+
+    A failure begins when a trainer is found dead. The trainers that were attached by then belong to it,
+    however they end. The death of one that attached later begins the next failure; if such a one leaves
+    in order, the run was back, and nothing is left to tell.
+
+    Args:
+        limit: of the runs that are remembered; the one whose failure is oldest is forgotten first.
+    """
+
+    def __init__(self, limit: int = 1024) -> None:
+        self._limit = limit
+        self._last: dict[tuple[str, str], _Failure] = {}
+
+    def ended(self, session: TrainerSession, now_s: float, *, in_order: bool) -> None:
+        """A trainer was found dead, or (``in_order``) has left."""
+        run = session.key.job, session.key.run
+        failure = self._last.get(run)
+        if failure is not None and session.attached_at_s <= failure.found_s:
+            failure.others_s = now_s
+            return
+        self._last.pop(run, None)
+        if not in_order:
+            self._last[run] = _Failure(now_s)
+            while len(self._last) > self._limit:
+                del self._last[next(iter(self._last))]
+
+    def forget(self, job: str, run: str) -> None:
+        """The run is forgotten: who comes next under its name begins another one."""
+        self._last.pop((job, run), None)
+
+    def ago_s(self, job: str, run: str, now_s: float) -> tuple[float, float]:
+        """Seconds since the first trainer of the run was found dead, and since the last of its others ended;
+        -1 where there was none.
+        """
+        failure = self._last.get((job, run))
+        if failure is None:
+            return -1.0, -1.0
+        return now_s - failure.found_s, -1.0 if failure.others_s is None else now_s - failure.others_s
 
 
 def decide_attach(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.recovery.quarantine import describe_failure
+from ckptd.core.recovery.recovery_phases import describe_phases, phases_in_metrics
 from ckptd.ctl.command import (
     CONNECT_S,
     EXIT_FAILED,
@@ -182,7 +183,7 @@ def status_text(answer: m.Status) -> str:
         f"{format_bytes(answer.rss_shmem_bytes)} segment pages mapped (shared)\n"
         f"sealing   {answer.seal_queue} waiting{_digest_rate(answer.counters)}"
     )
-    parts = [_sessions(answer.sessions), _segments(answer.segments)]
+    parts = [_sessions(answer.sessions), *_phases(answer.sessions), _segments(answer.segments)]
     if answer.durable is not None:
         parts.append(_durable(answer.durable))
     interesting = sorted((k, v) for k, v in answer.counters.items() if not k.startswith("event."))
@@ -209,6 +210,17 @@ def _sessions(sessions: Sequence[m.SessionStatus]) -> str:
             for session in sessions
         ]
     )
+
+
+def _phases(sessions: Sequence[m.SessionStatus]) -> list[str]:
+    """One line per trainer whose start is over: how long its phases took."""
+    lines = []
+    for session in sessions:
+        if phases := phases_in_metrics(session.metrics):
+            whole = sum(phases.values())
+            who = f"{session.job}/{session.run} rank {session.rank}"
+            lines.append(f"start     {who}: {whole:.3f} s: {describe_phases(phases)}")
+    return ["\n".join(lines)] if lines else []
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:

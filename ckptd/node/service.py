@@ -247,11 +247,11 @@ class Service:
         reply = self._admin.forget(message)
         if isinstance(reply, m.Done):
             self._elastic.forget(message.job, message.run)
+            self.trainers.failures.forget(message.job, message.run)
         return reply
 
     def _detach(self, session: TrainerSession, message: m.Detach, _: Answer) -> m.Reply:
-        self.trainers.retire(session)
-        self.trainers.park_events.ended(session)
+        self.trainers.left(session)
         final = ", and its run is over" if message.final else ""
         self._events.add("info", "detached", f"process {session.pid} left {session.key}{final}", session.key)
         self._peering.leave(session.key, final=message.final)

@@ -25,6 +25,7 @@ from ckptd.config.settings import given_settings
 from ckptd.core.sessions import (
     Admitted,
     AttachWish,
+    FailureTimes,
     ParkRequests,
     RankKey,
     Rejected,
@@ -120,6 +121,7 @@ class Trainers:
     Attributes:
         parks: requests to park, and their outcomes.
         park_events: events about parked state.
+        failures: when trainers of each run ended, told to those that attach next.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Trainers:
         self.parks, self.park_events = ParkRequests(), ParkEvents(node.store, node.events)
         self._hellos: OrderedDict[bytes, tuple[m.Hello, int]] = OrderedDict()
         self._owners = OwnerTokens(node.store.folder)
+        self.failures = FailureTimes()
 
     def tick(self, now_s: float) -> None:
         """End the sessions of trainers that are gone and could not be watched."""
@@ -247,6 +250,7 @@ class Trainers:
         got = [self._store.get(wish.key, generation) for generation in decision.generations]
         found = [segment for segment in got if segment is not None]
         auxiliary = [segment for segment in found if not segment.holds_snapshots]
+        failure_ago_s, others_ended_ago_s = self.failures.ago_s(wish.key.job, wish.key.run, now_s)
         return m.Attached(
             segments=tuple(segment_info(segment) for segment in found if segment.holds_snapshots),
             quota_bytes=self._store.quota_bytes,
@@ -257,11 +261,20 @@ class Trainers:
             logs=tuple(segment_info(s) for s in auxiliary if s.is_log),
             parked=tuple(segment_info(s) for s in auxiliary if not s.is_log),
             notes=decision.notes,
+            failure_ago_s=failure_ago_s,
+            others_ended_ago_s=others_ended_ago_s,
         )
+
+    def left(self, session: TrainerSession) -> None:
+        """A trainer detached in order."""
+        self.failures.ended(session, self._clock(), in_order=True)
+        self._retire(session)
+        self.park_events.ended(session)
 
     def gone(self, session: TrainerSession, why: str) -> None:
         """A trainer ended without detaching: free what it was filling, seal what it had filled."""
-        self.retire(session)
+        self.failures.ended(session, self._clock(), in_order=False)
+        self._retire(session)
         text = f"process {session.pid} of {session.key} is gone ({why}) at step {session.step}"
         self._events.add("warning", "trainer_gone", text, session.key)
         self._peering.leave(session.key, final=False)
@@ -283,7 +296,7 @@ class Trainers:
             return None
         return owner
 
-    def retire(self, session: TrainerSession) -> None:
+    def _retire(self, session: TrainerSession) -> None:
         self.sessions.remove(session)
         self._owners.remove(session.key)
         self.parks.gone(session.key)

@@ -20,9 +20,11 @@ from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.identity import Identity
 from ckptd.client.options import DaemonOptions
+from ckptd.client.phase_clock import PhaseClock
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.stats import Stats
 from ckptd.core.recovery.recovery_facts import RankFacts
+from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import truncate
 from ckptd.core.slots.segment_format import Kind, SegmentDescriptor, encode_descriptor
@@ -56,6 +58,7 @@ class RankMemory:
 
     Attributes:
         session: with the daemon.
+        phases: of this start.
         table: of the generations that snapshots are written to.
         logs, parks: segments of the boundary log, and of parked state.
         failures: replays that did not reproduce, as far as any node knew when this start last asked.
@@ -75,6 +78,7 @@ class RankMemory:
         topology: str,
         version: str,
         stats: Stats | None = None,
+        phases: PhaseClock | None = None,
     ) -> None:
         self.identity, self.topology, self._replicas = identity, topology, daemon.replicas
         self._ask_to_park: Callable[[int], None] | None = None
@@ -82,7 +86,7 @@ class RankMemory:
         self._ahead: tuple[MappedSegment, ...] = ()  # made for a plan that does not count yet
         self.failures: tuple[ReplayFailure, ...] = ()
         self.brought_facts: LogFacts | None = None
-        self._stats = stats or Stats()
+        self._stats, self.phases = stats or Stats(), phases or PhaseClock()
         self._needed_bytes = needed.size_bytes
         begun = time.perf_counter()
         attach = Attach(
@@ -104,6 +108,7 @@ class RankMemory:
             timeout_s=daemon.timeout_s,
             check=unexpected if auto else lambda _: "",
         )
+        self.phases.failed(session.failure_ago_s, session.others_ended_ago_s)
         try:
             for generations, infos in (
                 (self._segments, session.segments),
@@ -124,6 +129,7 @@ class RankMemory:
         self.epoch, self.epoch_start = 0, -1
         self.table = self._table(self._segments.current())
         self._stats.attach_s = time.perf_counter() - begun
+        self.phases.reach(RecoveryPhase.ATTACH)
 
     @property
     def descriptor(self) -> SegmentDescriptor | None:
@@ -208,7 +214,7 @@ class RankMemory:
         """
         ring_bytes = max(self._needed_bytes, self._segments.total_bytes)
         mine = RankNote(ring_bytes, self.hint, facts, same_operators, unusable)
-        with self.planning():
+        with self.planning(RecoveryPhase.INVENTORY):
             view = see_run(
                 self.session, self.identity.job, self.identity.run, ranks, note=mine, storage=storage
             )
@@ -216,13 +222,14 @@ class RankMemory:
         return view
 
     @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Count the duration of the body as planning of a recovery."""
+    def planning(self, phase: RecoveryPhase) -> Iterator[None]:
+        """Count the duration of the body as planning of a recovery; the phase ends with it."""
         begun = time.perf_counter()
         try:
             yield
         finally:
             self._stats.recover_plan_s += time.perf_counter() - begun
+        self.phases.reach(phase)
 
     def resume(
         self,

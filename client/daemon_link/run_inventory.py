@@ -110,6 +110,12 @@ class RunView:
         return without_marked(self.held, self.failures)
 
     @property
+    def newest(self) -> int:
+        """The newest iteration of any rank's snapshot or parked state: all before it were done; -1: none."""
+        held = (*self.held, *self.parked)
+        return max((record.iteration for each in held for record in each.records), default=-1)
+
+    @property
     def epochs(self) -> dict[int, int]:
         """Where epochs began, from all but usable snapshots: records, parked states, logs, quarantine."""
         more = (*self.parked, *self.logs, *(self.held if self.failures else ()))

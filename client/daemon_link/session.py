@@ -91,6 +91,7 @@ class Session(DaemonConnection):
         listener: owns the session.
     Attributes:
         segments, logs, parked: this rank's segments, as the daemon last listed them.
+        failure_ago_s, others_ended_ago_s: as in `Attached`, at the last attach.
     Raises:
         DaemonUnavailable: no daemon answers within ``timeout_s``.
         AttachRefused: it answers and refuses; code, message and hint are the daemon's.
@@ -119,6 +120,7 @@ class Session(DaemonConnection):
         self.node_id = self.segment_dir = ""
         self.card = NodeCard("nobody")
         self.slack, self.persists = 0, False
+        self.failure_ago_s = self.others_ended_ago_s = -1.0
         self.segments: tuple[SegmentInfo, ...] = ()
         self.logs: tuple[SegmentInfo, ...] = ()
         self.parked: tuple[SegmentInfo, ...] = ()
@@ -416,6 +418,7 @@ class Session(DaemonConnection):
         self.node_id, self.segment_dir = welcome.node_id, welcome.segment_dir
         self.card = welcome.card or NodeCard(welcome.node_id)
         self.slack, self.persists = attached.replication_slack, attached.persists
+        self.failure_ago_s, self.others_ended_ago_s = attached.failure_ago_s, attached.others_ended_ago_s
         self.segments, self.logs = attached.segments, attached.logs
         self.parked, self._park_asked = attached.parked, 0
         self._give_back_unknown(attached)

@@ -42,6 +42,7 @@ from ckptd.core.recovery.quarantine import (
     reported_spans,
     snapshots_used,
 )
+from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import CorruptionError, DaemonUnavailable
@@ -135,7 +136,8 @@ class Recovered(NamedTuple):
     """What this rank begins with, oldest first, how it was chosen, and what is replayed for it.
 
     ``unverified``: why no replay compares the newest snapshot; "" if one does. ``dense``: all ranks
-    begin with everything, so nothing is frozen anywhere.
+    begin with everything, so nothing is frozen anywhere. ``new_from``: no snapshot shows that this
+    iteration, or a later one, was done before.
     """
 
     images: list[SnapshotImage]
@@ -143,6 +145,7 @@ class Recovered(NamedTuple):
     replayed: Replayed
     unverified: str = ""
     dense: bool = False
+    new_from: int = 0
 
 
 def recover_global(
@@ -194,7 +197,8 @@ def recover_global(
     # All ranks have the same boundaries if they have snapshots of the same iterations.
     iterations = {tuple(piece.record.iteration for piece in of) for of in plan.per_rank.values()}
     replayed = Replayed(snapshots_used(pieces), everybody=len(iterations) == 1)
-    return Recovered(images, reason, replayed, plan.unverified, plan.dense)
+    new_from = plan.end if at is not None else max(plan.end, view.newest)
+    return Recovered(images, reason, replayed, plan.unverified, plan.dense, new_from)
 
 
 class _GlobalStart:
@@ -229,7 +233,7 @@ class _GlobalStart:
         """
         memory, wanted = self._memory, self._verify_iterations
         verified = wanted if self.tried < _VERIFIED_PLANS else 0
-        with memory.planning():
+        with memory.planning(RecoveryPhase.PLAN):
             plan = plan_recovery(
                 view.usable,
                 memory.identity.world_size,

@@ -33,6 +33,7 @@ from ckptd.core.recovery.localized_plan import (
 )
 from ckptd.core.recovery.quarantine import open_failures, snapshots_used
 from ckptd.core.recovery.recovery_facts import RankFacts, facts_from_logs
+from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.segment_format import HINT_APART, HINT_APART_AGAIN
 from ckptd.errors import AttachRefused, CorruptionError, DaemonUnavailable
@@ -57,6 +58,7 @@ class LocalizedStart:
         images: for a replay: the one dense image, or the snapshots from ``mine.start`` on.
         feeds: the logs of neighbours that start later.
         values: logs in which shared values are looked up.
+        new_from: no snapshot shows that this iteration, or a later one, was done before.
     """
 
     plan: LocalizedPlan
@@ -64,6 +66,7 @@ class LocalizedStart:
     images: list[SnapshotImage]
     feeds: FedLogs
     values: ValueLogs
+    new_from: int
 
     @property
     def replays(self) -> bool:
@@ -128,7 +131,7 @@ def recovered_locally(start: LocalizedStart) -> Recovered:
             f"this rank goes on from {whose} parked state, which was read from the live tensors "
             f"when the step was cut off, and whose digests fit{rest}"
         )
-    return Recovered(start.images, start.plan.reason, replayed, unverified)
+    return Recovered(start.images, start.plan.reason, replayed, unverified, new_from=start.new_from)
 
 
 def end_localized(memory: RankMemory, start: LocalizedStart) -> None:
@@ -193,13 +196,14 @@ class _LocalizedProcedure:
         if open_failures(view.failures):
             return NotLocalized("a replay of this run did not reproduce what was recorded")
         verified = len(self._tried) < _VERIFIED_PLANS
-        plan = plan_localized(
-            RunHoldings(view.usable, view.parked, view.logs, view.begun),
-            view.facts,
-            self._memory.identity.world_size,
-            homes=view.homes,
-            verify_iterations=self._verify_iterations if verified else 0,
-        )
+        with self._memory.planning(RecoveryPhase.PLAN):
+            plan = plan_localized(
+                RunHoldings(view.usable, view.parked, view.logs, view.begun),
+                view.facts,
+                self._memory.identity.world_size,
+                homes=view.homes,
+                verify_iterations=self._verify_iterations if verified else 0,
+            )
         if isinstance(plan, LocalizedPlan):
             if self._tried.count(plan) == _TRIES:
                 return NotLocalized(self.not_held)
@@ -311,7 +315,8 @@ class _LocalizedProcedure:
                 memory.leave_hint(HINT_APART_AGAIN if again_in_a_row else HINT_APART)
             undo.pop_all()
         values = ValueLogs(memory.session, self._mine, self._feeds, self._view.everybody)
-        return LocalizedStart(plan, self._mine, images, self._feeds, values)
+        new_from = max(plan.resume, self._view.newest)
+        return LocalizedStart(plan, self._mine, images, self._feeds, values, new_from)
 
     def _resume(self, plan: LocalizedPlan) -> list[SnapshotImage]:
         images = self._memory.resume(

@@ -40,6 +40,7 @@ from ckptd.client.schedule.snapshot_plan import (
 )
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
+from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.core.slots.ring import NoSuffix, Suffix, find_suffix
 from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
 from ckptd.cuda.engine import CopyEngine
@@ -59,6 +60,7 @@ class Resumption:
     Attributes:
         phase: of its newest snapshot.
         unverified: why the newest snapshot is loaded and not compared; "" if it is compared.
+        new_from: no snapshot shows that this iteration, or a later one, was done before.
         apart: after a localized recovery: which rank begins where.
     """
 
@@ -69,6 +71,7 @@ class Resumption:
     sharing: ReplicatedParams
     verification: Verification
     unverified: str
+    new_from: int
     apart: LocalizedStart | None = None
 
 
@@ -155,6 +158,7 @@ class Recovery:
                 replay = self.replay_of(found.images, plan, ranks, alone=alone, dense=found.dense)
                 # The first snapshot must have arrived. Replay waits for the others.
                 _ = found.images[0].view
+                memory.phases.reach(RecoveryPhase.FIRST_BYTES)
             undo.pop_all()
         verification = Verification(
             memory,
@@ -173,6 +177,7 @@ class Recovery:
             subject.sharing,
             verification,
             found.unverified,
+            found.new_from,
             localized,
         )
 

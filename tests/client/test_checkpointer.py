@@ -22,6 +22,7 @@ from ckptd.client.capture.slot_writer import Capture
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.rng_state import capture_rng
+from ckptd.core.recovery.recovery_phases import phases_in_metrics
 from ckptd.core.slots.slots import SlotState
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
@@ -316,6 +317,38 @@ class TestOn:
         reference.load_state_dict(optimizer.state_dict())
         train(Checkpointer(model, reference, daemon=None), model, reference, 2)
         assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+    def test_each_start_tells_once_how_long_its_phases_took(
+        self, model: MoE, make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        optimizer = AdamW(model.parameters())
+        ckpt = make(model, optimizer)
+        assert not phases_in_metrics(ckpt.stats()), "it is not over"
+        train(ckpt, model, optimizer, 8)
+        first = phases_in_metrics(ckpt.stats())
+        assert [*first][-4:] == ["attach", "inventory", "plan", "first_new_step"]
+        assert caplog.text.count("the first new iteration is 0") == 1
+        ckpt.close()
+        other = MoE()
+        others = AdamW(other.parameters())
+        again = make(other, others)
+        found, done = [], []
+        for step in again.steps(10):
+            other(TOKENS).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+            others.step()
+            others.zero_grad()
+            found.append(phases_in_metrics(again.stats()))
+            done.append(step)
+        assert done == [6, 7, 8, 9]
+        assert found[:2] == [{}, {}], "6 and 7 were done before"
+        assert [*found[2]] == [
+            *("attach", "inventory", "plan", "first_bytes", "loaded", "replayed", "first_new_step"),
+        ]
+        assert found[3] == found[2]
+        assert caplog.text.count("the first new iteration is 8") == 1
+        assert again.stats()["first_new_step_at"] > 0.0
 
     def test_another_models_snapshots_are_refused_with_the_first_differences(
         self, model: MoE, make: Callable[..., Checkpointer]

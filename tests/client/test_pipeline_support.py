@@ -25,7 +25,7 @@ def start(*feeds: Feed) -> LocalizedStart:
     plan = LocalizedPlan(12, 0, {1: mine}, "", {})
     nothing = cast(Any, None)
     fed = FedLogs(nothing, {})
-    return LocalizedStart(plan, mine, [], fed, ValueLogs(nothing, mine, fed))
+    return LocalizedStart(plan, mine, [], fed, ValueLogs(nothing, mine, fed), 12)
 
 
 def test_a_stage_that_would_ask_its_neighbours_is_not_run_without_them() -> None:

@@ -88,6 +88,10 @@ def test_a_lost_stage_replays_alone(chain: Story) -> None:
     assert "rank 1 replaying from" in restored
     (together,) = [e["message"] for e in events if e["kind"] == "together"]
     assert f"from iteration {KILL_AT} on" in together
+    phases = {e["rank"]: e["message"] for e in events if e["kind"] == "recovery_phases"}
+    assert sorted(phases) == [0, 1, 2, 3], chain.told
+    assert [rank for rank in sorted(phases) if " replayed " in phases[rank]] == [1], phases
+    assert all(f"the first new iteration is {KILL_AT}:" in text for text in phases.values()), phases
 
 
 def test_a_lost_stage_whose_newest_snapshot_was_sealed_wrong_says_so(chain: Story) -> None:

@@ -56,3 +56,19 @@ def test_names_that_cannot_be_in_a_file_name_are_refused(name: str) -> None:
 def test_values_out_of_range_are_refused(message: m.Message) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.Message)
+
+
+class _AttachedBefore(msgspec.Struct, frozen=True, tag="Attached"):
+    """As a daemon or a trainer of 0.4 knows it."""
+
+    segments: tuple[m.SegmentInfo, ...]
+    quota_bytes: int
+    available_bytes: int
+
+
+def test_the_answer_to_an_attach_goes_with_older_daemons_and_trainers() -> None:
+    """Times of failures were added to it; without them they are not known."""
+    older = msgspec.msgpack.encode(_AttachedBefore((), 5, 4))
+    assert msgspec.msgpack.decode(older, type=m.Message) == m.Attached((), 5, 4)
+    newer = msgspec.msgpack.encode(m.Attached((), 5, 4, failure_ago_s=1.5, others_ended_ago_s=0.5))
+    assert msgspec.msgpack.decode(newer, type=_AttachedBefore) == _AttachedBefore((), 5, 4)

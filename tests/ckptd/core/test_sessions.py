@@ -9,6 +9,7 @@ import pytest
 from ckptd.core.sessions import (
     Admitted,
     AttachWish,
+    FailureTimes,
     MemoryFacts,
     ParkRequests,
     RankKey,
@@ -199,10 +200,10 @@ def test_a_second_generation_needs_room_beside_the_first() -> None:
     assert rejected.code == "quota"
 
 
-def session(identity: bytes, rank: int) -> TrainerSession:
-    key = RankKey("moe", "run7", rank)
+def session(identity: bytes, rank: int, *, attached_at_s: float = 0.0, run: str = "run7") -> TrainerSession:
+    key = RankKey("moe", run, rank)
     wish = dataclasses.replace(WISH, key=key)
-    return TrainerSession(identity, 100 + rank, key, wish, 0.0, 0.0, "pidfd", 100 + rank)
+    return TrainerSession(identity, 100 + rank, key, wish, attached_at_s, 0.0, "pidfd", 100 + rank)
 
 
 def test_sessions_are_found_by_connection_and_by_rank() -> None:
@@ -295,3 +296,48 @@ def test_nobody_to_ask_is_an_answer() -> None:
     ParkRequests().ask([], 10.0, answers.append)
     assert told(answers) == [[]]
     assert "no attached trainer" in daemon_commands.parks_text(answers[0])
+
+
+# -- failures of runs ----------------------------------------------------------------------------
+
+
+def test_a_failure_lasts_from_the_first_death_to_the_end_of_the_last_of_the_others() -> None:
+    failures = FailureTimes()
+    assert failures.ago_s("moe", "run7", 5.0) == (-1.0, -1.0)
+    failures.ended(session(b"b", 1), 10.0, in_order=False)
+    assert failures.ago_s("moe", "run7", 11.0) == (1.0, -1.0), "there is no other yet"
+    failures.ended(session(b"a", 0), 12.0, in_order=True)  # it was asked to end, and left
+    failures.ended(session(b"c", 2), 12.5, in_order=False)
+    assert failures.ago_s("moe", "run7", 14.0) == (4.0, 1.5)
+    assert failures.ago_s("moe", "run6", 14.0) == (-1.0, -1.0)
+
+
+def test_the_death_of_a_trainer_that_came_afterwards_is_the_next_failure() -> None:
+    failures = FailureTimes()
+    failures.ended(session(b"a", 0), 10.0, in_order=False)
+    failures.ended(session(b"b", 1), 11.0, in_order=False)
+    failures.ended(session(b"c", 1, attached_at_s=13.0), 20.0, in_order=False)
+    assert failures.ago_s("moe", "run7", 21.0) == (1.0, -1.0), "nothing of the failure before is told"
+    failures.ended(session(b"d", 0, attached_at_s=13.0), 22.0, in_order=False)
+    assert failures.ago_s("moe", "run7", 23.0) == (3.0, 1.0)
+
+
+def test_a_run_that_came_back_and_ended_has_not_failed() -> None:
+    """Who starts it again hours later has not waited for hours to be back."""
+    failures = FailureTimes()
+    failures.ended(session(b"a", 0), 10.0, in_order=False)
+    failures.ended(session(b"b", 0, attached_at_s=12.0), 20.0, in_order=True)
+    assert failures.ago_s("moe", "run7", 9000.0) == (-1.0, -1.0)
+    failures.ended(session(b"c", 0, attached_at_s=9000.0), 9010.0, in_order=True)
+    assert failures.ago_s("moe", "run7", 9011.0) == (-1.0, -1.0), "to leave in order is no failure"
+
+
+def test_failures_of_many_runs_are_forgotten_oldest_first() -> None:
+    failures = FailureTimes(limit=2)
+    for number in range(3):
+        failures.ended(session(b"a", 0, run=f"run{number}"), 10.0 + number, in_order=False)
+    assert failures.ago_s("moe", "run0", 20.0) == (-1.0, -1.0)
+    assert failures.ago_s("moe", "run2", 20.0) == (8.0, -1.0)
+    failures.forget("moe", "run2")
+    failures.forget("moe", "run2")  # nobody knows it any more, and that is no error
+    assert failures.ago_s("moe", "run2", 20.0) == (-1.0, -1.0)

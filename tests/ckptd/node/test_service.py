@@ -463,3 +463,30 @@ def test_a_told_placement_is_kept_while_its_run_is(setting: Setting, message: m.
         assert seen() == [told.elastic]
     assert isinstance(setting.ask(message), m.Done)
     assert seen() == []
+
+
+def test_who_attaches_after_a_death_is_told_for_how_long_it_is_known(setting: Setting) -> None:
+    first = setting.attach()
+    assert isinstance(first, m.Attached)
+    assert (first.failure_ago_s, first.others_ended_ago_s) == (-1.0, -1.0)
+    (session,) = setting.service.sessions
+    setting.service.trainers.gone(session, "a test says so")
+    second = setting.attach()
+    assert isinstance(second, m.Attached)
+    assert 0.0 <= second.failure_ago_s < 600.0, "seconds, and not a time of the day"
+    assert second.others_ended_ago_s == -1.0, "there was no other"
+    setting.ask(m.Detach())
+    third = setting.attach()
+    assert isinstance(third, m.Attached)
+    assert third.failure_ago_s == -1.0, "the run was back, and ended in order"
+
+
+def test_a_run_under_a_forgotten_name_has_not_failed(setting: Setting) -> None:
+    setting.attach()
+    setting.reserve()
+    (session,) = setting.service.sessions
+    setting.service.trainers.gone(session, "a test says so")
+    assert isinstance(setting.ask(m.Forget("job", "run")), m.Done)
+    again = setting.attach()
+    assert isinstance(again, m.Attached)
+    assert again.failure_ago_s == -1.0

@@ -349,7 +349,7 @@ def test_what_needs_all_ranks_is_refused_where_not_all_are(make: Callable[..., T
     mine = RankPlan(RankKind.PARKED, 9, 9, (), ())
     feeds = FedLogs(job.memory.session, {})
     values = ValueLogs(job.memory.session, mine, feeds)
-    job.ckpt._pipeline.start = LocalizedStart(plan, mine, [], feeds, values)
+    job.ckpt._pipeline.start = LocalizedStart(plan, mine, [], feeds, values, 12)
     with pytest.raises(ValueError, match="iterations before 12"):
         job.ckpt.verify(lambda step: None)
     # So does a loop that ends before: a rank that was parked later would raise alone.

@@ -21,7 +21,7 @@ from ckptd.client.model.operators import discover_operators
 from ckptd.client.model.replicated_params import NOTHING_SHARED
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery import start
-from ckptd.client.recovery.global_recovery import recover_global
+from ckptd.client.recovery.global_recovery import Recovered, recover_global
 from ckptd.client.recovery.start import Recovery, Resumption
 from ckptd.client.schedule.planner import PlanInputs, make_plan
 from ckptd.client.training_state import TrainingState
@@ -122,6 +122,26 @@ def test_both_find_the_same(endpoint: str, run: str, engine: CopyEngine) -> None
         assert (first.replay.start, first.replay.end) == (3, 4)
         assert (second.replay.start, second.replay.end) == (3, 4)
         assert (first.replay.freezing, second.replay.freezing) == ("inputs", "inputs")
+
+
+def test_an_iteration_that_any_rank_was_beyond_is_not_new(
+    endpoint: str, run: str, engine: CopyEngine
+) -> None:
+    """Rank 1 was a snapshot ahead: iteration 4 was done. Both do it again, and what is new begins with 5."""
+    with two_ranks(endpoint, run) as memories:
+        record(memories[1], 5)
+        for found in find(memories, engine, widths=(4, 4)):
+            assert isinstance(found, Resumption), found
+            assert (found.replay.end, found.new_from) == (4, 5)
+
+
+def test_who_goes_back_by_choice_gives_up_what_was_done_since(endpoint: str, run: str) -> None:
+    with two_ranks(endpoint, run) as memories:
+        for memory in memories:
+            record(memory, 5)
+        for found in outcomes([partial(recover_global, memory, at=4) for memory in memories]):
+            assert isinstance(found, Recovered), found
+            assert found.new_from == 4
 
 
 def test_what_one_rank_has_learnt_about_freezing_all_heed(

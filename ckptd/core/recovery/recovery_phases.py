@@ -1,0 +1,115 @@
+"""The phases of a recovery, from the loss of a trainer to the first new step: their names, when each ended,
+and how long each took. Pure.
+
+The names are the same wherever a recovery is described: in the trainer's log, in the event
+`recovery_phases`, in ``Checkpointer.stats()``, in ``ckptctl status`` and in ``bench/recovery.py``. A
+phase is named after what is true at its end. It lasts from the end of the one before it, so the
+durations add up to the whole. A phase that did not occur, or whose end is not known, is absent, and its
+time is part of the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+
+__all__ = ["RecoveryPhase", "RecoveryTrace", "describe_phases", "phase_metrics", "phases_in_metrics"]
+
+
+class RecoveryPhase(StrEnum):
+    """The phases in their order."""
+
+    # The node's daemon found a trainer of the run dead, the first one on this node.
+    DETECTED = "detected"
+    # The last of the run's other trainers on this node has ended.
+    OTHERS_STOPPED = "others_stopped"
+    # The new trainer's process exists. Before that the launcher waits, and agents of several nodes meet.
+    PROCESS_THERE = "process_there"
+    # Python runs, and ckptd.client is imported, torch with it.
+    IMPORTS = "imports"
+    # The program has come to its Checkpointer: process groups, data and model are made. The rendezvous of the
+    # ranks is part of this phase: neither torch nor torchrun tells a trainer when it was over. An elastic job
+    # plans and loads its state before it makes its Checkpointer: in this phase, too.
+    PROCESS_GROUPS = "process_groups"
+    # Model and optimizer are examined, and the daemon has granted the rank its memory.
+    ATTACH = "attach"
+    # The ranks know what all nodes hold. If they planned several times: when they asked last.
+    INVENTORY = "inventory"
+    # The plan that counts is made.
+    PLAN = "plan"
+    # The oldest snapshot of the plan is in this node's memory, verified; for parked state, that state.
+    FIRST_BYTES = "first_bytes"
+    # That snapshot is loaded into model and optimizer.
+    LOADED = "loaded"
+    # The newest snapshot is reached, and every operator active. Absent if there was nothing to replay.
+    REPLAYED = "replayed"
+    # The first optimizer's step of an iteration that no snapshot shows to have been done before is called.
+    # A device may still be computing it.
+    FIRST_NEW_STEP = "first_new_step"
+
+
+_ORDER = {phase: number for number, phase in enumerate(RecoveryPhase)}
+
+
+class RecoveryTrace:
+    """When the phases of one start of one rank ended, in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._ended_s: dict[RecoveryPhase, float] = {}
+
+    def note(self, phase: RecoveryPhase, at_s: float) -> None:
+        """The phase ended at this time."""
+        self._ended_s[phase] = at_s
+
+    def reach(self, phase: RecoveryPhase, at_s: float) -> None:
+        """The phase ends now; phases after it will end, or end again: the ranks may plan several times."""
+        self._ended_s = {p: s for p, s in self._ended_s.items() if _ORDER[p] < _ORDER[phase]}
+        self._ended_s[phase] = at_s
+
+    @property
+    def ends(self) -> dict[RecoveryPhase, float]:
+        """The ends of the phases, in their order, which is that of their times.
+
+        An end after that of a later phase is left out: the daemon may find a process dead when the next
+        one already runs.
+        """
+        found, next_s = {}, math.inf
+        for phase in reversed(RecoveryPhase):
+            at_s = self._ended_s.get(phase, math.inf)
+            if at_s <= next_s and at_s < math.inf:
+                found[phase] = next_s = at_s
+        return dict(reversed(found.items()))
+
+    @property
+    def durations(self) -> dict[RecoveryPhase, float]:
+        """Seconds of each phase. The first known one has an end only: the trace begins with it, and has no
+        duration of it.
+        """
+        ends = list(self.ends.items())
+        return {phase: at_s - ends[i][1] for i, (phase, at_s) in enumerate(ends[1:])}
+
+    def describe(self) -> str:
+        """``9.84 s from detected to first_new_step: others_stopped 1.210 s, …``."""
+        ends = self.ends
+        if not ends:
+            return "no phase is known"
+        first, *_, last = ends if len(ends) > 1 else (*ends, *ends)
+        whole = f"{ends[last] - ends[first]:.3f} s from {first} to {last}"
+        return f"{whole}: {describe_phases(self.durations)}"
+
+
+def describe_phases(durations: Mapping[RecoveryPhase, float]) -> str:
+    """The durations in one line."""
+    return ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in durations.items()) or "-"
+
+
+def phase_metrics(durations: Mapping[RecoveryPhase, float]) -> dict[str, float]:
+    """The durations under the names that they have among a trainer's counters: ``phase_imports_s``."""
+    return {f"phase_{phase}_s": seconds for phase, seconds in durations.items()}
+
+
+def phases_in_metrics(metrics: Mapping[str, float]) -> dict[RecoveryPhase, float]:
+    """The durations among a trainer's counters, in the order of the phases."""
+    named = {phase: f"phase_{phase}_s" for phase in RecoveryPhase}
+    return {phase: metrics[name] for phase, name in named.items() if name in metrics}
