@@ -13,20 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_copies import (
-    HostCopy,
-    HostPlace,
-    Measured,
-    Result,
-    Rounds,
-    Sample,
-    best_of,
-    chunk_layout,
-    chunk_points,
-    measure,
-    pause_us,
-    summarize,
-)
+from bench.gpu_candidates import HostCopy, HostPlace, Sample, chunk_layout, pause_us
+from bench.gpu_copies import Measured, Result, Rounds, best_of, chunk_points, measure, summarize
 from ckptd.cuda.copy_plan import ChunkPoint
 
 ROOT = Path(__file__).resolve().parents[2]
