@@ -216,7 +216,10 @@ def peers(job: Job, saves: int) -> dict[str, float]:
     }
     found: dict[str, float] = {}
     # In memory: their stall is not to depend on a disk.
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, warnings.catch_warnings():
+    with (
+        tempfile.TemporaryDirectory(prefix="ckptd-peers-", dir="/dev/shm") as folder,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # the peers' deprecations are not ours to fix
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
 

@@ -423,8 +423,14 @@ def cycles_per_us() -> float:
     return cycles / median(times)
 
 
-def device_candidates(place: DevicePlace) -> tuple[list[Candidate], dict[str, str]]:
-    """What this machine can do, and what it lacks, by name."""
+def device_candidates(
+    place: DevicePlace, *, pace_ms: float | None = None
+) -> tuple[list[Candidate], dict[str, str]]:
+    """What this machine can do, and what it lacks, by name.
+
+    Args:
+        pace_ms: the time over which paced copies are spread; None: most of the load's.
+    """
     source, target = place.source, place.target
     pad = torch.empty(1, dtype=torch.uint8, device=gpu.DEVICE)
     total = source.numel()
@@ -434,10 +440,11 @@ def device_candidates(place: DevicePlace) -> tuple[list[Candidate], dict[str, st
     place.beside(None)
     load_ms = median([place.beside(None).load_ms for _ in range(3)])
     rate = total / GB / (median([place.alone_ms(burst) for _ in range(3)]) / 1e3)
-    clock = place.cycles_per_us
+    over_ms = PACE_FRACTION * load_ms if pace_ms is None else pace_ms
     for m in PACED_MIB:
-        pause = pause_us(total, m * MIB, gb_per_s=rate, over_ms=PACE_FRACTION * load_ms)
-        found.append(Chunks(f"paced_{m}m", source, target, m * MIB, cycles=max(1, int(pause * clock))))
+        pause = pause_us(total, m * MIB, gb_per_s=rate, over_ms=over_ms)
+        cycles = max(1, int(pause * place.cycles_per_us))
+        found.append(Chunks(f"paced_{m}m", source, target, m * MIB, cycles=cycles))
         found.append(HostPaced(f"host_paced_{m}m", source, target, m * MIB, pause / 1e6))
     skipped: dict[str, str] = {}
     for group, make in GROUPS.items():

@@ -2,9 +2,10 @@
 
 Two runs of `bench.gpu`'s model, one after the other, each a process of its own; some iterations of each are
 profiled (torch.profiler) and exported as a chrome trace. The table follows the stream that computes: at each
-moment it runs a kernel, copies, or is idle, and then for a reason: while copies of another stream run, while
-the training thread waits for the device, or while that thread has not come so far. These parts sum up to the
-iteration. Below them is what happens at the same time: copies of other streams, waits of the training thread.
+moment it runs a kernel, copies, or is idle, and then for a reason: while copies of another stream run, while the
+training thread (or that of backward) waits for the device, or while it has not come so far. These parts sum up
+to the iteration. Below them is what happens at the same time: copies of other streams, waits of the training
+thread.
 
 Profiling slows small kernels; the difference of two profiled runs is what to read.
 """
@@ -38,6 +39,7 @@ SMALL_BYTES, MIDDLE_BYTES = 4 << 10, 1 << 20
 # Calls in which a thread waits for the device; a copy to memory that is not pinned does, whatever its name.
 WAITS = ("Synchronize", "Memcpy")
 BEHIND = "idle, the training thread has not come so far"
+BACKWARD = "autograd::engine::"
 WORKER_TIMEOUT_S = 420
 
 Interval = tuple[float, float]
@@ -112,7 +114,9 @@ def account(trace: Mapping[str, Any]) -> Accounting:
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     device = [e for e in device if _interval(e)[0] >= begin]
     end = max(_interval(e)[1] for e in (*marks, *device))
-    threads = {e.get("tid") for e in marks}
+    # Backward runs in threads of autograd's.
+    training = [*marks, *(e for e in events if str(e.get("name")).startswith(BACKWARD))]
+    threads = {e.get("tid") for e in training}
     waits = [e for e in events if e.get("tid") in threads and is_wait(e)]
     scale = 1e3 * len(marks)
     parts: dict[str, float] = {}

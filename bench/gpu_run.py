@@ -19,6 +19,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,9 @@ LEAST_S = 20.0
 GRACE_S = (15.0, 5.0)
 DESCRIBE_S = 120.0
 POLL_S = 0.1
+SHM = Path("/dev/shm")
+# Folders there of benchmarks and tests, which remove them unless they are killed.
+SCRATCH = ("ckptd-demo-", "ckptd-own-", "ckptd-peers-", "ckptd-test-")
 SHOWN_LINES = 60
 PACKAGES = ("torch", "triton", "numpy", "pyzmq", "xxhash", "msgspec", "cuda-bindings", "pytest", "ckptd")
 OURS = frozenset(
@@ -386,6 +390,7 @@ def run_stage(
     after the first of ``grace_s``.
     """
     name, log = planned.stage.name, out / f"{planned.stage.name}.log"
+    there = scratch(SHM)
     command = [sys.executable, *(part.replace("{out}", str(out)) for part in planned.command)]
     begun = time.monotonic()
     with log.open("wb") as sink:
@@ -408,6 +413,8 @@ def run_stage(
             _await_group(process.pid, grace_s[1])
     if state != CUT_OFF:
         state, note = _judged(code)
+    if state != PASSED:
+        tidy(SHM, there)
     text = log.read_text(errors="replace")
     shows = planned.stage.shows
     return Outcome(
@@ -453,6 +460,37 @@ def _await_group(group: int, within_s: float) -> None:
         while time.monotonic() < deadline:
             os.killpg(group, 0)
             time.sleep(POLL_S)
+
+
+def scratch(shm: Path) -> set[Path]:
+    """Folders of benchmarks and tests in memory."""
+    if not shm.is_dir():
+        return set()
+    return {path for path in shm.iterdir() if path.name.startswith(SCRATCH) and path.is_dir()}
+
+
+def tidy(shm: Path, there: set[Path]) -> list[Path]:
+    """Remove what a stage that was killed has left in memory, tens of gigabytes perhaps; returns what it was.
+
+    Args:
+        there: what was there before the stage. What a living process has mapped stays, too.
+    """
+    left = sorted(scratch(shm) - there)
+    mapped = _mapped() if left else ""
+    gone = [path for path in left if f" {path}/" not in mapped and path.stat().st_uid == os.getuid()]
+    for path in gone:
+        print(f"   removing {path.name}, which it left in memory", flush=True)
+        shutil.rmtree(path, ignore_errors=True)
+    return gone
+
+
+def _mapped() -> str:
+    """The mappings of all processes that we may look into."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found.append(maps.read_text(errors="replace"))
+    return "".join(found)
 
 
 def _judged(code: int) -> tuple[str, str]:
@@ -531,7 +569,6 @@ def describe_here() -> Machine:
     import importlib
     import importlib.metadata
     import platform
-    import shutil
 
     missing: dict[str, str] = {}
     for name in sorted(OURS | FOR_TESTS | {IN_PARALLEL}):
@@ -552,7 +589,6 @@ def describe_here() -> Machine:
         if torch.cuda.is_available():
             gpu = torch.cuda.get_device_name(0)
             gpu_memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    shm = Path("/dev/shm")
     return Machine(
         gpu=gpu,
         driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -560,7 +596,7 @@ def describe_here() -> Machine:
         cpu=_cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
-        shm_gib=shutil.disk_usage(shm).free / 2**30 if shm.is_dir() else 0.0,
+        shm_gib=shutil.disk_usage(SHM).free / 2**30 if SHM.is_dir() else 0.0,
         kernel=platform.release(),
         python=platform.python_version(),
         commit=_output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12") or "unknown",

@@ -112,6 +112,7 @@ def test_every_candidate_of_a_device_arrives_and_gives_a_plan(
         rounds=2,
         slowdown_max=0.01,
         json=False,
+        pace_ms=None,
         curve=tmp_path / "new" / "curve.json",
     )
     metrics = gpu_copies.run(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -28,7 +29,9 @@ from bench.gpu_run import (
     page_name,
     plan_run,
     run_stage,
+    scratch,
     shown,
+    tidy,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,6 +243,22 @@ print(child.pid)
     found = run(fake("untidy", code), tmp_path)
     assert found.state == "passed"
     assert gone(int(found.text))
+
+
+def test_what_a_killed_stage_leaves_in_memory_is_removed(tmp_path: Path) -> None:
+    """But nothing that was there before, that others own by their name, or that a living process has mapped."""
+    before, others, left, alive = (
+        tmp_path / name for name in ("ckptd-demo-old", "somebody", "ckptd-own-a", "ckptd-demo-b")
+    )
+    before.mkdir()
+    there = scratch(tmp_path)
+    for folder in (others, left, alive):
+        folder.mkdir()
+        (folder / "segment").write_bytes(bytes(4096))
+    with (alive / "segment").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert tidy(tmp_path, there) == [left]
+    assert {path.name for path in tmp_path.iterdir()} == {before.name, others.name, alive.name}
+    assert tidy(tmp_path / "absent", set()) == []
 
 
 # --- the command -------------------------------------------------------------------------------------------------
