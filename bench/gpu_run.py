@@ -4,7 +4,8 @@ Stages run one after the other, the most important first. Each has a budget; wha
 is for the next. A stage that fails, or is cut off at its deadline, keeps its output, and the run goes on. The
 page in `bench/results/` has machine, versions, commit, the outcome of each stage and its numbers; raw output,
 traces and curves are in the folder of `--out`. `--resume` goes on in that folder where a run has ended: with
-`--minutes 9` for each, a device that takes short commands only gets through all of it.
+`--minutes 9` for each, a device that takes short commands only gets through all of it: then a stage is not begun
+with less than its budget.
 
 This program imports nothing but the standard library, so that it can say what is missing. The interpreter is
 the one that runs it; nothing is installed. Exit codes: 0 all stages passed, 1 some did not, 2 there is no
@@ -114,7 +115,7 @@ STAGES = (
         "headline",
         "overhead, capture and restore against the link, delays of small copies, torch's saves",
         ("-m", "bench.gpu", "--json", "--block", "8", "--rounds", "20", "--saves", "5"),
-        480,
+        450,
         twin=(
             *(
                 "-m",
@@ -185,7 +186,7 @@ STAGES = (
         "largest",
         "the largest model that fits, with the device to itself",
         ("-m", "bench.gpu", "--json", "--largest", "--block", "2", "--rounds", "10", "--settle", "20"),
-        120,
+        150,
     ),
 )
 
@@ -511,12 +512,17 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def run_all(planned: Sequence[Planned], out: Path, *, deadline_s: float) -> Iterator[Outcome]:
+def run_all(
+    planned: Sequence[Planned], out: Path, *, deadline_s: float, whole: bool = False
+) -> Iterator[Outcome]:
     """All stages in their order; an outcome is written to ``<out>/<name>.json`` when it is known.
 
     Args:
         deadline_s: by `time.monotonic`.
+        whole: a later run goes on, so a stage that would not get its budget any more is left to that, unless
+            it is the first one.
     """
+    first = True
     for at, each in enumerate(planned):
         name, path = each.stage.name, out / f"{each.stage.name}.json"
         if each.skipped:
@@ -526,10 +532,11 @@ def run_all(planned: Sequence[Planned], out: Path, *, deadline_s: float) -> Iter
         left_s = deadline_s - time.monotonic()
         budgets = [e.stage.budget_s for e in planned[at:] if not e.skipped]
         limit_s = allowed_s(budgets, left_s - sum(GRACE_S))
-        if limit_s < LEAST_S:
+        if limit_s < LEAST_S or (whole and not first and limit_s < each.stage.budget_s):
             print(f"== {name}: skipped, no time is left", flush=True)
             yield Outcome(name, SKIPPED, f"{max(0.0, left_s):.0f} s were left")
             continue
+        first = False
         print(f"== {name}: {each.stage.about} (at most {limit_s:.0f} s)", flush=True)
         outcome = run_stage(each, out, limit_s)
         path.write_text(json.dumps(asdict(outcome)) + "\n")
@@ -682,7 +689,7 @@ def main(
     path = page_path(args, machine, out)
     path.parent.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
-    for outcome in run_all(planned, out, deadline_s=begun_s + 60 * args.minutes):
+    for outcome in run_all(planned, out, deadline_s=begun_s + 60 * args.minutes, whole=args.resume):
         outcomes.append(outcome)
         # After each stage: whoever ends this program early has the page so far.
         path.write_text(page(machine, outcomes, twin=args.cpu_twin))

@@ -273,7 +273,7 @@ def test_without_a_device_the_command_says_so(tmp_path: Path, capsys: pytest.Cap
     assert "there is no CUDA device here" in capsys.readouterr().err
     assert not (tmp_path / "pages").exists()
     assert main(options(tmp_path, "--list"), machine=HERE) == 0
-    assert "headline     480 s  there is no CUDA device" in capsys.readouterr().out
+    assert "headline     450 s  there is no CUDA device" in capsys.readouterr().out
     assert main(options(tmp_path, "--stages", "heat"), machine=HERE) == 1
 
 
@@ -312,6 +312,16 @@ def test_without_time_a_stage_is_not_begun(tmp_path: Path) -> None:
     (path,) = (tmp_path / "pages").iterdir()
     assert "s were left |" in path.read_text()
     assert not (tmp_path / "out" / "a.log").exists()
+
+
+def test_a_run_that_goes_on_later_begins_no_stage_that_it_would_cut_off(tmp_path: Path) -> None:
+    """Not even if a minute is left; the first one is begun in any case."""
+    stages = tuple(fake(name, f"print('''{RECORD}''')", budget_s=1000) for name in "abc")
+    for expected in (["a"], ["a", "b"], ["a", "b", "c"]):
+        main(options(tmp_path, "--resume", "--minutes", "2"), stages=stages, machine=H100)
+        assert sorted(path.stem for path in (tmp_path / "out").glob("*.log")) == expected
+    (path,) = (tmp_path / "pages").iterdir()
+    assert path.read_text().count("| passed |") == 3
 
 
 @pytest.mark.slow
