@@ -5,6 +5,8 @@
 #   make demo-pipeline watch workers of a pipeline being lost and only their stages work again (minutes)
 #   make demo-elastic watch hosts vanish and come, and a training go on with those that there are (minutes)
 #   make test       ruff, mypy, layering contracts, pytest
+#   make gpu        all that needs a CUDA device, the most important first, within 25 minutes; results into bench/results
+#                   GPU_PYTHON=… names the interpreter (python3 if it has torch), GPU_FLAGS="--cpu-twin" tries it on the CPU
 #   make bench      every benchmark, each against its peers in the same run
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
@@ -30,8 +32,11 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 EXTRAS := bench demo release test
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
+GPU_PYTHON ?=
+GPU_OUT ?= out/gpu
+GPU_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench campaign campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench gpu campaign campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -101,6 +106,17 @@ bench: $(STAMP)
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done
+
+# A machine with a device often has torch and no network: then nothing is installed.
+gpu:
+	@python="$(GPU_PYTHON)"; \
+	if [ -z "$$python" ]; then \
+		python="$(BIN)/python"; \
+		if [ ! -e "$(STAMP)" ]; then \
+			if $(PYTHON) -c 'import torch' 2>/dev/null; then python="$(PYTHON)"; else $(MAKE) setup; fi; \
+		fi; \
+	fi; \
+	exec "$$python" -m bench.gpu_run --out "$(GPU_OUT)" $(GPU_FLAGS)
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.e2e.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

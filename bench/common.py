@@ -47,6 +47,7 @@ __all__ = [
     "median",
     "own_daemon",
     "parser",
+    "percentile",
     "scratch_folder",
     "state_bytes",
     "table",
@@ -353,3 +354,10 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
 
 def median(samples: Sequence[float]) -> float:
     return statistics.median(samples)
+
+
+def percentile(samples: Sequence[float], fraction: float) -> float:
+    """The smallest sample that at least ``fraction`` of all do not exceed (nearest rank)."""
+    if not samples:
+        raise ValueError("there is no sample")
+    return sorted(samples)[max(0, math.ceil(fraction * len(samples)) - 1)]

@@ -10,13 +10,14 @@ of a snapshot and the measured copy bandwidth. What it is on a GPU, `bench.gpu` 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,15 +53,25 @@ class Job:
     ) -> None:
         torch.manual_seed(0)
         self.device = device
-        model = MoETransformer(config or MoEConfig()).to(device)
+        with torch.device(device):  # a large one takes minutes to be made on the host
+            model = MoETransformer(config or MoEConfig())
         self.masters = {name: param.detach().clone() for name, param in model.named_parameters()}
         self.model = model.bfloat16()
         self.optimizer = torch.optim.AdamW(list(self.masters.values()), lr=1e-3)
         self.loader = ByteLoader(corpus, batch_size=batch_size, context=128, seed=7)
         self.steps: Iterator[int] = iter(range(10**9))
         self.ckpt: Checkpointer | None = None
+        # Milliseconds of each iteration of the last block.
+        self.each_ms: list[float] = []
 
-    def attach(self, run: str, daemon: str, window: int | None, replicas: int | None = None) -> Checkpointer:
+    def attach(
+        self,
+        run: str,
+        daemon: str,
+        window: int | None,
+        replicas: int | None = None,
+        policy: Literal["sliding", "dense"] = "sliding",
+    ) -> Checkpointer:
         """From here on this run is snapshotted at every iteration."""
         self.ckpt = Checkpointer(
             self.model,
@@ -68,7 +79,7 @@ class Job:
             state={"loader": self.loader},
             run=RunOptions(name=run, job="bench-overhead"),
             daemon=DaemonOptions(endpoint=daemon, replicas=replicas),
-            snapshots=SnapshotOptions(window=window),
+            snapshots=SnapshotOptions(policy=policy, window=window),
             layout=LayoutOptions(masters=self.masters),
         )
         self.steps = iter(self.ckpt.steps(10**9))
@@ -87,14 +98,46 @@ class Job:
     def block_ms(self, iterations: int) -> tuple[float, float]:
         """Wall and CPU time per iteration over a block; the machine is left to settle afterwards."""
         begun, cpu = time.perf_counter(), time.process_time()
+        clock = _DeviceClock() if self.device == "cuda" else _HostClock()
+        clock.mark()
         for _ in range(iterations):
             self.iterate()
+            clock.mark()
         if self.device == "cuda":
             torch.cuda.synchronize()
         took_ms = 1e3 * (time.perf_counter() - begun) / iterations
         cpu_ms = 1e3 * (time.process_time() - cpu) / iterations
+        self.each_ms = clock.each_ms()
         time.sleep(PAUSE_S)  # digests of this block must not be charged to the other run
         return took_ms, cpu_ms
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def each_ms(self) -> list[float]:
+        """Milliseconds between the marks."""
+        return [1e3 * (end - begin) for begin, end in itertools.pairwise(self._marks)]
+
+
+class _DeviceClock:
+    """The same as the device sees it: when its stream gets to a mark."""
+
+    def __init__(self) -> None:
+        self._marks: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def each_ms(self) -> list[float]:
+        """Call it when the device is idle."""
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(self._marks)]
 
 
 def work(args: Any) -> None:
@@ -123,6 +166,8 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.cpu_ms: list[float] = []
+        # Milliseconds of each iteration, by block, from those that say so.
+        self.blocks: list[list[float]] = []
 
     def read(self) -> str:
         """Its next line; the first tells that it is ready."""
@@ -136,13 +181,14 @@ class Worker:
         """Milliseconds for each of so many iterations."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{iterations}\n")
-        took_ms, cpu_ms = map(float, self.read().split())
+        took_ms, cpu_ms, *each_ms = map(float, self.read().split())
         self.cpu_ms.append(cpu_ms)
+        self.blocks.append(each_ms)
         return took_ms
 
-    def close(self) -> str:
+    def close(self, timeout_s: float = 300) -> str:
         """End it; returns what it says last."""
-        rest, _ = self._process.communicate(timeout=300)
+        rest, _ = self._process.communicate(timeout=timeout_s)
         return rest
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,23 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ckptd.cuda.copy_plan import DEFAULT_PLAN, CopyPlan
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory
 from ckptd.cuda.samples import Samples
 
-__all__ = ["CopyTransfers", "CudaEngine", "make_engine", "plan_transfers"]
+__all__ = ["CopyTransfers", "CudaEngine", "compare_with_plan", "make_engine", "plan_transfers"]
 
 logger = logging.getLogger(__name__)
 
-# Bytes that cross the link at a stretch (a third of a millisecond at 50 GB/s), and the length of the pack. A
-# copy engine stays with one stream while that has a copy ready, whatever its priority: the trainer's own
-# small copies (the size of a `nonzero`, an `item`) would wait for the whole snapshot. A kernel between two
-# copies makes the engine look at the other streams. Observed by TorchRec,
-# https://github.com/meta-pytorch/torchrec/pull/4315 and /4339.
-PACK_BYTES = 16 << 20
-# Dense tensors of this size need no pack. A launch takes the training thread about 8 us for each tensor;
-# packed, under 1 us (measured on an H100, bench.gpu), and packing is a copy at the speed of the device's
-# memory.
-SMALL_BYTES = 4 << 20
+# Bytes cross the link in stretches of at most the plan's chunk. A copy engine stays with one stream while
+# that has a copy ready, whatever its priority: the trainer's own small copies (the size of a `nonzero`, an
+# `item`) would wait for the whole snapshot. A kernel between two copies makes the engine look at the other
+# streams. Observed by TorchRec, https://github.com/meta-pytorch/torchrec/pull/4315 and /4339.
 # Alignment of a pack's address: items are as aligned in the pack as in the image.
 _ALIGNMENT = 64
 
@@ -131,7 +127,7 @@ class _Block:
 
 
 def plan_transfers(
-    items: Sequence[CopyItem], pack: Tensor, *, small_bytes: int = SMALL_BYTES
+    items: Sequence[CopyItem], pack: Tensor, *, small_bytes: int = DEFAULT_PLAN.small_bytes
 ) -> CopyTransfers:
     """The transfers for ``items``, which do not overlap.
 
@@ -252,20 +248,25 @@ class _SampleBuffers:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A copy in flight: its first event if it is timed, its last event, its callback, and its sources, which
-    must live until it is over.
+    """A copy in flight: its first event if it is timed, its last event, its callback, its sources, which must
+    live until it is over, and the bytes of each if its time is to be compared with the plan's prediction.
     """
 
     first: torch.cuda.Event | None
     last: torch.cuda.Event
     done: Callable[[BaseException | None], None] | None
     read: tuple[object, ...]
+    sizes: tuple[int, ...] = ()
+    host_s: float = 0.0
 
 
 class CudaEngine:
-    """Copies tensors of one CUDA device to and from registered host memory. Takes ``PACK_BYTES`` of the
-    device's memory.
+    """Copies tensors of one CUDA device to and from registered host memory. Takes memory of the device for
+    one chunk of ``plan``.
 
+    Args:
+        plan: how tensors cross the link; what it predicts for a snapshot is logged once, with what was
+            measured.
     Raises:
         RuntimeError: CUDA is not available.
     """
@@ -274,11 +275,13 @@ class CudaEngine:
     inline = False
     last_copy_s = 0.0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, plan: CopyPlan = DEFAULT_PLAN) -> None:
         self.device = device
+        self._plan = plan
+        self._compared = False
         self._stream = torch.cuda.Stream(device)
         # Made now: on a device that hangs in a collective an allocation may hang too, and parking must not.
-        self._pack = torch.empty(PACK_BYTES, dtype=torch.uint8, device=device)
+        self._pack = torch.empty(plan.chunk_bytes, dtype=torch.uint8, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._last: torch.cuda.Event | None = None
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -334,6 +337,9 @@ class CudaEngine:
         first.record(self._stream)
         error: BaseException | None = None
         more: Sequence[CopyItem] = ()
+        # The first time the transfers are planned, too, which the prediction does not cover.
+        repeated = not self._compared and isinstance(items, CopyList) and weakref.ref(items) in self._planned
+        begun = time.perf_counter()
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if at_once:
@@ -342,14 +348,20 @@ class CudaEngine:
                 more = late()
                 self._transfers(items).send(image)
                 if more:
-                    plan_transfers(more, self._pack).send(image)
+                    self._plan_transfers(more).send(image)
         except Exception as caught:  # noqa: BLE001 - the trainer must survive a failed copy
             error = caught
         last = torch.cuda.Event(enable_timing=True, blocking=True)
         last.record(self._stream)
         self._last = last
+        host_s = time.perf_counter() - begun
+        sizes: tuple[int, ...] = ()
+        if repeated and error is None:
+            every = (*at_once, *items, *more)
+            sizes, self._compared = tuple(item.nbytes for item in every if item.nbytes), True
         # Also after an error: work given to the device before goes on reading.
-        self._jobs.put(_Job(first, last, None if error else done, (tuple(items), more, at_once)))
+        read = (tuple(items), more, at_once)
+        self._jobs.put(_Job(first, last, None if error else done, read, sizes, host_s))
         if error is not None:
             done(error)
 
@@ -405,7 +417,7 @@ class CudaEngine:
     def restore(self, items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            plan_transfers(items, self._pack).receive(memory.tensor[base:])
+            self._plan_transfers(items).receive(memory.tensor[base:])
         self._stream.synchronize()
 
     def close(self) -> None:
@@ -422,11 +434,14 @@ class CudaEngine:
         the same.
         """
         if not isinstance(items, CopyList):
-            return plan_transfers(items, self._pack)
+            return self._plan_transfers(items)
         key = weakref.ref(items, lambda gone: self._planned.pop(gone, None))
         if key not in self._planned:
-            self._planned[key] = plan_transfers(items, self._pack)
+            self._planned[key] = self._plan_transfers(items)
         return self._planned[key]
+
+    def _plan_transfers(self, items: Sequence[CopyItem]) -> CopyTransfers:
+        return plan_transfers(items, self._pack, small_bytes=self._plan.small_bytes)
 
     # -- the copy thread -----------------------------------------------------------------------------
 
@@ -457,6 +472,8 @@ class CudaEngine:
             error = caught
         if job.done is not None:
             job.done(error)
+        if job.sizes and error is None:
+            logger.info("%s", compare_with_plan(self._plan, job.sizes, self.last_copy_s, job.host_s))
 
     def _forget_error(self) -> None:
         """Consume the driver's refusal: the runtime keeps it for the next kernel's launch check, the
@@ -468,14 +485,27 @@ class CudaEngine:
             logger.debug("the driver's refusal: %s", error)
 
 
-def make_engine(device: torch.device, *, inline: bool = False) -> CopyEngine:
+def compare_with_plan(plan: CopyPlan, sizes: Sequence[int], copy_s: float, host_s: float) -> str:
+    """A line for the log: what the plan predicts for a snapshot, and what was measured."""
+    predicted = plan.predict(sizes)
+    return (
+        f"a snapshot of {len(sizes)} tensors, {sum(sizes) / 1e9:.2f} GB: "
+        f"predicted {1e3 * predicted.copy_s:.1f} ms of copying "
+        f"and {1e3 * predicted.host_s:.2f} ms of the training thread, "
+        f"measured {1e3 * copy_s:.1f} and {1e3 * host_s:.2f} ms; {plan.reason}"
+    )
+
+
+def make_engine(device: torch.device, *, inline: bool = False, plan: CopyPlan = DEFAULT_PLAN) -> CopyEngine:
     """The engine for tensors on ``device``.
 
+    Args:
+        plan: of the copies of a CUDA device.
     Raises:
         ValueError: there is none for this kind of device.
     """
     if device.type == "cpu":
         return CpuEngine(inline=inline)
     if device.type == "cuda":
-        return CudaEngine(device)
+        return CudaEngine(device, plan)
     raise ValueError(f"no copy engine for device {device}: supported are cpu and cuda")

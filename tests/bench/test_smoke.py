@@ -178,9 +178,12 @@ def test_benchmark_keeps_its_contract(subject: str, options: list[str], names: s
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_the_benchmark_of_a_gpu_keeps_its_contract() -> None:
     small = ["--width", "128", "--layers", "2", "--experts", "4", "--memory-gib", "1"]
-    record = _run("gpu", ["--rounds", "1", "--block", "2", "--batch-size", "2", *small])
-    names = {"overhead_fraction_cuda", "capture_vs_link_cuda", "stall_ms_dcp_async_save"}
-    assert names <= set(record["metrics"])
+    record = _run("gpu", ["--rounds", "1", "--block", "2", "--batch-size", "2", "--saves", "1", *small])
+    assert {
+        *("overhead_fraction_cuda", "overhead_p99_fraction_cuda", "capture_vs_link_cuda", "capture_vs_link"),
+        *("restore_vs_link", "small_copy_delay_us", "attach_s", "stall_vs_best_peer_cuda"),
+        *("stall_ms_dcp_async_save", "begin_us_per_tensor_4k"),
+    } <= set(record["metrics"])
     assert record["metrics"]["left_out_cuda"] == 0
 
 

@@ -4,12 +4,16 @@ of a device.
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from torch import Tensor
 
-from ckptd.cuda.cuda_engine import CopyTransfers, plan_transfers
-from ckptd.cuda.engine import CopyItem
+from ckptd.cuda.copy_plan import DEFAULT_PLAN, H100_CURVE, choose_copy_plan
+from ckptd.cuda.cuda_engine import CopyTransfers, CudaEngine, compare_with_plan, plan_transfers
+from ckptd.cuda.engine import CopyItem, CopyList, HostMemory
+from tests.cuda.fake_device import pretend_a_device
 
 SIZE = 1 << 16
 
@@ -138,3 +142,42 @@ def test_wrong_items_are_refused() -> None:
         plan([CopyItem(random(3, 4), None, None, torch.float32, 0, 8)])
     with pytest.raises(ValueError, match="two items overlap at byte 256"):
         plan([item(random(128), 0), item(random(128), 256)])
+
+
+def test_the_plan_is_compared_with_what_was_measured_in_words() -> None:
+    line = compare_with_plan(DEFAULT_PLAN, [4 << 20] * 1000, 0.1, 0.012)
+    assert line.startswith(
+        "a snapshot of 1000 tensors, 4.19 GB: predicted 80.5 ms of copying and 9.04 ms of the training thread, "
+        "measured 100.0 and 12.00 ms; NVIDIA H100 80GB HBM3: tensors are direct from 4096 KiB on"
+    )
+
+
+def test_an_engine_compares_its_plan_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a list that is handed over again: the first time its transfers are planned, too. The device is played
+    by the host.
+    """
+    pretend_a_device(monkeypatch)
+    engine = CudaEngine(torch.device("cpu"), DEFAULT_PLAN)
+    memory = HostMemory(memoryview(mmap.mmap(-1, SIZE)))
+    engine.register(memory, [(0, SIZE)])
+    kept = CopyList([item(random(3000), 0), item(random(100), 16_384)])
+    other = [item(random(10), 0)]
+    with caplog.at_level("INFO", logger="ckptd.cuda.cuda_engine"):
+        for items in (kept, other, kept, kept, kept):
+            engine.begin(items, memory, 0, lambda error: None, lambda: [item(random(7), 32_768)])
+            engine.wait()
+        engine.close()  # its thread has logged by then
+    for each in kept:
+        assert torch.equal(memory.view(each.offset, each.nbytes, torch.float32, (-1,)), each.tensor)
+    (line,) = [r.message for r in caplog.records if "predicted" in r.message]
+    assert line.startswith("a snapshot of 3 tensors, 0.00 GB: predicted"), "the late one is counted"
+
+
+def test_the_chunk_of_the_plan_is_the_length_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_device(monkeypatch)
+    plan_of_1_mib = choose_copy_plan(H100_CURVE, delay_us_max=1.0)
+    engine = CudaEngine(torch.device("cpu"), plan_of_1_mib)
+    assert engine._pack.numel() == plan_of_1_mib.chunk_bytes == 1 << 20
+    engine.close()

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ckptd.cuda.copy_plan import H100_CURVE, choose_copy_plan
 from ckptd.cuda.cuda_engine import make_engine
-from ckptd.cuda.engine import CopyEngine, CopyItem, CpuEngine, HostMemory, measure_bandwidth
+from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, CpuEngine, HostMemory, measure_bandwidth
 
 SIZE = 8 << 20
 SLOT = 1 << 20  # a slot does not begin at 0
@@ -296,6 +297,21 @@ class TestCudaEngine(EngineTests):
         """AdamW keeps ``step`` on the host."""
         step = torch.tensor([3.0])
         self.check(engine, memory, [item(step, 0), item(self.random(8), 64)])
+
+    def test_the_plan_is_compared_once(self, memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+        """For a list that is handed over again: the first time its transfers are planned, too."""
+        plan = choose_copy_plan(H100_CURVE, delay_us_max=1.0)  # of the smallest chunk
+        engine = make_engine(torch.device("cuda"), plan=plan)
+        engine.register(memory, [(0, SIZE)])
+        items = CopyList([item(self.random(1 << 19), 0), item(self.random(100), 1 << 21)])
+        with caplog.at_level("INFO", logger="ckptd.cuda.cuda_engine"):
+            for _ in range(4):
+                self.copy(engine, memory, items)
+            engine.release(memory)
+            engine.close()  # its thread has logged by then
+        assert all(torch.equal(memory.read(i), i.tensor.cpu()) for i in items)
+        (line,) = [r.message for r in caplog.records if "predicted" in r.message]
+        assert line.startswith("a snapshot of 2 tensors, 0.00 GB: predicted")
 
     def test_the_same_list_again_and_then_another(self, engine: CopyEngine, memory: Memory) -> None:
         """Transfers are planned once for a list: the values must be today's, and another list's its own."""
