@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Benchmark, its options here, and the metrics that readers of its output rely on.
 SUBJECTS = [
     ("schedule", ["--rounds", "1"], {"plan_s_100000"}),
+    ("window", [], {"window_lost_share", "window_decided_after", "window_vs_best"}),
     (
         "placement",
         ["--rounds", "1", "--nodes", "64"],
