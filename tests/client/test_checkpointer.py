@@ -26,6 +26,7 @@ from ckptd.core.recovery.recovery_phases import phases_in_metrics
 from ckptd.core.slots.slots import SlotState
 from ckptd.cuda import engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from tests.e2e.job import let_memory_come
 from tests.option_groups import grouped
 
 AdamW = torch.optim.AdamW
@@ -50,9 +51,12 @@ TOKENS = torch.tensor([0, 1, 2, 3, 4])
 
 
 def train(ckpt: Checkpointer, model: nn.Module, optimizer: Any, total: int) -> list[int]:
-    """The user's loop; returns the steps that were run."""
+    """The user's loop; returns the steps that were run. On a busy machine these tiny steps outrun the
+    daemon, which makes memory.
+    """
     steps = []
     for step in ckpt.steps(total):
+        let_memory_come(ckpt)
         model(TOKENS).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
