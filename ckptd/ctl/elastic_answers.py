@@ -22,7 +22,7 @@ from ckptd.core.elastic.allocation import allocate, split_over_ranks, straggler_
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
 from ckptd.core.elastic.expert_placement import place
 from ckptd.core.elastic.expert_transfers import SNAPSHOT, TransferPlan, plan_transfers
-from ckptd.core.elastic.mapping import map_nodes
+from ckptd.core.elastic.mapping import place_near
 from ckptd.core.elastic.survival import Chance, recovery_probability
 from ckptd.core.recovery.whatif import select_nodes
 from ckptd.ctl.command import CommandError
@@ -448,13 +448,13 @@ def plan(situation: Situation) -> Planned:
     """
     cluster, loads_LE = situation.cluster, situation.loads_LE
     allocation = allocate(loads_LE, cluster, situation.report.threshold)
-    found = place(allocation, loads_LE, cluster, max_straggler=situation.max_straggler)
-    placement, move = found.placement, None
-    if situation.held is not None:
-        sizes_LE = _sizes(situation)
-        placement = map_nodes(placement, situation.held, cluster, sizes_LE).apply(placement)
-        move = _move(situation, situation.held, placement)
-    worth = outlook(situation, placement)
+    bound, held, move = situation.max_straggler, situation.held, None
+    if held is None:
+        found = place(allocation, loads_LE, cluster, max_straggler=bound)
+    else:
+        found = place_near(held, allocation, loads_LE, cluster, _sizes(situation), max_straggler=bound)
+        move = _move(situation, held, found.placement)
+    worth = outlook(situation, found.placement)
     return Planned(situation, found.method, allocation.reason, worth, move)
 
 

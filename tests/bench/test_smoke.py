@@ -23,7 +23,13 @@ SUBJECTS = [
     (
         "placement",
         ["--rounds", "1", "--nodes", "64"],
-        {"recovery_mro_lost_4", "recovery_spread_lost_4", "straggler_mro", "large_plan_s"},
+        {
+            "recovery_mro_lost_4",
+            "recovery_spread_lost_4",
+            "straggler_mro",
+            "large_plan_s",
+            "moved_vs_least_racks",
+        },
     ),
     (
         "dispatch",

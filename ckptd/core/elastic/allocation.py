@@ -249,12 +249,15 @@ def split_over_ranks(
     shares_LE, _ = token_shares(loads_LE, replicas_LE)
     order_LE = np.argsort(-shares_LE, axis=1, kind="stable")
     back_LE = np.argsort(order_LE, axis=1)
-    parts = []
+    num_layers, num_experts = replicas_LE.shape
+    out = np.zeros((num_layers, cluster.num_ranks, num_experts), dtype=np.int32)
+    at = 0
     for node, ranks in enumerate(cluster.ranks):
         sorted_LE = np.take_along_axis(placement.counts[:, node], order_LE, axis=1)
         stop_LE = np.cumsum(sorted_LE, axis=1, dtype=np.int64)
         for rank in range(ranks):
             # Positions before p that are this rank's turn: ceil((p - rank) / ranks).
             before = -((rank - np.stack([stop_LE - sorted_LE, stop_LE])) // ranks)
-            parts.append(np.take_along_axis(before[1] - before[0], back_LE, axis=1))
-    return np.stack(parts, axis=1).astype(np.int32)
+            out[:, at] = np.take_along_axis(before[1] - before[0], back_LE, axis=1)
+            at += 1
+    return out

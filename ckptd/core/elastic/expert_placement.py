@@ -1,14 +1,16 @@
 """Placement of replicas on nodes, so that the job most likely survives the next losses (docs/elastic.md,
-section 2).
+sections 2 and 5).
 
 - If every layer has a strict maximum rank overlap (``expert_layout``), that is the plan. Several
   layers survive like one whose groups have the fewest units that any layer gives them.
 - Otherwise (and if several layers are small enough to try) it is the best of a family of layouts,
   judged by one number for all layers together. A candidate that breaks the promise of the
   allocation is dropped; one always keeps it (``guaranteed``).
-- For few units a local search improves the best one, over all layers in turn (``improved``).
+- For few units a search goes on from the best one, over all layers in turn (``placement_search``).
+- A large problem gets one layout (``core_layout``): to lay out and judge a family takes seconds.
 - A domain of several nodes is planned as one unit first, then the nodes within it among themselves. A
   single domain is no unit: nodes are.
+- If nodes hold something, that is repaired (``placement_repair``), unless the plan is clearly better.
 
 The value is the probability of surviving ``lost`` units that are lost together, or, by default, its
 mean over 1 … U - 1 lost units. Beyond ``EXACT_UNITS`` units these are f, 2f, 4f and 8f, and sampled
@@ -17,14 +19,14 @@ decides between equals, then the straggler factor. ``max_straggler`` bounds that
 plan is the most likely survivor under the bound, or the best balanced candidate if none is under it.
 Values are integers and exact fractions: every rank finds the same plan.
 
-Complexity: a strict plan is one layout, O(L * N * E) in array operations. Otherwise the number of
-candidates is bounded (``WHOLE_FAMILY``), and the search by ``moves``.
+Complexity: one layout is O(L * N * E) in array operations. Otherwise the number of candidates is
+bounded (``WHOLE_FAMILY``), and the search by ``moves``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
 from math import comb, lcm
@@ -40,6 +42,7 @@ from ckptd.core.elastic.allocation import (
     reachable_threshold,
     token_shares,
 )
+from ckptd.core.elastic.core_layout import CoreProblem, lay_out_cores
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads, checked_loads
 from ckptd.core.elastic.expert_layout import (
     LayoutProblem,
@@ -53,6 +56,8 @@ from ckptd.core.elastic.expert_layout import (
     strict_exists,
     within_domains,
 )
+from ckptd.core.elastic.placement_repair import FEW, expected_losses, repaired, small_sets
+from ckptd.core.elastic.placement_search import Judge, improved
 from ckptd.core.elastic.survival import (
     holder_sets,
     minimal_sets,
@@ -62,25 +67,39 @@ from ckptd.core.elastic.survival import (
 )
 from ckptd.errors import ElasticError
 
-__all__ = ["Judge", "PlacementPlan", "compact", "improved", "place", "spread"]
+__all__ = ["PlacementPlan", "compact", "place", "spread"]
 
 
-MOVES = 2000  # of the search, over all layers: about 0.1 s
+MOVES = 2000  # of the search, over all layers: about 0.15 s
 SEARCHED_UNITS = 10
 EXACT_UNITS = 64
 WHOLE_FAMILY = 20_000  # layers x units x experts up to which every shape is tried: about 1 s
+SOME_FAMILY = 200_000  # layers x nodes x experts up to which a few shapes are tried: about 0.5 s
+CORES = "maximum rank overlap in cores, the rest by load"
+HEADROOM = Fraction(7, 10)  # of the excess that a bound allows: later losses make ranks busier
+TIGHTENED = 3  # attempts to meet the bound on the straggler factor with one layout
+REPAIRED = Fraction(1, 8)  # of the replicas may be missing, or all are placed anew
+# What is held is kept if the mean chance to survive is so little below the best, and (without a bound) the
+# busiest ranks have so little more to do, in parts of the whole.
+TOLERANCE, BUSIER = Fraction(1, 50), Fraction(1, 100)
+HORIZON = 8  # times the threshold: more domains lost together are not planned for in large problems
+COUNTED_SETS, COUNTED_STATES = 100, 256  # of a large problem: at most 0.1 s
 SAMPLES, SAMPLES_MIN = 4000, 200
 SAMPLED_WORK = 1_000_000_000  # samples x units x sets for each number of lost units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementPlan:
-    """A placement, its method, and the minimum number of distinct nodes and domains of every expert."""
+    """A placement, its method, and the minimum number of distinct nodes and domains of every expert.
+
+    ``in_place``: it keeps what the nodes hold; do not map its nodes to others.
+    """
 
     placement: ExpertPlacement
     method: str
     node_threshold: int
     domain_threshold: int
+    in_place: bool = False
 
 
 def place(
@@ -92,6 +111,7 @@ def place(
     max_straggler: float | None = None,
     moves: int = MOVES,
     seed: int = 0,
+    held: ExpertPlacement | None = None,
 ) -> PlacementPlan:
     """Place the replicas of an allocation on its nodes; see the module.
 
@@ -99,7 +119,8 @@ def place(
         loads: ``[L, E]``, those of the allocation.
         lost: the number of units lost together to plan for; default: any number.
         max_straggler: the bound on the straggler factor, at least 1; default: none.
-        moves: exchanges that the local search tries, over all layers.
+        moves: steps of the search, over all layers.
+        held: the experts that the nodes of the cluster hold now.
     Raises:
         ValueError: arrays of different shapes, ``lost`` below 1 or not below the number of units, a
             bound below 1.
@@ -117,17 +138,13 @@ def place(
         raise ValueError(f"lost is {lost} of {units} units: plan for 1 to {units - 1}")
     if max_straggler is not None and not max_straggler >= 1:
         raise ValueError(f"max_straggler is {max_straggler}; the busiest is never below the mean")
-    strict = planner.strict()
-    if strict is not None and max_straggler is None and not planner.small:
-        return planner.plan(strict)
-    allowed = None if max_straggler is None else planner.allowed(max_straggler)
-    best, likeliest = planner.best(planner.candidates(strict, allowed), allowed)
-    if planner.searchable and moves > 0:
-        starts = [best] if best is likeliest else [best, likeliest]
-        runs = [(start, doubles) for start in starts for doubles in (False, True)]
-        each = -(-moves // len(runs))
-        better = [planner.searched(*run, allowed=allowed, moves=each, seed=seed) for run in runs]
-        best, _ = planner.best([best, *better], allowed)
+    best = planner.from_scratch(max_straggler, moves, seed)
+    if held is not None:
+        if held.counts.shape != best.counts.shape:
+            raise ValueError(f"held is of shape {held.counts.shape}, the plan of {best.counts.shape}")
+        kept = planner.near(held, best, max_straggler)
+        if kept is not None:
+            return planner.plan(kept, in_place=True)
     return planner.plan(best)
 
 
@@ -208,7 +225,74 @@ class _Planner:
         self.units = self.nodes if self.flat else domain_problem(cluster, self.nodes)
         self.ranks = np.array(cluster.ranks, dtype=np.int64)
         self.lost = lost
-        self.small = self.units.replicas.size * len(self.units.capacity) <= WHOLE_FAMILY
+        size = self.units.replicas.size * len(self.units.capacity)
+        self.small = size <= WHOLE_FAMILY
+        # To judge a candidate takes long if single nodes are lost, too.
+        self.large = self.nodes.replicas.size * cluster.num_nodes > (
+            SOME_FAMILY if self.flat else WHOLE_FAMILY
+        )
+
+    def from_scratch(self, bound: float | None, moves: int, seed: int) -> _Candidate:
+        """The best, whatever nodes hold."""
+        if self.large:
+            return self.by_cores(bound)
+        strict = self.strict()
+        if strict is not None and bound is None and not self.small:
+            return strict
+        allowed = None if bound is None else self.allowed(bound)
+        best, likeliest = self.best(self.candidates(strict, bound), allowed)
+        if self.searchable and moves > 0:
+            starts = [best] if best is likeliest else [best, likeliest]
+            each = -(-moves // len(starts))
+            better = [self.searched(start, allowed=allowed, moves=each, seed=seed) for start in starts]
+            best, _ = self.best([best, *better], allowed)
+        return best
+
+    def near(self, held: ExpertPlacement, best: _Candidate, bound: float | None) -> _Candidate | None:
+        """What is held, repaired; None if that is not about as good as the best."""
+        held_LNE = held.counts > 0
+        lacks = np.maximum(self.nodes.replicas - held_LNE.sum(axis=1), 0).sum()
+        if int(lacks) > self.nodes.replicas.sum() * REPAIRED:
+            return None
+        ours_L = busiest(best.counts, self.nodes.shares, self.ranks)
+        limit_L = ours_L if bound is None else self._limits(Fraction(bound))
+        most = int(int(ours_L.sum()) * (1 + BUSIER))
+        if bound is not None:
+            most = max(int(ours_L.sum()), self.allowed(bound))
+        for few in [FEW] if self.large else [FEW, 0]:
+            counts = repaired(self.core_problem(), held_LNE, limit_L, exchanged=few)
+            busy = int(busiest(counts, self.nodes.shares, self.ranks).sum())
+            if busy <= most and self._keeps(counts) and self._about_as_likely(counts, best.counts):
+                return _Candidate("what is held, repaired", counts)
+        return None
+
+    def _about_as_likely(self, counts: NDArray[np.int32], best: NDArray[np.int32]) -> bool:
+        if not self.large:
+            ours, theirs = self._value(counts), self._value(best)
+            return ours.units >= theirs.units - TOLERANCE and ours.nodes >= theirs.nodes - TOLERANCE
+        for units in [self.ids] if self.flat else [self.ids, np.arange(self.cluster.num_nodes)]:
+            numbers = self._numbers(int(units.max()) + 1) if self.lost is None else [self.lost]
+            numbers = [k for k in numbers if k <= self.horizon] or [1]
+            lost, least = (_losses(ExpertPlacement(c), units, numbers) for c in (counts, best))
+            if lost > least + TOLERANCE * len(numbers):
+                return False
+        return True
+
+    @property
+    def horizon(self) -> int:
+        """No more domains lost together are planned for."""
+        if self.lost is not None:
+            return self.lost
+        first = self.allocation.node_threshold if self.flat else self.allocation.domain_threshold
+        return max(1, min(max(self._numbers(len(self.units.capacity)), default=1), HORIZON * first))
+
+    def core_problem(self) -> CoreProblem:
+        return CoreProblem(self.nodes, self.ids, self.ranks, self.horizon)
+
+    def _limits(self, factor: Fraction) -> NDArray[np.int64]:
+        """``[L]``: the tokens of the busiest rank of each layer at that straggler factor."""
+        tokens_L = (self.nodes.shares * self.nodes.replicas).sum(axis=1)
+        return np.array([int(factor * t / self.cluster.num_ranks) for t in tokens_L.tolist()], dtype=np.int64)
 
     @property
     def searchable(self) -> bool:
@@ -221,14 +305,14 @@ class _Planner:
         counts = self._on_nodes(lay_out(self.units, Shape(num_groups(self.units))))
         return _Candidate("strict maximum rank overlap", counts) if self._keeps(counts) else None
 
-    def candidates(self, strict: _Candidate | None, allowed: int | None) -> Iterator[_Candidate]:
+    def candidates(self, strict: _Candidate | None, bound: float | None) -> Iterator[_Candidate]:
         """Candidates that keep the promise; at least one."""
         if strict is not None:
             yield strict
-            if allowed is None and len(self.units.replicas) == 1:
+            if bound is None and len(self.units.replicas) == 1:
                 return
         none_yet = strict is None
-        promised, balanced = self.allocation, allowed is not None
+        promised, balanced = self.allocation, bound is not None
         threshold = promised.node_threshold if self.flat else promised.domain_threshold
         laid_out = layouts(
             self.units,
@@ -242,9 +326,48 @@ class _Planner:
             if self._keeps(counts):
                 none_yet = False
                 yield _Candidate(name, counts)
+        if not self.small:
+            limit_L = None if bound is None else self._limits(1 + (Fraction(bound) - 1) * HEADROOM)
+            counts = lay_out_cores(self.core_problem(), limit_L)
+            if self._keeps(counts):
+                none_yet = False
+                yield _Candidate(CORES, counts)
         if none_yet or self.small:
             last = guaranteed(self.cluster, self.nodes, promised.node_threshold)
             yield _Candidate("dealt out in turn", last)
+
+    def by_cores(self, bound: float | None) -> _Candidate:
+        """The layout of `core_layout` under that bound; if none is, the best balanced one, or dealt out."""
+        least, best = -1, None
+        for candidate in self._core_layouts(bound):
+            if not self._keeps(candidate.counts):
+                continue
+            busy = int(busiest(candidate.counts, self.nodes.shares, self.ranks).sum())
+            if best is None or busy < least:
+                least, best = busy, candidate
+            if bound is None or busy <= self.allowed(bound):
+                return best
+        if best is None:
+            counts = guaranteed(self.cluster, self.nodes, self.allocation.node_threshold)
+            return _Candidate("dealt out in turn", counts)
+        return best
+
+    def _core_layouts(self, bound: float | None) -> Iterator[_Candidate]:
+        problem, name = self.core_problem(), CORES
+        if bound is None:
+            if strict_exists(self.units):
+                # Also the cores that hardly any loss takes whole: no other plan survives more likely.
+                problem = replace(problem, horizon=len(self.units.capacity))
+                name = "strict maximum rank overlap"
+            yield _Candidate(name, lay_out_cores(problem, None))
+            return
+        factor, most = 1 + (Fraction(bound) - 1) * HEADROOM, self.allowed(bound)
+        for _ in range(TIGHTENED):
+            counts = lay_out_cores(problem, self._limits(factor))
+            yield _Candidate(name, counts)
+            factor *= Fraction(most, max(int(busiest(counts, self.nodes.shares, self.ranks).sum()), 1))
+        counts = lay_out(self.units, Shape(0))
+        yield _Candidate("dealt out in bundles of 1", self._on_nodes(counts))
 
     def best(self, found: Iterable[_Candidate], allowed: int | None) -> tuple[_Candidate, _Candidate]:
         """The first best candidate of those whose busiest ranks are allowed, and of all.
@@ -260,9 +383,7 @@ class _Planner:
                     tops[kind] = (rank, candidate)
         return tops["allowed"][1], tops["all"][1]
 
-    def searched(
-        self, start: _Candidate, doubles: bool, *, allowed: int | None, moves: int, seed: int
-    ) -> _Candidate:
+    def searched(self, start: _Candidate, *, allowed: int | None, moves: int, seed: int) -> _Candidate:
         """The local search, layer by layer, with the losses that the other layers survive."""
         counts_LUE, shares_LE = self._on_units(start.counts), self.units.shares
         promised = self.allocation
@@ -278,7 +399,7 @@ class _Planner:
                 shares_LE[layer],
                 np.asarray(np.delete(survive, layer, axis=0).all(axis=0)),
                 limit=None if allowed is None else allowed - (sum(busy) - busy[layer]),
-                doubles=doubles,
+                doubles=True,
                 moves=-(-moves // len(counts_LUE)),
                 seed=seed + layer,
             )
@@ -287,10 +408,10 @@ class _Planner:
         better = self._on_nodes(counts_LUE)
         return _Candidate(f"{start.name}, searched on", better) if self._keeps(better) else start
 
-    def plan(self, chosen: _Candidate) -> PlacementPlan:
+    def plan(self, chosen: _Candidate, *, in_place: bool = False) -> PlacementPlan:
         placement = ExpertPlacement(chosen.counts)
         placement.check(self.cluster)
-        return PlacementPlan(placement, chosen.name, *self._thresholds(chosen.counts))
+        return PlacementPlan(placement, chosen.name, *self._thresholds(chosen.counts), in_place)
 
     # --- between nodes and units ---------------------------------------------------------------------
 
@@ -369,136 +490,13 @@ class _Planner:
         return int(Fraction(factor) * tokens / self.cluster.num_ranks)
 
 
-# --- the search ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """``weights`` ``[2^U]`` of each set of lost units; ``ranks`` and ``capacity`` are ``[U]``. Every expert
-    on ``least`` units stays on as many.
+def _losses(placement: ExpertPlacement, units: NDArray[np.int64], numbers: list[int]) -> Fraction:
+    """The probability of not surviving, summed over these numbers of lost units; where it takes too much to
+    count, what is above it for sure.
     """
-
-    weights: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-    capacity: NDArray[np.int64]
-    least: int
-
-    def busiest(self, counts_UE: NDArray[np.int32], shares_E: NDArray[np.int64]) -> int:
-        return int((counts_UE @ shares_E // self.ranks).max())
-
-
-class _Layer:
-    """One layer's placement during the search; moves update its holders and tokens."""
-
-    def __init__(
-        self,
-        judge: Judge,
-        counts_UE: NDArray[np.int32],
-        shares_E: NDArray[np.int64],
-        others: NDArray[np.bool_],
-        limit: int | None,
-    ) -> None:
-        self.judge = judge
-        self.limit = limit
-        self.counts = counts_UE
-        self.shares = shares_E
-        self.weights = np.where(others, judge.weights, 0)
-        self.masks = np.arange(len(others), dtype=np.int64)
-        self.lost_with: dict[int, NDArray[np.bool_]] = {}
-        self.holders = [sum(1 << int(u) for u in np.flatnonzero(column)) for column in counts_UE.T]
-        self.tokens = counts_UE @ shares_E
-
-    def value(self) -> tuple[int, int, list[int]]:
-        lost = np.zeros(len(self.masks), dtype=np.bool_)
-        for holders in set(self.holders):
-            if holders not in self.lost_with:
-                self.lost_with[holders] = (self.masks & holders) == holders
-            lost |= self.lost_with[holders]
-        survived = int(self.weights.sum()) - int(self.weights[lost].sum())
-        tokens = self.tokens // self.judge.ranks
-        over = 0 if self.limit is None else int(np.maximum(tokens - self.limit, 0).sum())
-        return -over, survived, [-n for n in sorted(tokens.tolist(), reverse=True)]
-
-    def move(self, unit: int, other: int, expert: int) -> None:
-        """One replica from ``unit`` to ``other``."""
-        self.counts[unit, expert] -= 1
-        self.counts[other, expert] += 1
-        self.tokens[unit] -= self.shares[expert]
-        self.tokens[other] += self.shares[expert]
-        if not self.counts[unit, expert]:
-            self.holders[expert] &= ~(1 << unit)
-        self.holders[expert] |= 1 << other
-
-
-def improved(
-    judge: Judge,
-    counts_UE: NDArray[np.int32],
-    shares_E: NDArray[np.int64],
-    others: NDArray[np.bool_],
-    *,
-    limit: int | None,
-    doubles: bool,
-    moves: int,
-    seed: int,
-) -> NDArray[np.int32]:
-    """A placement of the same replicas that is not worse, after ``moves`` tries.
-
-    A move exchanges up to a whole bundle of replicas between two units (what a group has in common
-    moves together), or moves a replica to an empty slot. Some moves put a second replica of an
-    expert on a unit, which frees a slot where others may overlap; they leave it ``least`` units.
-
-    The value of a layer is a sum of integer weights over the losses that it and all other layers
-    survive, then the loads of the units, the busiest first; an excess over ``limit`` counts before
-    both. A move that does not make it worse is kept, so that plateaus are crossed. The moves come
-    from raw words of a PCG64, the same on every rank.
-
-    Complexity: O(2^U * distinct holder sets) for a move, so this is for few units.
-
-    Args:
-        others: ``[2^U]``, the losses that the other layers survive.
-        limit: of the busiest unit's tokens, in the fixed point of the shares.
-        doubles: True if an expert may get twice onto a unit.
-    """
-    layer = _Layer(judge, counts_UE.copy(), shares_E, others, limit)
-    words = iter(np.random.PCG64(seed).random_raw(4 * moves).tolist())
-    best = layer.value()
-    for _ in range(moves):
-        least = judge.least if doubles else len(counts_UE)
-        change = _change(layer.counts, judge.capacity, least, [next(words) for _ in range(4)])
-        for step in change:
-            layer.move(*step)
-        value = layer.value() if change else best
-        if value < best:
-            for unit, other, expert in reversed(change):
-                layer.move(other, unit, expert)
-        else:
-            best = value
-    return layer.counts
-
-
-def _change(
-    counts_UE: NDArray[np.int32], capacity_U: NDArray[np.int64], least: int, words: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """A random exchange as single moves; empty if the two units have nothing to exchange."""
-    num_units = len(counts_UE)
-    unit = words[0] % num_units
-    other = (unit + 1 + words[1] % max(num_units - 1, 1)) % num_units
-    here, there = counts_UE[unit] > 0, counts_UE[other] > 0
-    may_double = (counts_UE > 0).sum(axis=0) > (least if words[2] & 256 else len(counts_UE))
-    gives = np.flatnonzero(here & (~there | may_double)).tolist()
-    takes = np.flatnonzero(there & ~here).tolist()
-    empty = int(capacity_U[other] - counts_UE[other].sum())
-    size = 1 + words[2] % 4
-    first = _some(gives, size, words[3])
-    back = _some(takes, max(len(first) - empty, 0), words[3] >> 20)
-    first = first[: len(back) + empty]
-    return [(unit, other, e) for e in first] + [(other, unit, e) for e in back]
-
-
-def _some(items: list[int], size: int, word: int) -> list[int]:
-    """Up to ``size`` of the items; half of the time adjacent ones, which often are of one group."""
-    if not items or not size:
-        return []
-    start, stride = word % len(items), 1 if word >> 10 & 1 else 1 + (word >> 11) % len(items)
-    chosen = {items[(start + index * stride) % len(items)] for index in range(size)}
-    return sorted(chosen)
+    sets = small_sets(placement, units, numbers[-1])
+    if len(sets) <= COUNTED_SETS:
+        survived = survivor_counts(sets, numbers[-1], COUNTED_STATES)
+        if survived is not None:
+            return sum((1 - Fraction(survived[k], comb(sets.shape[1], k)) for k in numbers), Fraction(0))
+    return sum((min(expected_losses(sets, k), Fraction(1)) for k in numbers), Fraction(0))

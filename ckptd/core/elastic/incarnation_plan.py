@@ -32,7 +32,8 @@ from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, Loads
 from ckptd.core.elastic.expert_placement import place
 from ckptd.core.elastic.expert_transfers import SNAPSHOT, plan_transfers
 from ckptd.core.elastic.incarnations import ChosenState, ExpertLayers, Unit, shard_gives
-from ckptd.core.elastic.mapping import map_nodes
+from ckptd.core.elastic.mapping import place_near
+from ckptd.core.elastic.placement_repair import count_moves
 from ckptd.errors import LocalProtocolError
 
 __all__ = [
@@ -107,7 +108,7 @@ class IncarnationPlan:
     node_of: tuple[int, ...]
     cluster: Cluster
     placement: ExpertPlacement
-    replicas_LRE: NDArray[np.int64]
+    replicas_LRE: NDArray[np.int32]
     straggler: float
     handover: Handover | None
     reason: str
@@ -117,7 +118,10 @@ class IncarnationPlan:
         """Equal on ranks that have made the same plan."""
         gives = () if self.handover is None else (self.handover.gives, self.handover.scalars)
         facts = repr((self.number, self.start, self.nodes, self.node_of, self.replicas_LRE.shape, gives))
-        return xxhash.xxh3_128_hexdigest(facts.encode() + self.replicas_LRE.tobytes())
+        hasher = xxhash.xxh3_128(facts.encode())
+        for replicas_RE in self.replicas_LRE:
+            hasher.update(np.ascontiguousarray(replicas_RE, dtype=np.int64).tobytes())
+        return hasher.hexdigest()
 
 
 def nodes_of(seats: Sequence[Seat]) -> tuple[str, ...]:
@@ -148,11 +152,17 @@ def plan_incarnation(
     """
     nodes, cluster, node_of = _cluster_of(seats)
     allocation = allocate(loads_LE, cluster, threshold)
-    placement = place(allocation, loads_LE, cluster, max_straggler=max_straggler).placement
+    moved = ""
     # With shards, all replicas get new weights: no placement is nearer than another.
-    if chosen is not None and not chosen.shards:
+    if chosen is None or chosen.shards:
+        placement = place(allocation, loads_LE, cluster, max_straggler=max_straggler).placement
+    else:
         held = ExpertPlacement(chosen.experts_LNE.astype(np.int32))
-        placement = map_nodes(placement, held, cluster, chosen.expert_bytes_LE).apply(placement)
+        sizes_LE = chosen.expert_bytes_LE
+        found = place_near(held, allocation, loads_LE, cluster, sizes_LE, max_straggler=max_straggler)
+        placement = found.placement
+        moves = count_moves(placement, held)
+        moved = f"; nodes fetch {moves.moved} replicas of experts, at least {moves.least} were needed"
     replicas_LRE = _on_ranks(placement, cluster, loads_LE, node_of)
     start, handover, origin = 0, None, "the job begins"
     if chosen is not None:
@@ -168,7 +178,7 @@ def plan_incarnation(
         replicas_LRE,
         straggler_factor(placement, loads_LE, cluster),
         handover,
-        f"{origin}; {len(seats)} ranks on {len(nodes)} nodes, {allocation.reason}",
+        f"{origin}; {len(seats)} ranks on {len(nodes)} nodes, {allocation.reason}{moved}",
     )
 
 
@@ -196,14 +206,14 @@ def _cluster_of(seats: Sequence[Seat]) -> tuple[tuple[str, ...], Cluster, tuple[
 
 def replicas_by_load(
     plan: IncarnationPlan, loads_LE: Loads, *, threshold: int, max_straggler: float | None
-) -> NDArray[np.int64]:
+) -> NDArray[np.int32]:
     """``[L, R, E]``: the placement on this incarnation's ranks for these loads, at whatever cost."""
     allocation = allocate(loads_LE, plan.cluster, threshold)
     placed = place(allocation, loads_LE, plan.cluster, max_straggler=max_straggler)
     return _on_ranks(placed.placement, plan.cluster, loads_LE, plan.node_of)
 
 
-def placement_of(plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int64]]) -> ExpertPlacement:
+def placement_of(plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int32]]) -> ExpertPlacement:
     """The placement on nodes of these replicas on ranks."""
     on_ranks = np.stack(replicas_LRE)
     counts_LNE = np.zeros((len(on_ranks), len(plan.nodes), on_ranks.shape[2]), dtype=np.int32)
@@ -214,11 +224,13 @@ def placement_of(plan: IncarnationPlan, replicas_LRE: Sequence[NDArray[np.int64]
 
 def _on_ranks(
     placement: ExpertPlacement, cluster: Cluster, loads_LE: Loads, node_of: Sequence[int]
-) -> NDArray[np.int64]:
+) -> NDArray[np.int32]:
     """``[L, R, E]``: the replicas of the nodes, split over their ranks in whatever order these are."""
     by_node = split_over_ranks(placement, cluster, loads_LE)
     order = sorted(range(len(node_of)), key=lambda rank: (node_of[rank], rank))
-    replicas_LRE = np.zeros(by_node.shape, dtype=np.int64)
+    if order == list(range(len(order))):
+        return by_node  # a copy for 16,384 ranks has a GiB
+    replicas_LRE = np.empty_like(by_node)
     replicas_LRE[:, order] = by_node
     return replicas_LRE
 

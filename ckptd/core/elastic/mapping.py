@@ -23,16 +23,18 @@ Source: Lazarus §4.3 maps greedily, which may fetch more than leaving all as it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 
+from ckptd.core.elastic.allocation import Allocation
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement, integers
+from ckptd.core.elastic.expert_placement import PlacementPlan, place
 
-__all__ = ["NodeMapping", "checked_bytes", "fetch_bytes", "held_now", "map_nodes", "where"]
+__all__ = ["NodeMapping", "checked_bytes", "fetch_bytes", "held_now", "map_nodes", "place_near", "where"]
 
 Ints = NDArray[np.int64]
 Costs = NDArray[np.float64]  # integers; inf where there is no way
@@ -112,6 +114,30 @@ def map_nodes(
     fetched = np.empty(len(order), dtype=np.int64)
     fetched[node_of] = costs[np.arange(len(order)), node_of]
     return NodeMapping(node_of, fetched)
+
+
+def place_near(
+    held: ExpertPlacement,
+    allocation: Allocation,
+    loads: ArrayLike,
+    cluster: Cluster,
+    expert_bytes: ArrayLike,
+    *,
+    max_straggler: float | None = None,
+) -> PlacementPlan:
+    """Place experts so that little has to be fetched: `place` with what is held, which is mended if that is
+    about as good as a new placement; else a new one, whose nodes are mapped to those of the cluster.
+
+    Args:
+        held: by the cluster's nodes now (:func:`held_now`).
+    Raises:
+        ValueError, ElasticError: as for `place` and :func:`map_nodes`.
+    """
+    plan = place(allocation, loads, cluster, max_straggler=max_straggler, held=held)
+    if plan.in_place:
+        return plan
+    mapped = map_nodes(plan.placement, held, cluster, expert_bytes).apply(plan.placement)
+    return replace(plan, placement=mapped)
 
 
 def fetch_bytes(plan: ExpertPlacement, held: ExpertPlacement, expert_bytes: ArrayLike) -> Ints:

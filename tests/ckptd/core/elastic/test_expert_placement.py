@@ -6,13 +6,13 @@ import hashlib
 import os
 import subprocess
 import sys
-from math import comb, lcm
+from itertools import product
+from math import comb
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from ckptd.core.elastic.allocation import Allocation, allocate, straggler_factor, token_shares
 from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
@@ -24,10 +24,11 @@ from ckptd.core.elastic.expert_layout import (
     num_groups,
     strict_exists,
 )
-from ckptd.core.elastic.expert_placement import Judge, compact, improved, place, spread
-from ckptd.core.elastic.survival import minimal_sets, recovery_by_layer, recovery_probability, surviving_masks
+from ckptd.core.elastic.expert_placement import compact, place, spread
+from ckptd.core.elastic.survival import recovery_by_layer, recovery_probability
 from ckptd.errors import ElasticError
 from tests.ckptd.core.elastic.bounded import best_above, mean_weights
+from tests.ckptd.core.elastic.dominance import EVERYWHERE, comparisons
 from tests.ckptd.core.elastic.exhaustive import best_joint, best_ways, instances
 from tests.ckptd.core.elastic.optima import WORST, distance, planned
 from tests.long import long
@@ -41,13 +42,55 @@ def mean_recovery(placement: ExpertPlacement) -> float:
 
 
 def test_no_placement_of_a_small_instance_is_better() -> None:
-    """Not for any number of lost nodes where a strict plan exists, nor on average elsewhere."""
+    """For any number of lost nodes, with a strict plan or without."""
     for num_nodes in (2, 3, 4):
         for num_experts in (1, 2, 3, 4):
             for slots in (1, 2, 3):
                 for replicas in instances(num_nodes, num_experts, slots):
                     found = distance(replicas, num_nodes, slots, moves=100)
                     assert found.lacks == 0, found
+
+
+@pytest.mark.parametrize(
+    ("replicas", "num_nodes", "slots"),
+    [
+        ((3, 3, 4, 6), 6, 3),
+        ((3, 3, 4, 5), 6, 3),
+        ((3, 3, 4, 4), 6, 3),
+        ((4, 4, 5, 5), 7, 3),
+        ((3, 4, 5, 7), 7, 3),
+        ((4, 4, 6, 7), 7, 3),
+    ],
+)
+def test_plans_are_out_of_the_traps(replicas: tuple[int, ...], num_nodes: int, slots: int) -> None:
+    """From every layout that is tried, the way to the best placement leads through worse ones. Plans
+    lacked up to 0.13 at one number of lost nodes here.
+    """
+    assert distance(replicas, num_nodes, slots).lacks <= WORST
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_placement_dominates_a_plan(slots: int) -> None:
+    """None survives every number of losses as likely with less on the busiest node. One in ten plans once
+    had an expert twice on a node for nothing, or light experts together and heavy ones together.
+    """
+    for num_nodes, num_experts in ((2, 2), (3, 2), (3, 3), (4, 3), (4, 4)):
+        for found in comparisons(num_nodes, num_experts, slots, seeds=3, moves=200):
+            assert not found.dominated, found
+            assert found.lacks <= EVERYWHERE, found
+
+
+@long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("num_nodes", "num_experts", "slots"),
+    [*product((4, 5), (3, 4), (1, 2, 3)), (5, 5, 2), (6, 3, 3), (6, 4, 2)],
+)
+def test_no_placement_dominates_any_plan(num_nodes: int, num_experts: int, slots: int) -> None:
+    """``python -m tests.ckptd.core.elastic.dominance`` prints how far the worst is."""
+    for found in comparisons(num_nodes, num_experts, slots, seeds=60):
+        assert not found.dominated, found
+        assert found.lacks <= EVERYWHERE, found
 
 
 def test_the_bounded_search_finds_what_trying_everything_finds() -> None:
@@ -266,7 +309,7 @@ def test_the_knob_trades_recovery_for_balance() -> None:
     assert recovery[0] < recovery[1] < recovery[2]
     # Most tokens go to two experts: the plan of highest recovery computes them on half of the nodes.
     spread_out = spread(allocation, cluster)
-    assert factors[2] > 1.8
+    assert factors[2] > 1.7
     assert recovery[1] > mean_recovery(spread_out) + 0.05
 
 
@@ -339,12 +382,19 @@ PROGRAM = """
 import hashlib, numpy as np
 from ckptd.core.elastic.allocation import allocate
 from ckptd.core.elastic.expert_placement import place
-from ckptd.core.elastic.elastic_types import Cluster
+from ckptd.core.elastic.elastic_types import Cluster, ExpertPlacement
 out = hashlib.sha256()
 for slots, domains in (([6] * 9, ()), ([8, 8, 8, 3, 3, 3], ()), ([4] * 6, tuple("aabbcc"))):
     loads = np.array([[1, 50, 3, 7, 7, 7, 900, 2, 4, 5, 6, 8], [7] * 12])
     cluster = Cluster(np.array(slots), domains)
     out.update(place(allocate(loads, cluster, 2), loads, cluster, moves=100).placement.counts.tobytes())
+loads = np.arange(16 * 64).reshape(16, 64) ** 2 % 997
+cluster = Cluster.uniform(256, 4, tuple(str(node // 16) for node in range(256)))
+held = place(allocate(loads, cluster, 2), loads, cluster, max_straggler=1.1).placement.counts.copy()
+held[:, [3, 77, 200]] = 0
+plan = place(allocate(loads, cluster, 2), loads, cluster, max_straggler=1.1, held=ExpertPlacement(held))
+assert plan.in_place
+out.update(plan.placement.counts.tobytes())
 print(out.hexdigest())
 """
 
@@ -396,99 +446,3 @@ def test_bad_questions_are_refused() -> None:
     for baseline in (spread, compact):
         with pytest.raises(ElasticError, match="do not fit"):
             baseline(safe, Cluster.uniform(3, 2, ("a", "a", "a")))
-
-
-def judge(num_units: int, slots: int, least: int = 1) -> Judge:
-    total = lcm(*(comb(num_units, k) for k in range(1, num_units)))
-    size = np.bitwise_count(np.arange(1 << num_units)).tolist()
-    weights = [total // comb(num_units, k) if 0 < k < num_units else 0 for k in size]
-    ones = np.ones(num_units, dtype=np.int64)
-    return Judge(np.array(weights), ones, slots * ones, least)
-
-
-def value(of: Judge, counts_UE: NDArray[np.int32]) -> int:
-    return int(of.weights[surviving_masks(minimal_sets(counts_UE.T > 0))].sum())
-
-
-def test_a_spread_placement_is_pulled_into_pairs() -> None:
-    """Six experts twice on six nodes, on a ring: three pairs of nodes are the best there is."""
-    ring = np.zeros((6, 6), dtype=np.int32)
-    for expert in range(6):
-        ring[[expert, (expert + 1) % 6], expert] = 1
-    of, shares = judge(6, 2), np.ones(6, dtype=np.int64)
-    everything = np.ones(64, dtype=np.bool_)
-    found = improved(of, ring, shares, everything, limit=None, doubles=False, moves=1500, seed=0)
-    assert minimal_sets(found.T > 0).sum() == 6
-    assert len(minimal_sets(found.T > 0)) == 3
-    assert value(of, found) > value(of, ring)
-
-
-def test_what_the_other_layers_do_not_survive_counts_for_nothing() -> None:
-    """Two pairs of nodes either way; the other layers are lost with {0, 1} and {2, 3} anyhow."""
-    crossed = np.array([[1, 0], [0, 1], [1, 0], [0, 1]], dtype=np.int32)
-    aligned = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], dtype=np.int32)
-    others = surviving_masks(aligned.T > 0)
-    of, shares = judge(4, 1), np.ones(2, dtype=np.int64)
-    found = improved(of, crossed, shares, others, limit=None, doubles=False, moves=200, seed=0)
-    assert sorted(map(tuple, found.T.tolist())) == sorted(map(tuple, aligned.T.tolist()))
-
-
-def test_balance_is_mended_at_equal_recovery() -> None:
-    """Two pairs of nodes either way; a heavy and a light expert can share one as well as two heavy ones."""
-    heavy_together = np.array([[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2, dtype=np.int32)
-    shares = np.array([100, 100, 1, 1], dtype=np.int64)
-    everything, of = np.ones(16, dtype=np.bool_), judge(4, 2)
-    found = improved(of, heavy_together, shares, everything, limit=101, doubles=False, moves=300, seed=0)
-    assert of.busiest(found, shares) == 101
-    assert value(of, found) == value(of, heavy_together)
-
-
-def test_a_replica_too_many_is_doubled_where_that_helps() -> None:
-    """5 nodes, replicas 3, 3, 3, 5: with the last on all nodes, no two others can share their nodes."""
-    start = np.array([[1, 1, 0, 1], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1]], dtype=np.int32)
-    of, shares = judge(5, 3, 3), np.ones(4, dtype=np.int64)
-    everything = np.ones(32, dtype=np.bool_)
-    found = improved(of, start, shares, everything, limit=None, doubles=True, moves=500, seed=0)
-    assert value(of, found) > value(of, start)
-    assert int((found > 0).sum(axis=0).min()) == 3
-
-
-def test_under_a_limit_recovery_is_given_up_for_balance() -> None:
-    """With both heavy experts on one pair of nodes one set is lethal; the limit parts them, and has two."""
-    together = np.array([[1, 1]] * 2 + [[0, 0]] * 2, dtype=np.int32)
-    shares = np.array([100, 100], dtype=np.int64)
-    everything, of = np.ones(16, dtype=np.bool_), judge(4, 2)
-    free = improved(of, together, shares, everything, limit=None, doubles=False, moves=300, seed=0)
-    assert value(of, free) == value(of, together)
-    found = improved(of, together, shares, everything, limit=100, doubles=False, moves=300, seed=0)
-    assert of.busiest(found, shares) == 100
-    assert value(of, found) < value(of, free)
-
-
-@given(st.integers(0, 2**32), st.booleans(), st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_replicas_slots_and_distinct_holders_are_kept(seed: int, bounded: bool, doubles: bool) -> None:
-    rng = np.random.default_rng(seed)
-    num_units, num_experts = int(rng.integers(1, 6)), int(rng.integers(1, 7))
-    counts = rng.integers(0, 3, (num_units, num_experts)).astype(np.int32)
-    slots = int(counts.sum(axis=1).max()) + int(rng.integers(0, 2))
-    of, shares = (
-        judge(num_units, slots, 2) if num_units > 1 else _one(slots),
-        rng.integers(0, 99, num_experts),
-    )
-    everything = np.ones(1 << num_units, dtype=np.bool_)
-    limit = int(of.busiest(counts, shares)) if bounded else None
-    found = improved(of, counts, shares, everything, limit=limit, doubles=doubles, moves=60, seed=seed)
-    assert (found.sum(axis=0) == counts.sum(axis=0)).all()
-    assert (found.sum(axis=1) <= slots).all()
-    assert found.min() >= 0
-    distinct = (counts > 0).sum(axis=0)
-    if doubles:
-        distinct = np.minimum(distinct, of.least)
-    assert ((found > 0).sum(axis=0) >= distinct).all()
-    assert value(of, found) >= value(of, counts)
-    assert limit is None or of.busiest(found, shares) <= limit
-
-
-def _one(slots: int) -> Judge:
-    return Judge(np.zeros(2, dtype=np.int64), np.ones(1, dtype=np.int64), np.array([slots]), 1)
