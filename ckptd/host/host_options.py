@@ -87,6 +87,8 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
     if not left:
         raise UsageError(f"there is no script\n{USAGE}")
     world_size = _integer(environ, "WORLD_SIZE", 1)
+    if world_size > 1 and not environ.get("RANK"):
+        raise UsageError("WORLD_SIZE is set and RANK is not; with srun: RANK=$SLURM_PROCID")
     rank = _integer(environ, "RANK", 0)
     if rank >= world_size:
         raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}")

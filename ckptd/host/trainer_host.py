@@ -190,7 +190,7 @@ class TrainerHost:
             if self._trainer is not None and pid == self._trainer.pid:
                 self._on_trainer_end(self._trainer, status)
             elif self._zygote is not None and pid == self._zygote.process.pid:
-                self._on_zygote_gone(status_text(status))
+                self._zygote.reaped = status_text(status)  # its socket may still have an answer
             elif self._zygote is not None and self._zygote.forking:
                 self._unclaimed[pid] = status
 
@@ -430,7 +430,7 @@ class TrainerHost:
         assert self._zygote is not None
         answer = self._zygote.receive()
         if answer is None:
-            self._on_zygote_gone("it has closed its connection")
+            self._replace_zygote(f"the last one has ended ({self._zygote.reaped or 'no status yet'})")
         elif "ready" in answer:
             self._timers.pop(self._zygote_hangs, None)
             logger.info(
@@ -477,9 +477,6 @@ class TrainerHost:
             self._plain_because = reason
         self._replace_zygote(reason)
 
-    def _on_zygote_gone(self, how: str) -> None:
-        self._replace_zygote(f"it has ended: {how}")
-
     def _zygote_hangs(self) -> None:
         self._everything, self._looks = False, []
         self._replace_zygote(f"it has imported for {_IMPORT_S:g} s")
@@ -525,6 +522,9 @@ class TrainerHost:
     def _save_record(self, names: list[str]) -> None:
         try:
             write_record(self._record, names, self._unfit)
+            for other in self._folder.glob(f"{self._record.name.split('-')[0]}-*.imports"):
+                if other != self._record:  # of the script as it was before
+                    other.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("rank %d: %s cannot be written: %s", self._options.rank, self._record, error)
 

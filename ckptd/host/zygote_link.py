@@ -27,6 +27,7 @@ class ZygoteLink:
         process: for whoever waits for children.
         ready: it waits for requests, and trainers may be forked from it.
         forking: it was asked for a trainer, and has not answered yet.
+        reaped: how it ended, once it was waited for; its number may be another process's then.
     """
 
     def __init__(self, script: Script, record: Path | None, *, own_session: bool) -> None:
@@ -52,6 +53,7 @@ class ZygoteLink:
             )
         self._control.setblocking(False)
         self.ready = self.forking = False
+        self.reaped = ""
 
     def fileno(self) -> int:
         """For selectors."""
@@ -107,7 +109,8 @@ class ZygoteLink:
     def end(self) -> None:
         """SIGKILL; its trainer goes on."""
         self.ready = self.forking = False
-        send(self.process, signal.SIGKILL)
+        if not self.reaped:
+            send(self.process, signal.SIGKILL)
         self._control.close()
 
     def _ask(self, request: Mapping[str, object], *fds: int) -> None:

@@ -16,7 +16,7 @@ from ckptd.host.zygote_link import StoreServer
 
 
 def options(world_size: int = 3, **more: str) -> HostOptions:
-    environ = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **more}
+    environ = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **more}
     return options_from(["--max-restarts", "2", "train.py"], environ)
 
 

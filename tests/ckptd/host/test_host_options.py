@@ -70,7 +70,7 @@ def test_the_place_among_the_ranks_comes_from_torchrun() -> None:
     ],
 )
 def test_whether_all_ranks_are_on_this_machine(environ: dict[str, str], one: bool) -> None:
-    assert options_from(["t.py"], environ).one_machine is one
+    assert options_from(["t.py"], {"RANK": "0", **environ}).one_machine is one
 
 
 def test_another_start_of_the_job_is_another_meeting_place() -> None:
@@ -85,6 +85,7 @@ def test_another_start_of_the_job_is_another_meeting_place() -> None:
     [
         ({"RANK": "x"}, "RANK='x'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "not below"),
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
         ({"CKPTD_HOST_MAX_RESTARTS": "-1"}, "CKPTD_HOST_MAX_RESTARTS"),
     ],
 )

@@ -279,3 +279,31 @@ def test_without_a_usable_folder_the_script_runs_without_a_host(hosting: Hosting
     done = hosting.run("train.py")
     assert done.returncode == 6
     assert "without a host" in done.stderr
+
+
+SLOW = "import sys, time\nprint('importing', file=sys.stderr, flush=True)\ntime.sleep(600)"
+
+
+def test_a_host_that_is_ended_before_its_trainer_begins(hosting: Hosting) -> None:
+    hosting.write("library/slow.py", SLOW)
+    hosting.write("script/train.py", "print('never')")
+    hosting.known("script/train.py", modules=["slow"])
+    with hosting.start("script/train.py", env={"PYTHONPATH": f"{ROOT}:{hosting.folder / 'library'}"}) as host:
+        assert host.stderr is not None
+        assert host.stderr.readline() == "importing\n"
+        zygote = children_of(host.pid)["ckptd-zygote"]
+        host.terminate()
+        assert host.wait(timeout=60) == -signal.SIGTERM
+    until(lambda: gone(zygote), "the end of the zygote")
+
+
+def test_a_zygote_that_hangs_in_an_import_dies_with_its_host(hosting: Hosting) -> None:
+    hosting.write("library/slow.py", SLOW)
+    hosting.write("script/train.py", "print('never')")
+    hosting.known("script/train.py", modules=["slow"])
+    with hosting.start("script/train.py", env={"PYTHONPATH": f"{ROOT}:{hosting.folder / 'library'}"}) as host:
+        assert host.stderr is not None
+        host.stderr.readline()
+        zygote = children_of(host.pid)["ckptd-zygote"]
+        host.kill()
+        until(lambda: gone(zygote), "the end of the zygote")
