@@ -17,10 +17,16 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ckptd.config.runtime_dir import default_runtime_dir, private_folder
+from ckptd.config.runtime_dir import (
+    UnusableFolder,
+    builtin_runtime_dir,
+    default_runtime_dir,
+    private_folder,
+)
 from ckptd.host.coordinator import Coordinator
 from ckptd.host.epochs import HostEvent, HostLife, HostState
 from ckptd.host.host_links import Link, LinkError, connect, remove_dead_sockets
@@ -71,8 +77,7 @@ class TrainerHost:
     def __init__(self, options: HostOptions) -> None:
         self._options = options
         self._life = HostLife()
-        folder = private_folder(default_runtime_dir(), "runtime folder")
-        self._folder = private_folder(str(folder / "host"), "folder of the hosts")
+        self._folder = _hosts_folder()
         self._own_session = os.getsid(0) == os.getpid() and not has_terminal()
         self._selector = selectors.DefaultSelector()
         self._timers: dict[Callable[[], None], float] = {}
@@ -164,6 +169,7 @@ class TrainerHost:
     def _tear_down(self) -> None:
         if self._zygote is not None:
             self._drop_zygote()
+        self._keep_imports()
         if self._trainer is not None:  # an error of ours
             send(self._trainer, signal.SIGKILL, group=True)
         if self._coordinator is not None:
@@ -363,11 +369,10 @@ class TrainerHost:
         self._trainer, self._status = None, status
         self._timers.pop(self._kill_trainer, None)
         state, epoch = self._life.state, self._life.epoch
-        self._keep_imports()
         failed = os.waitstatus_to_exitcode(status) != 0
         if failed and trainer.leads:
             end_group(trainer.pid)  # workers of its data loaders, which hold memory and devices
-        if self._zygote is not None and self._zygote.ready:
+        if self._zygote is not None:
             self._zygote.forget_group()
         self._life.handle(HostEvent.FAIL if failed else HostEvent.COMPLETE)
         if state is HostState.RUNNING:
@@ -389,8 +394,8 @@ class TrainerHost:
     # -- the zygote -------------------------------------------------------------------------------
 
     def _choose_modules(self) -> None:
-        names, self._unfit = read_record(self._record)
-        self._everything = bool(names) and not self._unfit
+        _, self._unfit = read_record(self._record)
+        self._everything = not self._unfit
         if self._unfit:
             logger.info("rank %d: only torch is imported ahead: %s", self._options.rank, self._unfit)
         if set_early := environment_set_by(self._script_file):
@@ -423,8 +428,18 @@ class TrainerHost:
         logger.warning(
             "rank %d: trainers are started plainly, not forked: %s", self._options.rank, self._plain_because
         )
-        if self._coordinator is not None and self._coordinator.needs_server:
+        self._need_stores()
+
+    def _need_stores(self) -> None:
+        """Have a server of stores forked, if the coordinator needs one; tell it if there will be none."""
+        if self._coordinator is None or not self._coordinator.needs_server:
+            return
+        if self._zygote is None:
             self._coordinator.use_server(None)
+        elif self._zygote.ready:  # else it is asked when it is
+            stores = self._zygote.fork_store()
+            self._selector.register(stores, selectors.EVENT_READ, lambda: self._on_stores(stores))
+            self._coordinator.use_server(stores)
 
     def _on_zygote(self) -> None:
         assert self._zygote is not None
@@ -439,10 +454,7 @@ class TrainerHost:
                 answer["modules"],
                 answer["took_s"],
             )
-            if self._coordinator is not None and self._coordinator.needs_server:
-                stores = self._zygote.fork_store()
-                self._selector.register(stores, selectors.EVENT_READ, lambda: self._on_stores(stores))
-                self._coordinator.use_server(stores)
+            self._need_stores()
         elif "forked" in answer:
             self._started(HostProcess(answer["forked"], self._own_session), "forked")
         elif "signals" in answer:
@@ -462,14 +474,13 @@ class TrainerHost:
         self._selector.unregister(stores)
         if self._coordinator.hear_stores():
             self._selector.register(stores, selectors.EVENT_READ, lambda: self._on_stores(stores))
-        elif self._zygote is None:
-            self._coordinator.use_server(None)
         else:
-            self._replace_zygote("its server of stores has ended")
+            logger.info("rank %d: the server of stores has ended; another is needed", self._options.rank)
+            self._need_stores()
 
     def _on_unfit(self, reason: str) -> None:
         """With everything imported it must not be forked; with torch alone it may be; else plainly."""
-        if self._everything or self._imported:
+        if self._everything and (self._imported or read_record(self._record)[0]):
             self._unfit, self._imported, self._looks = reason, 0, []
             self._save_record([])
             self._everything = False
@@ -527,6 +538,22 @@ class TrainerHost:
                     other.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("rank %d: %s cannot be written: %s", self._options.rank, self._record, error)
+
+
+def _hosts_folder() -> Path:
+    """A private folder: in that of the daemon, or in this user's if the daemon runs as another.
+
+    Raises:
+        UnusableFolder: there is none.
+    """
+    usual, own = default_runtime_dir(), builtin_runtime_dir(os.environ)
+    try:
+        folder = private_folder(usual, "runtime folder")
+    except UnusableFolder:
+        if own == usual:
+            raise
+        folder = private_folder(own, "runtime folder")
+    return private_folder(str(folder / "host"), "folder of the hosts")
 
 
 def record_name(script: str, folder: str) -> str:

@@ -5,6 +5,7 @@ torchrun may not restart anything here unless a test says so: what comes back wa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptd.saved import saved_iterations
 from examples.moe_text.lab import SHARED_CORES, read_events
 from tests.ckptd.host.hosting import FOREIGN, ROOT, children_of, gone, until
 from tests.e2e.harness import DaemonProcess
@@ -38,6 +40,7 @@ class HostedJob:
         folder.mkdir()
         (folder / "runtime").mkdir(mode=0o700)
         self.process: subprocess.Popen[bytes] | None = None
+        self.run = ""
 
     def start(
         self, *script: str, host: bool = True, max_restarts: int = 0, env: Mapping[str, str] | None = None
@@ -68,6 +71,7 @@ class HostedJob:
             )
 
     def train(self, run: str, daemon: str, **how: Any) -> None:
+        self.run = run
         out = ["--log", str(self.folder / "log.jsonl"), "--final", str(self.folder / "final.pt")]
         self.start(*TRAIN, "--run", run, "--daemon", daemon, *out, **how)
 
@@ -108,12 +112,18 @@ class HostedJob:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
 
-    def reaches(self, step: int) -> None:
-        """Wait until every rank has done a step, in a life that attached once more than before or not."""
+    def reaches(self, step: int, daemon: DaemonProcess | None = None) -> None:
+        """Wait until every rank has done a step; with a daemon, until the job can also go back to it."""
         self.until(
             lambda: all(any(e["step"] >= step for e in self.events(rank, "step")) for rank in range(RANKS)),
             f"step {step}",
         )
+        if daemon is not None:
+            self.until(lambda: self._can_go_back_to(step, daemon), f"snapshots of iteration {step}")
+
+    def _can_go_back_to(self, step: int, daemon: DaemonProcess) -> bool:
+        found = saved_iterations("demo", self.run, daemon=daemon.endpoint)
+        return any(each.iteration >= step for each in found)
 
     def end(self) -> int:
         assert self.process is not None
@@ -166,17 +176,18 @@ def test_killed_trainers_and_zygotes_come_back_exactly(
     job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
 ) -> None:
     job.train("hosted", daemon.endpoint, env={"CKPTD_HOST_MAX_RESTARTS": "9"})
-    job.reaches(8)
+    job.reaches(8, daemon)
     os.kill(job.trainer(1), signal.SIGKILL)
-    job.reaches(14)
+    job.reaches(14, daemon)
     for pid in [job.trainer(rank) for rank in range(RANKS)]:  # two at once
-        os.kill(pid, signal.SIGKILL)
-    job.reaches(20)
+        with contextlib.suppress(ProcessLookupError):  # ended already, because of the first
+            os.kill(pid, signal.SIGKILL)
+    job.reaches(20, daemon)
     lives = len(job.events(0, "attached"))
     os.kill(job.trainer(0), signal.SIGKILL)
     job.until(lambda: len(job.events(0, "attached")) > lives, "the next life")
     os.kill(job.trainer(0), signal.SIGKILL)  # in its replay
-    job.reaches(26)
+    job.reaches(26, daemon)
     host = job.hosts()[1]
     os.kill(children_of(host)["ckptd-zygote"], signal.SIGKILL)
     os.kill(job.trainer(1), signal.SIGKILL)  # while there is no zygote
@@ -194,7 +205,7 @@ def test_a_killed_host_is_torchruns_affair(
     job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
 ) -> None:
     job.train("next-tier", daemon.endpoint, max_restarts=1)
-    job.reaches(10)
+    job.reaches(10, daemon)
     trainers = [job.trainer(rank) for rank in range(RANKS)]
     before = job.hosts()
     os.kill(before[0], signal.SIGKILL)  # that of the coordinator

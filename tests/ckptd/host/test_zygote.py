@@ -272,13 +272,20 @@ def test_on_several_machines_the_script_runs_without_a_host(hosting: Hosting) ->
     assert "several machines" in done.stderr
 
 
-def test_without_a_usable_folder_the_script_runs_without_a_host(hosting: Hosting) -> None:
+def test_where_the_daemons_folder_is_not_ours_hosts_use_their_own(hosting: Hosting) -> None:
+    """And without any folder, the script runs without a host."""
     hosting.write("train.py", "import sys; sys.exit(6)")
-    hosting.runtime.mkdir(mode=0o777)
+    hosting.runtime.mkdir()
     hosting.runtime.chmod(0o777)
-    done = hosting.run("train.py")
-    assert done.returncode == 6
-    assert "without a host" in done.stderr
+    own = hosting.folder / "own" / "ckptd"
+    own.mkdir(parents=True, mode=0o700)
+    env = {"XDG_RUNTIME_DIR": str(own.parent)}
+    done = hosting.run("--no-fork", "--max-restarts", "0", "train.py", env=env)
+    assert (done.returncode, "trainer" in done.stderr) == (6, True)
+    assert (own / "host").is_dir()
+    own.chmod(0o777)
+    done = hosting.run("--no-fork", "--max-restarts", "0", "train.py", env=env)
+    assert (done.returncode, "runs without a host" in done.stderr) == (6, True)
 
 
 SLOW = "import sys, time\nprint('importing', file=sys.stderr, flush=True)\ntime.sleep(600)"
@@ -307,3 +314,25 @@ def test_a_zygote_that_hangs_in_an_import_dies_with_its_host(hosting: Hosting) -
         zygote = children_of(host.pid)["ckptd-zygote"]
         host.kill()
         until(lambda: gone(zygote), "the end of the zygote")
+
+
+def test_a_killed_server_of_stores_is_replaced(hosting: Hosting) -> None:
+    hosting.write(
+        "train.py",
+        "import os, time, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "print(os.getpid(), os.environ['MASTER_PORT'], flush=True)\ntime.sleep(600)",
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with hosting.start("train.py", env=env) as host:
+        assert host.stdout is not None
+        trainer, first = map(int, host.stdout.readline().split())
+        until(lambda: "ckptd-store" in children_of(host.pid), "a server of stores")
+        store = children_of(host.pid)["ckptd-store"]
+        os.kill(store, signal.SIGKILL)
+        until(lambda: children_of(host.pid).get("ckptd-store", store) != store, "another one")
+        os.kill(trainer, signal.SIGKILL)
+        again, second = map(int, host.stdout.readline().split())
+        assert (again != trainer, first, second != first) == (True, port, True)
+        host.kill()
