@@ -56,7 +56,7 @@ _ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
 _JOIN_S = 120.0
 _JOIN_AGAIN_S = 0.02
 # A signal to a whole process group or cgroup reaches the zygote within this time, if it does.
-_WITNESS_S = 0.05
+_WITNESS_S = 0.1
 _ANSWER_S = 1.0
 # A zygote that imports longer than this hangs.
 _IMPORT_S = 300.0

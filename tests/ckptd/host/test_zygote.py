@@ -213,7 +213,7 @@ def test_a_signal_arrives_once(hosting: Hosting, everywhere: bool) -> None:
         assert host.stdout.readline() == "up\n"
         children = children_of(host.pid)
         (trainer,) = set(children.values()) - {children["ckptd-zygote"]}
-        for pid in [host.pid, *(children.values() if everywhere else ())]:
+        for pid in [*(children.values() if everywhere else ()), host.pid]:
             os.kill(pid, signal.SIGTERM)
         host.send_signal(signal.SIGUSR1)  # passed on after the SIGTERM, if that is
         assert host.wait(timeout=60) == 11
@@ -336,3 +336,39 @@ def test_a_killed_server_of_stores_is_replaced(hosting: Hosting) -> None:
         again, second = map(int, host.stdout.readline().split())
         assert (again != trainer, first, second != first) == (True, port, True)
         host.kill()
+
+
+MEETS = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+print(life, int(total), os.environ["MASTER_PORT"], flush=True)
+if dist.get_rank() == 1 and life < 2:
+    os.kill(os.getpid(), 9)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_without_torchrun(hosting: Hosting) -> None:
+    """As `srun` starts them: the first trainer of rank 0 makes the store, later ones find one on a new port."""
+    hosting.write("train.py", MEETS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    hosts = [hosting.start("train.py", env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    try:
+        ends = [host.communicate(timeout=200) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0], ends
+    lives = [[line.split() for line in out.splitlines()] for out, _ in ends]
+    assert lives[0][-1] == lives[1][-1]
+    assert [life for life, _, _ in lives[1]] == ["0", "1", "2"]
+    assert {total for _, total, _ in lives[1]} == {"2"}
+    ports = [port for _, _, port in lives[1]]
+    assert ports[0] == port
+    assert len(set(ports)) == 3
