@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def sync_folder(folder: Path | str) -> None:
 @contextlib.contextmanager
 def _written_aside(path: Path, data: bytes, *, synced: bool) -> Iterator[Path]:
     """Write the data under a name that nobody reads; the file is gone after the block."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    aside = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         with open(os.open(aside, flags, 0o600), "wb") as file:

@@ -19,6 +19,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "state_machines.md"
 TABLES = {
     "replay": ("ckptd.client.recovery.replay", "TRANSITIONS"),
     "schedule change": ("ckptd.core.switching", "TRANSITIONS"),
+    "host": ("ckptd.host.epochs", "TRANSITIONS"),
     "slot": ("ckptd.core.slots.slots", "TRANSITIONS"),
     "parking copy": ("ckptd.client.parking.parker", "COPY_TRANSITIONS"),
     "parking moment": ("ckptd.client.parking.parker", "MOMENT_TRANSITIONS"),

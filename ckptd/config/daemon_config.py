@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptd.config.runtime_dir import UnusableFolder, group_number
+from ckptd.config.runtime_dir import UnusableFolder, builtin_runtime_dir, default_runtime_dir, group_number
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.state_machine import validate_always
 from ckptd.printable import HIDDEN, for_json, hide_options, hide_secrets
@@ -36,7 +36,6 @@ __all__ = [
     "ConfigError",
     "LoadedConfig",
     "default_endpoint",
-    "default_runtime_dir",
     "endpoint_for",
     "field_docs",
     "load_config",
@@ -100,14 +99,6 @@ def load_config(
     sources = {key: texts[key][1] if key in texts else "default" for key in names}
     warnings = (*_slips(environ), *_exposed(from_file, values.get("trainer_group", ""), read))
     return LoadedConfig(_complete(values, environ), sources, warnings)
-
-
-def default_runtime_dir(environ: Mapping[str, str] | None = None) -> str:
-    """The default folder for the socket of a daemon of this user."""
-    environ = os.environ if environ is None else environ
-    if text := environ.get("CKPTD_RUNTIME_DIR"):
-        return os.path.normpath(text)
-    return _builtin_runtime_dir(environ)
 
 
 def endpoint_for(runtime_dir: str) -> str:
@@ -190,7 +181,7 @@ def render_toml(loaded: LoadedConfig) -> str:
 
 def _complete(values: dict[str, Any], environ: Mapping[str, str]) -> DaemonConfig:
     """Fill in the defaults that depend on the user and on other keys."""
-    usual = _builtin_runtime_dir(environ)
+    usual = builtin_runtime_dir(environ)
     runtime_dir = values.setdefault("runtime_dir", usual)
     if "segment_dir" not in values:
         suffix = hashlib.sha256(os.fsencode(runtime_dir)).hexdigest()[:8]
@@ -201,11 +192,6 @@ def _complete(values: dict[str, Any], environ: Mapping[str, str]) -> DaemonConfi
         values["listen"] = _parse("listen", endpoint_for(runtime_dir), "made from runtime_dir")
     values.setdefault("keys_dir", f"{runtime_dir}/keys")
     return DaemonConfig(**values)
-
-
-def _builtin_runtime_dir(environ: Mapping[str, str]) -> str:
-    base = environ.get("XDG_RUNTIME_DIR", "")
-    return f"{base}/ckptd" if base.startswith("/") else f"/tmp/ckptd-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import fcntl
 import grp
 import os
 import re
-import secrets
 import socket
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from ckptd.private_files import replace_private_file
@@ -16,7 +16,9 @@ from ckptd.private_files import replace_private_file
 __all__ = [
     "AlreadyRunning",
     "UnusableFolder",
+    "builtin_runtime_dir",
     "claim",
+    "default_runtime_dir",
     "forget_operator",
     "give_to_group",
     "group_number",
@@ -25,6 +27,20 @@ __all__ = [
     "node_name",
     "private_folder",
 ]
+
+
+def default_runtime_dir(environ: Mapping[str, str] | None = None) -> str:
+    """The default folder for the socket of a daemon of this user."""
+    environ = os.environ if environ is None else environ
+    if text := environ.get("CKPTD_RUNTIME_DIR"):
+        return os.path.normpath(text)
+    return builtin_runtime_dir(environ)
+
+
+def builtin_runtime_dir(environ: Mapping[str, str]) -> str:
+    """The folder if ``CKPTD_RUNTIME_DIR`` names none."""
+    base = environ.get("XDG_RUNTIME_DIR", "")
+    return f"{base}/ckptd" if base.startswith("/") else f"/tmp/ckptd-{os.getuid()}"
 
 
 class UnusableFolder(RuntimeError):
@@ -161,6 +177,6 @@ def node_name(folder: Path) -> str:
     if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", kept):
         return kept
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:48] or "node"
-    name = f"{host}-{secrets.token_hex(4)}"
+    name = f"{host}-{os.urandom(4).hex()}"
     replace_private_file(path, f"{name}\n".encode("ascii"))
     return name

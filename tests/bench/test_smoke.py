@@ -135,6 +135,17 @@ SUBJECTS = [
             "first_new_step_s",
         },
     ),
+    (
+        "recovery_host",
+        ["--rounds", "1", "--torchrun-rounds", "1", "--state-mib", "4"],
+        {
+            "recovery_host_p50_s",
+            "recovery_host_p99_s",
+            "recovery_vs_torchrun",
+            "host_rss_mib",
+            "zygote_private_mib",
+        },
+    ),
 ]
 
 
@@ -148,6 +159,7 @@ SLOW = {
     "logging",
     "replication",
     "recovery",
+    "recovery_host",
 }
 
 

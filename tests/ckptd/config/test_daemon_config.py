@@ -16,7 +16,6 @@ import pytest
 from ckptd.config.daemon_config import (
     ConfigError,
     default_endpoint,
-    default_runtime_dir,
     field_docs,
     load_config,
     notify_settings,
@@ -24,6 +23,7 @@ from ckptd.config.daemon_config import (
     render_toml,
     trusted_users,
 )
+from ckptd.config.runtime_dir import default_runtime_dir
 from ckptd.config.settings import DaemonConfig, parse_bytes, parse_memory
 from tests.ckptd.running import ROOT
 from tests.users import DAEMON, GROUP, needs_users, spawn_as

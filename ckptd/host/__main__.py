@@ -1,0 +1,43 @@
+"""``python -m ckptd.host [-m] script arguments``: the host of one rank (``docs/integration.md``)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from ckptd.config.runtime_dir import UnusableFolder
+from ckptd.host.host_options import UsageError, options_from
+from ckptd.host.process_control import die_as
+from ckptd.host.trainer_host import TrainerHost
+
+logger = logging.getLogger("ckptd.host")
+
+
+def main() -> int:
+    """Returns the exit code, unless this process ends by a signal as its trainer did."""
+    logging.raiseExceptions = False  # a log whose reader has gone is no reason to end a trainer
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="ckptd.host: %(message)s")
+    try:
+        options = options_from(sys.argv[1:], os.environ)
+    except UsageError as error:
+        logger.error("%s", error)
+        return 2
+    command = options.script.command
+    if not options.one_machine:
+        logger.warning(
+            "rank %d: the ranks are on several machines, which hosts do not support yet: the script "
+            "runs without a host",
+            options.rank,
+        )
+        os.execv(command[0], command)
+    try:
+        host = TrainerHost(options)
+    except (UnusableFolder, OSError) as error:
+        logger.warning("rank %d: the script runs without a host: %s", options.rank, error)
+        os.execv(command[0], command)
+    return die_as(host.run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

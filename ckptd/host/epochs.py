@@ -1,0 +1,196 @@
+"""What a host does, and what the job does, as events come: two machines without I/O and without a clock.
+
+An *epoch* is one life of all trainers of a job: when one of them fails, all end, and the next epoch begins.
+`HostLife` is the machine of one host. `JobEpochs` is the coordinator, in the host of rank 0: it alone decides
+that an epoch is over, so that two failures at once, and failures that follow from a failure, are one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ckptd.core.state_machine import MachineState, Transitions, validated
+
+__all__ = [
+    "TRANSITIONS",
+    "AbandonJob",
+    "BeginEpoch",
+    "HostEvent",
+    "HostLife",
+    "HostState",
+    "JobEpochs",
+    "ReleaseHosts",
+]
+
+
+class HostState(MachineState):
+    """States of one host."""
+
+    STARTING = "starting", "no trainer; one of the current epoch is to be started"
+    RUNNING = "running", "a trainer of the current epoch runs"
+    STOPPING = "stopping", "a trainer of an earlier epoch was told to end"
+    FAILED = "failed", "the trainer has failed; the coordinator decides what follows"
+    COMPLETED = "completed", "the trainer has succeeded; those of other ranks still run"
+    ALONE = "alone", "no further epoch: the end of the trainer is the end of the host"
+    OVER = "over", "the host ends as its last trainer did"
+
+
+class HostEvent(StrEnum):
+    """What happens to one host."""
+
+    START = "start"  # a trainer was started
+    FAIL = "fail"  # the trainer ended, and not with exit code 0
+    COMPLETE = "complete"  # the trainer ended with exit code 0
+    BEGIN = "begin"  # the coordinator begins another epoch
+    RELEASE = "release"  # all trainers of the job have succeeded
+    ABANDON = "abandon"  # there will be no further epoch, or this host shall end
+
+
+_S, _E = HostState, HostEvent
+
+TRANSITIONS = Transitions(
+    "host",
+    {
+        (_S.STARTING, _E.START): _S.RUNNING,
+        (_S.STARTING, _E.BEGIN): _S.STARTING,
+        (_S.STARTING, _E.ABANDON): _S.OVER,
+        (_S.RUNNING, _E.FAIL): _S.FAILED,
+        (_S.RUNNING, _E.COMPLETE): _S.COMPLETED,
+        (_S.RUNNING, _E.BEGIN): _S.STOPPING,
+        (_S.RUNNING, _E.ABANDON): _S.ALONE,
+        (_S.STOPPING, _E.FAIL): _S.STARTING,
+        (_S.STOPPING, _E.COMPLETE): _S.STARTING,
+        (_S.STOPPING, _E.BEGIN): _S.STOPPING,
+        (_S.STOPPING, _E.ABANDON): _S.ALONE,
+        (_S.FAILED, _E.BEGIN): _S.STARTING,
+        (_S.FAILED, _E.ABANDON): _S.OVER,
+        (_S.COMPLETED, _E.BEGIN): _S.STARTING,
+        (_S.COMPLETED, _E.RELEASE): _S.OVER,
+        (_S.COMPLETED, _E.ABANDON): _S.OVER,
+        (_S.ALONE, _E.FAIL): _S.OVER,
+        (_S.ALONE, _E.COMPLETE): _S.OVER,
+        (_S.ALONE, _E.ABANDON): _S.ALONE,
+        (_S.OVER, _E.ABANDON): _S.OVER,
+    },
+)
+
+
+class HostLife:
+    """The state of one host, and the epoch that it is in."""
+
+    def __init__(self) -> None:
+        self.state = HostState.STARTING
+        self.epoch = 0
+
+    @validated
+    def handle(self, event: HostEvent) -> HostState:
+        """The state after an event that has no epoch."""
+        assert event is not HostEvent.BEGIN, "an epoch begins with its number"
+        self.state = TRANSITIONS.after(self.state, event, epoch=self.epoch)
+        return self.state
+
+    @validated
+    def begin(self, epoch: int) -> HostState:
+        """The coordinator begins an epoch. Orders of the past, or that come too late, change nothing."""
+        if epoch > self.epoch and self.state not in (HostState.ALONE, HostState.OVER):
+            self.epoch = epoch
+            self.state = TRANSITIONS.after(self.state, HostEvent.BEGIN, epoch=epoch)
+        return self.state
+
+    def _validate(self) -> None:
+        assert self.epoch >= 0
+        assert self.state is not HostState.STOPPING or self.epoch > 0, "told to end, and no epoch follows"
+
+
+@dataclass(frozen=True, slots=True)
+class BeginEpoch:
+    """All hosts end their trainers of earlier epochs and start those of this one."""
+
+    epoch: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseHosts:
+    """All trainers have succeeded: the hosts end."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonJob:
+    """No further epoch: each host ends with its trainer, and the launcher decides what follows."""
+
+    because: str
+
+
+Order = BeginEpoch | ReleaseHosts | AbandonJob
+
+
+class JobEpochs:
+    """The epochs of a job, in the order in which its coordinator hears of failures.
+
+    Args:
+        world_size: number of ranks.
+        max_restarts: failures after which there is no further epoch; failures before an epoch that lasted
+            ``steady_s`` do not count.
+        steady_s: an epoch that lasts this long shows that the job can run.
+    """
+
+    def __init__(self, world_size: int, *, max_restarts: int, steady_s: float) -> None:
+        self._world_size, self._max_restarts, self._steady_s = world_size, max_restarts, steady_s
+        self.epoch = 0
+        self.failures = 0
+        self._begun_s: float | None = None
+        self._completed: set[int] = set()
+        self.last: Order | None = None
+
+    @validated
+    def started(self, rank: int, epoch: int, now_s: float) -> None:
+        """A trainer of an epoch has started."""
+        if epoch == self.epoch and self._begun_s is None:
+            self._begun_s = now_s
+
+    @validated
+    def failed(self, rank: int, epoch: int, why: str, now_s: float) -> Order | None:
+        """A trainer has failed; None if that is no news: it was of an epoch that is over."""
+        if self.closed or epoch != self.epoch:
+            return None
+        if self._begun_s is not None and now_s - self._begun_s >= self._steady_s:
+            self.failures = 0
+        self.failures += 1
+        if self.failures > self._max_restarts:
+            tries = f"{self.failures} failures" if self.failures > 1 else "a failure"
+            return self._give(
+                AbandonJob(f"{tries}, and {self._max_restarts} restarts are allowed; last: {why}")
+            )
+        self.epoch += 1
+        self._begun_s = None
+        self._completed.clear()
+        return self._give(BeginEpoch(self.epoch, why))
+
+    @validated
+    def completed(self, rank: int, epoch: int) -> Order | None:
+        """A trainer has succeeded."""
+        if self.closed or epoch != self.epoch:
+            return None
+        self._completed.add(rank)
+        return self._give(ReleaseHosts()) if len(self._completed) == self._world_size else None
+
+    @validated
+    def left(self, rank: int, why: str) -> Order | None:
+        """A host has gone, or is ending."""
+        return None if self.closed else self._give(AbandonJob(why))
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is no further epoch."""
+        return isinstance(self.last, ReleaseHosts | AbandonJob)
+
+    def _give(self, order: Order) -> Order:
+        self.last = order
+        return order
+
+    def _validate(self) -> None:
+        assert 0 <= self.failures <= self._max_restarts + 1
+        assert all(0 <= rank < self._world_size for rank in self._completed)
+        assert not isinstance(self.last, BeginEpoch) or self.last.epoch == self.epoch

@@ -1,0 +1,143 @@
+"""What a host is told: its command line, and its place among the ranks, from the launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptd.host.script_main import Script
+
+__all__ = ["HostOptions", "UsageError", "options_from"]
+
+USAGE = "usage: python -m ckptd.host [--max-restarts N] [--no-fork] [-m] script [arguments]"
+_MODULE = "ckptd.host"
+
+
+class UsageError(ValueError):
+    """The host cannot do what its command line or its environment says; the message names what."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """Where this host is in its job, and what its limits are."""
+
+    script: Script
+
+    rank: int
+    world_size: int
+
+    local_rank: int
+
+    one_machine: bool
+    """All ranks of the job are on this machine."""
+
+    job: str
+    """Equal for the hosts of one start of a job on this machine, and for no others."""
+
+    restarts_before: int
+    """Restarts by the launcher (``TORCHELASTIC_RESTART_COUNT``)."""
+
+    launched: bool
+    """By torchrun: the host ends when its parent does."""
+
+    has_store: bool
+    """The trainers meet in a store (``MASTER_PORT``)."""
+
+    error_file: str
+    """Where torch's `record` writes the error of a trainer; "" if nowhere."""
+
+    max_restarts: int
+    """How many failures are followed by a new epoch; an epoch that lasted ``steady_s`` begins the count
+    anew."""
+
+    steady_s: float
+
+    stop_s: float
+    """How long a trainer that shall end may park, before SIGKILL."""
+
+    may_fork: bool
+    """Trainers are forked from a zygote, unless the script is no place for that."""
+
+
+def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOptions:
+    """The options of this process.
+
+    Args:
+        words: its command line without the interpreter's part.
+    Raises:
+        UsageError: something is missing, unknown or out of range.
+    """
+    left, may_fork = list(words), True
+    max_restarts = _integer(environ, "CKPTD_HOST_MAX_RESTARTS", 5)
+    while left and left[0].startswith("--"):
+        option = left.pop(0)
+        if option == "--":
+            break
+        if option == "--no-fork":
+            may_fork = False
+        elif option == "--max-restarts" and left and left[0].isdecimal():
+            max_restarts = int(left.pop(0))
+        else:
+            raise UsageError(f"{option}: unknown, or without a number\n{USAGE}")
+    is_module = left[:1] == ["-m"]
+    left = left[1:] if is_module else left
+    if not left:
+        raise UsageError(f"there is no script\n{USAGE}")
+    world_size = _integer(environ, "WORLD_SIZE", 1)
+    if world_size > 1 and not environ.get("RANK"):
+        raise UsageError("WORLD_SIZE is set and RANK is not; with srun: RANK=$SLURM_PROCID")
+    rank = _integer(environ, "RANK", 0)
+    if rank >= world_size:
+        raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+    return HostOptions(
+        script=Script(left[0], is_module, tuple(left[1:]), interpreter_flags(sys.orig_argv)),
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(environ, "LOCAL_RANK", rank),
+        one_machine=_on_one_machine(environ, world_size),
+        job=_job_key(environ),
+        restarts_before=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        launched="TORCHELASTIC_RUN_ID" in environ,
+        has_store=bool(environ.get("MASTER_PORT")),
+        error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
+        max_restarts=max_restarts,
+        steady_s=_integer(environ, "CKPTD_HOST_STEADY_S", 300),
+        stop_s=_integer(environ, "CKPTD_HOST_STOP_S", 30),
+        may_fork=may_fork,
+    )
+
+
+def interpreter_flags(command: Sequence[str]) -> tuple[str, ...]:
+    """The interpreter's own options in the command of this process, such as ``-u``."""
+    for index, word in enumerate(command):
+        if word == f"-m{_MODULE}" or list(command[index : index + 2]) == ["-m", _MODULE]:
+            return tuple(command[1:index])
+    return ()
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise UsageError(f"{name}={text!r} is not a number from 0 on")
+    return int(text)
+
+
+def _on_one_machine(environ: Mapping[str, str], world_size: int) -> bool:
+    for nodes in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+        if environ.get(nodes):
+            return environ[nodes] == "1"
+    return world_size == 1 or environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+
+
+def _job_key(environ: Mapping[str, str]) -> str:
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    parts = [environ.get(name, "") for name in (*names, *slurm)]
+    if "TORCHELASTIC_RUN_ID" in environ:
+        parts.append(f"{os.getppid()}")  # the agent: another torchrun is another job
+    return f"{zlib.crc32(chr(0).join(parts).encode()):08x}-{environ.get('MASTER_PORT', '0')}"

@@ -1,0 +1,242 @@
+"""Which modules a zygote imports ahead of a script, and whether what it has imported may be used.
+
+A trainer's `ImportRecorder` writes down what the script imports. A zygote imports the same modules in the
+same order, except the script and the modules of its folder, which often do things when they are imported
+(they read the time, open files, parse options).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import random
+import re
+import sys
+import sysconfig
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from ckptd.host.script_main import Script, own_folder
+from ckptd.private_files import replace_private_file
+
+__all__ = [
+    "FIRST_MODULES",
+    "ImportRecorder",
+    "SourceFiles",
+    "environment_set_by",
+    "generator_marks",
+    "import_ahead",
+    "names_in",
+    "read_record",
+    "write_record",
+]
+
+# What every trainer needs, where no script has told more yet.
+FIRST_MODULES = ("torch", "torch.distributed", "numpy", "numpy.random")
+_NAMES_MAX = 20_000
+_RECORD_BYTES_MAX = 4 << 20
+_PENDING_MAX = 256
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_NEVER = ("__main__", "ckptd.host")
+
+
+class ImportRecorder:
+    """The first finder of a trainer: finds nothing, and writes the names of modules that were imported.
+
+    A name is written when a later search shows that it was imported, and not only looked for: libraries
+    look for many optional ones. Once all is imported, it is never called.
+
+    Args:
+        fd: a file, to which lines are appended.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._pid = fd, os.getpid()
+        self._pending: list[str] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Part of the import system."""
+        if os.getpid() == self._pid:  # and no worker that was forked
+            self.flush()
+            self._pending.append(name)
+        return None
+
+    def flush(self) -> None:
+        """Write the names of those that are imported by now."""
+        imported = [name for name in self._pending if name in sys.modules]
+        self._pending = [name for name in self._pending if name not in sys.modules][-_PENDING_MAX:]
+        if imported:
+            try:
+                os.write(self._fd, "".join(f"{name}\n" for name in imported).encode())
+            except OSError:
+                self._pid = -1  # the script has closed what is not its own: the record ends here
+
+
+def names_in(data: bytes) -> list[str]:
+    """The names in what a recorder wrote; a line that a SIGKILL tore is left out."""
+    lines = data.decode("utf-8", errors="replace").split("\n")[:-1]
+    return [name for name in dict.fromkeys(lines) if _usable(name)][:_NAMES_MAX]
+
+
+def _usable(name: object) -> bool:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return False
+    return not any(name == each or name.startswith(f"{each}.") for each in _NEVER)
+
+
+def read_record(path: Path) -> tuple[list[str], str]:
+    """What a script's earlier trainers imported, and why it must not be imported ahead ("" if it may be).
+    Nothing, if there is no record that can be used.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(fd, "rb") as file:
+            if os.fstat(fd).st_uid != os.getuid():
+                return [], ""
+            found = json.loads(file.read(_RECORD_BYTES_MAX))
+        names, unfit = found["modules"], found["unfit"]
+        return [name for name in names if _usable(name)][:_NAMES_MAX], str(unfit)
+    except (OSError, ValueError, KeyError, TypeError):
+        return [], ""
+
+
+def write_record(path: Path, names: Sequence[str], unfit: str) -> None:
+    """Keep them for the next start of the same script.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({"modules": list(names), "unfit": unfit})
+    replace_private_file(path, text.encode(), synced=False)
+
+
+def import_ahead(names: Sequence[str], script: Script) -> list[str]:
+    """Import those that are not the script's own; returns those that could not be imported."""
+    own = own_folder(script)
+    failed = []
+    for name in names:
+        root = name.partition(".")[0]
+        if name in sys.modules or _belongs(root, own) or name == script.target:
+            continue
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit):  # noqa: BLE001 - of any code; the trainer meets it, too
+            failed.append(name)
+    return failed
+
+
+def _belongs(root: str, own: str) -> bool:
+    """Whether a top-level module is the script's own. ckptd is not, wherever it is installed."""
+    if not own or root == "ckptd":
+        return False
+    module = sys.modules.get(root)
+    try:
+        spec = module.__spec__ if module is not None else importlib.util.find_spec(root)
+    except (ImportError, ValueError):
+        return True
+    if spec is None:
+        return False
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
+    return any(_below(os.path.realpath(place or ""), own) for place in places)
+
+
+def _below(path: str, folder: str) -> bool:
+    """Whether a file is below a folder or contains it, and was not installed there by a package manager."""
+    libraries = {
+        os.path.realpath(each) for each in map(sysconfig.get_path, ("stdlib", "purelib", "platlib")) if each
+    }
+    if any(path.startswith(f"{library}/") for library in libraries) or "/site-packages/" in path:
+        return False
+    return f"{path}/".startswith(f"{folder}/") or f"{folder}/".startswith(f"{path}/")
+
+
+class SourceFiles:
+    """The files of imported modules as they were when they were imported."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def note(self) -> None:
+        """Note the files of modules that are new in `sys.modules`."""
+        for module in list(sys.modules.values()):
+            path = getattr(module, "__file__", None)
+            if isinstance(path, str) and path not in self._seen and (mark := _file_mark(path)):
+                self._seen[path] = mark
+
+    def changed(self) -> str:
+        """A file that is another one now, or ""."""
+        return next((path for path, mark in self._seen.items() if _file_mark(path) != mark), "")
+
+
+def _file_mark(path: str) -> tuple[int, int] | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_size
+
+
+def environment_set_by(path: str) -> list[str]:
+    """Variables that a script sets before its last import at module level: what it imports may read them.
+
+    Found in its text: ``os.environ[...] = ...``, ``os.environ.setdefault(...)``, ``.update``, ``os.putenv``.
+    """
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []  # for the interpreter to report
+    imports = [node.lineno for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    found: list[str] = []
+    for top in tree.body:
+        if isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue  # runs when it is called: after the imports, as a rule
+        if top.lineno < max(imports, default=0):
+            found += filter(None, map(_environment_set, ast.walk(top)))
+    return found
+
+
+def _environment_set(node: ast.AST) -> str:
+    """The variable that a statement sets; "a variable" if its name is not a constant."""
+    key: ast.AST | None = None
+    if (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Store | ast.Del)
+        and _is_environ(node.value)
+    ):
+        key = node.slice
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        changes = node.func.attr in ("setdefault", "update", "pop", "clear") and _is_environ(node.func.value)
+        if not changes and node.func.attr not in ("putenv", "unsetenv"):
+            return ""
+        key = node.args[0] if node.args else node
+    if key is None:
+        return ""
+    return str(key.value) if isinstance(key, ast.Constant) else "a variable"
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute | ast.Name)
+        and getattr(node, "attr", getattr(node, "id", "")) == "environ"
+    )
+
+
+def generator_marks() -> dict[str, int]:
+    """A hash of the state of each global generator that a script may seed or draw from. Those of libraries
+    that are not imported are left out.
+    """
+    marks = {"random": hash(random.getstate())}
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and "numpy.random" in sys.modules:
+        state = numpy.random.get_state(legacy=False)["state"]
+        marks["numpy"] = hash((state["key"].tobytes(), state["pos"]))
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        marks["torch"] = hash(torch.get_rng_state().numpy().tobytes())
+    return marks

@@ -1,0 +1,169 @@
+"""Processes as Linux has them: started, ended, and inherited from those that died.
+
+A parent's death signal (`die_with_parent`) belongs to the *thread* that is the parent, and the signal is also
+sent when an intermediate parent dies. So it is set after a process has got its last parent, that parent has
+one thread, and the caller compares the parent's number afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "HostProcess",
+    "adopt_orphans",
+    "die_as",
+    "die_with_parent",
+    "end_group",
+    "has_terminal",
+    "name_process",
+    "outlive_parent",
+    "send",
+    "spawn",
+    "status_text",
+]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_CANNOT_EXECUTE = 127
+# Python ignores these from its start on, and a program must not inherit that.
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class HostProcess:
+    """A child of the host, which alone waits for it: until then its number is no other process's.
+
+    Attributes:
+        leads: it leads a session of its own, so its number is that of a process group.
+    """
+
+    pid: int
+    leads: bool
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if _libc.prctl(ctypes.c_int(option), argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parents die, instead of the init process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Get SIGKILL when the parent dies; the process ends here if it has another parent already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """The name that `ps` and `top` show beside the command line; 15 characters at most."""
+    _prctl(_PR_SET_NAME, os.fsencode(name))
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], *, own_session: bool, keep: Sequence[int] = ()
+) -> HostProcess:
+    """Start a program that dies with this process.
+
+    Args:
+        keep: descriptors that it inherits beside those that are inheritable anyway.
+    Raises:
+        OSError: no process could be made. A program that cannot be executed ends with exit code 127.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if own_session:
+                os.setsid()
+            die_with_parent(parent)
+            for number in _IGNORED_BY_PYTHON:
+                signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            for fd in keep:
+                os.set_inheritable(fd, True)
+            os.execve(command[0], list(command), dict(environment))
+        except OSError as error:
+            sys.stderr.write(f"ckptd.host: cannot start {command[0]}: {error}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(_CANNOT_EXECUTE)
+    return HostProcess(pid, own_session)
+
+
+def send(process: HostProcess, number: int, *, group: bool = False) -> None:
+    """Send a signal to a process that has not been waited for; with ``group``, to its process group if it
+    leads one.
+    """
+    try:
+        if group and process.leads:
+            os.killpg(process.pid, number)
+            return
+    except ProcessLookupError:
+        pass  # it has only just begun, and leads no group yet
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def end_group(leader: int) -> None:
+    """SIGKILL what is left of a process group whose leader may be dead."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def status_text(status: int) -> str:
+    """A wait status in words."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def die_as(status: int) -> int:
+    """End this process as another ended: by the same signal; returns the exit code otherwise.
+
+    The init process of a container cannot die of its own signal: it exits as a shell would.
+    """
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return code
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the trainer has left its own
+    sys.stderr.flush()
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+    os.kill(os.getpid(), -code)
+    return 128 - code

@@ -1,0 +1,574 @@
+"""The host of one rank: starts its trainer, waits for it, and starts the next one when the job begins anew.
+
+One thread, one loop, no polling: it sleeps until a child ends, a signal arrives, or the zygote, the
+coordinator or another host has said something. What follows from an event is in `ckptd.host.epochs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ckptd.config.runtime_dir import (
+    UnusableFolder,
+    builtin_runtime_dir,
+    default_runtime_dir,
+    private_folder,
+)
+from ckptd.host.coordinator import Coordinator
+from ckptd.host.epochs import HostEvent, HostLife, HostState
+from ckptd.host.host_links import Link, LinkError, connect, remove_dead_sockets
+from ckptd.host.host_options import HostOptions
+from ckptd.host.preload import environment_set_by, names_in, read_record, write_record
+from ckptd.host.process_control import (
+    HostProcess,
+    adopt_orphans,
+    end_group,
+    has_terminal,
+    name_process,
+    send,
+    spawn,
+    status_text,
+)
+from ckptd.host.script_main import script_file
+from ckptd.host.zygote import WITNESSED
+from ckptd.host.zygote_link import ZygoteLink
+
+__all__ = ["TrainerHost", "record_name"]
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+_ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
+_JOIN_S = 120.0
+_JOIN_AGAIN_S = 0.02
+# A signal to a whole process group or cgroup reaches the zygote within this time, if it does.
+_WITNESS_S = 0.1
+_ANSWER_S = 1.0
+# A zygote that imports longer than this hangs.
+_IMPORT_S = 300.0
+# When it is read what a trainer has imported: most of it is imported at the start.
+_RECORD_AFTER_S = (4.0, 20.0, 90.0)
+_ZYGOTES_MAX = 8  # that died or became old; then trainers are started plainly
+_IMPORTS_MAX_BYTES = 4 << 20
+
+
+class TrainerHost:
+    """One host. `run` returns when it is over.
+
+    Raises:
+        UnusableFolder: the runtime folder cannot be used.
+        OSError: a socket cannot be made in it.
+    """
+
+    def __init__(self, options: HostOptions) -> None:
+        self._options = options
+        self._life = HostLife()
+        self._folder = _hosts_folder()
+        self._own_session = os.getsid(0) == os.getpid() and not has_terminal()
+        self._selector = selectors.DefaultSelector()
+        self._timers: dict[Callable[[], None], float] = {}
+        self._trainer: HostProcess | None = None
+        self._status: int | None = None  # of the last trainer
+        self._environment: dict[str, str] = {}
+        self._deferred: deque[Message] = deque()
+        self._coordinator: Coordinator | None = None
+        if options.rank == 0:
+            remove_dead_sockets(self._folder)
+            self._coordinator = Coordinator(options, self._folder, self._obey)
+        self._link: Link | None = None
+        self._unsent: list[Message] = []
+        self._zygote: ZygoteLink | None = None
+        self._zygotes = 0
+        self._script_file = script_file(options.script)
+        self._record = self._folder / record_name(self._script_file, os.getcwd())
+        self._imports = os.memfd_create("imports")
+        self._imported = 0
+        self._looks = list(_RECORD_AFTER_S)
+        self._plain_because = "" if options.may_fork else "--no-fork"
+        self._everything, self._unfit = True, ""
+        self._unclaimed: dict[int, int] = {}  # children that ended while a trainer was being forked
+        self._signals: list[int] = []
+        self._ended_by: int | None = None  # a signal
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Host the rank until the job is over here; the wait status with which this process shall end."""
+        self._set_up()
+        try:
+            self._prepare()
+            while self._life.state is not HostState.OVER:
+                self._advance()
+                for key, _ in self._selector.select(self._wait_s()):
+                    if key in self._selector.get_map().values():  # nothing before has closed it
+                        key.data()
+                self._run_timers()
+        finally:
+            self._tear_down()
+        if self._status is None:
+            return int(self._ended_by or 1 << 8)
+        return self._status
+
+    def _set_up(self) -> None:
+        name_process("ckptd-host")
+        adopt_orphans()
+        self._wake, writer = socket.socketpair()
+        for end in (self._wake, writer):
+            end.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._writer = writer
+        for number in (signal.SIGCHLD, *WITNESSED):
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _note)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        if self._options.launched:
+            agent = os.getppid()
+            self._agent = os.pidfd_open(agent)
+            self._selector.register(self._agent, selectors.EVENT_READ, self._on_agent)
+            if os.getppid() != agent:
+                self._on_agent()
+
+    def _prepare(self) -> None:
+        if self._coordinator is not None:
+            if (listener := self._coordinator.listener) is not None:
+                self._selector.register(listener, selectors.EVENT_READ, self._on_connect)
+        else:
+            self._join_until = time.monotonic() + _JOIN_S
+            self._join()
+        self._choose_modules()
+        self._new_zygote()
+
+    def _wait_s(self) -> float | None:
+        if not self._timers:
+            return None
+        return max(0.0, min(self._timers.values()) - time.monotonic())
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        for act in [act for act, at in self._timers.items() if at <= now]:
+            if self._timers.pop(act, None) is not None:
+                act()
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        self._timers[act] = time.monotonic() + seconds
+
+    def _tear_down(self) -> None:
+        if self._zygote is not None:
+            self._drop_zygote()
+        self._keep_imports()
+        if self._trainer is not None:  # an error of ours
+            send(self._trainer, signal.SIGKILL, group=True)
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    # -- what happens to this process -------------------------------------------------------------
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in self._wake.recv(4096):
+                if number != signal.SIGCHLD:
+                    self._on_signal(number)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Wait for every child that has ended: the trainer, the zygote, and orphans of either."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self._trainer is not None and pid == self._trainer.pid:
+                self._on_trainer_end(self._trainer, status)
+            elif self._zygote is not None and pid == self._zygote.process.pid:
+                self._zygote.reaped = status_text(status)  # its socket may still have an answer
+            elif self._zygote is not None and self._zygote.forking:
+                self._unclaimed[pid] = status
+
+    def _on_agent(self) -> None:
+        self._selector.unregister(self._agent)
+        logger.warning("rank %d: torchrun has died; the trainer ends", self._options.rank)
+        self._leave("torchrun has died", signal.SIGTERM)
+        self._pass_on([signal.SIGTERM])
+        self._after(self._options.stop_s, self._kill_trainer)
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if number in _ENDING:
+            logger.info("rank %d: %s: the trainer ends, and no other begins", self._options.rank, name)
+            self._leave(f"its host got {name}", number)
+        self._signals.append(number)
+        self._after(_WITNESS_S, self._question_zygote)
+
+    def _leave(self, why: str, number: int) -> None:
+        """There is no further epoch here."""
+        self._ended_by = number
+        self._tell({"told": "leaving", "why": why})
+        self._obey({"order": "abandon", "because": why})
+
+    def _question_zygote(self) -> None:
+        """Did the signals reach every process of the job? Then the trainer has them already."""
+        if self._zygote is not None and self._zygote.ready:
+            self._zygote.ask_for_signals()
+            self._after(_ANSWER_S, self._forward)
+        else:
+            self._forward()
+
+    def _forward(self) -> None:
+        self._pass_on(self._signals)
+        self._signals.clear()
+
+    def _pass_on(self, numbers: list[int]) -> None:
+        if self._trainer is not None:
+            for number in numbers:
+                send(self._trainer, number, group=True)
+
+    # -- other hosts ------------------------------------------------------------------------------
+
+    def _on_connect(self) -> None:
+        assert self._coordinator is not None
+        link = self._coordinator.admit()
+        if link is not None:
+            self._selector.register(link, selectors.EVENT_READ, lambda: self._on_member(link))
+
+    def _on_member(self, link: Link) -> None:
+        assert self._coordinator is not None
+        if not self._coordinator.hear(link):
+            self._selector.unregister(link)
+
+    def _join(self) -> None:
+        try:
+            link = connect(self._folder, f"{self._options.job}.sock")
+        except LinkError as error:
+            self._obey({"order": "abandon", "because": f"no connection to the host of rank 0: {error}"})
+            return
+        if link is None:
+            if time.monotonic() < self._join_until:
+                self._after(_JOIN_AGAIN_S, self._join)
+            else:
+                self._obey({"order": "abandon", "because": "the host of rank 0 did not appear"})
+            return
+        self._link = link
+        self._selector.register(link, selectors.EVENT_READ, self._on_coordinator)
+        self._tell({"rank": self._options.rank, "world_size": self._options.world_size})
+        for message in self._unsent:
+            self._tell(message)
+        self._unsent.clear()
+
+    def _on_coordinator(self) -> None:
+        assert self._link is not None
+        try:
+            for message in self._link.receive():
+                self._obey(message)
+        except LinkError as error:
+            self._selector.unregister(self._link)
+            self._link.close()
+            self._link = None
+            self._timers.pop(self._join, None)
+            self._obey({"order": "abandon", "because": f"the host of rank 0 has gone ({error})"})
+
+    def _tell(self, message: Message) -> None:
+        """Tell the coordinator; what cannot be sent yet is sent after joining."""
+        if self._coordinator is not None:
+            self._coordinator.report(0, message)
+        elif self._link is None:
+            self._unsent.append(message)
+        else:
+            with contextlib.suppress(LinkError):  # seen when it is read
+                self._link.send(message)
+
+    def _obey(self, message: Message) -> None:
+        """An order of the coordinator. While a trainer is being forked it waits: that takes milliseconds."""
+        if self._zygote is not None and self._zygote.forking:
+            self._deferred.append(message)
+            return
+        rank, state = self._options.rank, self._life.state
+        if message["order"] == "release":
+            if state is HostState.COMPLETED:
+                self._life.handle(HostEvent.RELEASE)
+        elif message["order"] == "abandon":
+            if state not in (HostState.ALONE, HostState.OVER) and self._ended_by is None:
+                logger.warning("rank %d: no further restart here: %s", rank, message["because"])
+            self._life.handle(HostEvent.ABANDON)
+        else:
+            self._begin(
+                int(message["epoch"]), int(message["port"]), bool(message["served"]), message["because"]
+            )
+
+    def _begin(self, epoch: int, port: int, served: bool, because: str) -> None:
+        before = self._life.epoch
+        self._life.begin(epoch)
+        if self._life.epoch == before:
+            return
+        logger.warning("rank %d: epoch %d begins: %s", self._options.rank, epoch, because)
+        self._environment = {"TORCHELASTIC_RESTART_COUNT": str(self._options.restarts_before + epoch)}
+        if port:
+            self._environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(served)}
+        if self._trainer is not None and self._kill_trainer not in self._timers:
+            # Once only: a second SIGTERM would cut its parking short.
+            send(self._trainer, signal.SIGTERM)
+            self._after(self._options.stop_s, self._kill_trainer)
+
+    # -- the trainer ------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Start a trainer if one is missing and can be started."""
+        if self._life.state is not HostState.STARTING or self._trainer is not None:
+            return
+        if self._zygote is None:
+            self._start_plainly()
+        elif self._zygote.ready and not self._zygote.forking:
+            self._forget_error()
+            self._zygote.fork(self._environment, self._imports)
+
+    def _start_plainly(self) -> None:
+        self._forget_error()
+        command = self._options.script.command
+        self._started(
+            spawn(command, {**os.environ, **self._environment}, own_session=self._own_session), "started"
+        )
+
+    def _forget_error(self) -> None:
+        """The error that `record` has written is that of an earlier trainer."""
+        if self._options.error_file and self._life.epoch:
+            with contextlib.suppress(OSError):
+                os.unlink(self._options.error_file)
+
+    def _started(self, trainer: HostProcess, how: str) -> None:
+        self._trainer = trainer
+        self._life.handle(HostEvent.START)
+        logger.info(
+            "rank %d: epoch %d: trainer %d %s", self._options.rank, self._life.epoch, trainer.pid, how
+        )
+        self._tell({"told": "started", "epoch": self._life.epoch})
+        if self._looks and how == "forked":
+            self._after(self._looks[0], self._look_at_imports)
+        while self._deferred:
+            self._obey(self._deferred.popleft())
+        status = self._unclaimed.pop(trainer.pid, None)
+        self._unclaimed.clear()
+        if status is not None:
+            self._on_trainer_end(trainer, status)
+
+    def _on_trainer_end(self, trainer: HostProcess, status: int) -> None:
+        self._trainer, self._status = None, status
+        self._timers.pop(self._kill_trainer, None)
+        state, epoch = self._life.state, self._life.epoch
+        failed = os.waitstatus_to_exitcode(status) != 0
+        if failed and trainer.leads:
+            end_group(trainer.pid)  # workers of its data loaders, which hold memory and devices
+        if self._zygote is not None:
+            self._zygote.forget_group()
+        self._life.handle(HostEvent.FAIL if failed else HostEvent.COMPLETE)
+        if state is HostState.RUNNING:
+            why = status_text(status)
+            if failed:
+                logger.warning("rank %d: trainer %d has failed: %s", self._options.rank, trainer.pid, why)
+            self._tell({"told": "failed" if failed else "completed", "epoch": epoch, "why": why})
+
+    def _kill_trainer(self) -> None:
+        if self._trainer is not None:
+            logger.warning(
+                "rank %d: trainer %d has not ended within %g s: SIGKILL",
+                self._options.rank,
+                self._trainer.pid,
+                self._options.stop_s,
+            )
+            send(self._trainer, signal.SIGKILL, group=True)
+
+    # -- the zygote -------------------------------------------------------------------------------
+
+    def _choose_modules(self) -> None:
+        _, self._unfit = read_record(self._record)
+        self._everything = not self._unfit
+        if self._unfit:
+            logger.info("rank %d: only torch is imported ahead: %s", self._options.rank, self._unfit)
+        if set_early := environment_set_by(self._script_file):
+            self._plain_because = (
+                f"{self._script_file} sets {', '.join(set_early)} and imports afterwards; set it in the "
+                "environment of the job instead"
+            )
+
+    def _new_zygote(self) -> None:
+        if self._zygotes >= _ZYGOTES_MAX:
+            self._plain_because = self._plain_because or f"{self._zygotes} zygotes have ended"
+        if self._plain_because:
+            self._plainly_from_now_on()
+            return
+        self._zygotes += 1
+        try:
+            self._zygote = ZygoteLink(
+                self._options.script,
+                self._record if self._everything else None,
+                own_session=self._own_session,
+            )
+        except OSError as error:
+            self._plain_because = f"no zygote could be started: {error}"
+            self._plainly_from_now_on()
+            return
+        self._selector.register(self._zygote, selectors.EVENT_READ, self._on_zygote)
+        self._after(_IMPORT_S, self._zygote_hangs)
+
+    def _plainly_from_now_on(self) -> None:
+        logger.warning(
+            "rank %d: trainers are started plainly, not forked: %s", self._options.rank, self._plain_because
+        )
+        self._need_stores()
+
+    def _need_stores(self) -> None:
+        """Have a server of stores forked, if the coordinator needs one; tell it if there will be none."""
+        if self._coordinator is None or not self._coordinator.needs_server:
+            return
+        if self._zygote is None:
+            self._coordinator.use_server(None)
+        elif self._zygote.ready:  # else it is asked when it is
+            stores = self._zygote.fork_store()
+            self._selector.register(stores, selectors.EVENT_READ, lambda: self._on_stores(stores))
+            self._coordinator.use_server(stores)
+
+    def _on_zygote(self) -> None:
+        assert self._zygote is not None
+        answer = self._zygote.receive()
+        if answer is None:
+            self._replace_zygote(f"the last one has ended ({self._zygote.reaped or 'no status yet'})")
+        elif "ready" in answer:
+            self._timers.pop(self._zygote_hangs, None)
+            logger.info(
+                "rank %d: a zygote has %d modules after %.1f s",
+                self._options.rank,
+                answer["modules"],
+                answer["took_s"],
+            )
+            self._need_stores()
+        elif "forked" in answer:
+            self._started(HostProcess(answer["forked"], self._own_session), "forked")
+        elif "signals" in answer:
+            self._timers.pop(self._forward, None)
+            self._signals = [number for number in self._signals if number not in answer["signals"]]
+            self._forward()
+        elif "unfit" in answer:
+            self._on_unfit(answer["unfit"])
+        elif "stale" in answer:
+            self._replace_zygote(f"{answer['stale']} has changed")
+        elif "failed" in answer:
+            self._plain_because = f"no trainer could be forked: {answer['failed']}"
+            self._replace_zygote(self._plain_because)
+
+    def _on_stores(self, stores: Any) -> None:
+        assert self._coordinator is not None
+        self._selector.unregister(stores)
+        if self._coordinator.hear_stores():
+            self._selector.register(stores, selectors.EVENT_READ, lambda: self._on_stores(stores))
+        else:
+            logger.info("rank %d: the server of stores has ended; another is needed", self._options.rank)
+            self._need_stores()
+
+    def _on_unfit(self, reason: str) -> None:
+        """With everything imported it must not be forked; with torch alone it may be; else plainly."""
+        if self._everything and (self._imported or read_record(self._record)[0]):
+            self._unfit, self._imported, self._looks = reason, 0, []
+            self._save_record([])
+            self._everything = False
+        else:
+            self._plain_because = reason
+        self._replace_zygote(reason)
+
+    def _zygote_hangs(self) -> None:
+        self._everything, self._looks = False, []
+        self._replace_zygote(f"it has imported for {_IMPORT_S:g} s")
+
+    def _replace_zygote(self, reason: str) -> None:
+        logger.info("rank %d: a new zygote is needed: %s", self._options.rank, reason)
+        self._drop_zygote()
+        self._new_zygote()
+        while self._deferred:
+            self._obey(self._deferred.popleft())
+
+    def _drop_zygote(self) -> None:
+        assert self._zygote is not None
+        self._timers.pop(self._zygote_hangs, None)
+        self._selector.unregister(self._zygote)
+        self._zygote.end()
+        self._zygote = None
+
+    # -- what the trainer imports -----------------------------------------------------------------
+
+    def _look_at_imports(self) -> None:
+        """Let the zygote import what the trainer has imported since its start."""
+        if self._looks:
+            self._looks.pop(0)
+        if self._looks:
+            self._after(self._looks[0], self._look_at_imports)
+        size = os.fstat(self._imports).st_size
+        if size > self._imported and self._zygote is not None and self._zygote.ready and not self._unfit:
+            self._imported = size
+            self._keep_imports()
+            self._zygote.import_more(self._imports)
+            self._after(_IMPORT_S, self._zygote_hangs)
+
+    def _keep_imports(self) -> None:
+        """Write the record for the next start; one host of a machine does."""
+        if self._unfit or self._options.local_rank:
+            return
+        known, _ = read_record(self._record)
+        now = names_in(os.pread(self._imports, _IMPORTS_MAX_BYTES, 0))
+        if not set(now) <= set(known):
+            self._save_record(list(dict.fromkeys([*known, *now])))
+
+    def _save_record(self, names: list[str]) -> None:
+        try:
+            write_record(self._record, names, self._unfit)
+            for other in self._folder.glob(f"{self._record.name.split('-')[0]}-*.imports"):
+                if other != self._record:  # of the script as it was before
+                    other.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("rank %d: %s cannot be written: %s", self._options.rank, self._record, error)
+
+
+def _hosts_folder() -> Path:
+    """A private folder: in that of the daemon, or in this user's if the daemon runs as another.
+
+    Raises:
+        UnusableFolder: there is none.
+    """
+    usual, own = default_runtime_dir(), builtin_runtime_dir(os.environ)
+    try:
+        folder = private_folder(usual, "runtime folder")
+    except UnusableFolder:
+        if own == usual:
+            raise
+        folder = private_folder(own, "runtime folder")
+    return private_folder(str(folder / "host"), "folder of the hosts")
+
+
+def record_name(script: str, folder: str) -> str:
+    """The file that keeps what a script imports; another one if the script is changed.
+
+    Args:
+        folder: in which it is started.
+    """
+    try:
+        info = os.stat(script)
+        mark = f"{info.st_mtime_ns}-{info.st_size}"
+    except OSError:
+        mark = "none"
+    return f"{zlib.crc32(f'{script} {sys.executable} {folder}'.encode()):08x}-{mark}.imports"
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """The wakeup descriptor has it already."""

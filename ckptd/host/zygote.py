@@ -1,0 +1,355 @@
+"""A process that has imported what a script needs, and from which the host has trainers forked.
+
+``python -m ckptd.host.zygote <settings> [-m] script arguments``: the host starts it and talks to it over a
+socket; each request is a JSON object in one packet, with at most one descriptor.
+
+    preload     {"do": "import"} and a file of names: import these, too
+    fork        {"do": "fork", "environment": {...}} and a file for the imports → {"forked": pid}
+    store       {"do": "store"} and a socket → {"store": pid}, see `serve_stores`
+    signals     {"do": "signals"} → {"signals": [...]}: those that have reached the zygote since
+    ended       {"do": "ended"}: the trainer's process group is no more
+
+After each import the zygote says ``{"ready": true}``, or ``{"unfit": reason}`` and exits: a fork has only the
+thread that forked, and shares sockets, devices and the state of generators with its parent.
+
+A trainer is forked twice, so that its parent is the host, which waits for it. It begins when the zygote lets
+it, and by then the zygote knows that the intermediate process is gone: only then may the trainer ask for a
+signal when its parent dies. When the host dies, the zygote ends the trainer's process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ckptd.host.preload import (
+    FIRST_MODULES,
+    ImportRecorder,
+    SourceFiles,
+    generator_marks,
+    import_ahead,
+    names_in,
+    read_record,
+)
+from ckptd.host.process_control import die_with_parent, end_group, name_process, outlive_parent
+from ckptd.host.script_main import Script, run_script, set_up_path
+
+__all__ = ["WITNESSED", "Zygote", "main", "serve_stores", "unfit_because"]
+
+# Signals that the host passes on, unless they reached all processes of the job: then the zygote has them too.
+WITNESSED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_PACKET_MAX = 64 << 10
+_NAMES_BYTES_MAX = 4 << 20
+_STORES_KEPT = 3  # of the epoch before, of this one, of the next one
+_HARMLESS_DEVICES = {"/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"}
+
+
+def unfit_because(given: frozenset[int]) -> str:
+    """Why this process must not be forked, or "".
+
+    Args:
+        given: descriptors that it had before it imported anything.
+    """
+    if threads := _threads_after_a_fork():
+        return f"what it imports starts threads ({threads})"
+    if children := _children():
+        return f"what it imports starts processes ({children})"
+    for fd in _open_descriptors() - given:
+        if what := _not_to_be_shared(fd):
+            return f"what it imports opens {what}"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "what it imports initializes CUDA"
+    return ""
+
+
+def _threads_after_a_fork() -> int:
+    """The number of threads that a fork would lose. OpenBLAS has some, and ends them before each fork."""
+    if len(os.listdir("/proc/self/task")) == 1:
+        return 0
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return len(os.listdir("/proc/self/task")) - 1
+
+
+def _children() -> int:
+    """How many there are; 0 if the kernel does not tell."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return len(file.read().split())
+    except OSError:
+        return 0
+
+
+def _open_descriptors() -> frozenset[int]:
+    found = frozenset(map(int, os.listdir("/proc/self/fd")))
+    return frozenset(
+        fd for fd in found if os.path.exists(f"/proc/self/fd/{fd}")
+    )  # without that of the listing
+
+
+def _not_to_be_shared(fd: int) -> str:
+    """What an open file is, if a parent and a child must not both have it; or ""."""
+    try:
+        mode, name = os.fstat(fd).st_mode, os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""  # closed meanwhile
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or name in _HARMLESS_DEVICES:
+        return ""
+    return f"a socket ({name})" if stat.S_ISSOCK(mode) else name
+
+
+class Zygote:
+    """The zygote's side of the conversation with its host.
+
+    Args:
+        control: the socket to the host.
+        host: the process id of the host.
+        own_session: trainers lead sessions of their own, and the zygote leads one, so that a signal to the
+            host's process group does not reach them.
+    """
+
+    def __init__(self, script: Script, control: socket.socket, *, host: int, own_session: bool) -> None:
+        self._script, self._control, self._host, self._own_session = script, control, host, own_session
+        self._given = _open_descriptors()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WITNESSED)
+        self._sources = SourceFiles()
+        self._group: int | None = None
+        self._marks: dict[str, int] = {}
+        self._name = _own_name()
+        name_process("ckptd-zygote")
+
+    def preload(self, names: Sequence[str]) -> None:
+        """Import these, and tell the host whether the process may be forked."""
+        begun = time.monotonic()
+        die_with_parent(self._host)  # an import may hang, and then nobody reads the socket
+        if not self._marks:
+            import_ahead([name for name in FIRST_MODULES if name in names], self._script)
+            self._marks = generator_marks()
+        import_ahead(names, self._script)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # a fork would print it again
+        self._sources.note()
+        reason = unfit_because(self._given)
+        now = generator_marks()
+        if moved := [name for name, mark in self._marks.items() if now.get(name) != mark]:
+            reason = (
+                reason or f"what it imports draws from the generator of {' and '.join(moved)}, or seeds it"
+            )
+        if reason:
+            self._tell({"unfit": reason})
+            os._exit(0)
+        gc.collect()
+        gc.freeze()  # the collector of a fork then writes to none of the shared pages
+        outlive_parent()
+        self._tell({"ready": True, "modules": len(sys.modules), "took_s": time.monotonic() - begun})
+
+    def serve(self) -> None:
+        """Do what the host asks for; returns in a trainer only."""
+        while True:
+            packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_MAX, 1)
+            if not packet:
+                self._host_is_gone()
+            request: dict[str, Any] = json.loads(packet)
+            try:
+                if self._answer(request, fds):
+                    return
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _answer(self, request: dict[str, Any], fds: list[int]) -> bool:
+        """Returns whether this process is a trainer."""
+        match request["do"]:
+            case "import":
+                self.preload(names_in(os.pread(fds[0], _NAMES_BYTES_MAX, 0)))
+            case "fork":
+                return self._fork_trainer(request["environment"], fds[0])
+            case "store":
+                self._fork_store(fds[0])
+            case "signals":
+                self._tell({"signals": self._signals()})
+            case "ended":
+                self._group = None
+        return False
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(message).encode())
+        except OSError:
+            self._host_is_gone()
+
+    def _host_is_gone(self) -> None:
+        if self._group is not None:
+            end_group(self._group)
+        os._exit(0)
+
+    def _signals(self) -> list[int]:
+        seen = signal.sigpending() & set(WITNESSED)
+        for number in seen:
+            signal.sigtimedwait({number}, 0)
+        return sorted(seen)
+
+    def _fork_trainer(self, environment: dict[str, str], imports: int) -> bool:
+        if changed := self._sources.changed():
+            self._tell({"stale": changed})
+            return False
+        try:
+            pid = self._fork("forked")
+        except OSError as error:
+            self._tell({"failed": str(error)})
+            return False
+        if pid:
+            self._group = pid if self._own_session else None
+            return False
+        name_process(self._name)
+        os.environ.update(environment)
+        recorder = ImportRecorder(os.dup(imports))
+        atexit.register(recorder.flush)
+        sys.meta_path.insert(0, recorder)
+        _seed_anew()
+        return True
+
+    def _fork_store(self, fd: int) -> None:
+        try:
+            pid = self._fork("store")
+        except OSError as error:
+            self._tell({"failed": str(error)})
+            return
+        if pid == 0:
+            name_process("ckptd-store")
+            try:
+                for number in WITNESSED:
+                    signal.signal(number, signal.SIG_IGN)  # trainers that park still need the store
+                serve_stores(socket.socket(fileno=os.dup(fd)))
+            finally:
+                os._exit(0)
+
+    def _fork(self, answer: str) -> int:
+        """A child of the host, or 0 in the child, once it may begin.
+
+        Raises:
+            OSError: there is no memory, or there are too many processes.
+        """
+        go_read, go_write = os.pipe()
+        pid_read, pid_write = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            self._fork_again(go_write, pid_read, pid_write)
+            self._begin(go_read)
+            return 0
+        os.close(pid_write)
+        os.close(go_read)
+        try:
+            with open(pid_read, "rb") as report:
+                words = report.read().split()
+            os.waitpid(middle, 0)
+            number, error = map(int, words or (0, 0))
+            if number == 0:
+                raise OSError(error, os.strerror(error))
+            self._tell({answer: number})
+            with contextlib.suppress(BrokenPipeError):  # it was killed already
+                os.write(go_write, b"1")
+        finally:
+            os.close(go_write)
+        return number
+
+    def _fork_again(self, go_write: int, pid_read: int, pid_write: int) -> None:
+        """In the intermediate process; returns in its child."""
+        try:
+            child, error = os.fork(), 0
+        except OSError as refused:
+            child, error = 0, refused.errno or 0
+            os.write(pid_write, f"0 {error}".encode())
+            os._exit(0)
+        if child:
+            os.write(pid_write, f"{child} 0".encode())
+            os._exit(0)
+        for fd in (go_write, pid_read, pid_write):
+            os.close(fd)
+
+    def _begin(self, go_read: int) -> None:
+        """In the new child: wait until the intermediate process is gone, and be as a program at its start."""
+        if os.read(go_read, 1) != b"1":
+            os.kill(os.getpid(), signal.SIGKILL)  # the zygote has died
+        os.close(go_read)
+        die_with_parent(self._host)
+        self._control.close()
+        if self._own_session:
+            os.setsid()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+
+def serve_stores(requests: socket.socket) -> None:
+    """A `TCPStore` on a port of its own for each byte that is read; writes the port, as a line. Returns when
+    the other side has gone.
+
+    Trainers are clients, as they are of torchrun's. With a store for each epoch nobody reads an address of an
+    earlier life, and rank 0 need not bind the port of its predecessor again.
+    """
+    distributed: Any = importlib.import_module("torch.distributed")
+    kept: deque[Any] = deque(maxlen=_STORES_KEPT)
+    while requests.recv(1):
+        store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        kept.append(store)
+        requests.sendall(f"{store.port}\n".encode())
+
+
+def _seed_anew() -> None:
+    """Seed the generators that a library seeds from the system when it is imported; Python's own does so by
+    itself after a fork. Those of devices begin with a constant.
+    """
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+
+
+def _own_name() -> str:
+    with open("/proc/self/comm") as file:
+        return file.read().rstrip("\n")
+
+
+def _from_words(words: Sequence[str], flags: Sequence[str]) -> Script:
+    is_module = words[0] == "-m"
+    target, *arguments = words[1:] if is_module else words
+    return Script(target, is_module, tuple(arguments), tuple(flags))
+
+
+def main() -> None:
+    """Serve the host; in a trainer, run the script."""
+    settings = json.loads(sys.argv[1])
+    script = _from_words(sys.argv[2:], settings["flags"])
+    control = socket.socket(fileno=settings["control"])
+    control.set_inheritable(False)
+    zygote = Zygote(script, control, host=settings["host"], own_session=settings["own_session"])
+    set_up_path(script)
+    names, _ = read_record(settings["record"]) if settings["record"] else ([], "")
+    zygote.preload(names or FIRST_MODULES)
+    zygote.serve()
+    run_script(script)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The host's side of its zygote: starting it, requests, answers, and a server of stores that it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptd.host.process_control import HostProcess, send, spawn
+from ckptd.host.script_main import Script
+
+__all__ = ["StoreServer", "ZygoteLink"]
+
+_PACKET_MAX = 64 << 10
+
+
+class ZygoteLink:
+    """A zygote.
+
+    Attributes:
+        process: for whoever waits for children.
+        ready: it waits for requests, and trainers may be forked from it.
+        forking: it was asked for a trainer, and has not answered yet.
+        reaped: how it ended, once it was waited for; its number may be another process's then.
+    """
+
+    def __init__(self, script: Script, record: Path | None, *, own_session: bool) -> None:
+        """Start one; it says when it is ready.
+
+        Args:
+            record: names of modules that it imports; None: what every trainer needs.
+        Raises:
+            OSError: no process could be made.
+        """
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = {
+            "control": theirs.fileno(),
+            "host": os.getpid(),
+            "own_session": own_session,
+            "record": str(record or ""),
+            "flags": script.flags,
+        }
+        command = [sys.executable, *script.flags, "-m", "ckptd.host.zygote", json.dumps(settings)]
+        with theirs:
+            self.process: HostProcess = spawn(
+                [*command, *script.words], os.environ, own_session=own_session, keep=[theirs.fileno()]
+            )
+        self._control.setblocking(False)
+        self.ready = self.forking = False
+        self.reaped = ""
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._control.fileno()
+
+    def receive(self) -> dict[str, Any] | None:
+        """An answer; None if the zygote has gone."""
+        try:
+            packet = self._control.recv(_PACKET_MAX)
+        except BlockingIOError:
+            return {}
+        except OSError:
+            packet = b""
+        if not packet:
+            self.ready = False
+            return None
+        answer: dict[str, Any] = json.loads(packet)
+        self.ready = self.ready or "ready" in answer
+        if {"forked", "failed", "stale"} & answer.keys():
+            self.forking = False
+        return answer
+
+    def fork(self, environment: Mapping[str, str], imports: int) -> None:
+        """Ask for a trainer. Answers: ``forked``, ``stale`` or ``failed``.
+
+        Args:
+            environment: what differs from this process's.
+            imports: a file in which the trainer writes down what it imports.
+        """
+        self.forking = True
+        self._ask({"do": "fork", "environment": dict(environment)}, imports)
+
+    def import_more(self, imports: int) -> None:
+        """Import what is written in the file, too. Answers: ``ready`` or ``unfit``."""
+        self.ready = False
+        self._ask({"do": "import"}, imports)
+
+    def ask_for_signals(self) -> None:
+        """Which signals have reached it? Answer: ``signals``."""
+        self._ask({"do": "signals"})
+
+    def forget_group(self) -> None:
+        """The trainer and its process group have ended."""
+        self._ask({"do": "ended"})
+
+    def fork_store(self) -> StoreServer:
+        """Ask for a server of stores."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._ask({"do": "store"}, theirs.fileno())
+        return StoreServer(ours)
+
+    def end(self) -> None:
+        """SIGKILL; its trainer goes on."""
+        self.ready = self.forking = False
+        if not self.reaped:
+            send(self.process, signal.SIGKILL)
+        self._control.close()
+
+    def _ask(self, request: Mapping[str, object], *fds: int) -> None:
+        # That it has died is seen when its answer is read.
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._control, [json.dumps(request).encode()], list(fds))
+
+
+class StoreServer:
+    """A process that makes stores for the trainers; it ends with this object, or with the host."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection, self._received = connection, b""
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._connection.fileno()
+
+    def ask(self) -> None:
+        """Make one more store."""
+        with contextlib.suppress(OSError):  # as above
+            self._connection.send(b"n")
+
+    def receive(self) -> list[int] | None:
+        """The ports of stores that were made; None if the server has gone."""
+        try:
+            data = self._connection.recv(_PACKET_MAX)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [int(line) for line in lines]
+
+    def close(self) -> None:
+        """Stores that are in use end, too."""
+        self._connection.close()

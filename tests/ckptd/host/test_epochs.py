@@ -1,0 +1,172 @@
+"""What the hosts of a job do, event by event."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ckptd.errors import LocalProtocolError
+from ckptd.host.epochs import (
+    AbandonJob,
+    BeginEpoch,
+    HostEvent,
+    HostLife,
+    HostState,
+    JobEpochs,
+    ReleaseHosts,
+)
+
+
+def job(world_size: int = 4, *, max_restarts: int = 2, steady_s: float = 100) -> JobEpochs:
+    return JobEpochs(world_size, max_restarts=max_restarts, steady_s=steady_s)
+
+
+def test_a_failure_begins_an_epoch() -> None:
+    assert job().failed(2, 0, "rank 2: SIGKILL", 1.0) == BeginEpoch(1, "rank 2: SIGKILL")
+
+
+def test_failures_that_follow_from_a_failure_are_no_further_failures() -> None:
+    epochs = job()
+    epochs.failed(2, 0, "SIGKILL", 1.0)
+    assert epochs.failed(1, 0, "exit code 1", 1.1) is None
+    assert epochs.failed(3, 0, "exit code 1", 1.1) is None
+    assert (epochs.epoch, epochs.failures) == (1, 1)
+
+
+def test_a_failure_during_recovery_begins_one_more_epoch() -> None:
+    epochs = job()
+    epochs.failed(2, 0, "SIGKILL", 1.0)
+    assert epochs.failed(0, 1, "SIGKILL", 1.2) == BeginEpoch(2, "SIGKILL")
+
+
+def test_a_crash_loop_ends_with_the_last_reason() -> None:
+    epochs = job(max_restarts=2)
+    orders = [epochs.failed(0, epoch, f"exit code {epoch}", float(epoch)) for epoch in range(3)]
+    assert isinstance(orders[2], AbandonJob)
+    assert "3 failures" in orders[2].because
+    assert "exit code 2" in orders[2].because
+    assert epochs.failed(1, 2, "exit code 1", 4.0) is None
+
+
+def test_no_restart_is_allowed() -> None:
+    order = job(max_restarts=0).failed(0, 0, "exit code 7", 1.0)
+    assert isinstance(order, AbandonJob)
+    assert "exit code 7" in order.because
+
+
+def test_an_epoch_that_lasts_begins_the_count_anew() -> None:
+    epochs = job(max_restarts=1, steady_s=100)
+    for epoch in range(10):
+        epochs.started(0, epoch, 1000.0 * epoch)
+        assert epochs.failed(0, epoch, "SIGKILL", 1000.0 * epoch + 100) == BeginEpoch(epoch + 1, "SIGKILL")
+    assert isinstance(epochs.failed(0, 10, "SIGKILL", 10_001.0), AbandonJob)
+
+
+def test_an_epoch_that_never_started_shows_nothing() -> None:
+    epochs = job(max_restarts=1, steady_s=100)
+    epochs.failed(0, 0, "SIGKILL", 0.0)
+    assert isinstance(epochs.failed(0, 1, "SIGKILL", 500.0), AbandonJob)
+
+
+def test_all_hosts_are_released_when_all_have_succeeded() -> None:
+    epochs = job(3)
+    assert epochs.completed(1, 0) is None
+    assert epochs.completed(0, 0) is None
+    assert epochs.completed(2, 0) == ReleaseHosts()
+
+
+def test_those_that_have_succeeded_run_again_with_the_others() -> None:
+    """As with torchrun: a group of workers ends together."""
+    epochs = job(2)
+    epochs.completed(0, 0)
+    assert isinstance(epochs.failed(1, 0, "exit code 1", 1.0), BeginEpoch)
+    assert epochs.completed(1, 1) is None
+    assert epochs.completed(0, 1) == ReleaseHosts()
+
+
+def test_a_success_of_an_earlier_epoch_counts_for_nothing() -> None:
+    epochs = job(2)
+    epochs.failed(1, 0, "SIGKILL", 1.0)
+    epochs.completed(0, 0)
+    epochs.completed(1, 1)
+    assert not epochs.closed
+
+
+def test_a_host_that_goes_leaves_the_job_to_the_launcher() -> None:
+    epochs = job()
+    assert epochs.left(3, "it was killed") == AbandonJob("it was killed")
+    assert epochs.left(2, "it was killed, too") is None
+    assert epochs.failed(0, 0, "exit code 1", 1.0) is None
+
+
+def test_a_host_starts_stops_and_starts_again() -> None:
+    life = HostLife()
+    assert life.handle(HostEvent.START) is HostState.RUNNING
+    assert life.begin(1) is HostState.STOPPING
+    assert life.begin(2) is HostState.STOPPING
+    assert life.handle(HostEvent.FAIL) is HostState.STARTING
+    assert life.epoch == 2
+    assert life.handle(HostEvent.START) is HostState.RUNNING
+    assert life.handle(HostEvent.COMPLETE) is HostState.COMPLETED
+    assert life.handle(HostEvent.RELEASE) is HostState.OVER
+
+
+def test_an_order_of_the_past_changes_nothing() -> None:
+    life = HostLife()
+    life.begin(3)
+    life.handle(HostEvent.START)
+    assert life.begin(3) is HostState.RUNNING
+    assert life.begin(2) is HostState.RUNNING
+
+
+def test_no_epoch_begins_for_a_host_that_is_alone() -> None:
+    life = HostLife()
+    life.handle(HostEvent.START)
+    life.handle(HostEvent.ABANDON)
+    assert life.begin(1) is HostState.ALONE
+    assert life.handle(HostEvent.FAIL) is HostState.OVER
+
+
+def test_an_impossible_event_is_our_bug() -> None:
+    with pytest.raises(LocalProtocolError, match="epoch=0"):
+        HostLife().handle(HostEvent.FAIL)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hosts_and_coordinator_always_come_to_an_end_together(seed: int) -> None:
+    """Trainers fail at random, orders and reports arrive late; at the end all have succeeded in one epoch, or
+    the job was abandoned after as many failures as are allowed."""
+    rng = random.Random(seed)
+    size = rng.randint(1, 5)
+    epochs = job(size, max_restarts=rng.randint(0, 6))
+    hosts = [HostLife() for _ in range(size)]
+    inbox: list[list[object]] = [[] for _ in range(size)]
+    for _ in range(5_000):
+        rank = rng.randrange(size)
+        host, order = hosts[rank], None
+        if inbox[rank] and rng.random() < 0.5:
+            match inbox[rank].pop(0):
+                case BeginEpoch(epoch, _):
+                    host.begin(epoch)
+                case AbandonJob():
+                    host.handle(HostEvent.ABANDON)
+                case ReleaseHosts():
+                    host.handle(HostEvent.RELEASE)
+        elif host.state is HostState.STARTING:
+            host.handle(HostEvent.START)
+            epochs.started(rank, host.epoch, 0.0)
+        elif host.state in (HostState.RUNNING, HostState.STOPPING, HostState.ALONE):
+            fails, tells = rng.random() < 0.3, host.state is HostState.RUNNING
+            host.handle(HostEvent.FAIL if fails else HostEvent.COMPLETE)
+            if tells and fails:
+                order = epochs.failed(rank, host.epoch, "SIGKILL", 0.0)
+            elif tells:
+                order = epochs.completed(rank, host.epoch)
+        if order is not None:
+            for box in inbox:
+                box.append(order)
+        if all(each.state is HostState.OVER for each in hosts):
+            break
+    assert {each.state for each in hosts} == {HostState.OVER}
+    assert epochs.closed

@@ -1,0 +1,106 @@
+"""What a host is told by its command line and by the launcher."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.host.host_options import HostOptions, UsageError, interpreter_flags, options_from
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "exp",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/error.json",
+}
+
+
+def given(*words: str, **environ: str) -> HostOptions:
+    return options_from(words, environ)
+
+
+def test_a_script_with_arguments_that_look_like_ours() -> None:
+    script = given("--no-fork", "train.py", "--max-restarts", "-m").script
+    assert (script.target, script.is_module) == ("train.py", False)
+    assert script.arguments == ("--max-restarts", "-m")
+
+
+def test_a_module() -> None:
+    script = given("--max-restarts", "7", "-m", "pkg.train", "--lr", "1").script
+    assert script.words == ["-m", "pkg.train", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "no script"),
+        (["-m"], "no script"),
+        (["--max-restarts", "many", "t.py"], "without a number"),
+        (["--what"], "unknown"),
+    ],
+)
+def test_a_command_line_that_cannot_be_used_is_refused(words: list[str], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        options_from(words, {})
+
+
+def test_the_place_among_the_ranks_comes_from_torchrun() -> None:
+    options = options_from(["t.py"], TORCHRUN)
+    assert (options.rank, options.local_rank, options.world_size) == (3, 1, 4)
+    assert (options.restarts_before, options.launched, options.has_store) == (2, True, True)
+    assert options.error_file == "/tmp/error.json"
+    assert not options.one_machine
+
+
+@pytest.mark.parametrize(
+    ("environ", "one"),
+    [
+        ({}, True),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, True),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, False),
+        ({"WORLD_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "4", "SLURM_NNODES": "1"}, True),
+        ({"WORLD_SIZE": "4", "SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "1"}, True),
+        ({"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_whether_all_ranks_are_on_this_machine(environ: dict[str, str], one: bool) -> None:
+    assert options_from(["t.py"], {"RANK": "0", **environ}).one_machine is one
+
+
+def test_another_start_of_the_job_is_another_meeting_place() -> None:
+    first = options_from(["t.py"], TORCHRUN)
+    assert options_from(["t.py"], {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}).job == first.job
+    assert options_from(["t.py"], {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"}).job != first.job
+    assert options_from(["t.py"], {**TORCHRUN, "MASTER_PORT": "29501"}).job != first.job
+
+
+@pytest.mark.parametrize(
+    ("environ", "part"),
+    [
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "not below"),
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
+        ({"CKPTD_HOST_MAX_RESTARTS": "-1"}, "CKPTD_HOST_MAX_RESTARTS"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused(environ: dict[str, str], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        options_from(["t.py"], environ)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (["python", "-u", "-X", "dev", "-m", "ckptd.host", "-u"], ("-u", "-X", "dev")),
+        (["python", "-mckptd.host", "t.py"], ()),
+        (["python", "-c", "..."], ()),
+    ],
+)
+def test_the_flags_of_the_interpreter(command: list[str], flags: tuple[str, ...]) -> None:
+    assert interpreter_flags(command) == flags

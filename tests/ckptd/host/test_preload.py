@@ -1,0 +1,186 @@
+"""What is imported ahead of a script, and what must not be."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.host.preload import (
+    ImportRecorder,
+    SourceFiles,
+    environment_set_by,
+    generator_marks,
+    import_ahead,
+    names_in,
+    read_record,
+    write_record,
+)
+from ckptd.host.script_main import Script
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path; what is imported from it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def recorded(folder: Path, work: str) -> list[str]:
+    with (folder / "imports").open("w+b") as file:
+        recorder = ImportRecorder(file.fileno())
+        sys.meta_path.insert(0, recorder)
+        try:
+            exec(work, {})  # noqa: S102 - ours
+        finally:
+            sys.meta_path.remove(recorder)
+        recorder.flush()
+        return names_in((folder / "imports").read_bytes())
+
+
+def test_imports_are_recorded_in_their_order(modules: Path) -> None:
+    (modules / "first_one.py").write_text("import second_one")
+    (modules / "second_one.py").write_text("")
+    assert recorded(modules, "import first_one") == ["first_one", "second_one"]
+
+
+def test_what_is_only_looked_for_or_fails_is_not_recorded(modules: Path) -> None:
+    """transformers looks for tensorflow so: a zygote must not import that."""
+    (modules / "heavy_one.py").write_text("raise SystemExit('imported')")
+    (modules / "failing_one.py").write_text("raise ImportError('no')")
+    work = (
+        "import importlib.util\nassert importlib.util.find_spec('heavy_one')\n"
+        "try:\n    import failing_one\nexcept ImportError:\n    pass"
+    )
+    assert recorded(modules, work) == []
+
+
+def test_a_worker_that_was_forked_records_nothing(modules: Path) -> None:
+    (modules / "of_child.py").write_text("")
+    work = "import os\nif (pid := os.fork()) == 0:\n    import of_child\n    os._exit(0)\nos.waitpid(pid, 0)"
+    assert recorded(modules, work) == []
+
+
+def test_a_script_may_close_every_descriptor(modules: Path) -> None:
+    (modules / "closer.py").write_text("")
+    recorder = ImportRecorder(fd := os.dup(0))
+    os.close(fd)
+    recorder.find_spec("closer")
+    importlib.import_module("closer")
+    recorder.flush()
+    recorder.flush()
+
+
+def test_names_from_outside_are_names() -> None:
+    data = b"torch\ntorch\n__main__\nckptd.host.zygote\nckptd.client\nos; evil\n../x\na..b\n\xff\ntorn"
+    assert names_in(data) == ["torch", "ckptd.client"]
+
+
+def test_a_record_is_private_and_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    write_record(path, ["torch", "json"], "threads")
+    assert read_record(path) == (["torch", "json"], "threads")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"modules": 5, "unfit": ""}', '{"modules": []}', "null"])
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "record").write_text(text)
+    assert read_record(tmp_path / "record") == ([], "")
+    assert read_record(tmp_path / "missing") == ([], "")
+
+
+def test_a_record_behind_a_link_is_none(tmp_path: Path) -> None:
+    write_record(tmp_path / "real", ["torch"], "")
+    (tmp_path / "record").symlink_to("real")
+    assert read_record(tmp_path / "record") == ([], "")
+
+
+def test_modules_of_the_scripts_folder_are_left_to_the_script(modules: Path) -> None:
+    project = modules / "project"
+    (project / "inner").mkdir(parents=True)
+    (project / "train.py").write_text("")
+    (project / "helper_one.py").write_text("")
+    (project / "inner" / "__init__.py").write_text("")
+    (modules / "library_one.py").write_text("")
+    sys.path.insert(0, str(project))
+    try:
+        failed = import_ahead(
+            ["helper_one", "inner", "library_one", "not_there"], Script(str(project / "train.py"), False, ())
+        )
+    finally:
+        sys.path.remove(str(project))
+    assert failed == ["not_there"]
+    assert "library_one" in sys.modules
+    assert not {"helper_one", "inner"} & sys.modules.keys()
+
+
+def test_an_import_that_fails_or_exits_ends_nothing(modules: Path) -> None:
+    (modules / "exiting.py").write_text("raise SystemExit(3)")
+    (modules / "erring.py").write_text("1 / 0")
+    assert import_ahead(["exiting", "erring"], Script("-", False, ())) == ["exiting", "erring"]
+
+
+def test_a_source_file_that_changes_is_named(modules: Path) -> None:
+    path = modules / "changing.py"
+    path.write_text("x = 1")
+    importlib.import_module("changing")
+    files = SourceFiles()
+    files.note()
+    assert files.changed() == ""
+    path.write_text("x = 12")
+    assert files.changed() == str(path)
+    path.unlink()
+    assert files.changed() == str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import os\nos.environ['A'] = '1'\nimport torch", ["A"]),
+        ("import os\nimport torch\nos.environ['A'] = '1'", []),
+        ("from os import environ\nenviron.setdefault('A', '1')\nimport torch", ["A"]),
+        ("import os\nos.environ.update(A='1')\nimport torch", ["a variable"]),
+        ("import os\nif 1:\n    os.putenv('B', '2')\nimport torch", ["B"]),
+        ("import os\ndel os.environ['A']\nimport torch", ["A"]),
+        ("import os\ndef f():\n    os.environ['A'] = '1'\nimport torch", []),
+        ("import os\nx = os.environ['A'], os.environ.get('B')\nimport torch", []),
+        ("not python", []),
+    ],
+)
+def test_variables_that_a_script_sets_before_its_imports(tmp_path: Path, text: str, found: list[str]) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    assert environment_set_by(str(path)) == found
+
+
+def test_a_script_that_is_not_there_sets_nothing(tmp_path: Path) -> None:
+    assert environment_set_by(str(tmp_path / "missing.py")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("random", "import random; random.random()"),
+        ("random", "import random; random.seed(1)"),
+        ("numpy", "import numpy; numpy.random.rand()"),
+        ("torch", "import torch; torch.rand(1)"),
+        ("torch", "import torch; torch.manual_seed(5)"),
+    ],
+)
+def test_generators_that_were_moved_are_seen(name: str, draw: str) -> None:
+    import numpy.random  # noqa: F401
+    import torch  # noqa: F401
+
+    before = generator_marks()
+    assert generator_marks() == before
+    exec(draw, {})  # noqa: S102 - ours
+    after = generator_marks()
+    assert {key for key in after if after[key] != before[key]} == {name}

@@ -1,0 +1,177 @@
+"""A script in a forked trainer is as it is without a host."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import zipfile
+from typing import Any
+
+import pytest
+
+from ckptd.host.script_main import Script, own_folder
+from tests.ckptd.host.hosting import Hosting
+
+PROBE = '''"""A docstring."""
+from __future__ import annotations
+import json, os, resource, signal, sys, threading, warnings
+x: int = 1
+def facts():
+    status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+    fds = {fd: os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in os.listdir("/proc/self/fd")
+           if os.path.exists(f"/proc/self/fd/{fd}")}
+    return {
+        "globals": sorted(globals()), "name": __name__, "file": __file__, "doc": __doc__,
+        "package": __package__, "spec": __spec__ and __spec__.name, "cached": __cached__,
+        "loader": type(__loader__).__name__, "annotations": __annotations__,
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "argv": sys.argv, "path": sys.path, "orig_argv": sys.orig_argv, "flags": str(sys.flags),
+        "cwd": os.getcwd(), "leads": os.getsid(0) == os.getpid() == os.getpgrp(),
+        "umask": os.umask(0o22), "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "environ": {k: v for k, v in os.environ.items() if k != "CKPTD_RUNTIME_DIR"},
+        "signals": [status[key] for key in ("SigBlk", "SigIgn", "SigCgt", "ShdPnd")],
+        "comm": open("/proc/self/comm").read(), "threads": threading.active_count(),
+        "fds": {fd: link for fd, link in fds.items() if int(fd) < 3}, "more": len(fds) - 3,
+        "filters": str(warnings.filters), "interactive": hasattr(sys, "ps1"),
+        "handlers": str([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)]),
+    }
+if __name__ == "__main__":
+    print(json.dumps(facts()))
+'''
+
+
+def facts(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text)
+    # The recorder keeps one file open.
+    found["more"] = min(found["more"], 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "words", [("probe.py", "--lr", "1"), ("-m", "probe"), ("-m", "pkg.probe", "x"), ("-m", "pkg")]
+)
+def test_what_a_script_sees(hosting: Hosting, words: tuple[str, ...]) -> None:
+    for name in ("probe.py", "pkg/probe.py", "pkg/__main__.py"):
+        hosting.write(name, PROBE)
+    hosting.write("pkg/__init__.py", "")
+    plain, hosted = hosting.both(*words, flags=["-u", "-W", "ignore::ImportWarning"])
+    before, after = facts(plain.stdout), facts(hosted.stdout)
+    assert before.pop("more") == 0
+    assert after.pop("more") == 1
+    assert after == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_a_folder_or_zip_file_with_a_main(hosting: Hosting, kind: str) -> None:
+    text = "import inner, sys; print(inner.x, sys.argv, sys.path[0], __name__, __spec__.name)"
+    if kind == "folder":
+        hosting.write("app/__main__.py", text)
+        hosting.write("app/inner.py", "x = 5")
+    else:
+        with zipfile.ZipFile(hosting.folder / "app.zip", "w") as file:
+            file.writestr("__main__.py", text)
+            file.writestr("inner.py", "x = 5")
+    plain, hosted = hosting.both("app" if kind == "folder" else "app.zip", "arg")
+    assert plain.stdout
+    assert hosted.stdout == plain.stdout
+
+
+ENDS = {
+    "success": "pass",
+    "code": "import sys; sys.exit(3)",
+    "text": "import sys; sys.exit('a reason')",
+    "error": "def f():\n    raise ValueError('no')\nf()",
+    "cause": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('no') from e",
+    "syntax": "def f(:\n    pass",
+    "exit": "import os; os._exit(4)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "terminated": "import os; os.kill(os.getpid(), 15)",
+    "aborted": "import os, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()",
+    "interrupted": "import signal; signal.raise_signal(signal.SIGINT)",
+    "atexit": "import atexit, threading, time\natexit.register(print, 'bye')\n"
+    "threading.Thread(target=lambda: (time.sleep(.2), print(X))).start()\nX = 'still here'",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__)\nraise ValueError",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_a_script(hosting: Hosting, end: str) -> None:
+    """Exit code or signal, output, and the traceback to the letter."""
+    hosting.write("script.py", ENDS[end])
+    plain, hosted = hosting.both("script.py")
+    assert hosted.returncode == plain.returncode
+    assert hosted.stdout == plain.stdout
+    if end != "interrupted":  # whose traceback begins with frames of ours
+        assert re.sub(r"ckptd\.host: .*\n", "", hosted.stderr) == plain.stderr
+    assert plain.returncode != 0 or end in ("success", "atexit")
+
+
+@pytest.mark.parametrize("words", [("missing.py",), ("-m", "missing"), ("-m", "pkg.missing")])
+def test_a_script_that_is_not_there(hosting: Hosting, words: tuple[str, ...]) -> None:
+    hosting.write("pkg/__init__.py", "")
+    plain, hosted = hosting.run(*words, host=False), hosting.run("--max-restarts", "0", *words)
+    assert hosted.returncode == plain.returncode != 0
+    assert "missing" in hosted.stderr
+
+
+PROCESSES = """
+import multiprocessing as mp, os, pickle, sys
+class Thing:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return self.x == other.x
+def work(q, thing): q.put((thing, __name__, os.getppid()))
+def square(x): return Thing(x * x)
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Thing(3))) == Thing(3)
+    print(Thing.__module__, mp.current_process().name, mp.parent_process())
+    for method in ("fork", "spawn", "forkserver"):
+        context = mp.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue, Thing(method)))
+        child.start()
+        thing, name, parent = queue.get()
+        child.join()
+        assert thing == Thing(method)
+        print(method, name, parent == os.getpid(), child.exitcode)
+        with context.Pool(2) as pool:
+            print([t.x for t in pool.map(square, range(4))])
+"""
+
+
+def test_classes_of_main_and_child_processes(hosting: Hosting) -> None:
+    hosting.write("script.py", PROCESSES)
+    plain, hosted = hosting.both("script.py")
+    assert plain.returncode == hosted.returncode == 0, hosted.stderr
+    assert hosted.stdout == plain.stdout
+
+
+def test_a_script_that_executes_itself_anew(hosting: Hosting) -> None:
+    hosting.write(
+        "script.py",
+        "import os, sys\n"
+        "if 'AGAIN' not in os.environ:\n"
+        "    os.execve(sys.executable, sys.orig_argv, {**os.environ, 'AGAIN': '1'})\n"
+        "print(sys.argv)\nsys.exit(5)",
+    )
+    plain, hosted = hosting.both("script.py", "x", flags=["-u"])
+    assert (
+        (hosted.returncode, hosted.stdout) == (plain.returncode, plain.stdout) == (5, "['script.py', 'x']\n")
+    )
+
+
+def test_signals_that_were_ignored_stay_ignored(hosting: Hosting) -> None:
+    hosting.write("script.py", "import signal; print(signal.getsignal(signal.SIGHUP))")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        plain, hosted = hosting.both("script.py")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert hosted.stdout == plain.stdout == f"{signal.SIG_IGN!s}\n"
+
+
+def test_the_folder_of_a_script(hosting: Hosting) -> None:
+    path = hosting.write("project/train.py", "")
+    assert own_folder(Script(str(path), False, ())) == str(path.parent)
+    assert own_folder(Script("json.tool", True, ())).endswith("/json")
+    assert own_folder(Script("timeit", True, ())) == ""

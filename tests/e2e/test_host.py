@@ -1,0 +1,307 @@
+"""Jobs under torchrun whose trainers are hosted, and killed: real torchrun, real SIGKILLs, exact ends.
+
+torchrun may not restart anything here unless a test says so: what comes back was brought back by the hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.saved import saved_iterations
+from examples.moe_text.lab import SHARED_CORES, read_events
+from tests.ckptd.host.hosting import FOREIGN, ROOT, children_of, gone, until
+from tests.e2e.harness import DaemonProcess
+
+RANKS = 2
+STEPS = 44
+TRAIN = [
+    *("-m", "examples.moe_text.train", "--ddp", "--threads", "1", "--batch-size", "1", "--window", "2"),
+    *("--steps", str(STEPS)),
+]
+
+
+class HostedJob:
+    """One torchrun on this machine, and the logs of its ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "runtime").mkdir(mode=0o700)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.run = ""
+
+    def start(
+        self, *script: str, host: bool = True, max_restarts: int = 0, env: Mapping[str, str] | None = None
+    ) -> None:
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
+        environ = {
+            **kept,
+            **SHARED_CORES,
+            "PYTHONPATH": str(ROOT),
+            "CKPTD_RUNTIME_DIR": str(self.folder / "runtime"),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **(env or {}),
+        }
+        worker = ["ckptd.host", *script] if host else script[1:]
+        module = ["-m"] if host or script[0] == "-m" else []
+        with (self.folder / "output").open("ab") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                    *("--nproc-per-node", str(RANKS), "--max-restarts", str(max_restarts)),
+                    *("--log-dir", str(self.folder / "logs"), *module, "--", *worker),
+                ],
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    def train(self, run: str, daemon: str, **how: Any) -> None:
+        self.run = run
+        out = ["--log", str(self.folder / "log.jsonl"), "--final", str(self.folder / "final.pt")]
+        self.start(*TRAIN, "--run", run, "--daemon", daemon, *out, **how)
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def events(self, rank: int, kind: str) -> list[dict[str, Any]]:
+        return [e for e in read_events(self.folder / f"log-r{rank}.jsonl") if e["event"] == kind]
+
+    def trainer(self, rank: int) -> int:
+        """The process that has logged last."""
+        pid: int = read_events(self.folder / f"log-r{rank}.jsonl")[-1]["pid"]
+        return pid
+
+    def hosts(self) -> dict[int, int]:
+        """The host of each rank."""
+        assert self.process is not None
+        found = {}
+        for pid in map(
+            int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ):
+            environ = dict(
+                v.split("=", 1) for v in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in v
+            )
+            if "RANK" in environ:
+                found[int(environ["RANK"])] = pid
+        return found
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def holds() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, f"torchrun has ended early:\n{self.output}"
+            return bool(condition())
+
+        try:
+            until(holds, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+
+    def reaches(self, step: int, daemon: DaemonProcess | None = None) -> None:
+        """Wait until every rank has done a step; with a daemon, until the job can also go back to it."""
+        self.until(
+            lambda: all(any(e["step"] >= step for e in self.events(rank, "step")) for rank in range(RANKS)),
+            f"step {step}",
+        )
+        if daemon is not None:
+            self.until(lambda: self._can_go_back_to(step, daemon), f"snapshots of iteration {step}")
+
+    def _can_go_back_to(self, step: int, daemon: DaemonProcess) -> bool:
+        found = saved_iterations("demo", self.run, daemon=daemon.endpoint)
+        return any(each.iteration >= step for each in found)
+
+    def end(self) -> int:
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout=200)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"torchrun hangs:\n{self.output}") from None
+
+    def final(self, rank: int) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = torch.load(self.folder / f"final-r{rank}.pt")
+        return state
+
+    def close(self) -> None:
+        """Kill what is left, hosts first: they take the rest along."""
+        if self.process is not None and self.process.poll() is None:
+            hosts = self.hosts().values()
+            self.process.kill()
+            self.process.wait()
+            for pid in hosts:
+                if not gone(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[HostedJob]:
+    made = HostedJob(tmp_path / "hosted")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> HostedJob:
+    """The same training without ckptd and without hosts."""
+    made = HostedJob(tmp_path_factory.mktemp("undisturbed") / "plain")
+    made.train("none", "none", host=False)
+    assert made.end() == 0, made.output
+    return made
+
+
+def assert_same_end(job: HostedJob, undisturbed: HostedJob) -> None:
+    for rank in range(RANKS):
+        ours, theirs = job.final(rank), undisturbed.final(rank)
+        assert ours.keys() == theirs.keys()
+        different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        assert different == [], job.output
+
+
+@pytest.mark.slow
+def test_killed_trainers_and_zygotes_come_back_exactly(
+    job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
+) -> None:
+    job.train("hosted", daemon.endpoint, env={"CKPTD_HOST_MAX_RESTARTS": "9"})
+    job.reaches(8, daemon)
+    os.kill(job.trainer(1), signal.SIGKILL)
+    job.reaches(14, daemon)
+    for pid in [job.trainer(rank) for rank in range(RANKS)]:  # two at once
+        with contextlib.suppress(ProcessLookupError):  # ended already, because of the first
+            os.kill(pid, signal.SIGKILL)
+    job.reaches(20, daemon)
+    lives = len(job.events(0, "attached"))
+    os.kill(job.trainer(0), signal.SIGKILL)
+    job.until(lambda: len(job.events(0, "attached")) > lives, "the next life")
+    os.kill(job.trainer(0), signal.SIGKILL)  # in its replay
+    job.reaches(26, daemon)
+    host = job.hosts()[1]
+    os.kill(children_of(host)["ckptd-zygote"], signal.SIGKILL)
+    os.kill(job.trainer(1), signal.SIGKILL)  # while there is no zygote
+    assert job.end() == 0, job.output
+    assert_same_end(job, undisturbed)
+    epochs = re.findall(r"rank 0: epoch (\d) begins", job.output)
+    assert epochs == [*"12345"], job.output
+    assert len({e["pid"] for e in job.events(0, "attached")}) == 6
+    resumed = job.events(1, "finished")[0]["resumed_from"]
+    assert resumed >= 20
+
+
+@pytest.mark.slow
+def test_a_killed_host_is_torchruns_affair(
+    job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
+) -> None:
+    job.train("next-tier", daemon.endpoint, max_restarts=1)
+    job.reaches(10, daemon)
+    trainers = [job.trainer(rank) for rank in range(RANKS)]
+    before = job.hosts()
+    os.kill(before[0], signal.SIGKILL)  # that of the coordinator
+    job.until(lambda: all(map(gone, trainers)), "the end of all trainers")
+    assert job.end() == 0, job.output
+    assert_same_end(job, undisturbed)
+    assert all(map(gone, before.values()))
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_torchrun(job: HostedJob, daemon: DaemonProcess) -> None:
+    job.train("orphans", daemon.endpoint)
+    job.reaches(6)
+    everything = [job.trainer(rank) for rank in range(RANKS)]
+    for pid in job.hosts().values():
+        everything += [pid, *children_of(pid).values()]
+    assert job.process is not None
+    job.process.kill()
+    job.process.wait()
+    until(lambda: all(map(gone, everything)), "the end of all processes")
+    assert "torchrun has died" in job.output
+
+
+PARKS = """
+import sys, time, torch, torch.distributed as dist
+from ckptd.client import Checkpointer, RecoveryOptions, RunOptions
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = torch.nn.Linear(16, 16)
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(model, optimizer, run=RunOptions(job="parks", name="run"), daemon=sys.argv[1],
+                    recovery=RecoveryOptions(park=True))
+print(f"rank {rank} resumes at {ckpt.resumed_from}", flush=True)
+for done, step in enumerate(ckpt.steps(10**9)):
+    model(torch.ones(4, 16)).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.01)
+    if done == 30:
+        print(f"rank {rank} trains", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_survivors_park_and_preemption_parks_all(job: HostedJob, daemon: DaemonProcess) -> None:
+    script = job.folder / "parks.py"
+    script.write_text(PARKS)
+    job.start(str(script), daemon.endpoint)
+    job.until(lambda: job.output.count("trains") == RANKS, "training")
+    hosts = job.hosts()
+    (victim,) = [pid for name, pid in children_of(hosts[1]).items() if not name.startswith("ckptd-")]
+    os.kill(victim, signal.SIGKILL)
+    job.until(lambda: job.output.count("trains") == 2 * RANKS, "training after a failure")
+    assert job.output.count("parked at iteration") == 1, job.output
+    everything = [pid for host in hosts.values() for pid in (host, *children_of(host).values())]
+    assert job.process is not None
+    job.process.terminate()
+    assert job.end() != 0
+    until(lambda: all(map(gone, everything)), "the end of all processes")
+    assert job.output.count("parked at iteration") == 1 + RANKS, job.output
+    assert "epoch 2 begins" not in job.output
+    parked = max(map(int, re.findall(r"parked at iteration (\d+)", job.output)))
+    job.start(str(script), daemon.endpoint)
+    job.until(lambda: job.output.count("trains") == 3 * RANKS, "training after preemption")
+    resumed = [int(n) for n in re.findall(r"resumes at (\d+)", job.output)[-RANKS:]]
+    assert min(resumed) >= parked - 1, job.output
+
+
+CRASHES = """
+import os, sys, torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    dist.init_process_group("gloo")
+    print("life", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    if dist.get_rank() == 1:
+        raise ValueError(f"own error of life {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    dist.barrier()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_a_crash_loop_ends_with_the_scripts_own_error(job: HostedJob) -> None:
+    """torchrun reports it as if there were no host, from the file that `record` wrote."""
+    script = job.folder / "crashes.py"
+    script.write_text(CRASHES)
+    job.start("--max-restarts", "2", str(script))
+    assert job.end() == 1
+    assert job.output.count("ValueError: own error of life") >= 3
+    report = job.output[job.output.index("Root Cause") :]
+    assert "own error of life 2" in report
+    (error,) = (job.folder / "logs").rglob("1/error.json")
+    assert "own error of life 2" in json.loads(error.read_text())["message"]["message"]
+    assert "3 failures, and 2 restarts are allowed" in job.output
