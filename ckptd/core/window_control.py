@@ -100,7 +100,7 @@ class Shortage:
             Cause.SEALING: "digests are slower than snapshots come",
             Cause.SLOWDOWN: "training is slower while copies run",
         }[self.cause]
-        return f"{found} ({self.share:.1%} of a step; {self.affordable_bytes:,} bytes would not)"
+        return f"{found} ({self.share:.1%} of a step; a snapshot may have {self.affordable_bytes:,} bytes)"
 
 
 class WindowControl:
@@ -118,6 +118,7 @@ class WindowControl:
         self._needed = _REGULAR if regular else _KEPT
         self._look_at = self._soon_at = 0
         self._plain: list[float] = []
+        self._began = False  # there has been a snapshot
         self._readings: deque[SnapshotReading] = deque(maxlen=_KEPT)
         # Bytes and excess of the window for which a slowdown was followed last.
         self._followed: tuple[float, float] | None = None
@@ -125,8 +126,9 @@ class WindowControl:
     def note(self, reading: SnapshotReading) -> None:
         """Add the iteration that has ended."""
         if reading.snapshot_bytes:
+            self._began = True
             self._readings.append(reading)
-        elif not self._readings:
+        elif not self._began and len(self._plain) < _KEPT:
             self._plain.append(reading.iteration_s)
 
     def changed(self) -> None:
@@ -201,8 +203,8 @@ class WindowControl:
         return before - share < expected / 2
 
     def _own_s(self) -> float:
-        """What an iteration takes without its waits."""
-        return statistics.median(r.iteration_s - r.wait_s for r in self._readings)
+        """What an iteration takes without its waits; above 0: a device tells its waits some steps later."""
+        return max(1e-9, statistics.median(r.iteration_s - r.wait_s for r in self._readings))
 
     def _lost(self, waited: Callable[[SnapshotReading], float]) -> float:
         return statistics.median(waited(r) / r.iteration_s for r in self._readings)

@@ -111,3 +111,22 @@ def test_it_looks_now_and_then_and_soon_where_something_is_short() -> None:
     control.looked(12, in_vain=True)
     assert not any(control.due(step) for step in range(13, 62))
     assert control.due(62)
+
+
+def test_only_iterations_before_the_first_snapshot_are_without_one() -> None:
+    """A step whose snapshot found no slot, after the window has changed, is no measure."""
+    control = judged(*[FREE] * 8, plain=(9.0, 1.0, 1.0))
+    control.changed()
+    for _ in range(10):
+        control.note(SnapshotReading(0.1))
+    for _ in range(8):
+        control.note(FREE)
+    assert control.shortage() is None
+
+
+def test_waits_that_a_device_tells_late_are_no_error() -> None:
+    found = judged(
+        *[SnapshotReading(1.0, BYTES, copy_s=0.5, copy_wait_s=1.0)] * 8, plain=(1.0,) * 3
+    ).shortage()
+    assert found is not None
+    assert found.affordable_bytes >= 0
