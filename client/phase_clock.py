@@ -64,14 +64,23 @@ class PhaseClock:
             if _imported_s >= now_s - age_s:
                 self._trace.note(RecoveryPhase.IMPORTS, _imported_s)
         self._trace.note(RecoveryPhase.PROCESS_GROUPS, now_s)
+        self._begun_s = now_s
 
     def failed(self, failure_ago_s: float, others_ended_ago_s: float) -> None:
         """What the daemon has just told of the failure before this start; -1: it knows of none."""
         now_s = time.monotonic()
         if self._first and failure_ago_s >= 0.0:
-            self._trace.note(RecoveryPhase.DETECTED, now_s - failure_ago_s)
+            self._trace.note(RecoveryPhase.DETECTED, self._ended_s(failure_ago_s, now_s))
             if others_ended_ago_s >= 0.0:
-                self._trace.note(RecoveryPhase.OTHERS_STOPPED, now_s - others_ended_ago_s)
+                self._trace.note(RecoveryPhase.OTHERS_STOPPED, self._ended_s(others_ended_ago_s, now_s))
+
+    def _ended_s(self, ago_s: float, now_s: float) -> float:
+        """The end of a phase of which the daemon tells how long ago it was. The daemon looked between its
+        being asked and now: where this process may have been there before or after, it came after.
+        """
+        earliest_s, latest_s = self._begun_s - ago_s, now_s - ago_s
+        there_s = self._trace.ends.get(RecoveryPhase.PROCESS_THERE, latest_s)
+        return max(earliest_s, min(latest_s, there_s))
 
     def reach(self, phase: RecoveryPhase) -> None:
         """The phase ends now; see `RecoveryTrace.reach`."""

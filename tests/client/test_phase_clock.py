@@ -52,6 +52,18 @@ def test_a_failure_that_is_not_known_or_was_found_too_late_is_left_out(
 
 
 @pytest.mark.usefixtures("first_of_process")
+def test_a_failure_that_was_told_late_is_still_before_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer was under way for longer than the launcher took to start the process."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(phase_clock, "_process_age_s", lambda: 1.0)
+    clock = PhaseClock()
+    monkeypatch.setattr(phase_clock.time, "monotonic", lambda: now_s + 600.0)
+    clock.failed(300.0, 300.0)
+    assert list(clock.durations)[:2] == [Phase.OTHERS_STOPPED, Phase.PROCESS_THERE]
+    assert clock.durations[Phase.PROCESS_THERE] == 0.0
+
+
+@pytest.mark.usefixtures("first_of_process")
 def test_alone_on_its_node_it_waited_for_no_other() -> None:
     clock = PhaseClock()
     clock.failed(1e6, -1.0)

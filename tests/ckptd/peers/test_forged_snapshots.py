@@ -67,11 +67,12 @@ def test_a_snapshot_forged_in_its_senders_memory_does_not_spread() -> None:
 
 def resumable(net: Net) -> Job:
     """A job of three nodes of which each holds replicas of the others; the first node is lost, and
-    empty again.
+    empty again. One snapshot is all that anybody holds: a job resumes from an older one where the newest is
+    forged.
     """
     job = Job(net, net.nodes, replicas=2)
     job.start()
-    job.record(0, 1)
+    job.record(1)
     job.await_replicas(1, 2)
     job.end()
     net[0].lose()
