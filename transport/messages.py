@@ -256,13 +256,15 @@ class SeeRun(Struct, frozen=True, tag=True):
     """Ask what is held of a run, on this node and on nodes of earlier epochs that are not in ``known``.
 
     ``storage``: include durable checkpoints if this node has a store. They appear as the node ".store", which
-    is in ``silent`` if it does not answer.
+    is in ``silent`` if it does not answer. ``patient``: wait for nodes without a sign of life as long as for
+    others.
     """
 
     job: Name
     run: Name
     known: Annotated[tuple[Name, ...], Meta(max_length=1 << 20)] = ()
     storage: bool = False
+    patient: bool = False
 
 
 class Welcome(Struct, frozen=True, tag=True):

@@ -22,8 +22,8 @@ from ckptd.memory.segment_store import SegmentMaker
 from ckptd.memory.slot_digests import Doubt, ImageDigests
 from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.peers.fabric import FabricWatch, QuietGate, make_fabric, static_peers
-from ckptd.peers.peer_link import Holder, PeerLink
-from ckptd.peers.peer_nodes import Neighbours
+from ckptd.peers.peer_link import Holder
+from ckptd.peers.peer_nodes import AskNode, Neighbours
 from ckptd.peers.peer_requests import PeerInbox, RunGuard
 from ckptd.peers.replica_leases import HostWorkers
 from ckptd.peers.replica_server import Host, local_holdings
@@ -158,7 +158,7 @@ class Peering:
             GetHoldings(message.job, message.run, nodes=message.known),
             self.holdings(message.job, message.run),
             self._static,
-            self._reach,
+            partial(self._reach, patient=message.patient),
             partial(self._add_stored, message, answer) if message.storage else answer,
             known=message.known,
             refused=self._survey_refused,
@@ -167,9 +167,9 @@ class Peering:
     def _survey_refused(self, node: str, reason: str) -> None:
         self._events.add("warning", "peer_refused", f"{node} refuses to report what it holds: {reason}")
 
-    def _reach(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
+    def _reach(self, cards: Sequence[NodeCard], *, patient: bool = False) -> list[tuple[NodeCard, AskNode]]:
         self.neighbours.meet(cards)
-        return self.neighbours.to_ask(cards)
+        return self.neighbours.to_ask(cards, patient=patient)
 
     def _add_stored(self, message: SeeRun, answer: Callable[[RunSeen], None], seen: RunSeen) -> None:
         """Add what is in storage."""
@@ -199,7 +199,7 @@ class Peering:
     def drill(self, message: Drill, answer: Callable[[DrillReport], None]) -> None:
         """Rehearse the recovery of a rank from other nodes than its own."""
         key = RankKey(message.job, message.run, message.rank)
-        self.see_run(SeeRun(message.job, message.run), self.fetches.drill(key, answer))
+        self.see_run(SeeRun(message.job, message.run, patient=True), self.fetches.drill(key, answer))
 
     # -- segments and runs of this node ----------------------------------------------------------
 

@@ -15,7 +15,7 @@ three descriptors, and on machines that are replaced for months these would be u
 from __future__ import annotations
 
 import resource
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -25,14 +25,15 @@ from ckptd.config.settings import parse_labels
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import NodeCard, PeerStatus
+from ckptd.transport.messages import Holdings, NodeCard, PeerStatus
 from ckptd.transport.verbs import Fabric, PeerAddress
 
-__all__ = ["NeighbourListener", "Neighbours"]
+__all__ = ["AskNode", "NeighbourListener", "Neighbours"]
 
 _HELLOS_PER_DEADLINE = 10
 _SURVEY_S = 3.0
-_SURVEY_SILENT_S = 0.5  # the job is probably recovering from the loss of a node that missed its last hellos
+# A node that does not even answer a hello: the job is probably recovering from its loss.
+_SIGN_OF_LIFE_S = 0.5
 _FORGET_DEADLINES = 4  # without an answer, until a node without a part in any run is forgotten
 _MAX_PEERS = 65_536
 _PEER_DESCRIPTORS = 4  # three for our connection to it, one for its connection to us
@@ -53,6 +54,27 @@ class NeighbourListener(Protocol):
 
     def node_restarted(self, node: str, boot_id: str) -> None:
         """Another daemon answers there."""
+
+
+# Sends a question; one of ``done(holdings)`` and ``failed(code, reason)`` is called, later.
+AskNode = Callable[[p.PeerMessage, Callable[[Holdings], None], Callable[[str, str], None]], None]
+
+
+class _First:
+    """Passes on the first of several outcomes."""
+
+    def __init__(self, done: Callable[[Holdings], None], failed: Callable[[str, str], None]) -> None:
+        self._done, self._failed, self._settled = done, failed, False
+
+    def done(self, holdings: Holdings) -> None:
+        if not self._settled:
+            self._settled = True
+            self._done(holdings)
+
+    def failed(self, code: str, reason: str) -> None:
+        if not self._settled:
+            self._settled = True
+            self._failed(code, reason)
 
 
 @dataclass(slots=True)
@@ -100,6 +122,12 @@ class Neighbours:
         )
 
     @property
+    def _hello(self) -> p.PeerHello:
+        return p.PeerHello(
+            p.PEER_PROTOCOL_VERSION, ckptd.__version__, self._node, self._here.boot_id, self._labels
+        )
+
+    @property
     def lost(self) -> list[str]:
         return [node for node, neighbour in self._known.items() if neighbour.lost]
 
@@ -131,13 +159,32 @@ class Neighbours:
         for neighbour in self._known.values():
             neighbour.link.tell(message)
 
-    def to_ask(self, cards: Sequence[NodeCard]) -> list[tuple[NodeCard, PeerLink, float]]:
-        """The nodes that are connected, and how many seconds to wait for an answer of each."""
+    def to_ask(self, cards: Sequence[NodeCard], *, patient: bool = False) -> list[tuple[NodeCard, AskNode]]:
+        """The nodes that are connected, and how to ask each.
+
+        Args:
+            patient: wait for a node without a sign of life as long as for others.
+        """
         return [
-            (card, neighbour.link, self._patience_s(neighbour))
+            (card, partial(self._ask, neighbour, patient))
             for card in cards
             if (neighbour := self._known.get(card.node)) is not None
         ]
+
+    def _ask(
+        self,
+        neighbour: _Neighbour,
+        patient: bool,
+        question: p.PeerMessage,
+        done: Callable[[Holdings], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        first = _First(done, failed)
+        if not patient:
+            neighbour.link.ask(
+                self._hello, p.PeerWelcome, lambda _: None, first.failed, timeout_s=_SIGN_OF_LIFE_S
+            )
+        neighbour.link.ask(question, Holdings, first.done, first.failed, timeout_s=_SURVEY_S)
 
     def status(self, now_s: float) -> tuple[PeerStatus, ...]:
         return tuple(
@@ -237,13 +284,7 @@ class Neighbours:
         neighbour.asking = True
         neighbour.next_hello_s = now_s + self._deadline_s / _HELLOS_PER_DEADLINE
         neighbour.link.ask(
-            p.PeerHello(
-                p.PEER_PROTOCOL_VERSION,
-                ckptd.__version__,
-                self._node,
-                self._here.boot_id,
-                self._labels,
-            ),
+            self._hello,
             p.PeerWelcome,
             partial(self._heard, node, neighbour),
             partial(self._not_heard, node, neighbour),
@@ -278,11 +319,6 @@ class Neighbours:
         neighbour.lost = True
         self._events.add("warning", "peer_lost", f"{node}: {reason}")
         self._listener.node_lost(node, reason)
-
-    def _patience_s(self, neighbour: _Neighbour) -> float:
-        silent_s = self._clock() - neighbour.last_heard_s
-        quiet_s = 2 * self._deadline_s / _HELLOS_PER_DEADLINE
-        return _SURVEY_SILENT_S if neighbour.lost or silent_s > quiet_s else _SURVEY_S
 
 
 def _most_peers() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from ckptd.peers.peer_link import PeerLink
+from ckptd.peers.peer_nodes import AskNode
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import (
     GetHoldings,
@@ -18,8 +18,8 @@ from ckptd.transport.messages import (
 
 __all__ = ["RecordUpdates", "RunSurvey"]
 
-# Connects to nodes; returns those that can be asked, and how many seconds to wait for the answer of each.
-Reach = Callable[[Sequence[NodeCard]], Sequence[tuple[NodeCard, PeerLink, float]]]
+# Connects to nodes; returns those that can be asked, and how to ask each.
+Reach = Callable[[Sequence[NodeCard]], Sequence[tuple[NodeCard, AskNode]]]
 
 
 class RunSurvey:
@@ -59,10 +59,9 @@ class RunSurvey:
         self._asked |= fresh.keys()
         reached = self._reach(list(fresh.values()))
         self._left += len(reached)
-        self._silent += sorted(fresh.keys() - {card.node for card, _, _ in reached})
-        for card, link, patience_s in reached:
-            answered, silent = partial(self._answered, card), partial(self._no_answer, card)
-            link.ask(self._question, Holdings, answered, silent, timeout_s=patience_s)
+        self._silent += sorted(fresh.keys() - {card.node for card, _ in reached})
+        for card, ask in reached:
+            ask(self._question, partial(self._answered, card), partial(self._no_answer, card))
 
     def _answered(self, card: NodeCard, holdings: Holdings) -> None:
         if holdings.node != card.node:
@@ -166,9 +165,8 @@ class RecordUpdates:
             self._left[name] -= 1
         record = self._record_of(*name)
         others = [] if record is None else [c for c in record.cards if c.node != self._node]
-        for card, link, patience_s in self._reach(_turn(others, times)) if others else ():
-            answered = partial(self._answered, name, card.node)
-            link.ask(GetHoldings(*name), Holdings, answered, _ask_others, timeout_s=patience_s)
+        for card, ask in self._reach(_turn(others, times)) if others else ():
+            ask(GetHoldings(*name), partial(self._answered, name, card.node), _ask_others)
 
     def _answered(self, name: tuple[str, str], node: str, holdings: Holdings) -> None:
         record = holdings.record

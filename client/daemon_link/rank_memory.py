@@ -198,6 +198,7 @@ class RankMemory:
         ranks: Collectives,
         *,
         storage: bool = False,
+        patient: bool = False,
         facts: RankFacts | None = None,
         same_operators: tuple[int, ...] = (),
         unusable: tuple[SnapshotCopy, ...] = (),
@@ -206,6 +207,7 @@ class RankMemory:
 
         Args:
             storage: include what is durable.
+            patient: wait for nodes without a sign of life as long as for others.
             facts: with whom this rank communicates in a step, as an earlier trainer has observed.
             same_operators: ranks whose operators all equal those of this rank.
             unusable: copies of parked states that this rank could not have.
@@ -216,7 +218,13 @@ class RankMemory:
         mine = RankNote(ring_bytes, self.hint, facts, same_operators, unusable)
         with self.planning(RecoveryPhase.INVENTORY):
             view = see_run(
-                self.session, self.identity.job, self.identity.run, ranks, note=mine, storage=storage
+                self.session,
+                self.identity.job,
+                self.identity.run,
+                ranks,
+                note=mine,
+                storage=storage,
+                patient=patient,
             )
         self.failures = view.failures
         return view

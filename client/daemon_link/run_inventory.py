@@ -31,7 +31,9 @@ class SeesRun(Protocol):
 
     card: NodeCard
 
-    def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen: ...
+    def see_run(
+        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False, patient: bool = False
+    ) -> RunSeen: ...
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
@@ -216,12 +218,14 @@ def see_run(
     *,
     note: RankNote | None = None,
     storage: bool = False,
+    patient: bool = False,
 ) -> RunView:
     """Every rank's node, and what all these nodes hold; one rank per node asks its daemon. A collective call.
 
     Args:
         note: of this rank.
         storage: include what is durable.
+        patient: wait for nodes without a sign of life as long as for others.
     Raises:
         DaemonUnavailable: a node's daemon is away; on every rank.
         RemoteProtocolError: a node reports something impossible.
@@ -238,7 +242,7 @@ def see_run(
     def of_node() -> _NodeInventory:
         if ranks.rank != speaks:
             return _NodeInventory(drawn)
-        return _inventory(session.see_run(job, run, known, storage=storage), drawn)
+        return _inventory(session.see_run(job, run, known, storage=storage, patient=patient), drawn)
 
     return _view(here, ranks.agree(of_node, _NodeInventory))
 

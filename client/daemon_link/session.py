@@ -248,17 +248,20 @@ class Session(DaemonConnection):
         wanted = ReserveBeside(slot_bytes, num_slots, descriptor)
         return self._lane.begin(lambda: self._request_memory(wanted))
 
-    def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen:
+    def see_run(
+        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False, patient: bool = False
+    ) -> RunSeen:
         """What this node holds of a run, and the nodes that took part before and are not ``known``.
 
         Args:
             storage: include what is durable, if the daemon has a store.
+            patient: wait for nodes without a sign of life as long as for others.
         Raises:
             DaemonUnavailable: the daemon is away.
         """
         # A store may take its time; the daemon gives up on it by itself.
         patience_s = _STORE_S if storage else 2 * ANSWER_S
-        return self.ask(SeeRun(job, run, known, storage), RunSeen, "see run", patience_s)
+        return self.ask(SeeRun(job, run, known, storage, patient), RunSeen, "see run", patience_s)
 
     def join(self, message: Join) -> None:
         """Tell the daemon who takes part in the run, now and after each of its restarts.

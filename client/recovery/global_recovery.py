@@ -149,7 +149,12 @@ class Recovered(NamedTuple):
 
 
 def recover_global(
-    memory: RankMemory, ranks: Collectives, at: int | None = None, *, verify_iterations: int = 0
+    memory: RankMemory,
+    ranks: Collectives,
+    at: int | None = None,
+    *,
+    verify_iterations: int = 0,
+    seen: RunView | None = None,
 ) -> Recovered | str:
     """The newest suffix that every rank can have, and how it was chosen; or why there is none.
 
@@ -162,6 +167,7 @@ def recover_global(
         at: go back to this iteration, from memory or storage, and give up what is newer.
         verify_iterations: how many iterations more than necessary may be replayed, to compare what
             is loaded; the least of all ranks' counts.
+        seen: an inventory that is as good as a new one, on all ranks or on none.
     Raises:
         ValueError: iteration ``at`` cannot be had; nothing was given up.
         AttachRefused: there is no memory for what must be fetched, or the run was recovered again
@@ -171,7 +177,7 @@ def recover_global(
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
             did not reproduce; on every rank.
     """
-    procedure = _GlobalStart(memory, ranks, at, min(ranks.gather(verify_iterations, int)))
+    procedure = _GlobalStart(memory, ranks, at, min(ranks.gather(verify_iterations, int)), seen)
     agreed = agree_on_plan(ranks, procedure)
     if agreed is None:
         # Every rank comes here. Starting over would free what the others hold safely.
@@ -213,17 +219,25 @@ class _GlobalStart:
     vote: type[None] = type(None)
 
     def __init__(
-        self, memory: RankMemory, ranks: Collectives, at: int | None, verify_iterations: int
+        self,
+        memory: RankMemory,
+        ranks: Collectives,
+        at: int | None,
+        verify_iterations: int,
+        seen: RunView | None,
     ) -> None:
-        self._memory, self._ranks, self._at = memory, ranks, at
+        self._memory, self._ranks, self._at, self._seen = memory, ranks, at, seen
         self._verify_iterations = verify_iterations
-        self._storage = self._recoverable_before = False
+        self._storage = self._patient = self._recoverable_before = False
         self.tried = 0
         self.retrieved = Retrieved([])
 
     def inventory(self, undo: ExitStack) -> RunView:
         """What the nodes hold of the run, and what is durable once memory has proved insufficient."""
-        return self._memory.see(self._ranks, storage=self._storage)
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            return seen
+        return self._memory.see(self._ranks, storage=self._storage, patient=self._patient)
 
     def plan(self, view: RunView) -> RecoveryPlan | NoRecovery:
         """The newest suffix that every rank can have.
@@ -249,10 +263,13 @@ class _GlobalStart:
                 # Every rank comes to the same conclusion, whether or not its own node has a store.
                 self._storage = True
                 raise TryAgain
-            if self._at is not None:
-                raise ValueError(f"resume_at={self._at}: {plan.reason}. Nothing was changed")
-            _refuse_what_is_quarantined(memory, plan, view)
-            _refuse_to_forget(memory, plan, view, self._recoverable_before)
+            try:
+                self._check_new_run(plan, view)
+            except (ValueError, DaemonUnavailable, CorruptionError) as error:
+                if self._patient or not view.silent:
+                    raise
+                self._patient = True  # a node that is only slow may have what is missing
+                raise TryAgain from error
             return plan
         if wanted and not verified:
             plan = replace(plan, unverified="the snapshots for it could not be had")
@@ -260,6 +277,13 @@ class _GlobalStart:
             _refuse_what_cannot_be_compared(memory, plan, view)
         self._recoverable_before = True  # it may be no more, when what is damaged here is quarantined
         return plan
+
+    def _check_new_run(self, plan: NoRecovery, view: RunView) -> None:
+        """Raise if the run must not begin anew."""
+        if self._at is not None:
+            raise ValueError(f"resume_at={self._at}: {plan.reason}. Nothing was changed")
+        _refuse_what_is_quarantined(self._memory, plan, view)
+        _refuse_to_forget(self._memory, plan, view, self._recoverable_before)
 
     def retrieve(self, view: RunView, plan: RecoveryPlan | NoRecovery, undo: ExitStack) -> None:
         """Verify this rank's snapshots, or request them."""

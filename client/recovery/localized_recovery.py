@@ -86,9 +86,12 @@ def begin_localized(
     same_operators: tuple[int, ...],
     *,
     verify_iterations: int = 0,
-) -> LocalizedStart | None:
-    """The localized recovery of this run; None on all ranks if all recover together. A collective call.
+) -> LocalizedStart | RunView | None:
+    """The localized recovery of this run. A collective call.
 
+    Returns:
+        On all ranks the inventory if all recover together, from what was just seen; None if what was seen
+        has changed since.
     Args:
         same_operators: ranks whose operators all equal those of this rank, in their values too.
         verify_iterations: how many iterations more than necessary may be replayed to compare what
@@ -99,6 +102,7 @@ def begin_localized(
     """
     procedure = _LocalizedProcedure(memory, ranks, same_operators, min(ranks.gather(verify_iterations, int)))
     agreed = agree_on_plan(ranks, procedure)
+    seen = None
     if agreed is None:
         reason = procedure.not_held
     else:
@@ -109,14 +113,14 @@ def begin_localized(
                     undo.pop_all()
                     return procedure.begin(agreed.plan)
             else:
-                reason = agreed.plan.reason
+                reason, seen = agreed.plan.reason, agreed.inventory
     if reason:
         text = f"all ranks recover together, though some were parked: {reason}"
         logger.info("%s", text)
         if memory.identity.rank == 0:
             memory.session.notice("info", "not_localized", text)
     memory.take_back_hint(HINT_APART | HINT_APART_AGAIN)
-    return None
+    return seen
 
 
 def recovered_locally(start: LocalizedStart) -> Recovered:

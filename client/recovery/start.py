@@ -15,6 +15,7 @@ import torch
 from ckptd.client import values
 from ckptd.client.capture.comparison import Differences
 from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.run_inventory import RunView
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
@@ -137,11 +138,15 @@ class Recovery:
         with ranks.all_or_none():
             memory.settle_filled(_SEAL_WAIT_S)
         # What is parked is newer than what was asked for.
-        localized = None if self._at is not None else self._begin_localized(memory, ranks)
+        begun = None if self._at is not None else self._begin_localized(memory, ranks)
+        localized = begun if isinstance(begun, LocalizedStart) else None
         if localized is not None:
             found = recovered_locally(localized)
         else:
-            recovered = recover_global(memory, ranks, self._at, verify_iterations=options.verify_iterations)
+            seen = begun if isinstance(begun, RunView) else None
+            recovered = recover_global(
+                memory, ranks, self._at, verify_iterations=options.verify_iterations, seen=seen
+            )
             if isinstance(recovered, str):
                 memory.forget_everything()
                 return None
@@ -181,7 +186,7 @@ class Recovery:
             localized,
         )
 
-    def _begin_localized(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | None:
+    def _begin_localized(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | RunView | None:
         subject = self._subject
         if subject.identity.world_size == 1:
             return None

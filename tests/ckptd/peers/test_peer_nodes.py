@@ -16,7 +16,7 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_nodes import Neighbours
 from ckptd.transport import peer_messages as p
-from ckptd.transport.messages import NodeCard
+from ckptd.transport.messages import GetHoldings, Holdings, NodeCard
 from ckptd.transport.verbs import Answered, Fabric, Fault, PeerAddress
 
 DEADLINE_S = 5.0
@@ -24,15 +24,16 @@ DEADLINE_S = 5.0
 
 @dataclass
 class FakePeer:
-    """A connection whose hellos are answered when the test says so."""
+    """A connection whose hellos, and other requests, are answered when the test says so."""
 
     address: PeerAddress
     hellos: list[Answered] = field(default_factory=list)
     closed: bool = False
+    questions: list[Answered] = field(default_factory=list)
 
     def request(self, body: bytes, *, timeout_s: float, answered: Answered) -> None:
-        assert isinstance(p.decode_peer(body), p.PeerHello)
-        self.hellos.append(answered)
+        hello = isinstance(p.decode_peer(body), p.PeerHello)
+        (self.hellos if hello else self.questions).append(answered)
 
     def close(self) -> None:
         self.closed = True
@@ -103,6 +104,15 @@ class Setting:
 
 def _at_once(work: Callable[[], None]) -> None:
     work()
+
+
+class Asked:
+    """A question to node b, and what came of it."""
+
+    def __init__(self, setting: Setting, *, patient: bool = False) -> None:
+        self.outcomes: list[object] = []
+        ((_, ask),) = setting.neighbours.to_ask([NodeCard("b"), NodeCard("unknown")], patient=patient)
+        ask(GetHoldings("job", "run"), self.outcomes.append, lambda *failure: self.outcomes.append(failure))
 
 
 @pytest.fixture
@@ -254,3 +264,41 @@ def test_no_more_nodes_are_known_than_there_are_descriptors_for(
     setting.in_runs.discard("spare3")
     setting.meet("tcp://more", "more")
     assert setting.known == ["more", "needed", "spare4"]
+
+
+HOLDINGS = Holdings("b", ())
+
+
+def test_a_node_that_does_not_answer_a_hello_is_not_waited_for(setting: Setting) -> None:
+    """Its answer, if it comes after all, is for nobody."""
+    peer = setting.meet("tcp://1")
+    asked = Asked(setting)
+    peer.fail()
+    assert asked.outcomes == [("deadline", "no answer: deadline")]
+    peer.questions.pop()(p.encode_peer(HOLDINGS))
+    assert len(asked.outcomes) == 1
+
+
+def test_a_node_that_lives_may_take_its_time_to_say_what_it_holds(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    asked = Asked(setting)
+    peer.answer("b1")
+    assert asked.outcomes == []
+    peer.questions.pop()(p.encode_peer(HOLDINGS))
+    assert asked.outcomes == [HOLDINGS]
+
+
+def test_a_node_that_has_said_what_it_holds_need_not_answer_the_hello(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    asked = Asked(setting)
+    peer.questions.pop()(p.encode_peer(HOLDINGS))
+    peer.fail()
+    assert asked.outcomes == [HOLDINGS]
+
+
+def test_who_asks_with_patience_asks_for_no_sign_of_life(setting: Setting) -> None:
+    peer = setting.meet("tcp://1")
+    asked = Asked(setting, patient=True)
+    assert peer.hellos == []
+    peer.questions.pop()(Fault.DEADLINE)
+    assert asked.outcomes == [("deadline", "no answer: deadline")]

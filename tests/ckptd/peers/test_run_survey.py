@@ -22,22 +22,17 @@ class Link:
     """A connection that keeps the question until the test answers it."""
 
     def __init__(self) -> None:
-        self.patience_s = 0.0
         self.done: Callable[[Holdings], None]
         self.failed: Callable[[str, str], None]
 
     def ask(
         self,
         message: GetHoldings,
-        expect: type[Holdings],
         done: Callable[[Holdings], None],
         failed: Callable[[str, str], None],
-        *,
-        timeout_s: float,
     ) -> None:
         assert message == QUESTION
-        assert expect is Holdings
-        self.done, self.failed, self.patience_s = done, failed, timeout_s
+        self.done, self.failed = done, failed
 
 
 def survey(*configured: str, **links: Link) -> list[RunSeen]:
@@ -45,7 +40,7 @@ def survey(*configured: str, **links: Link) -> list[RunSeen]:
     answers: list[RunSeen] = []
 
     def reach(cards: Sequence[NodeCard]) -> list[Any]:
-        return [(card, links[card.node], 2.5) for card in cards if card.node in links]
+        return [(card, links[card.node].ask) for card in cards if card.node in links]
 
     RunSurvey(QUESTION, HERE, map(NodeCard, configured), reach, answers.append, known=["attached"])
     return answers
@@ -74,7 +69,6 @@ def test_it_answers_once_when_everybody_has_answered_or_failed() -> None:
     """Who takes part, who did before, and who is configured; those that cannot be reached are silent at once."""
     b, d = Link(), Link()
     answers = survey("lent", b=b, d=d)
-    assert b.patience_s == 2.5
     d.failed("timeout", "no answer: timeout")
     told = Holdings("b", (), 7)
     assert answers == []

@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.daemon_link.rank_memory import MemoryNeed, RankMemory
+from ckptd.client.daemon_link.session import Session
 from ckptd.client.identity import Identity
 from ckptd.client.options import DaemonOptions
 from ckptd.client.ranks.collectives import Collectives
@@ -32,6 +34,7 @@ from ckptd.transport.messages import (
     Member,
     NodeCard,
     RefusalCode,
+    RunSeen,
 )
 from ckptd.transport.wire import ControlClient, RefusedError
 from tests.ckptd.running import MIB, eventually, fill
@@ -279,6 +282,35 @@ def test_a_new_run_is_no_news(endpoint: str, run: str) -> None:
     with attached(endpoint, run) as memory:
         assert isinstance(recover_global(memory, alone), str)
     assert not events(endpoint, run, "starting_over")
+
+
+def test_a_node_that_was_only_slow_is_waited_for_before_the_start_is_refused(
+    endpoint: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It showed no sign of life, and has what is missing: the nodes are asked again, with more patience."""
+    patience: list[bool] = []
+    ask = Session.see_run
+
+    def slow(self: Session, *args: Any, patient: bool = False, **options: Any) -> RunSeen:
+        patience.append(patient)
+        seen = ask(self, *args, patient=patient, **options)
+        if patient:
+            return seen
+        (here,) = seen.holdings
+        assert here.record is not None
+        told = msgspec.structs.replace(here.record, recoverable=True)
+        elsewhere = msgspec.structs.replace(here, segments=(), record=told)
+        return msgspec.structs.replace(seen, holdings=(elsewhere,), silent=("slow",))
+
+    with attached(endpoint, run) as memory:
+        take_part(memory)
+        reserved(memory)
+        for iteration in (3, 4):
+            record(memory, iteration)
+    monkeypatch.setattr(Session, "see_run", slow)
+    with attached(endpoint, run) as memory:
+        assert recovered(memory) == 4
+    assert patience == [False, False, True], "first what is durable is looked at"
 
 
 def test_damage_here_is_no_reason_to_forget_what_a_late_node_may_hold(endpoint: str, run: str) -> None:

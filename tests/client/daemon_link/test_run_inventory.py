@@ -36,7 +36,9 @@ class Asks:
     sees: RunSeen | Exception
     known: list[tuple[str, ...]] = field(default_factory=list)
 
-    def see_run(self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False) -> RunSeen:
+    def see_run(
+        self, job: str, run: str, known: tuple[str, ...], *, storage: bool = False, patient: bool = False
+    ) -> RunSeen:
         assert (job, run) == ("job", "run")
         self.known.append(known)
         if isinstance(self.sees, Exception):

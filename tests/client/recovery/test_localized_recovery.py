@@ -140,7 +140,11 @@ Alike = Sequence[tuple[int, ...]]
 
 def begin(ranks: list[RankMemory], alike: Alike = ((1,), (0,))) -> list[LocalizedStart | Exception | None]:
     def of(rank: int) -> Callable[[Collectives], LocalizedStart | None]:
-        return lambda job: begin_localized(ranks[rank], job, alike[rank])
+        def work(job: Collectives) -> LocalizedStart | None:
+            found = begin_localized(ranks[rank], job, alike[rank])
+            return found if isinstance(found, LocalizedStart) else None
+
+        return work
 
     return outcomes([of(rank) for rank in range(len(ranks))])
 
@@ -451,4 +455,4 @@ def test_what_another_run_has_parked_is_not_read(endpoint: str, ranks: list[Rank
 
 def test_one_rank_has_nobody_to_be_apart_from(endpoint: str) -> None:
     with attached(endpoint, uuid.uuid4().hex[:8]) as memory:
-        assert begin_localized(memory, Collectives.alone(), ()) is None
+        assert isinstance(begin_localized(memory, Collectives.alone(), ()), RunView)

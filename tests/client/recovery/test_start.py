@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from ckptd.client import RecoveryOptions
 from ckptd.client.capture.step_state import Stateful
 from ckptd.client.daemon_link.rank_memory import RankMemory
+from ckptd.client.daemon_link.session import Session
 from ckptd.client.identity import Identity
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState
@@ -30,6 +32,7 @@ from ckptd.core.slots.segment_format import HINT_DROP_GRADIENTS
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.transport.messages import RunSeen
 from tests.ckptd.running import MIB
 from tests.client.daemon_link.test_rank_memory import attached, record
 from tests.client.rank_threads import outcomes
@@ -124,6 +127,26 @@ def test_both_find_the_same(endpoint: str, run: str, engine: CopyEngine) -> None
         assert (first.replay.freezing, second.replay.freezing) == ("inputs", "inputs")
 
 
+def test_where_none_was_parked_the_nodes_are_asked_once(
+    endpoint: str, run: str, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether some ranks need not go back was asked first, and then the same again. Each time a lost node
+    was waited for.
+    """
+    asked: list[bool] = []
+    ask = Session.see_run
+
+    def counted(self: Session, *args: Any, **options: Any) -> RunSeen:
+        asked.append(True)
+        return ask(self, *args, **options)
+
+    monkeypatch.setattr(Session, "see_run", counted)
+    with two_ranks(endpoint, run) as memories:
+        for found in find(memories, engine, widths=(4, 4)):
+            assert isinstance(found, Resumption), found
+    assert len(asked) == 1, "one rank of the node speaks for both"
+
+
 def test_an_iteration_that_any_rank_was_beyond_is_not_new(
     endpoint: str, run: str, engine: CopyEngine
 ) -> None:
@@ -179,7 +202,7 @@ def test_a_snapshot_that_does_not_arrive_on_one_rank_stops_both(
         together = recover_global
 
         def without_the_first(
-            memory: RankMemory, ranks: Collectives, at: int | None, **options: int
+            memory: RankMemory, ranks: Collectives, at: int | None, **options: Any
         ) -> object:
             found = together(memory, ranks, at, **options)
             if memory is not memories[1]:
