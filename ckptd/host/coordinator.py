@@ -199,13 +199,13 @@ class Coordinator:
         match message["told"]:
             case "started":
                 self._epochs.started(rank, int(message["epoch"]), time.monotonic())
+            case "failed" | "completed" if not (self._options.one_machine or self._complete):
+                # Without torchrun the store was that of rank 0's trainer: who comes late finds none.
+                end = f"rank {rank}: {message['why']}"
+                self._give(self._epochs.left(rank, f"{end}, before all hosts had joined"))
             case "failed":
                 why = f"rank {rank}: {message['why']}"
-                if not self._options.one_machine and not self._complete:
-                    # Without torchrun the store was that trainer's of rank 0, and who comes late finds none.
-                    self._give(self._epochs.left(rank, f"{why}, before all hosts had joined"))
-                else:
-                    self._give(self._epochs.failed(rank, int(message["epoch"]), why, time.monotonic()))
+                self._give(self._epochs.failed(rank, int(message["epoch"]), why, time.monotonic()))
             case "completed":
                 self._give(self._epochs.completed(rank, int(message["epoch"])))
             case "leaving":

@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
-_AGAIN_ONE_MACHINE_S = 0.02
+_LISTENS_YET_S = 0.02  # on one machine: is there a socket?
 _AGAIN_S = (0.2, 2.0)  # first, and at most
+_TOO_LATE = "its trainer has ended before this host had joined the others"
 _TOKEN = re.compile(r"([0-9a-f]{2})+")
 
 
@@ -54,7 +55,7 @@ class JobMember:
         self._errand: StoreErrand | None = None
         self._connecting: socket.socket | None = None
         self._link: Link | None = None
-        self._hello_sent = self._welcome = self._over = False
+        self._hello_sent = self._welcome = self._last_try = self._over = False
         self._again_s = _AGAIN_S[0]
         self._why = "the host of rank 0 did not appear"
 
@@ -78,9 +79,11 @@ class JobMember:
         """Tell the coordinator; what cannot be sent yet is sent after joining."""
         if not self._welcome:
             self._unsent.append(message)
-            if message["told"] == "failed" and not self._options.one_machine:
+            if message["told"] in ("failed", "completed") and not self._options.one_machine:
                 # The store through which hosts find each other may have ended with a trainer.
-                self._give_up("a trainer has failed before this host had joined the others")
+                self._last_try = True
+                if not self._hello_sent:
+                    self._give_up(_TOO_LATE)
         elif self._link is not None:
             with contextlib.suppress(LinkError):  # seen when it is read
                 self._link.send(message)
@@ -99,7 +102,7 @@ class JobMember:
             self._give_up(f"no connection to the host of rank 0: {error}")
             return
         if link is None:
-            self._loop.after(_AGAIN_ONE_MACHINE_S, self._join)
+            self._loop.after(_LISTENS_YET_S, self._join)
         else:
             self._use_link(link)
 
@@ -156,7 +159,7 @@ class JobMember:
         self._use_link(link)
 
     def _use_link(self, link: Link) -> None:
-        self._link, self._hello_sent = link, False
+        self._link = link
         self._loop.watch(link, self._on_link)
         if link.proven:
             self._say_hello()
@@ -174,11 +177,9 @@ class JobMember:
     def _try_again(self, why: str) -> None:
         self._loop.cancel(self._on_no_welcome)
         self._why = why
-        if self._over:
-            return
-        if self._options.one_machine:
-            self._loop.after(_AGAIN_ONE_MACHINE_S, self._join)
-        else:
+        if self._last_try:
+            self._give_up(_TOO_LATE)
+        if not self._over:
             self._loop.after(self._again_s, self._join)
             self._again_s = min(2 * self._again_s, _AGAIN_S[1])
 
@@ -219,6 +220,7 @@ class JobMember:
             self.tell(message)
 
     def _drop_link(self) -> None:
+        self._hello_sent = False
         for source in (self._link, self._connecting):
             if source is not None:
                 self._loop.forget(source)

@@ -185,7 +185,11 @@ def accept_remote(listener: socket.socket, token: bytes, silence_s: int) -> Remo
         connection, _ = listener.accept()
     except OSError:
         return None
-    _notice_silence(connection, silence_s)
+    try:
+        _notice_silence(connection, silence_s)
+    except OSError:
+        connection.close()
+        return None
     return RemoteLink(connection, token, connects=False)
 
 

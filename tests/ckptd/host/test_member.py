@@ -145,12 +145,17 @@ def test_all_hosts_hear_of_an_order(machines: Machines) -> None:
 
 def test_what_happened_before_joining_is_told_afterwards(machines: Machines) -> None:
     machines.start(1)
-    machines.hosts[1].tell({"told": "completed", "epoch": 0})
+    machines.hosts[1].tell({"told": "leaving", "why": "its host got SIGTERM"})
     machines.start(2)
     machines.start(0)
-    machines.until(lambda: machines.joined == {1, 2}, "all have joined")
-    for rank in (0, 2):
-        machines.hosts[rank].tell({"told": "completed", "epoch": 0})
+    machines.until(lambda: all(machines.obeyed), "an order")
+    assert {orders[0]["because"] for orders in machines.obeyed} == {"rank 1: its host got SIGTERM"}
+
+
+def test_all_are_released_together(machines: Machines) -> None:
+    machines.start_all()
+    for rank in (1, 0, 2):
+        machines.hosts[rank].tell({"told": "completed", "epoch": 0, "why": "exit code 0"})
     machines.until(lambda: all(machines.obeyed), "an order")
     assert machines.obeyed == [[{"order": "release"}]] * 3
 
@@ -173,20 +178,22 @@ def test_the_loss_of_the_coordinator_ends_the_others(machines: Machines) -> None
         assert "host of rank 0 is lost" in order["because"]
 
 
-def test_a_failure_before_all_have_joined_is_the_launchers(machines: Machines) -> None:
+@pytest.mark.parametrize("end", ["failed", "completed"])
+def test_an_end_before_all_have_joined_is_the_launchers(machines: Machines, end: str) -> None:
     """The store in which the last one would look may have been that trainer's."""
     machines.start(0)
     machines.start(1)
     machines.until(lambda: machines.joined == {1}, "one has joined")
-    machines.hosts[0].tell({"told": "failed", "epoch": 0, "why": "exit code 1"})
+    machines.hosts[0].tell({"told": end, "epoch": 0, "why": "exit code 1"})
     machines.until(lambda: machines.obeyed[1], "an order")
     assert machines.obeyed[0][0]["order"] == machines.obeyed[1][0]["order"] == "abandon"
     assert "before all hosts had joined" in machines.obeyed[1][0]["because"]
 
 
-def test_a_failure_before_this_host_has_joined_is_the_launchers(machines: Machines) -> None:
+@pytest.mark.parametrize("end", ["failed", "completed"])
+def test_an_end_before_this_host_has_joined_is_the_launchers(machines: Machines, end: str) -> None:
     machines.start(1)
-    machines.hosts[1].tell({"told": "failed", "epoch": 0, "why": "exit code 1"})
+    machines.hosts[1].tell({"told": end, "epoch": 0, "why": "exit code 1"})
     assert [order["order"] for order in machines.obeyed[1]] == ["abandon"]
 
 
