@@ -14,6 +14,7 @@ from tests.ckptd.host.hosting import children_of, gone
 from tests.cluster.daemons import provision_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.network import why_no_namespaces
+from tests.cluster.torchrun import TorchrunJob
 from tests.cluster.training import ClusterTraining, undisturbed
 
 NUM_RANKS = 2
@@ -148,3 +149,50 @@ def test_an_agent_that_is_told_to_end_leaves_nothing_behind(run: HostedRun, refe
     run.job.join(node)
     run.reach(newest + 6)
     run.check_end(reference)
+
+
+WAITS = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+(folder / f"{os.environ['RANK']}-{os.getpid()}").touch()
+while not (folder / "stop").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_a_store_with_the_place_of_an_earlier_start(tmp_path: Path) -> None:
+    """By default all rendezvous of torchrun share one store, so the second start finds the key of the first."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    with Cluster(NUM_RANKS) as cluster:
+        job = TorchrunJob(
+            cluster,
+            ["-m", "--", "ckptd.host", str(tmp_path / "waits.py"), str(tmp_path)],
+            nnodes=NUM_RANKS,
+            folder=tmp_path,
+            env=lambda node: {
+                "CKPTD_RUNTIME_DIR": str(node.runtime_dir),
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+            },
+        )
+
+        def log() -> str:
+            return "".join((tmp_path / f"{node.name}.log").read_text() for node in cluster.hosts)
+
+        def hosts() -> list[int]:
+            return [pid for node in cluster.hosts for pid in node.pids() if _name(pid) == "ckptd-host"]
+
+        try:
+            job.start()
+            for start in (1, 2, 3):
+                job.until(lambda n=start: log().count("hosts have joined") == n, "hosts", timeout_s=150)  # type: ignore[misc]
+                old = hosts()
+                if start < 3:
+                    os.kill(old[start % 2], signal.SIGKILL)
+                    job.until(lambda pids=old: all(map(gone, pids)), "the end of all hosts", timeout_s=150)  # type: ignore[misc]
+            os.kill(int(max(tmp_path.glob("1-*"), key=os.path.getmtime).name[2:]), signal.SIGKILL)
+            job.until(lambda: log().count("epoch 1 begins") == NUM_RANKS, "epoch 1", timeout_s=150)
+            (tmp_path / "stop").touch()
+            job.wait(timeout_s=150)
+        finally:
+            job.stop()
