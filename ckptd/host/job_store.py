@@ -28,6 +28,7 @@ from ckptd.host.zygote_link import ZygoteLink
 __all__ = ["StoreErrand", "run_errand", "store_request"]
 
 _LINE_MAX = 64 << 10
+_LISTENS_YET_S = 0.1
 
 
 def run_errand(channel: socket.socket) -> None:
@@ -47,6 +48,7 @@ def run_errand(channel: socket.socket) -> None:
 
 def _done(request: dict[str, Any]) -> str:
     distributed: Any = importlib.import_module("torch.distributed")
+    _wait_for(request["address"], request["port"], request["within_s"])
     store = distributed.TCPStore(
         request["address"],
         request["port"],
@@ -58,6 +60,23 @@ def _done(request: dict[str, Any]) -> str:
         store.set(request["key"], request["value"])
         return str(request["value"])
     return str(store.get(request["key"]).decode())
+
+
+def _wait_for(address: str, port: int, within_s: float) -> None:
+    """Until somebody listens there. torch's client would look again after ever longer times: a host that joins
+    seconds after its trainer has begun cannot bring it back in these.
+    """
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection(
+                (address, port), timeout=max(_LISTENS_YET_S, until - time.monotonic())
+            ).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_LISTENS_YET_S)
 
 
 def store_request(options: HostOptions, until_s: float, value: str | None = None) -> dict[str, Any]:

@@ -54,6 +54,14 @@ class HostedRun(ClusterTraining):
         name = self.events(rank, "meeting")[-1]["host"]
         return next(node for node in self.cluster.hosts if node.name == name)
 
+    def train_together(self, step: int, starts: int = 1) -> None:
+        """Wait until the job has done an iteration, and its hosts have found each other, as often as this."""
+        self.reach(step)
+        self.until(
+            lambda: sum(self.log(node).count("hosts have joined") for node in self.cluster.hosts) == starts,
+            "hosts that have joined",
+        )
+
     def begin_epoch(self, epoch: int) -> None:
         """Wait until it begins on each node."""
         self.until(
@@ -85,7 +93,7 @@ def run(tmp_path: Path) -> Iterator[HostedRun]:
 
 def test_killed_ranks_of_both_nodes_come_back_exactly(run: HostedRun, reference: Path) -> None:
     """And torchrun notices nothing: its agents have started one host each."""
-    run.reach(12)
+    run.train_together(12)
     hosts = {node.name: run.hosts(node) for node in run.cluster.hosts}
     for epoch, rank in enumerate((1, 0, 1), start=1):
         newest = run.newest_step
@@ -103,7 +111,7 @@ def test_killed_ranks_of_both_nodes_come_back_exactly(run: HostedRun, reference:
 def test_a_killed_host_ends_all_and_torchrun_starts_them_again(
     run: HostedRun, reference: Path, rank: int
 ) -> None:
-    run.reach(12)
+    run.train_together(12)
     lost, other = run.node_of(rank), run.node_of(1 - rank)
     (survivor,), trainer = run.hosts(other), run.trainer(other)
     (victim,) = run.hosts(lost)
@@ -111,8 +119,8 @@ def test_a_killed_host_ends_all_and_torchrun_starts_them_again(
     run.until(lambda: gone(survivor) and gone(trainer), "the end of the other host and its trainer")
     assert f"the host of rank {rank} is lost" in run.log(other), run.job.logs()
     newest = run.newest_step
-    run.reach(newest + 6)
-    os.kill(run.trainer(run.node_of(1)), signal.SIGKILL)  # hosts of the second start have found each other
+    run.train_together(newest + 6, starts=2)
+    os.kill(run.trainer(run.node_of(1)), signal.SIGKILL)
     run.begin_epoch(1)
     run.check_end(reference)
 
@@ -122,7 +130,7 @@ def test_a_node_that_falls_silent_is_known_within_seconds(run: HostedRun, refere
     """Nothing says that its connections end, and gloo would wait for half an hour."""
     if why := why_no_namespaces():
         pytest.skip(f"nodes cannot be cut off here: {why}")
-    run.reach(12)
+    run.train_together(12)
     lost, other = run.node_of(rank), run.node_of(1 - rank)
     (survivor,), trainer = run.hosts(other), run.trainer(other)
     lost.destroy(silent=True)
@@ -136,7 +144,7 @@ def test_a_node_that_falls_silent_is_known_within_seconds(run: HostedRun, refere
 
 
 def test_an_agent_that_is_told_to_end_leaves_nothing_behind(run: HostedRun, reference: Path) -> None:
-    run.reach(12)
+    run.train_together(12)
     node = run.node_of(1)
     (host,), trainer = run.hosts(node), run.trainer(node)
     agent = int(Path(f"/proc/{host}/stat").read_text().rsplit(")", 1)[1].split()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +45,19 @@ def test_what_one_host_sets_another_reads(store: Any) -> None:
     reads = StoreErrand(None, store_request(given, until_s))  # before it is there
     assert answer_of(StoreErrand(None, store_request(given, until_s, "place"))) == {"value": "place"}
     assert answer_of(reads) == {"value": "place"}
+
+
+@pytest.mark.slow
+def test_a_store_that_appears_later_is_waited_for() -> None:
+    """Without torchrun, the trainer of rank 0 makes it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    errand = StoreErrand(None, store_request(options(port), time.monotonic() + 200, "place"))
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    assert answer_of(errand) == {"value": "place"}
+    assert store.get(store_request(options(port), 0.0)["key"]) == b"place"
 
 
 @pytest.mark.slow
