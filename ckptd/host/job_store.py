@@ -63,8 +63,8 @@ def _done(request: dict[str, Any]) -> str:
 
 
 def _wait_for(address: str, port: int, within_s: float) -> None:
-    """Until somebody listens there. torch's client would look again after ever longer times: a host that joins
-    seconds after its trainer has begun cannot bring it back in these.
+    """Until somebody listens there. torch's client would look again after ever longer times, and a trainer
+    whose host joins seconds after it cannot be brought back in these.
     """
     until = time.monotonic() + within_s
     while True:
