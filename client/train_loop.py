@@ -37,6 +37,7 @@ from ckptd.client.schedule.planner import RankContext
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
+from ckptd.progress_page import inherited_page
 
 __all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "tell_differences"]
 
@@ -228,20 +229,30 @@ class LoopSide:
 
     def bodies(self, steps: range) -> Iterator[int]:
         """Count the steps whose body is complete, also if the loop is left in the middle of one."""
-        for step in steps:
-            self.step, self._updated = step, False
-            self.ledger.begin(step)
-            try:
-                yield step
-            except GeneratorExit:
-                if self.parking is not None:
-                    self.parking.leave(f"the loop is left in the middle of step {step}")
-                # A body that has updated the weights counts as done: the next loop must not do it again.
-                self.step += self._updated or self._memory is None
-                done = self._updated and self.replaying.replay is None
-                (self.pipeline.end if done else self.pipeline.abandon)()
-                raise
-            self.step = step + 1
+        page = inherited_page()
+        try:
+            for step in steps:
+                if page is not None:
+                    page.begins(step)
+                yield from self._body(step)
+        finally:
+            if page is not None:
+                page.left(self.step)
+
+    def _body(self, step: int) -> Iterator[int]:
+        self.step, self._updated = step, False
+        self.ledger.begin(step)
+        try:
+            yield step
+        except GeneratorExit:
+            if self.parking is not None:
+                self.parking.leave(f"the loop is left in the middle of step {step}")
+            # A body that has updated the weights counts as done: the next loop must not do it again.
+            self.step += self._updated or self._memory is None
+            done = self._updated and self.replaying.replay is None
+            (self.pipeline.end if done else self.pipeline.abandon)()
+            raise
+        self.step = step + 1
 
     def _top(self, step: int) -> None:
         self.replaying.check_whole()

@@ -1,0 +1,55 @@
+"""The verdict names who hangs, as far as hosts can see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from ckptd.host.hang_inquiry import HangInquiry, Position, TrainerState
+
+State = TrainerState
+
+
+def verdict(answers: Mapping[int, Position], world_size: int = 4) -> str:
+    inquiry = HangInquiry(world_size, rank=1, step=41, lasts_s=12.34, deadline_s=10.0)
+    complete = [inquiry.answer(rank, position) for rank, position in answers.items()]
+    assert any(complete) == (len(answers) == world_size)
+    report, colon, culprits = inquiry.verdict().partition(": ")
+    assert report == "rank 1 is in step 41 for 12.3 s (deadline 10.0 s)"
+    assert colon
+    return culprits
+
+
+def at(step: int, *ranks: int, state: State = State.IN_STEP) -> dict[int, Position]:
+    return {rank: Position(state, step) for rank in ranks}
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (at(41, 0, 1, 3) | at(41, 2, state=State.STOPPED), "rank 2 is stopped by a signal"),
+        (at(41, 1) | at(40, 0, 2, 3, state=State.STOPPED), "ranks 0, 2, 3 are stopped by a signal"),
+        (at(41, 0, 1, 3) | at(40, 2), "rank 2 is in step 40 still, and the others are further"),
+        (at(41, 0, 1, 3), "the host of rank 2 is silent"),
+        (at(41, 1), "the hosts of ranks 0, 2, 3 are silent"),
+        (at(41, 0, 1, 2) | at(41, 3, state=State.OUTSIDE), "rank 3 is outside the loop"),
+        (at(41, 0, 1, 2, 3), "all ranks are in step 41, and wait for each other or for something else"),
+    ],
+)
+def test_who_hangs(answers: dict[int, Position], expected: str) -> None:
+    assert verdict(answers) == expected
+
+
+def test_of_many_some_are_named() -> None:
+    answers = at(41, 0) | at(40, *range(1, 100))
+    assert verdict(answers, 100) == (
+        "ranks 1, 2, 3, 4, 5, 6, 7, 8, … are in step 40 still, and the others are further"
+    )
+
+
+def test_whom_a_debugger_holds_is_known() -> None:
+    inquiry = HangInquiry(2, rank=0, step=1, lasts_s=1.0, deadline_s=1.0)
+    assert inquiry.debugged == []
+    inquiry.answer(1, Position(State.TRACED, 1))
+    assert inquiry.debugged == [1]
