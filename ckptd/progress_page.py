@@ -13,7 +13,7 @@ import struct
 from functools import cache
 from typing import NamedTuple, Self
 
-__all__ = ["PAGE_VARIABLE", "StepProgress", "ProgressPage", "inherited_page"]
+__all__ = ["PAGE_VARIABLE", "ProgressPage", "StepProgress", "inherited_page"]
 
 PAGE_VARIABLE = "CKPTD_HOST_PROGRESS"
 _MAGIC = b"ckptd\0p1"

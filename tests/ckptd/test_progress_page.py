@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.progress_page import PAGE_VARIABLE, StepProgress, ProgressPage, inherited_page
+from ckptd.progress_page import PAGE_VARIABLE, ProgressPage, StepProgress, inherited_page
 
 
 @pytest.fixture(autouse=True)
