@@ -1,13 +1,18 @@
 """The coordinator of a job: hears of failures from all hosts, and tells all when an epoch begins.
 
-It is a part of the host of rank 0. If that host dies, the connections close, each other host goes on with its
-trainer alone, and the launcher does what it does without hosts.
+It is a part of the host of rank 0. Hosts of one machine connect to its unix socket. Those of other machines
+connect by TCP: the address, the port and a token of this start are in the job's store.
+
+If another host is lost, all are told to end their trainers and themselves; if this one is, its connections
+close, and they do so by themselves (`ckptd.host.member`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -15,16 +20,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.host.epochs import AbandonJob, BeginEpoch, JobEpochs, Order, ReleaseHosts
+from ckptd.host.epochs import AbandonJob, BeginEpoch, JobEpochs, Order, ReleaseHosts, StopJob
 from ckptd.host.host_links import Link, LinkError, accept, listen
+from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
-from ckptd.host.zygote_link import StoreServer
+from ckptd.host.job_store import StoreErrand, store_request
+from ckptd.host.process_control import allow_descriptors
+from ckptd.host.zygote_link import StoreServer, ZygoteLink
 
-__all__ = ["Coordinator", "StorePort"]
+__all__ = ["GREET_S", "JOIN_S", "Coordinator", "StorePort"]
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+
+JOIN_S = 300.0  # as long as a zygote may import
+# A connection that has not shown within this time that it is a host of this job is closed.
+GREET_S = 5.0
+_STRANGERS_MAX = 64  # beside one connection for each rank; then the oldest one makes room
+_OTHER_FILES = 64  # that a host has open
+_PUBLISH_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,55 +59,116 @@ class Coordinator:
     """Orders for all hosts, this one included.
 
     Args:
-        folder: private; the socket for the other hosts is made there.
+        folder: private; the socket for the other hosts of this machine is made there.
         obey: what this host does with a message.
+    Raises:
+        OSError: nobody could connect: no socket can be made.
     """
 
-    def __init__(self, options: HostOptions, folder: Path, obey: Callable[[Message], None]) -> None:
-        self._options, self._obey = options, obey
+    def __init__(
+        self, options: HostOptions, folder: Path, loop: HostLoop, obey: Callable[[Message], None]
+    ) -> None:
+        self._options, self._loop, self._obey = options, loop, obey
         self._epochs = JobEpochs(
             options.world_size, max_restarts=options.max_restarts, steady_s=options.steady_s
         )
         self._members: dict[Link, int] = {}
+        self._strangers: dict[Link, float] = {}  # since when; in this order
         self._socket = folder / f"{options.job}.sock"
-        self.listener: socket.socket | None = None
+        self._token = b""
+        self._address = ""  # of this machine, for others
+        self._listener: socket.socket | None = None
         if options.world_size > 1:
-            self.listener = listen(folder, self._socket.name)
+            self._listener = self._listen()
+        self._errand: StoreErrand | None = None
+        self._published = False
+        self._zygote: ZygoteLink | None = None
+        self._publish_until = 0.0
         self._stores: StoreServer | None = None
         self._no_server = False
         self._spare_port = 0
         self._waiting: BeginEpoch | None = None
         self._last: Message | None = None
 
+    def _listen(self) -> socket.socket:
+        if self._options.one_machine:
+            return listen(self._socket.parent, self._socket.name)
+        # Not needed on one machine, where hosts are to be small: it imports OpenSSL.
+        from ckptd.host.remote_links import TOKEN_BYTES, address_towards, listen_remotely
+
+        self._token = os.urandom(TOKEN_BYTES)
+        self._address, own = address_towards(*self._options.store)
+        return listen_remotely(own)
+
+    def begin(self) -> None:
+        """Let hosts join."""
+        if self._listener is None:
+            return
+        needed = self._options.world_size + _STRANGERS_MAX + _OTHER_FILES
+        if (allowed := allow_descriptors(needed)) < needed:
+            logger.warning(
+                "rank 0: this host may open %d files, and %d hosts need up to %d: raise the hard limit "
+                "(ulimit -Hn)",
+                allowed,
+                self._options.world_size,
+                needed,
+            )
+        self._loop.watch(self._listener, self._on_connect)
+
     # -- other hosts ------------------------------------------------------------------------------
 
-    def admit(self) -> Link | None:
-        """Somebody connects; the new link, which speaks first."""
-        assert self.listener is not None
-        try:
-            link = accept(self.listener)
-        except LinkError as error:
-            logger.warning("refused: %s", error)
-            return None
-        if link is not None:
-            self._members[link] = -1
-        return link
+    def _on_connect(self) -> None:
+        link = self._accepted()
+        if link is None:
+            return
+        if len(self._strangers) >= self._options.world_size + _STRANGERS_MAX:
+            self._turn_away(next(iter(self._strangers)))
+        self._strangers[link] = time.monotonic()
+        self._loop.watch(link, lambda: self._on_link(link))
+        if not self._loop.is_timed(self._look_at_strangers):
+            self._loop.after(GREET_S, self._look_at_strangers)
 
-    def hear(self, link: Link) -> bool:
-        """A member has sent something; False if it has gone."""
+    def _accepted(self) -> Link | None:
+        assert self._listener is not None
+        if self._options.one_machine:
+            try:
+                return accept(self._listener)
+            except LinkError as error:
+                logger.warning("refused: %s", error)
+                return None
+        from ckptd.host.remote_links import accept_remote
+
+        return accept_remote(self._listener, self._token, self._options.silence_s)
+
+    def _turn_away(self, link: Link) -> None:
+        del self._strangers[link]
+        self._loop.forget(link)
+        link.close()
+
+    def _look_at_strangers(self) -> None:
+        now = time.monotonic()
+        for link in [link for link, since in self._strangers.items() if since + GREET_S <= now]:
+            self._turn_away(link)
+        for since in self._strangers.values():  # the oldest
+            self._loop.after(since + GREET_S - now, self._look_at_strangers)
+            break
+
+    def _on_link(self, link: Link) -> None:
         try:
             for message in link.receive():
-                if self._members[link] < 0:
+                if link in self._strangers:
                     self._greet(link, message)
                 else:
                     self.report(self._members[link], message)
         except (LinkError, KeyError, TypeError, ValueError) as error:
+            if link in self._strangers:
+                logger.info("rank 0: a connection is closed: %s", error)
+                self._turn_away(link)
+                return
             rank = self._members.pop(link)
+            self._loop.forget(link)
             link.close()
-            if rank >= 0:
-                self._give(self._epochs.left(rank, f"the host of rank {rank} has gone ({error})"))
-            return False
-        return True
+            self._give(self._epochs.lost(rank, f"the host of rank {rank} is lost ({error})"))
 
     def _greet(self, link: Link, hello: Message) -> None:
         rank, world_size = int(hello["rank"]), int(hello["world_size"])
@@ -100,15 +176,33 @@ class Coordinator:
             raise LinkError(f"rank {rank} of {world_size} is no rank of this job")
         if rank in self._members.values():
             raise LinkError(f"rank {rank} has a host already")
+        if self._epochs.closed and not self._options.one_machine:
+            raise LinkError(f"rank {rank} comes late: this start of the job is over")
+        link.send({"order": "welcome"})
+        del self._strangers[link]
         self._members[link] = rank
+        if self._complete:
+            logger.info("rank 0: all %d hosts have joined", world_size)
         if self._last is not None:
             link.send(self._last)
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._members) == self._options.world_size - 1
+
+    def tell(self, message: Message) -> None:
+        """What this host says of its own trainer."""
+        self.report(0, message)
 
     def report(self, rank: int, message: Message) -> None:
         """What a host says of its trainer."""
         match message["told"]:
             case "started":
                 self._epochs.started(rank, int(message["epoch"]), time.monotonic())
+            case "failed" | "completed" if not (self._options.one_machine or self._complete):
+                # Without torchrun the store was that of rank 0's trainer: who comes late finds none.
+                end = f"rank {rank}: {message['why']}"
+                self._give(self._epochs.left(rank, f"{end}, before all hosts had joined"))
             case "failed":
                 why = f"rank {rank}: {message['why']}"
                 self._give(self._epochs.failed(rank, int(message["epoch"]), why, time.monotonic()))
@@ -131,6 +225,9 @@ class Coordinator:
             case AbandonJob(because):
                 self._waiting = None
                 self._say({"order": "abandon", "because": because})
+            case StopJob(because):
+                self._waiting = None
+                self._say({"order": "stop", "because": because})
 
     def _begin(self) -> None:
         """Begin the epoch that waits, if there is a store for it."""
@@ -152,6 +249,7 @@ class Coordinator:
             {
                 "order": "begin",
                 "epoch": order.epoch,
+                "address": self._address,
                 "port": port.port,
                 "served": port.served,
                 "because": order.because,
@@ -166,42 +264,88 @@ class Coordinator:
                 link.send(message)
         self._obey(message)
 
-    # -- stores -----------------------------------------------------------------------------------
+    # -- what only torch can do -------------------------------------------------------------------
 
-    @property
-    def needs_server(self) -> bool:
-        """Whether a server of stores is to be forked."""
-        return self._options.has_store and self._stores is None
+    def use(self, zygote: ZygoteLink | None) -> None:
+        """A zygote is ready to fork what this needs; None: there will be none."""
+        self._zygote = zygote
+        self._serve_stores()
+        self._publish()
 
-    def use_server(self, stores: StoreServer | None) -> None:
-        """A server was forked; None: there will be none, and the trainer of rank 0 makes the stores."""
-        self._stores, self._no_server = stores, stores is None
-        if stores is not None:
-            stores.ask()
+    def _serve_stores(self) -> None:
+        if not self._options.has_store or self._stores is not None:
+            return
+        self._no_server = self._zygote is None
+        if self._zygote is not None:
+            self._stores = self._zygote.fork_store()
+            self._stores.ask()
+            self._loop.watch(self._stores, self._on_stores)
         self._begin()
 
-    def hear_stores(self) -> bool:
-        """The server has sent something; False if it has gone."""
+    def _on_stores(self) -> None:
         assert self._stores is not None
         ports = self._stores.receive()
         if ports is None:
+            logger.info("rank 0: the server of stores has ended; another is needed")
+            self._loop.forget(self._stores)
             self._stores.close()
             self._stores, self._spare_port = None, 0
-            return False
+            if self._zygote is None or self._zygote.ready:  # else one is asked when it is
+                self._serve_stores()
+            return
         for port in ports:
             self._spare_port = port
         self._begin()
-        return True
+
+    def _publish(self) -> None:
+        """Write into the job's store where this coordinator is."""
+        if self._listener is None or self._options.one_machine or self._published or self._errand is not None:
+            return
+        place = {
+            "address": self._address,
+            "port": self._listener.getsockname()[1],
+            "token": self._token.hex(),
+        }
+        self._publish_until = self._publish_until or time.monotonic() + JOIN_S
+        try:
+            errand = self._errand = StoreErrand(
+                self._zygote, store_request(self._options, self._publish_until, json.dumps(place))
+            )
+        except OSError as error:
+            self._cannot_publish(str(error))
+            return
+        self._loop.watch(errand, lambda: self._on_published(errand))
+
+    def _on_published(self, errand: StoreErrand) -> None:
+        answer = errand.receive()
+        if answer is None:
+            return
+        self._loop.forget(errand)
+        errand.close()
+        self._errand = None
+        if "value" in answer:
+            self._published = True
+        else:
+            self._cannot_publish(answer["error"])
+
+    def _cannot_publish(self, error: str) -> None:
+        if time.monotonic() < self._publish_until:
+            self._loop.after(_PUBLISH_AGAIN_S, self._publish)
+            return
+        why = f"the other hosts cannot be told where to meet: {error}"
+        self._give(self._epochs.left(0, why))
 
     def close(self) -> None:
         """The job is over here."""
-        if self._stores is not None:
-            self._stores.close()
-        if self.listener is not None:
-            self.listener.close()
+        sources = (self._stores, self._errand, self._listener, *self._members, *self._strangers)
+        for source in sources:
+            if source is not None:
+                self._loop.forget(source)
+                source.close()
+        for timer in (self._publish, self._look_at_strangers):
+            self._loop.cancel(timer)
+        if self._listener is not None and self._options.one_machine:
             self._socket.unlink(missing_ok=True)
-        for link in self._members:
-            link.close()
 
 
 def _free_port() -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "HostState",
     "JobEpochs",
     "ReleaseHosts",
+    "StopJob",
 ]
 
 
@@ -33,7 +34,8 @@ class HostState(MachineState):
     FAILED = "failed", "the trainer has failed; the coordinator decides what follows"
     COMPLETED = "completed", "the trainer has succeeded; those of other ranks still run"
     ALONE = "alone", "no further epoch: the end of the trainer is the end of the host"
-    OVER = "over", "the host ends as its last trainer did"
+    ENDING = "ending", "a host was lost: the trainer was told to end, and its end is that of the host"
+    OVER = "over", "the host ends"
 
 
 class HostEvent(StrEnum):
@@ -45,6 +47,7 @@ class HostEvent(StrEnum):
     BEGIN = "begin"  # the coordinator begins another epoch
     RELEASE = "release"  # all trainers of the job have succeeded
     ABANDON = "abandon"  # there will be no further epoch, or this host shall end
+    STOP = "stop"  # a host was lost, so this epoch cannot go on, and there will be no further one
 
 
 _S, _E = HostState, HostEvent
@@ -55,45 +58,65 @@ TRANSITIONS = Transitions(
         (_S.STARTING, _E.START): _S.RUNNING,
         (_S.STARTING, _E.BEGIN): _S.STARTING,
         (_S.STARTING, _E.ABANDON): _S.OVER,
+        (_S.STARTING, _E.STOP): _S.OVER,
         (_S.RUNNING, _E.FAIL): _S.FAILED,
         (_S.RUNNING, _E.COMPLETE): _S.COMPLETED,
         (_S.RUNNING, _E.BEGIN): _S.STOPPING,
         (_S.RUNNING, _E.ABANDON): _S.ALONE,
+        (_S.RUNNING, _E.STOP): _S.ENDING,
         (_S.STOPPING, _E.FAIL): _S.STARTING,
         (_S.STOPPING, _E.COMPLETE): _S.STARTING,
         (_S.STOPPING, _E.BEGIN): _S.STOPPING,
         (_S.STOPPING, _E.ABANDON): _S.ALONE,
+        (_S.STOPPING, _E.STOP): _S.ENDING,
         (_S.FAILED, _E.BEGIN): _S.STARTING,
         (_S.FAILED, _E.ABANDON): _S.OVER,
+        (_S.FAILED, _E.STOP): _S.OVER,
         (_S.COMPLETED, _E.BEGIN): _S.STARTING,
         (_S.COMPLETED, _E.RELEASE): _S.OVER,
         (_S.COMPLETED, _E.ABANDON): _S.OVER,
+        (_S.COMPLETED, _E.STOP): _S.OVER,
         (_S.ALONE, _E.FAIL): _S.OVER,
         (_S.ALONE, _E.COMPLETE): _S.OVER,
         (_S.ALONE, _E.ABANDON): _S.ALONE,
+        (_S.ALONE, _E.STOP): _S.ALONE,
+        (_S.ENDING, _E.FAIL): _S.OVER,
+        (_S.ENDING, _E.COMPLETE): _S.OVER,
+        (_S.ENDING, _E.ABANDON): _S.ENDING,
+        (_S.ENDING, _E.STOP): _S.ENDING,
         (_S.OVER, _E.ABANDON): _S.OVER,
+        (_S.OVER, _E.STOP): _S.OVER,
     },
 )
 
 
 class HostLife:
-    """The state of one host, and the epoch that it is in."""
+    """The state of one host, and the epoch that it is in.
+
+    Attributes:
+        stopped: it ends because a host was lost, however its trainer ends.
+    """
 
     def __init__(self) -> None:
         self.state = HostState.STARTING
         self.epoch = 0
+        self.stopped = False
 
     @validated
     def handle(self, event: HostEvent) -> HostState:
         """The state after an event that has no epoch."""
         assert event is not HostEvent.BEGIN, "an epoch begins with its number"
+        before = self.state
         self.state = TRANSITIONS.after(self.state, event, epoch=self.epoch)
+        if event is HostEvent.STOP and before not in (HostState.ALONE, HostState.OVER):
+            self.stopped = True
         return self.state
 
     @validated
     def begin(self, epoch: int) -> HostState:
         """The coordinator begins an epoch. Orders of the past, or that come too late, change nothing."""
-        if epoch > self.epoch and self.state not in (HostState.ALONE, HostState.OVER):
+        closed = (HostState.ALONE, HostState.ENDING, HostState.OVER)
+        if epoch > self.epoch and self.state not in closed:
             self.epoch = epoch
             self.state = TRANSITIONS.after(self.state, HostEvent.BEGIN, epoch=epoch)
         return self.state
@@ -101,6 +124,7 @@ class HostLife:
     def _validate(self) -> None:
         assert self.epoch >= 0
         assert self.state is not HostState.STOPPING or self.epoch > 0, "told to end, and no epoch follows"
+        assert self.state is not HostState.ENDING or self.stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +147,14 @@ class AbandonJob:
     because: str
 
 
-Order = BeginEpoch | ReleaseHosts | AbandonJob
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    """No further epoch, nor can this one go on: each host ends its trainer, and then itself as a failure."""
+
+    because: str
+
+
+Order = BeginEpoch | ReleaseHosts | AbandonJob | StopJob
 
 
 class JobEpochs:
@@ -178,13 +209,18 @@ class JobEpochs:
 
     @validated
     def left(self, rank: int, why: str) -> Order | None:
-        """A host has gone, or is ending."""
+        """A host begins no further epoch; its trainer may go on."""
         return None if self.closed else self._give(AbandonJob(why))
+
+    @validated
+    def lost(self, rank: int, why: str) -> Order | None:
+        """A host has gone, and its trainer with it. After the last order that is as it should be."""
+        return None if self.closed else self._give(StopJob(why))
 
     @property
     def closed(self) -> bool:
         """Whether there is no further epoch."""
-        return isinstance(self.last, ReleaseHosts | AbandonJob)
+        return isinstance(self.last, ReleaseHosts | AbandonJob | StopJob)
 
     def _give(self, order: Order) -> Order:
         self.last = order

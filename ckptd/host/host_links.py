@@ -1,4 +1,5 @@
-"""How the hosts of a job on one machine talk: JSON lines over sockets in a private folder.
+"""How the hosts of a job on one machine talk: JSON lines over sockets in a private folder. (Those of several
+machines: `ckptd.host.remote_links`.)
 
 Only this user may enter the folder, and the kernel names the user of each peer (``SO_PEERCRED``). The host of
 rank 0 listens. Whoever has joined notices within milliseconds when the other side dies: its socket closes.
@@ -15,7 +16,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Link", "LinkError", "accept", "connect", "listen", "remove_dead_sockets"]
+__all__ = ["Link", "LinkError", "accept", "connect", "listen", "parsed", "remove_dead_sockets"]
 
 Message = dict[str, Any]
 
@@ -29,10 +30,15 @@ class LinkError(ConnectionError):
 
 
 class Link:
-    """One end of a connection. Sending and receiving do not block."""
+    """One end of a connection. Sending and receiving do not block.
+
+    Attributes:
+        proven: the other side belongs to the job.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        self.proven = True
         self._socket, self._received = connection, b""
 
     def fileno(self) -> int:
@@ -45,7 +51,10 @@ class Link:
         Raises:
             LinkError: the other side has gone, or has not read for so long that nothing fits any more.
         """
-        data = json.dumps(message).encode() + b"\n"
+        self._send_line(json.dumps(message).encode())
+
+    def _send_line(self, line: bytes) -> None:
+        data = line + b"\n"
         try:
             sent = self._socket.send(data)
         except OSError as error:
@@ -59,8 +68,11 @@ class Link:
         Raises:
             LinkError: the other side has gone, or what arrived is no message.
         """
+        return [parsed(line) for line in self._receive_lines(_LINE_MAX)]
+
+    def _receive_lines(self, longest: int) -> list[bytes]:
         try:
-            data = self._socket.recv(_LINE_MAX)
+            data = self._socket.recv(longest)
         except BlockingIOError:
             return []
         except OSError as error:
@@ -68,15 +80,15 @@ class Link:
         if not data:
             raise LinkError("the connection is closed")
         *lines, self._received = (self._received + data).split(b"\n")
-        if len(self._received) > _LINE_MAX:
+        if len(self._received) > longest:
             raise LinkError("a message has no end")
-        return [_parsed(line) for line in lines]
+        return lines
 
     def close(self) -> None:
         self._socket.close()
 
 
-def _parsed(line: bytes) -> Message:
+def parsed(line: bytes) -> Message:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -14,6 +14,8 @@ __all__ = ["HostOptions", "UsageError", "options_from"]
 
 USAGE = "usage: python -m ckptd.host [--max-restarts N] [--no-fork] [-m] script [arguments]"
 _MODULE = "ckptd.host"
+_PORT_MAX = (1 << 16) - 1
+_SILENCE_MAX_S = 3600
 
 
 class UsageError(ValueError):
@@ -46,6 +48,12 @@ class HostOptions:
     has_store: bool
     """The trainers meet in a store (``MASTER_PORT``)."""
 
+    store: tuple[str, int]
+    """Address and port of that store in the first epoch; ("", 0) if the environment does not say both."""
+
+    run_id: str
+    """Of torchrun, whose store may be that of several jobs; else ""."""
+
     error_file: str
     """Where torch's `record` writes the error of a trainer; "" if nowhere."""
 
@@ -57,6 +65,9 @@ class HostOptions:
 
     stop_s: float
     """How long a trainer that shall end may park, before SIGKILL."""
+
+    silence_s: int
+    """After how long the host of another machine that has gone without a word counts as lost."""
 
     may_fork: bool
     """Trainers are forked from a zygote, unless the script is no place for that."""
@@ -102,10 +113,13 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         restarts_before=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         launched="TORCHELASTIC_RUN_ID" in environ,
         has_store=bool(environ.get("MASTER_PORT")),
+        store=_store(environ),
+        run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
         error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
         max_restarts=max_restarts,
         steady_s=_integer(environ, "CKPTD_HOST_STEADY_S", 300),
         stop_s=_integer(environ, "CKPTD_HOST_STOP_S", 30),
+        silence_s=_silence_s(environ),
         may_fork=may_fork,
     )
 
@@ -125,6 +139,21 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdecimal():
         raise UsageError(f"{name}={text!r} is not a number from 0 on")
     return int(text)
+
+
+def _silence_s(environ: Mapping[str, str]) -> int:
+    name = "CKPTD_HOST_SILENCE_S"
+    silence_s = _integer(environ, name, 2)
+    if not 1 <= silence_s <= _SILENCE_MAX_S:
+        raise UsageError(f"{name}={silence_s}: a host may be silent for 1 to {_SILENCE_MAX_S} seconds")
+    return silence_s
+
+
+def _store(environ: Mapping[str, str]) -> tuple[str, int]:
+    address, port = environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 0)
+    if port > _PORT_MAX:
+        raise UsageError(f"MASTER_PORT={port} is not a port")
+    return (address, port) if address and port else ("", 0)
 
 
 def _on_one_machine(environ: Mapping[str, str], world_size: int) -> bool:

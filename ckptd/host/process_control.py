@@ -19,6 +19,7 @@ from dataclasses import dataclass
 __all__ = [
     "HostProcess",
     "adopt_orphans",
+    "allow_descriptors",
     "die_as",
     "die_with_parent",
     "end_group",
@@ -38,6 +39,7 @@ _CANNOT_EXECUTE = 127
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_descriptors_given: list[tuple[int, int]] = []  # the limits before `allow_descriptors`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,20 @@ def name_process(name: str) -> None:
     _prctl(_PR_SET_NAME, os.fsencode(name))
 
 
+def allow_descriptors(number: int) -> int:
+    """Raise this process's soft limit of open files to at least this number, as far as it may be; programs
+    that `spawn` starts afterwards have the limit that this process had. Returns the limit that is now.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return number if soft == resource.RLIM_INFINITY else soft
+    if not _descriptors_given:
+        _descriptors_given.append((soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
 def has_terminal() -> bool:
     """Whether this process has a controlling terminal."""
     try:
@@ -112,6 +128,8 @@ def spawn(
             signal.set_wakeup_fd(-1)
             for fd in keep:
                 os.set_inheritable(fd, True)
+            for limits in _descriptors_given:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             os.execve(command[0], list(command), dict(environment))
         except OSError as error:
             sys.stderr.write(f"ckptd.host: cannot start {command[0]}: {error}\n")

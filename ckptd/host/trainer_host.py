@@ -1,7 +1,8 @@
 """The host of one rank: starts its trainer, waits for it, and starts the next one when the job begins anew.
 
 One thread, one loop, no polling: it sleeps until a child ends, a signal arrives, or the zygote, the
-coordinator or another host has said something. What follows from an event is in `ckptd.host.epochs`.
+coordinator or another host has said something. What follows from an event is in `ckptd.host.epochs`; other
+hosts are the affair of `ckptd.host.coordinator` in rank 0, and of `ckptd.host.member` in the others.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
 import signal
 import socket
 import sys
-import time
 import zlib
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,8 +27,10 @@ from ckptd.config.runtime_dir import (
 )
 from ckptd.host.coordinator import Coordinator
 from ckptd.host.epochs import HostEvent, HostLife, HostState
-from ckptd.host.host_links import Link, LinkError, connect, remove_dead_sockets
+from ckptd.host.host_links import remove_dead_sockets
+from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
+from ckptd.host.member import JobMember
 from ckptd.host.preload import environment_set_by, names_in, read_record, write_record
 from ckptd.host.process_control import (
     HostProcess,
@@ -46,15 +46,15 @@ from ckptd.host.script_main import script_file
 from ckptd.host.zygote import WITNESSED
 from ckptd.host.zygote_link import ZygoteLink
 
-__all__ = ["TrainerHost", "record_name"]
+__all__ = ["HOST_LOST", "TrainerHost", "record_name"]
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
+# The exit code of a host whose job ends because another host was lost (EX_TEMPFAIL of sysexits.h: try again).
+HOST_LOST = 75
 _ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
-_JOIN_S = 120.0
-_JOIN_AGAIN_S = 0.02
 # A signal to a whole process group or cgroup reaches the zygote within this time, if it does.
 _WITNESS_S = 0.1
 _ANSWER_S = 1.0
@@ -71,7 +71,7 @@ class TrainerHost:
 
     Raises:
         UnusableFolder: the runtime folder cannot be used.
-        OSError: a socket cannot be made in it.
+        OSError: a socket for the other hosts cannot be made.
     """
 
     def __init__(self, options: HostOptions) -> None:
@@ -79,18 +79,15 @@ class TrainerHost:
         self._life = HostLife()
         self._folder = _hosts_folder()
         self._own_session = os.getsid(0) == os.getpid() and not has_terminal()
-        self._selector = selectors.DefaultSelector()
-        self._timers: dict[Callable[[], None], float] = {}
+        self._loop = HostLoop()
         self._trainer: HostProcess | None = None
         self._status: int | None = None  # of the last trainer
         self._environment: dict[str, str] = {}
         self._deferred: deque[Message] = deque()
-        self._coordinator: Coordinator | None = None
         if options.rank == 0:
             remove_dead_sockets(self._folder)
-            self._coordinator = Coordinator(options, self._folder, self._obey)
-        self._link: Link | None = None
-        self._unsent: list[Message] = []
+        kind = Coordinator if options.rank == 0 else JobMember
+        self._job: Coordinator | JobMember = kind(options, self._folder, self._loop, self._obey)
         self._zygote: ZygoteLink | None = None
         self._zygotes = 0
         self._script_file = script_file(options.script)
@@ -111,14 +108,15 @@ class TrainerHost:
         self._set_up()
         try:
             self._prepare()
+            self._advance()
             while self._life.state is not HostState.OVER:
+                self._loop.turn()
                 self._advance()
-                for key, _ in self._selector.select(self._wait_s()):
-                    if key in self._selector.get_map().values():  # nothing before has closed it
-                        key.data()
-                self._run_timers()
         finally:
             self._tear_down()
+        if self._life.stopped:
+            self._forget_error()  # a consequence: torchrun reports the earliest error as the cause
+            return HOST_LOST << 8
         if self._status is None:
             return int(self._ended_by or 1 << 8)
         return self._status
@@ -134,37 +132,18 @@ class TrainerHost:
         for number in (signal.SIGCHLD, *WITNESSED):
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _note)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        self._loop.watch(self._wake, self._on_wake)
         if self._options.launched:
             agent = os.getppid()
             self._agent = os.pidfd_open(agent)
-            self._selector.register(self._agent, selectors.EVENT_READ, self._on_agent)
+            self._loop.watch(self._agent, self._on_agent)
             if os.getppid() != agent:
                 self._on_agent()
 
     def _prepare(self) -> None:
-        if self._coordinator is not None:
-            if (listener := self._coordinator.listener) is not None:
-                self._selector.register(listener, selectors.EVENT_READ, self._on_connect)
-        else:
-            self._join_until = time.monotonic() + _JOIN_S
-            self._join()
+        self._job.begin()
         self._choose_modules()
         self._new_zygote()
-
-    def _wait_s(self) -> float | None:
-        if not self._timers:
-            return None
-        return max(0.0, min(self._timers.values()) - time.monotonic())
-
-    def _run_timers(self) -> None:
-        now = time.monotonic()
-        for act in [act for act, at in self._timers.items() if at <= now]:
-            if self._timers.pop(act, None) is not None:
-                act()
-
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        self._timers[act] = time.monotonic() + seconds
 
     def _tear_down(self) -> None:
         if self._zygote is not None:
@@ -172,8 +151,7 @@ class TrainerHost:
         self._keep_imports()
         if self._trainer is not None:  # an error of ours
             send(self._trainer, signal.SIGKILL, group=True)
-        if self._coordinator is not None:
-            self._coordinator.close()
+        self._job.close()
 
     # -- what happens to this process -------------------------------------------------------------
 
@@ -201,11 +179,11 @@ class TrainerHost:
                 self._unclaimed[pid] = status
 
     def _on_agent(self) -> None:
-        self._selector.unregister(self._agent)
+        self._loop.forget(self._agent)
         logger.warning("rank %d: torchrun has died; the trainer ends", self._options.rank)
         self._leave("torchrun has died", signal.SIGTERM)
         self._pass_on([signal.SIGTERM])
-        self._after(self._options.stop_s, self._kill_trainer)
+        self._loop.after(self._options.stop_s, self._kill_trainer)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -213,19 +191,19 @@ class TrainerHost:
             logger.info("rank %d: %s: the trainer ends, and no other begins", self._options.rank, name)
             self._leave(f"its host got {name}", number)
         self._signals.append(number)
-        self._after(_WITNESS_S, self._question_zygote)
+        self._loop.after(_WITNESS_S, self._question_zygote)
 
     def _leave(self, why: str, number: int) -> None:
         """There is no further epoch here."""
         self._ended_by = number
-        self._tell({"told": "leaving", "why": why})
+        self._job.tell({"told": "leaving", "why": why})
         self._obey({"order": "abandon", "because": why})
 
     def _question_zygote(self) -> None:
         """Did the signals reach every process of the job? Then the trainer has them already."""
         if self._zygote is not None and self._zygote.ready:
             self._zygote.ask_for_signals()
-            self._after(_ANSWER_S, self._forward)
+            self._loop.after(_ANSWER_S, self._forward)
         else:
             self._forward()
 
@@ -235,62 +213,12 @@ class TrainerHost:
 
     def _pass_on(self, numbers: list[int]) -> None:
         if self._trainer is not None:
+            asked = self._loop.is_timed(self._kill_trainer)
             for number in numbers:
-                send(self._trainer, number, group=True)
+                if number != signal.SIGTERM or not asked:  # see `_end_trainer`
+                    send(self._trainer, number, group=True)
 
     # -- other hosts ------------------------------------------------------------------------------
-
-    def _on_connect(self) -> None:
-        assert self._coordinator is not None
-        link = self._coordinator.admit()
-        if link is not None:
-            self._selector.register(link, selectors.EVENT_READ, lambda: self._on_member(link))
-
-    def _on_member(self, link: Link) -> None:
-        assert self._coordinator is not None
-        if not self._coordinator.hear(link):
-            self._selector.unregister(link)
-
-    def _join(self) -> None:
-        try:
-            link = connect(self._folder, f"{self._options.job}.sock")
-        except LinkError as error:
-            self._obey({"order": "abandon", "because": f"no connection to the host of rank 0: {error}"})
-            return
-        if link is None:
-            if time.monotonic() < self._join_until:
-                self._after(_JOIN_AGAIN_S, self._join)
-            else:
-                self._obey({"order": "abandon", "because": "the host of rank 0 did not appear"})
-            return
-        self._link = link
-        self._selector.register(link, selectors.EVENT_READ, self._on_coordinator)
-        self._tell({"rank": self._options.rank, "world_size": self._options.world_size})
-        for message in self._unsent:
-            self._tell(message)
-        self._unsent.clear()
-
-    def _on_coordinator(self) -> None:
-        assert self._link is not None
-        try:
-            for message in self._link.receive():
-                self._obey(message)
-        except LinkError as error:
-            self._selector.unregister(self._link)
-            self._link.close()
-            self._link = None
-            self._timers.pop(self._join, None)
-            self._obey({"order": "abandon", "because": f"the host of rank 0 has gone ({error})"})
-
-    def _tell(self, message: Message) -> None:
-        """Tell the coordinator; what cannot be sent yet is sent after joining."""
-        if self._coordinator is not None:
-            self._coordinator.report(0, message)
-        elif self._link is None:
-            self._unsent.append(message)
-        else:
-            with contextlib.suppress(LinkError):  # seen when it is read
-                self._link.send(message)
 
     def _obey(self, message: Message) -> None:
         """An order of the coordinator. While a trainer is being forked it waits: that takes milliseconds."""
@@ -305,24 +233,37 @@ class TrainerHost:
             if state not in (HostState.ALONE, HostState.OVER) and self._ended_by is None:
                 logger.warning("rank %d: no further restart here: %s", rank, message["because"])
             self._life.handle(HostEvent.ABANDON)
+        elif message["order"] == "stop":
+            self._stop(message["because"])
         else:
-            self._begin(
-                int(message["epoch"]), int(message["port"]), bool(message["served"]), message["because"]
-            )
+            place = {"MASTER_PORT": str(message["port"])}
+            place |= {"TORCHELASTIC_USE_AGENT_STORE": str(bool(message["served"]))}
+            if message["address"]:
+                place["MASTER_ADDR"] = message["address"]
+            self._begin(int(message["epoch"]), place if message["port"] else {}, message["because"])
 
-    def _begin(self, epoch: int, port: int, served: bool, because: str) -> None:
+    def _begin(self, epoch: int, place: dict[str, str], because: str) -> None:
         before = self._life.epoch
         self._life.begin(epoch)
         if self._life.epoch == before:
             return
         logger.warning("rank %d: epoch %d begins: %s", self._options.rank, epoch, because)
         self._environment = {"TORCHELASTIC_RESTART_COUNT": str(self._options.restarts_before + epoch)}
-        if port:
-            self._environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(served)}
-        if self._trainer is not None and self._kill_trainer not in self._timers:
-            # Once only: a second SIGTERM would cut its parking short.
+        self._environment |= place
+        self._end_trainer()
+
+    def _stop(self, because: str) -> None:
+        before = self._life.stopped
+        self._life.handle(HostEvent.STOP)
+        if self._life.stopped and not before:
+            logger.warning("rank %d: the job ends here, for a new start: %s", self._options.rank, because)
+            self._end_trainer()
+
+    def _end_trainer(self) -> None:
+        """Once only: a second SIGTERM would cut its parking short."""
+        if self._trainer is not None and not self._loop.is_timed(self._kill_trainer):
             send(self._trainer, signal.SIGTERM)
-            self._after(self._options.stop_s, self._kill_trainer)
+            self._loop.after(self._options.stop_s, self._kill_trainer)
 
     # -- the trainer ------------------------------------------------------------------------------
 
@@ -333,19 +274,21 @@ class TrainerHost:
         if self._zygote is None:
             self._start_plainly()
         elif self._zygote.ready and not self._zygote.forking:
-            self._forget_error()
+            if self._life.epoch:
+                self._forget_error()
             self._zygote.fork(self._environment, self._imports)
 
     def _start_plainly(self) -> None:
-        self._forget_error()
+        if self._life.epoch:
+            self._forget_error()
         command = self._options.script.command
         self._started(
             spawn(command, {**os.environ, **self._environment}, own_session=self._own_session), "started"
         )
 
     def _forget_error(self) -> None:
-        """The error that `record` has written is that of an earlier trainer."""
-        if self._options.error_file and self._life.epoch:
+        """What `record` has written is of an earlier trainer, or no cause."""
+        if self._options.error_file:
             with contextlib.suppress(OSError):
                 os.unlink(self._options.error_file)
 
@@ -355,9 +298,9 @@ class TrainerHost:
         logger.info(
             "rank %d: epoch %d: trainer %d %s", self._options.rank, self._life.epoch, trainer.pid, how
         )
-        self._tell({"told": "started", "epoch": self._life.epoch})
+        self._job.tell({"told": "started", "epoch": self._life.epoch})
         if self._looks and how == "forked":
-            self._after(self._looks[0], self._look_at_imports)
+            self._loop.after(self._looks[0], self._look_at_imports)
         while self._deferred:
             self._obey(self._deferred.popleft())
         status = self._unclaimed.pop(trainer.pid, None)
@@ -367,7 +310,7 @@ class TrainerHost:
 
     def _on_trainer_end(self, trainer: HostProcess, status: int) -> None:
         self._trainer, self._status = None, status
-        self._timers.pop(self._kill_trainer, None)
+        self._loop.cancel(self._kill_trainer)
         state, epoch = self._life.state, self._life.epoch
         failed = os.waitstatus_to_exitcode(status) != 0
         if failed and trainer.leads:
@@ -379,7 +322,7 @@ class TrainerHost:
             why = status_text(status)
             if failed:
                 logger.warning("rank %d: trainer %d has failed: %s", self._options.rank, trainer.pid, why)
-            self._tell({"told": "failed" if failed else "completed", "epoch": epoch, "why": why})
+            self._job.tell({"told": "failed" if failed else "completed", "epoch": epoch, "why": why})
 
     def _kill_trainer(self) -> None:
         if self._trainer is not None:
@@ -421,25 +364,14 @@ class TrainerHost:
             self._plain_because = f"no zygote could be started: {error}"
             self._plainly_from_now_on()
             return
-        self._selector.register(self._zygote, selectors.EVENT_READ, self._on_zygote)
-        self._after(_IMPORT_S, self._zygote_hangs)
+        self._loop.watch(self._zygote, self._on_zygote)
+        self._loop.after(_IMPORT_S, self._zygote_hangs)
 
     def _plainly_from_now_on(self) -> None:
         logger.warning(
             "rank %d: trainers are started plainly, not forked: %s", self._options.rank, self._plain_because
         )
-        self._need_stores()
-
-    def _need_stores(self) -> None:
-        """Have a server of stores forked, if the coordinator needs one; tell it if there will be none."""
-        if self._coordinator is None or not self._coordinator.needs_server:
-            return
-        if self._zygote is None:
-            self._coordinator.use_server(None)
-        elif self._zygote.ready:  # else it is asked when it is
-            stores = self._zygote.fork_store()
-            self._selector.register(stores, selectors.EVENT_READ, lambda: self._on_stores(stores))
-            self._coordinator.use_server(stores)
+        self._job.use(None)
 
     def _on_zygote(self) -> None:
         assert self._zygote is not None
@@ -447,18 +379,18 @@ class TrainerHost:
         if answer is None:
             self._replace_zygote(f"the last one has ended ({self._zygote.reaped or 'no status yet'})")
         elif "ready" in answer:
-            self._timers.pop(self._zygote_hangs, None)
+            self._loop.cancel(self._zygote_hangs)
             logger.info(
                 "rank %d: a zygote has %d modules after %.1f s",
                 self._options.rank,
                 answer["modules"],
                 answer["took_s"],
             )
-            self._need_stores()
+            self._job.use(self._zygote)
         elif "forked" in answer:
             self._started(HostProcess(answer["forked"], self._own_session), "forked")
         elif "signals" in answer:
-            self._timers.pop(self._forward, None)
+            self._loop.cancel(self._forward)
             self._signals = [number for number in self._signals if number not in answer["signals"]]
             self._forward()
         elif "unfit" in answer:
@@ -468,15 +400,6 @@ class TrainerHost:
         elif "failed" in answer:
             self._plain_because = f"no trainer could be forked: {answer['failed']}"
             self._replace_zygote(self._plain_because)
-
-    def _on_stores(self, stores: Any) -> None:
-        assert self._coordinator is not None
-        self._selector.unregister(stores)
-        if self._coordinator.hear_stores():
-            self._selector.register(stores, selectors.EVENT_READ, lambda: self._on_stores(stores))
-        else:
-            logger.info("rank %d: the server of stores has ended; another is needed", self._options.rank)
-            self._need_stores()
 
     def _on_unfit(self, reason: str) -> None:
         """With everything imported it must not be forked; with torch alone it may be; else plainly."""
@@ -501,8 +424,8 @@ class TrainerHost:
 
     def _drop_zygote(self) -> None:
         assert self._zygote is not None
-        self._timers.pop(self._zygote_hangs, None)
-        self._selector.unregister(self._zygote)
+        self._loop.cancel(self._zygote_hangs)
+        self._loop.forget(self._zygote)
         self._zygote.end()
         self._zygote = None
 
@@ -513,13 +436,13 @@ class TrainerHost:
         if self._looks:
             self._looks.pop(0)
         if self._looks:
-            self._after(self._looks[0], self._look_at_imports)
+            self._loop.after(self._looks[0], self._look_at_imports)
         size = os.fstat(self._imports).st_size
         if size > self._imported and self._zygote is not None and self._zygote.ready and not self._unfit:
             self._imported = size
             self._keep_imports()
             self._zygote.import_more(self._imports)
-            self._after(_IMPORT_S, self._zygote_hangs)
+            self._loop.after(_IMPORT_S, self._zygote_hangs)
 
     def _keep_imports(self) -> None:
         """Write the record for the next start; one host of a machine does."""

@@ -6,6 +6,7 @@ socket; each request is a JSON object in one packet, with at most one descriptor
     preload     {"do": "import"} and a file of names: import these, too
     fork        {"do": "fork", "environment": {...}} and a file for the imports → {"forked": pid}
     store       {"do": "store"} and a socket → {"store": pid}, see `serve_stores`
+    errand      {"do": "errand"} and a socket → {"errand": pid}, see `ckptd.host.job_store`
     signals     {"do": "signals"} → {"signals": [...]}: those that have reached the zygote since
     ended       {"do": "ended"}: the trainer's process group is no more
 
@@ -34,6 +35,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from ckptd.host.job_store import run_errand
 from ckptd.host.preload import (
     FIRST_MODULES,
     ImportRecorder,
@@ -186,7 +188,9 @@ class Zygote:
             case "fork":
                 return self._fork_trainer(request["environment"], fds[0])
             case "store":
-                self._fork_store(fds[0])
+                self._fork_helper("store", fds[0])
+            case "errand":
+                self._fork_helper("errand", fds[0])
             case "signals":
                 self._tell({"signals": self._signals()})
             case "ended":
@@ -230,18 +234,19 @@ class Zygote:
         _seed_anew()
         return True
 
-    def _fork_store(self, fd: int) -> None:
+    def _fork_helper(self, kind: str, fd: int) -> None:
+        """A child that does one thing with torch for the host."""
         try:
-            pid = self._fork("store")
+            pid = self._fork(kind)
         except OSError as error:
             self._tell({"failed": str(error)})
             return
         if pid == 0:
-            name_process("ckptd-store")
+            name_process(f"ckptd-{kind}")
             try:
                 for number in WITNESSED:
                     signal.signal(number, signal.SIG_IGN)  # trainers that park still need the store
-                serve_stores(socket.socket(fileno=os.dup(fd)))
+                (serve_stores if kind == "store" else run_errand)(socket.socket(fileno=os.dup(fd)))
             finally:
                 os._exit(0)
 

@@ -106,6 +106,10 @@ class ZygoteLink:
             self._ask({"do": "store"}, theirs.fileno())
         return StoreServer(ours)
 
+    def fork_errand(self, channel: int) -> None:
+        """Ask for a child that serves a `StoreErrand` at the other end of this socket."""
+        self._ask({"do": "errand"}, channel)
+
     def end(self) -> None:
         """SIGKILL; its trainer goes on."""
         self.ready = self.forking = False

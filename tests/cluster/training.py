@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +26,7 @@ class ClusterTraining:
     Args:
         settings: of every daemon.
         soon_s: how long anything may take.
+        launch: what torchrun starts, with the job as its arguments.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ClusterTraining:
         total: int,
         settings: Mapping[str, str],
         soon_s: float,
+        launch: Sequence[str] = (),
     ) -> None:
         self.cluster, self.folder = cluster, folder
         self.num_ranks, self.soon_s = num_ranks, soon_s
@@ -45,7 +47,7 @@ class ClusterTraining:
         }
         self.job = TorchrunJob(
             cluster,
-            ["-m", "--", "tests.cluster.job", str(folder), "--total", str(total)],
+            ["-m", "--", *launch, "tests.cluster.job", str(folder), "--total", str(total)],
             nnodes=num_ranks,
             folder=folder,
             env=lambda host: self.daemons[host.name].env,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ckptd.host.coordinator import Coordinator
 from ckptd.host.host_links import Link, LinkError, connect
+from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions, options_from
-from ckptd.host.zygote_link import StoreServer
+from ckptd.host.zygote_link import StoreServer, ZygoteLink
 
 
 def options(world_size: int = 3, **more: str) -> HostOptions:
@@ -26,30 +27,80 @@ class Job:
     def __init__(self, folder: Path, given: HostOptions) -> None:
         self.folder, self.options = folder, given
         self.obeyed: list[dict[str, Any]] = []
-        self.coordinator = Coordinator(given, folder, self.obeyed.append)
-        self.here: dict[int, Link] = {}  # the coordinator's ends
+        self.loop = HostLoop()
+        self.coordinator = Coordinator(given, folder, self.loop, self.obeyed.append)
+        self.coordinator.begin()
         self.there: dict[int, Link] = {}
         self.opened: list[Link] = []
 
-    def join(self, rank: int, **hello: object) -> bool:
+    def connect(self) -> Link:
         link = connect(self.folder, f"{self.options.job}.sock")
         assert link is not None
-        self.there[rank] = link
         self.opened.append(link)
-        ours = self.coordinator.admit()
-        assert ours is not None
-        self.here[rank] = ours
-        link.send({"rank": rank, "world_size": self.options.world_size, **hello})
-        return self.coordinator.hear(ours)
+        return link
 
-    def tell(self, rank: int, told: str, epoch: int = 0) -> bool:
-        self.there[rank].send({"told": told, "epoch": epoch, "why": "SIGKILL"})
-        return self.coordinator.hear(self.here[rank])
+    def join(self, rank: int, **hello: object) -> bool:
+        """Returns whether it was let in."""
+        link = self.connect()
+        link.send({"rank": rank, "world_size": self.options.world_size, **hello})
+        try:
+            assert self.heard(link)[0] == {"order": "welcome"}
+        except LinkError:
+            return False
+        self.there[rank] = link
+        return True
+
+    def heard(self, link: Link) -> list[dict[str, Any]]:
+        """The next message; and let the coordinator work meanwhile."""
+        self.loop.after(60, self.fail)
+        while not (messages := link.receive()):
+            self.loop.after(0.02, nothing)
+            self.loop.turn()
+        return messages
+
+    def orders(self, rank: int) -> list[dict[str, Any]]:
+        return self.heard(self.there[rank])
+
+    def fail(self) -> None:
+        raise AssertionError("nothing was heard")
+
+    def obeys(self) -> dict[str, Any]:
+        """The first order that this host gets, or has got."""
+        self.loop.after(60, self.fail)
+        while not self.obeyed:
+            self.loop.turn()
+        return self.obeyed[0]
+
+    def tell(self, rank: int, what: str, epoch: int = 0) -> None:
+        self.there[rank].send({"told": what, "epoch": epoch, "why": "SIGKILL"})
 
     def close(self) -> None:
         self.coordinator.close()
         for link in self.opened:
             link.close()
+        self.loop.close()
+
+
+def nothing() -> None:
+    """The loop looks at its sockets again."""
+
+
+class Zygote:
+    """Stands for one that is ready; its server of stores is this test."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self.asked: list[socket.socket] = []
+
+    def fork_store(self) -> StoreServer:
+        ours, theirs = socket.socketpair()
+        self.asked.append(theirs)
+        return StoreServer(ours)
+
+    @property
+    def link(self) -> ZygoteLink:
+        return cast(ZygoteLink, self)
 
 
 @pytest.fixture
@@ -63,35 +114,55 @@ def test_all_hosts_hear_of_a_failure(job: Job) -> None:
     job.join(1)
     job.join(2)
     job.tell(1, "failed")
-    order = {"order": "begin", "epoch": 1, "port": 0, "served": False, "because": "rank 1: SIGKILL"}
+    because = "rank 1: SIGKILL"
+    order = {"order": "begin", "epoch": 1, "address": "", "port": 0, "served": False, "because": because}
+    assert job.orders(1) == job.orders(2) == [order]
     assert job.obeyed == [order]
-    assert job.there[1].receive() == job.there[2].receive() == [order]
 
 
 def test_a_host_that_joins_late_hears_of_the_epoch(job: Job) -> None:
-    job.coordinator.report(0, {"told": "failed", "epoch": 0, "why": "exit code 1"})
-    job.join(2)
-    assert [m["epoch"] for m in job.there[2].receive()] == [1]
+    job.coordinator.tell({"told": "failed", "epoch": 0, "why": "exit code 1"})
+    link = job.connect()
+    link.send({"rank": 2, "world_size": 3})
+    heard = job.heard(link)
+    while len(heard) < 2:
+        heard += job.heard(link)
+    assert [m["order"] for m in heard] == ["welcome", "begin"]
 
 
 def test_all_are_released_together(job: Job) -> None:
     job.join(1)
     job.join(2)
     job.tell(2, "completed")
-    job.coordinator.report(0, {"told": "completed", "epoch": 0})
-    assert job.obeyed == []
+    job.coordinator.tell({"told": "completed", "epoch": 0})
     job.tell(1, "completed")
-    assert job.obeyed == [{"order": "release"}] == job.there[1].receive()
+    assert job.obeys() == {"order": "release"}
+    assert job.orders(1) == job.orders(2) == [{"order": "release"}]
+    job.there[1].close()  # as is right then
+    job.join(1)
+    assert job.obeyed == [{"order": "release"}]
 
 
-def test_a_host_that_is_killed_leaves_the_others_to_the_launcher(job: Job) -> None:
+def test_the_loss_of_a_host_ends_the_job(job: Job) -> None:
     job.join(1)
     job.join(2)
     job.there[1].close()
-    assert not job.coordinator.hear(job.here[1])
-    (order,) = job.there[2].receive()
+    (order,) = job.orders(2)
+    assert order["order"] == "stop"
+    assert "host of rank 1 is lost" in order["because"]
+    assert job.obeyed == [order]
+
+
+def test_a_host_that_leaves_lets_the_others_end_as_they_do(job: Job) -> None:
+    """It got a signal: all may be about to end by themselves."""
+    job.join(1)
+    job.join(2)
+    job.tell(1, "leaving")
+    job.there[1].close()
+    (order,) = job.orders(2)
     assert order["order"] == "abandon"
-    assert "host of rank 1 has gone" in order["because"]
+    job.join(1)
+    assert job.obeyed == [order]
 
 
 def test_a_connection_that_says_nothing_of_use_harms_nobody(job: Job) -> None:
@@ -101,46 +172,53 @@ def test_a_connection_that_says_nothing_of_use_harms_nobody(job: Job) -> None:
     assert not job.join(2, world_size=8)
     assert not job.join(2, world_size="x")
     assert not job.join(1), "rank 1 has a host already"
+    job.connect()  # and says nothing
+    assert job.join(2)
     assert job.obeyed == []
 
 
-def test_a_member_that_talks_nonsense_counts_as_gone(job: Job) -> None:
+def test_a_member_that_talks_nonsense_counts_as_lost(job: Job) -> None:
     job.join(1)
     job.there[1].send({"what": 1})
-    assert not job.coordinator.hear(job.here[1])
-    assert job.obeyed[-1]["order"] == "abandon"
+    assert job.obeys()["order"] == "stop"
     with pytest.raises(LinkError):
-        job.there[1].receive()
+        job.orders(1)
 
 
 def test_an_epoch_waits_for_its_store(tmp_path: Path) -> None:
-    obeyed: list[dict[str, Any]] = []
-    coordinator = Coordinator(options(1, MASTER_PORT="29500"), tmp_path, obeyed.append)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        assert coordinator.needs_server
-        coordinator.report(0, {"told": "failed", "epoch": 0, "why": "SIGKILL"})
-        assert obeyed == []
-        coordinator.use_server(StoreServer(ours))
-        theirs.send(b"1234\n")
-        assert coordinator.hear_stores()
-        assert (obeyed[0]["port"], obeyed[0]["served"]) == (1234, True)
-        theirs.send(b"1235\n")  # the spare one for the next epoch, which it has asked for
-        assert coordinator.hear_stores()
-        coordinator.report(0, {"told": "failed", "epoch": 1, "why": "SIGKILL"})
-        assert obeyed[1]["port"] == 1235
-        theirs.close()
-        assert not coordinator.hear_stores()
-        assert coordinator.needs_server
-    coordinator.close()
+    job = Job(tmp_path, options(1, MASTER_PORT="29500"))
+    zygote = Zygote()
+    job.coordinator.tell({"told": "failed", "epoch": 0, "why": "SIGKILL"})
+    assert job.obeyed == []
+    job.coordinator.use(zygote.link)
+    (server,) = zygote.asked
+    server.send(b"1234\n")
+    order = job.obeys()
+    assert (order["port"], order["served"]) == (1234, True)
+    job.obeyed.clear()
+    server.send(b"1235\n")  # the spare one for the next epoch, which it has asked for
+    job.loop.turn()
+    job.coordinator.tell({"told": "failed", "epoch": 1, "why": "SIGKILL"})
+    assert job.obeys()["port"] == 1235
+    server.close()
+    job.loop.turn()
+    assert len(zygote.asked) == 2, "the next server"
+    zygote.asked[1].close()
+    zygote.ready = False
+    job.loop.turn()
+    assert len(zygote.asked) == 2, "it is asked when it is ready"
+    job.coordinator.use(zygote.link)
+    assert len(zygote.asked) == 3
+    zygote.asked[2].close()
+    job.close()
 
 
 def test_without_a_server_the_trainer_of_rank_0_makes_the_store(tmp_path: Path) -> None:
-    obeyed: list[dict[str, Any]] = []
-    coordinator = Coordinator(options(1, MASTER_PORT="29500"), tmp_path, obeyed.append)
-    coordinator.report(0, {"told": "failed", "epoch": 0, "why": "SIGKILL"})
-    coordinator.use_server(None)
-    assert not obeyed[0]["served"]
-    with socket.create_server(("", obeyed[0]["port"])):
+    job = Job(tmp_path, options(1, MASTER_PORT="29500"))
+    job.coordinator.tell({"told": "failed", "epoch": 0, "why": "SIGKILL"})
+    job.coordinator.use(None)
+    order = job.obeys()
+    assert not order["served"]
+    with socket.create_server(("", order["port"])):
         pass
-    coordinator.close()
+    job.close()

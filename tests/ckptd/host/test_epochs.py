@@ -15,6 +15,7 @@ from ckptd.host.epochs import (
     HostState,
     JobEpochs,
     ReleaseHosts,
+    StopJob,
 )
 
 
@@ -93,11 +94,59 @@ def test_a_success_of_an_earlier_epoch_counts_for_nothing() -> None:
     assert not epochs.closed
 
 
-def test_a_host_that_goes_leaves_the_job_to_the_launcher() -> None:
+def test_a_host_that_leaves_leaves_the_job_to_the_launcher() -> None:
     epochs = job()
-    assert epochs.left(3, "it was killed") == AbandonJob("it was killed")
-    assert epochs.left(2, "it was killed, too") is None
+    assert epochs.left(3, "it got SIGTERM") == AbandonJob("it got SIGTERM")
+    assert epochs.left(2, "it got SIGTERM, too") is None
+    assert epochs.lost(3, "its connection is closed") is None, "it has ended, as it said it would"
     assert epochs.failed(0, 0, "exit code 1", 1.0) is None
+
+
+def test_the_loss_of_a_host_ends_the_job_once() -> None:
+    epochs = job()
+    epochs.failed(1, 0, "SIGKILL", 1.0)
+    assert epochs.lost(3, "it was killed") == StopJob("it was killed")
+    assert epochs.lost(2, "it ends because of that") is None
+    assert epochs.failed(0, 1, "SIGTERM", 2.0) is None
+    assert epochs.closed
+
+
+def test_hosts_that_have_been_released_may_go() -> None:
+    epochs = job(2)
+    epochs.completed(0, 0)
+    epochs.completed(1, 0)
+    assert epochs.lost(1, "its connection is closed") is None
+
+
+@pytest.mark.parametrize("end", [HostEvent.FAIL, HostEvent.COMPLETE])
+def test_a_host_that_is_stopped_waits_for_its_trainer_and_ends_as_a_failure(end: HostEvent) -> None:
+    life = HostLife()
+    life.handle(HostEvent.START)
+    assert life.handle(HostEvent.STOP) is HostState.ENDING
+    assert life.begin(1) is HostState.ENDING, "too late"
+    assert life.handle(HostEvent.ABANDON) is HostState.ENDING
+    assert life.handle(end) is HostState.OVER
+    assert life.stopped
+
+
+def test_a_host_whose_trainer_ends_by_itself_is_not_stopped() -> None:
+    """It was told to end, or its trainer has failed too often: its own end says more."""
+    life = HostLife()
+    life.handle(HostEvent.START)
+    life.handle(HostEvent.ABANDON)
+    assert life.handle(HostEvent.STOP) is HostState.ALONE
+    life.handle(HostEvent.COMPLETE)
+    assert not life.stopped
+
+
+@pytest.mark.parametrize("end", [None, HostEvent.FAIL, HostEvent.COMPLETE])
+def test_a_host_without_a_trainer_stops_at_once(end: HostEvent | None) -> None:
+    life = HostLife()
+    if end is not None:
+        life.handle(HostEvent.START)
+        life.handle(end)
+    assert life.handle(HostEvent.STOP) is HostState.OVER
+    assert life.stopped
 
 
 def test_a_host_starts_stops_and_starts_again() -> None:
@@ -135,8 +184,8 @@ def test_an_impossible_event_is_our_bug() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_hosts_and_coordinator_always_come_to_an_end_together(seed: int) -> None:
-    """Trainers fail at random, orders and reports arrive late; at the end all have succeeded in one epoch, or
-    the job was abandoned after as many failures as are allowed."""
+    """Trainers fail at random, hosts are lost, orders and reports arrive late; at the end all have succeeded in one
+    epoch, or the job was abandoned after as many failures as are allowed, or was stopped."""
     rng = random.Random(seed)
     size = rng.randint(1, 5)
     epochs = job(size, max_restarts=rng.randint(0, 6))
@@ -153,10 +202,16 @@ def test_hosts_and_coordinator_always_come_to_an_end_together(seed: int) -> None
                     host.handle(HostEvent.ABANDON)
                 case ReleaseHosts():
                     host.handle(HostEvent.RELEASE)
+                case StopJob():
+                    host.handle(HostEvent.STOP)
+        elif host.state is not HostState.OVER and rng.random() < 0.002:
+            host.handle(HostEvent.STOP)  # its link is lost
+            host.state = HostState.OVER
+            order = epochs.lost(rank, "it was killed")
         elif host.state is HostState.STARTING:
             host.handle(HostEvent.START)
             epochs.started(rank, host.epoch, 0.0)
-        elif host.state in (HostState.RUNNING, HostState.STOPPING, HostState.ALONE):
+        elif host.state in (HostState.RUNNING, HostState.STOPPING, HostState.ALONE, HostState.ENDING):
             fails, tells = rng.random() < 0.3, host.state is HostState.RUNNING
             host.handle(HostEvent.FAIL if fails else HostEvent.COMPLETE)
             if tells and fails:

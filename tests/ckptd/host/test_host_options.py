@@ -54,6 +54,7 @@ def test_the_place_among_the_ranks_comes_from_torchrun() -> None:
     assert (options.rank, options.local_rank, options.world_size) == (3, 1, 4)
     assert (options.restarts_before, options.launched, options.has_store) == (2, True, True)
     assert options.error_file == "/tmp/error.json"
+    assert (options.store, options.run_id) == (("127.0.0.1", 29500), "exp")
     assert not options.one_machine
 
 
@@ -73,6 +74,16 @@ def test_whether_all_ranks_are_on_this_machine(environ: dict[str, str], one: boo
     assert options_from(["t.py"], {"RANK": "0", **environ}).one_machine is one
 
 
+def test_how_long_a_host_may_be_silent() -> None:
+    assert given("t.py").silence_s == 2
+    assert given("t.py", CKPTD_HOST_SILENCE_S="30").silence_s == 30
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "29500"}])
+def test_a_store_without_address_or_port_is_none(environ: dict[str, str]) -> None:
+    assert given("t.py", **environ).store == ("", 0)
+
+
 def test_another_start_of_the_job_is_another_meeting_place() -> None:
     first = options_from(["t.py"], TORCHRUN)
     assert options_from(["t.py"], {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}).job == first.job
@@ -87,6 +98,10 @@ def test_another_start_of_the_job_is_another_meeting_place() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "not below"),
         ({"WORLD_SIZE": "2"}, "RANK is not"),
         ({"CKPTD_HOST_MAX_RESTARTS": "-1"}, "CKPTD_HOST_MAX_RESTARTS"),
+        ({"CKPTD_HOST_SILENCE_S": "0"}, "CKPTD_HOST_SILENCE_S"),
+        ({"CKPTD_HOST_SILENCE_S": "9999"}, "CKPTD_HOST_SILENCE_S"),
+        ({"CKPTD_HOST_SILENCE_S": "0.5"}, "CKPTD_HOST_SILENCE_S"),
+        ({"MASTER_PORT": "65536"}, "not a port"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_refused(environ: dict[str, str], part: str) -> None:

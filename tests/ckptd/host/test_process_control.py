@@ -67,3 +67,21 @@ def test_texts_of_wait_statuses() -> None:
     assert status_text(3 << 8) == "exit code 3"
     assert status_text(int(signal.SIGKILL)) == "SIGKILL"
     assert status_text(40) == "signal 40"
+
+
+DESCRIPTORS = """
+import os, resource, sys
+from ckptd.host.process_control import allow_descriptors, spawn
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
+print(allow_descriptors(100), allow_descriptors(300), allow_descriptors(9999), *resource.getrlimit(resource.RLIMIT_NOFILE))
+sys.stdout.flush()
+code = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+os.waitpid(spawn([sys.executable, "-c", code], os.environ, own_session=False).pid, 0)
+"""
+
+
+def test_a_host_may_open_more_files_and_its_trainers_have_the_limit_that_it_had() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DESCRIPTORS], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout.splitlines() == ["128 300 512 512 512", "128 512"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.host.trainer_host import HOST_LOST
 from ckptd.host.zygote import serve_stores
 from tests.ckptd.host.hosting import ROOT, Hosting, children_of, gone, until
 
@@ -339,12 +340,14 @@ def test_a_killed_server_of_stores_is_replaced(hosting: Hosting) -> None:
 
 
 MEETS = """
-import os, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 print(life, int(total), os.environ["MASTER_PORT"], flush=True)
+while not os.path.exists("joined"):
+    time.sleep(0.01)
 if dist.get_rank() == 1 and life < 2:
     os.kill(os.getpid(), 9)
 dist.barrier()
@@ -352,14 +355,23 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_without_torchrun(hosting: Hosting) -> None:
-    """As `srun` starts them: the first trainer of rank 0 makes the store, later ones find one on a new port."""
+@pytest.mark.parametrize("place", ["one machine", "several machines", "several machines, plainly"])
+def test_ranks_without_torchrun(hosting: Hosting, place: str) -> None:
+    """As `srun` starts them: the first trainer of rank 0 makes the store, later ones find one on a new port. Those
+    of several machines are on one here, and do not know it."""
     hosting.write("train.py", MEETS)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    hosts = [hosting.start("train.py", env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    local = "2" if place == "one machine" else "1"
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    plainly = ["--no-fork"] if "plainly" in place else []
+    hosts = [
+        hosting.start(*plainly, "train.py", env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    ]
     try:
+        assert hosts[0].stderr is not None
+        assert any("all 2 hosts have joined" in line for line in hosts[0].stderr)
+        hosting.write("joined", "")
         ends = [host.communicate(timeout=200) for host in hosts]
     finally:
         for host in hosts:
@@ -372,3 +384,42 @@ def test_ranks_without_torchrun(hosting: Hosting) -> None:
     ports = [port for _, _, port in lives[1]]
     assert ports[0] == port
     assert len(set(ports)) == 3
+
+
+PARKS = """
+import signal, sys, time
+stop = []
+signal.signal(signal.SIGTERM, lambda *a: stop.append(1))
+print("up", flush=True)
+while not stop:
+    time.sleep(0.01)
+time.sleep(0.5)
+print("parked", len(stop), flush=True)
+sys.exit(9)
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_a_host_is_lost_the_others_park_and_end_as_failures(hosting: Hosting, lost: int) -> None:
+    """Also if the launcher, which has seen the loss, says the same a moment later."""
+    hosting.write("train.py", PARKS)
+    hosting.known("train.py")
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    hosts = [hosting.start("train.py", env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    try:
+        for host in hosts:
+            assert host.stdout is not None
+            assert host.stdout.readline() == "up\n"
+        assert hosts[0].stderr is not None
+        assert any("all 2 hosts have joined" in line for line in hosts[0].stderr)
+        other = hosts[1 - lost]
+        hosts[lost].kill()
+        assert other.stderr is not None
+        assert any("for a new start" in line for line in other.stderr)
+        other.terminate()
+        out, _ = other.communicate(timeout=60)
+        assert (out, other.returncode) == ("parked 1\n", HOST_LOST)
+    finally:
+        for host in hosts:
+            host.kill()
+            host.communicate(timeout=60)
