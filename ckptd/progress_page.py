@@ -10,15 +10,25 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from enum import IntEnum
 from functools import cache
 from typing import NamedTuple, Self
 
-__all__ = ["PAGE_VARIABLE", "ProgressPage", "StepProgress", "inherited_page"]
+__all__ = ["PAGE_VARIABLE", "ProgressPage", "StepProgress", "StepStage", "inherited_page"]
 
 PAGE_VARIABLE = "CKPTD_HOST_PROGRESS"
 _MAGIC = b"ckptd\0p1"
-_FIELDS = struct.Struct("=QqQ")  # beats, step, whether one runs
+_FIELDS = struct.Struct("=QqBB")  # beats, step, whether one runs, stage
 _BYTES = 4096
+
+
+class StepStage(IntEnum):
+    """What a step has come to, in its order; with accumulated gradients the middle ones alternate."""
+
+    TOP = 0
+    FORWARD = 1
+    BACKWARD = 2
+    UPDATE = 3
 
 
 class StepProgress(NamedTuple):
@@ -33,6 +43,7 @@ class StepProgress(NamedTuple):
     beats: int = 0
     step: int = -1
     running: bool = False
+    stage: StepStage = StepStage.TOP
 
 
 class ProgressPage:
@@ -44,7 +55,7 @@ class ProgressPage:
 
     def __init__(self, page: mmap.mmap, descriptor: int = -1) -> None:
         self._page, self.descriptor = page, descriptor
-        self._beats = 0
+        self._shown = StepProgress()
 
     @classmethod
     def make(cls) -> Self:
@@ -70,19 +81,23 @@ class ProgressPage:
 
     def read(self) -> StepProgress:
         """What the trainer shows now."""
-        beats, step, running = _FIELDS.unpack_from(self._page, len(_MAGIC))
-        return StepProgress(beats, step, bool(running))
+        beats, step, running, stage = _FIELDS.unpack_from(self._page, len(_MAGIC))
+        return StepProgress(beats, step, bool(running), StepStage(stage))
 
     def begins(self, step: int) -> None:
         """A step begins."""
-        self._beats += 1
-        self._write(StepProgress(self._beats, step, running=True))
+        self._write(StepProgress(self._shown.beats + 1, step, running=True))
+
+    def reaches(self, stage: StepStage) -> None:
+        """The running step has come to this stage."""
+        self._write(self._shown._replace(stage=stage))
 
     def left(self, step: int) -> None:
         """The loop is left, after or in this step."""
-        self._write(StepProgress(self._beats, step))
+        self._write(StepProgress(self._shown.beats, step))
 
     def _write(self, progress: StepProgress) -> None:
+        self._shown = progress
         _FIELDS.pack_into(self._page, len(_MAGIC), *progress)
 
 

@@ -37,7 +37,7 @@ from ckptd.client.schedule.planner import RankContext
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
-from ckptd.progress_page import inherited_page
+from ckptd.progress_page import StepStage, inherited_page
 
 __all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "tell_differences"]
 
@@ -82,6 +82,7 @@ class LoopSide:
         self._when_exact: Callable[[], None] | None = None
         self._phases: PhaseClock | None = None  # None once the first new step is done
         self._new_from = 0
+        self._page = inherited_page()
         self.step = 0
         self.stepping = False
         self.resumed = ""
@@ -229,15 +230,14 @@ class LoopSide:
 
     def bodies(self, steps: range) -> Iterator[int]:
         """Count the steps whose body is complete, also if the loop is left in the middle of one."""
-        page = inherited_page()
         try:
             for step in steps:
-                if page is not None:
-                    page.begins(step)
+                if self._page is not None:
+                    self._page.begins(step)
                 yield from self._body(step)
         finally:
-            if page is not None:
-                page.left(self.step)
+            if self._page is not None:
+                self._page.left(self.step)
 
     def _body(self, step: int) -> Iterator[int]:
         self.step, self._updated = step, False
@@ -370,6 +370,7 @@ class LoopSide:
         return before_update(args, kwargs, partial(self._weights_are_about_to_change, rehearse))
 
     def _weights_are_about_to_change(self, rehearse: Callable[[Any], None] | None, loss: Any) -> None:
+        self._shows(StepStage.UPDATE)
         self.replaying.before_optimizer_step()
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.before_optimizer_step)
@@ -412,6 +413,7 @@ class LoopSide:
         """The model is called."""
         if not self._in_step():
             return
+        self._shows(StepStage.FORWARD)
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.first_forward)
         self.replaying.first_forward()
@@ -422,8 +424,15 @@ class LoopSide:
     def forward_ended(self, *called: Any) -> None:
         """The call ended."""
         self._precision.leave()
-        if self.recorder is not None and self._in_step():
+        if not self._in_step():
+            return
+        self._shows(StepStage.BACKWARD)
+        if self.recorder is not None:
             self._survive(self.recorder, self.recorder.forward_ended)
+
+    def _shows(self, stage: StepStage) -> None:
+        if self._page is not None:
+            self._page.reaches(stage)
 
     def _in_step(self) -> bool:
         """False for a forward that rehearses a pipeline, and for recomputation inside a backward."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.progress_page import PAGE_VARIABLE, ProgressPage, StepProgress, inherited_page
+from ckptd.progress_page import PAGE_VARIABLE, ProgressPage, StepProgress, StepStage, inherited_page
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,9 @@ def test_a_host_sees_the_step_of_its_trainer(page: ProgressPage) -> None:
     trainer.begins(7)
     assert page.read() == StepProgress(1, 7, running=True)
     trainer.begins(8)
-    assert page.read() == StepProgress(2, 8, running=True)
+    assert page.read() == StepProgress(2, 8, running=True, stage=StepStage.TOP)
+    trainer.reaches(StepStage.BACKWARD)
+    assert page.read() == StepProgress(2, 8, running=True, stage=StepStage.BACKWARD)
     trainer.left(9)
     assert page.read() == StepProgress(2, 9, running=False)
     page.reset()

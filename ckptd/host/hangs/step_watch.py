@@ -1,4 +1,5 @@
-"""Whether the running step of a trainer lasts too long, as its host sees it. Pure.
+"""Whether the running step of a trainer hangs, as its host sees it: nothing of it has changed for too long.
+Pure.
 
 The deadline is learned from the steps before, or given. It is generous: an evaluation or a save within a step
 must not look like a hang. Where one did all the same, and the job comes back to that step, the deadline is
@@ -27,7 +28,7 @@ class StepWatch:
     """Watches the steps of a rank over the lives of its trainers.
 
     Args:
-        deadline_s: of a step; None: learned; infinite: none.
+        deadline_s: None: learned; infinite: none.
     Attributes:
         patience: the deadline counts so many times.
         progress: what was seen last.
@@ -43,11 +44,11 @@ class StepWatch:
     def begin_life(self, now_s: float) -> None:
         """Another trainer is started."""
         self.progress = StepProgress()
-        self._since_s = self._told_s = now_s
+        self._begun_s = self._since_s = self._told_s = now_s
 
     @property
     def deadline_s(self) -> float:
-        """How long a step may last; infinite: it is not known yet, or there is none."""
+        """How long nothing of a step may change; infinite: it is not known yet, or there is none."""
         if self.progress.beats <= _UNTIMED_STEPS:
             return math.inf
         if self._given_s is not None:
@@ -57,8 +58,8 @@ class StepWatch:
         learned_s = max(_MEDIANS * statistics.median(self._durations), _LONGEST * self._longest_s)
         return max(_LEAST_DEADLINE_S, learned_s) * self.patience
 
-    def lasts_s(self, now_s: float) -> float:
-        """For how long the running step lasts; 0: none runs."""
+    def idle_s(self, now_s: float) -> float:
+        """For how long nothing of the running step has changed; 0: none runs."""
         return now_s - self._since_s if self.progress.running else 0.0
 
     def look(self, progress: StepProgress, now_s: float) -> bool:
@@ -75,10 +76,12 @@ class StepWatch:
 
     def _note(self, progress: StepProgress, now_s: float) -> None:
         begun = progress.beats - self.progress.beats
-        if begun > 0 and self.progress.running and self.progress.beats >= _UNTIMED_STEPS:
-            # Several steps may have begun since the last look.
-            each_s = (now_s - self._since_s) / begun
-            self._durations.append(each_s)
-            self._longest_s = max(self._longest_s, each_s)
+        if begun > 0:
+            if self.progress.running and self.progress.beats >= _UNTIMED_STEPS:
+                # Several steps may have begun since the last look.
+                each_s = (now_s - self._begun_s) / begun
+                self._durations.append(each_s)
+                self._longest_s = max(self._longest_s, each_s)
+            self._begun_s = now_s
         self.progress = progress
         self._since_s = self._told_s = now_s

@@ -1,7 +1,8 @@
 """Who hangs: when a rank reports that its step is overdue, all ranks are asked where they are. Pure.
 
 Usually all ranks are overdue, since they wait for the one that hangs. That one is stopped, or has come less
-far, or its host does not answer.
+far, or its host does not answer. Who is behind need not be at fault: ranks of a pipeline are in different
+stages of a step by design. So the verdict says what was seen.
 """
 
 from __future__ import annotations
@@ -10,9 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ckptd.progress_page import StepStage
+
 __all__ = ["HangInquiry", "Position", "TrainerState"]
 
 _SHOWN = 8
+_STAGES = {
+    StepStage.TOP: "before its first forward",
+    StepStage.FORWARD: "in a forward",
+    StepStage.BACKWARD: "after a forward",
+    StepStage.UPDATE: "in or after the optimizer's step",
+}
 
 
 class TrainerState(StrEnum):
@@ -25,7 +34,7 @@ class TrainerState(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Position:
     """Where a rank is.
 
@@ -33,21 +42,24 @@ class Position:
         step: that it began last; -1: none.
     """
 
-    state: TrainerState
     step: int
+    stage: StepStage
+    state: TrainerState = TrainerState.IN_STEP
 
 
 class HangInquiry:
     """One inquiry of the coordinator.
 
     Args:
-        rank, step, lasts_s, deadline_s: of the report that began it.
+        rank, step, idle_s, deadline_s: of the report that began it.
     """
 
-    def __init__(self, world_size: int, *, rank: int, step: int, lasts_s: float, deadline_s: float) -> None:
+    def __init__(self, world_size: int, *, rank: int, step: int, idle_s: float, deadline_s: float) -> None:
         self._world_size = world_size
         self.step = step
-        self._report = f"rank {rank} is in step {step} for {lasts_s:.1f} s (deadline {deadline_s:.1f} s)"
+        self._report = (
+            f"step {step} of rank {rank} has not gone on for {idle_s:.1f} s (deadline {deadline_s:.1f} s)"
+        )
         self._found: dict[int, Position] = {}
 
     def answer(self, rank: int, position: Position) -> bool:
@@ -60,23 +72,31 @@ class HangInquiry:
         """Ranks that a debugger holds: then nothing hangs that a restart would mend."""
         return self._in_state(TrainerState.TRACED)
 
+    @property
+    def silent(self) -> list[int]:
+        """Ranks whose hosts have not answered."""
+        return [rank for rank in range(self._world_size) if rank not in self._found]
+
     def verdict(self) -> str:
         """In words: who hangs, as far as is known."""
-        return f"{self._report}: {self._culprits()}"
+        return f"{self._report}: {self._seen()}"
 
-    def _culprits(self) -> str:
+    def _seen(self) -> str:
+        if self.silent:
+            return f"{_ranks(self.silent)} not answered for by a host"
         if stopped := self._in_state(TrainerState.STOPPED):
             return f"{_ranks(stopped)} stopped by a signal"
-        if silent := [rank for rank in range(self._world_size) if rank not in self._found]:
-            return f"the {'host' if len(silent) == 1 else 'hosts'} of {_ranks(silent)} silent"
-        steps = {r: p.step for r, p in self._found.items() if p.state is TrainerState.IN_STEP}
-        last = min(steps.values(), default=self.step)
-        behind = [rank for rank, step in steps.items() if step == last]
         if outside := self._in_state(TrainerState.OUTSIDE):
             return f"{_ranks(outside)} outside the loop"
-        if len(behind) < len(steps):
-            return f"{_ranks(behind)} in step {last} still, and the others are further"
-        return f"all ranks are in step {last}, and wait for each other or for something else"
+        stepping = {r: p for r, p in self._found.items() if p.state is TrainerState.IN_STEP}
+        last = min(stepping.values(), default=None)
+        if last is None:
+            return "no trainer is in a step any more"
+        behind = [rank for rank, position in stepping.items() if position == last]
+        where = f"in step {last.step} {_STAGES[last.stage]}"
+        if len(behind) == len(stepping):
+            return f"all ranks are {where}"
+        return f"{_ranks(behind)} {where}, and the others have come further"
 
     def _in_state(self, state: TrainerState) -> list[int]:
         return sorted(rank for rank, position in self._found.items() if position.state is state)

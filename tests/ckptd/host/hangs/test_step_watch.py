@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from ckptd.host.step_watch import StepWatch
-from ckptd.progress_page import StepProgress
+from ckptd.host.hangs.step_watch import StepWatch
+from ckptd.progress_page import StepProgress, StepStage
 
 
 class Watched:
@@ -41,7 +41,7 @@ def test_a_given_deadline_counts_from_the_beginning_of_the_step() -> None:
     watched.steps(5, each_s=1.0)
     assert not watched.look(8.9)
     assert watched.look(0.2)
-    assert watched.watch.lasts_s(watched.now_s) == pytest.approx(10.1)
+    assert watched.watch.idle_s(watched.now_s) == pytest.approx(10.1)
 
 
 def test_it_is_said_again_only_after_as_long_again() -> None:
@@ -71,7 +71,7 @@ def test_outside_the_loop_nothing_is_overdue() -> None:
     watched.progress = StepProgress(5, 5, running=False)
     assert not watched.look()
     assert not watched.look(1e6)
-    assert watched.watch.lasts_s(watched.now_s) == 0.0
+    assert watched.watch.idle_s(watched.now_s) == 0.0
 
 
 def test_quick_steps_have_two_minutes() -> None:
@@ -128,3 +128,13 @@ def test_steps_that_vary_tenfold_are_never_overdue(seed: int) -> None:
     scale_s = rng.choice([0.01, 1.0, 60.0])
     for _ in range(200):
         watched.steps(1, each_s=scale_s * rng.uniform(1.0, 10.0))
+
+
+def test_a_stage_of_a_step_is_progress() -> None:
+    """An accumulation of many gradients is one long step; its forwards show that it goes on."""
+    watched = Watched(deadline_s=10.0)
+    watched.steps(5, each_s=1.0)
+    for stage in (StepStage.FORWARD, StepStage.BACKWARD) * 5:
+        watched.progress = watched.progress._replace(stage=stage)
+        assert not watched.look(9.0)
+    assert watched.look(11.0)
