@@ -394,6 +394,9 @@ def run_stage(
     there = scratch(SHM)
     command = [sys.executable, *(part.replace("{out}", str(out)) for part in planned.command)]
     begun = time.monotonic()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So it is in the background of a shell; the stage inherits that, and could not be asked to end.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,

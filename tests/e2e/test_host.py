@@ -25,7 +25,7 @@ from tests.ckptd.host.hosting import FOREIGN, ROOT, children_of, gone, until
 from tests.e2e.harness import DaemonProcess
 
 RANKS = 2
-STEPS = 44
+STEPS = 72
 TRAIN = [
     *("-m", "examples.moe_text.train", "--ddp", "--threads", "1", "--batch-size", "1", "--window", "2"),
     *("--steps", str(STEPS)),
@@ -86,6 +86,18 @@ class HostedJob:
         """The process that has logged last."""
         pid: int = read_events(self.folder / f"log-r{rank}.jsonl")[-1]["pid"]
         return pid
+
+    def lives(self) -> int:
+        """How many trainers of each rank have come to train."""
+        return min(len(self.events(rank, "attached")) for rank in range(RANKS))
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL their trainers, and wait until each rank has another."""
+        before = self.lives()
+        for pid in [self.trainer(rank) for rank in ranks]:
+            with contextlib.suppress(ProcessLookupError):  # ended already, because of the first
+                os.kill(pid, signal.SIGKILL)
+        self.until(lambda: self.lives() > before, "the next life")
 
     def hosts(self) -> dict[int, int]:
         """The host of each rank."""
@@ -177,16 +189,12 @@ def test_killed_trainers_and_zygotes_come_back_exactly(
 ) -> None:
     job.train("hosted", daemon.endpoint, env={"CKPTD_HOST_MAX_RESTARTS": "9"})
     job.reaches(8, daemon)
-    os.kill(job.trainer(1), signal.SIGKILL)
+    job.kill(1)
     job.reaches(14, daemon)
-    for pid in [job.trainer(rank) for rank in range(RANKS)]:  # two at once
-        with contextlib.suppress(ProcessLookupError):  # ended already, because of the first
-            os.kill(pid, signal.SIGKILL)
+    job.kill(*range(RANKS))  # two at once
     job.reaches(20, daemon)
-    lives = len(job.events(0, "attached"))
-    os.kill(job.trainer(0), signal.SIGKILL)
-    job.until(lambda: len(job.events(0, "attached")) > lives, "the next life")
-    os.kill(job.trainer(0), signal.SIGKILL)  # in its replay
+    job.kill(0)
+    job.kill(0)  # in its replay, most often
     job.reaches(26, daemon)
     host = job.hosts()[1]
     os.kill(children_of(host)["ckptd-zygote"], signal.SIGKILL)

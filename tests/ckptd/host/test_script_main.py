@@ -89,7 +89,9 @@ ENDS = {
     "killed": "import os; os.kill(os.getpid(), 9)",
     "terminated": "import os; os.kill(os.getpid(), 15)",
     "aborted": "import os, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()",
-    "interrupted": "import signal; signal.raise_signal(signal.SIGINT)",
+    # Where the tests run in the background of a shell, Python leaves the signal ignored.
+    "interrupted": "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "signal.raise_signal(signal.SIGINT)",
     "atexit": "import atexit, threading, time\natexit.register(print, 'bye')\n"
     "threading.Thread(target=lambda: (time.sleep(.2), print(X))).start()\nX = 'still here'",
     "hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0].__name__)\nraise ValueError",
