@@ -210,9 +210,7 @@ class JobEpochs:
 
     @validated
     def hung(self, step: int, why: str, now_s: float) -> Order | None:
-        """A step of this epoch does not end. If the job hangs where it hung before, the deadline may have been
-        too short.
-        """
+        """A step of this epoch does not end. If that was so before, the deadline may have been too short."""
         if self.closed:
             return None
         again = step <= self._hung_at
