@@ -37,6 +37,7 @@ from ckptd.client.schedule.planner import RankContext
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
+from ckptd.progress_page import StepStage, inherited_page
 
 __all__ = ["RECORDED_COUNTS", "SEAL_WAIT_S", "LoopSide", "tell_differences"]
 
@@ -81,6 +82,7 @@ class LoopSide:
         self._when_exact: Callable[[], None] | None = None
         self._phases: PhaseClock | None = None  # None once the first new step is done
         self._new_from = 0
+        self._page = inherited_page()
         self.step = 0
         self.stepping = False
         self.resumed = ""
@@ -228,20 +230,29 @@ class LoopSide:
 
     def bodies(self, steps: range) -> Iterator[int]:
         """Count the steps whose body is complete, also if the loop is left in the middle of one."""
-        for step in steps:
-            self.step, self._updated = step, False
-            self.ledger.begin(step)
-            try:
-                yield step
-            except GeneratorExit:
-                if self.parking is not None:
-                    self.parking.leave(f"the loop is left in the middle of step {step}")
-                # A body that has updated the weights counts as done: the next loop must not do it again.
-                self.step += self._updated or self._memory is None
-                done = self._updated and self.replaying.replay is None
-                (self.pipeline.end if done else self.pipeline.abandon)()
-                raise
-            self.step = step + 1
+        try:
+            for step in steps:
+                if self._page is not None:
+                    self._page.begins(step)
+                yield from self._body(step)
+        finally:
+            if self._page is not None:
+                self._page.left(self.step)
+
+    def _body(self, step: int) -> Iterator[int]:
+        self.step, self._updated = step, False
+        self.ledger.begin(step)
+        try:
+            yield step
+        except GeneratorExit:
+            if self.parking is not None:
+                self.parking.leave(f"the loop is left in the middle of step {step}")
+            # A body that has updated the weights counts as done: the next loop must not do it again.
+            self.step += self._updated or self._memory is None
+            done = self._updated and self.replaying.replay is None
+            (self.pipeline.end if done else self.pipeline.abandon)()
+            raise
+        self.step = step + 1
 
     def _top(self, step: int) -> None:
         self.replaying.check_whole()
@@ -359,6 +370,7 @@ class LoopSide:
         return before_update(args, kwargs, partial(self._weights_are_about_to_change, rehearse))
 
     def _weights_are_about_to_change(self, rehearse: Callable[[Any], None] | None, loss: Any) -> None:
+        self._shows(StepStage.UPDATE)
         self.replaying.before_optimizer_step()
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.before_optimizer_step)
@@ -401,6 +413,7 @@ class LoopSide:
         """The model is called."""
         if not self._in_step():
             return
+        self._shows(StepStage.FORWARD)
         if self.recorder is not None:
             self._survive(self.recorder, self.recorder.first_forward)
         self.replaying.first_forward()
@@ -411,8 +424,15 @@ class LoopSide:
     def forward_ended(self, *called: Any) -> None:
         """The call ended."""
         self._precision.leave()
-        if self.recorder is not None and self._in_step():
+        if not self._in_step():
+            return
+        self._shows(StepStage.BACKWARD)
+        if self.recorder is not None:
             self._survive(self.recorder, self.recorder.forward_ended)
+
+    def _shows(self, stage: StepStage) -> None:
+        if self._page is not None:
+            self._page.reaches(stage)
 
     def _in_step(self) -> bool:
         """False for a forward that rehearses a pipeline, and for recomputation inside a backward."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.host.epochs import AbandonJob, BeginEpoch, JobEpochs, Order, ReleaseHosts, StopJob
+from ckptd.host.hangs.job_hangs import JobHangs
 from ckptd.host.host_links import Link, LinkError, accept, listen
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
@@ -72,6 +73,7 @@ class Coordinator:
         self._epochs = JobEpochs(
             options.world_size, max_restarts=options.max_restarts, steady_s=options.steady_s
         )
+        self._hangs = JobHangs(options.world_size, loop, self._send, self._hung)
         self._members: dict[Link, int] = {}
         self._strangers: dict[Link, float] = {}  # since when; in this order
         self._socket = folder / f"{options.job}.sock"
@@ -210,6 +212,17 @@ class Coordinator:
                 self._give(self._epochs.completed(rank, int(message["epoch"])))
             case "leaving":
                 self._give(self._epochs.left(rank, f"rank {rank}: {message['why']}"))
+            case "overdue":
+                if int(message["epoch"]) == self._epochs.epoch and not self._epochs.closed:
+                    self._hangs.overdue(rank, message)
+            case "position":
+                self._hangs.answered(rank, message)
+
+    def _hung(self, step: int, why: str, host_is_silent: bool) -> None:
+        if host_is_silent:  # it would not hear of another epoch
+            self._give(self._epochs.lost(-1, why))
+        else:
+            self._give(self._epochs.hung(step, why, time.monotonic()))
 
     # -- orders -----------------------------------------------------------------------------------
 
@@ -253,11 +266,17 @@ class Coordinator:
                 "port": port.port,
                 "served": port.served,
                 "because": order.because,
+                "patience": order.patience,
             }
         )
 
     def _say(self, message: Message) -> None:
+        """An order; whoever joins later gets the last one."""
+        self._hangs.cancel()
         self._last = message
+        self._send(message)
+
+    def _send(self, message: Message) -> None:
         for link in self._members:
             # A link that cannot be written to is closed when it is read.
             with contextlib.suppress(LinkError):

@@ -129,10 +129,15 @@ class HostLife:
 
 @dataclass(frozen=True, slots=True)
 class BeginEpoch:
-    """All hosts end their trainers of earlier epochs and start those of this one."""
+    """All hosts end their trainers of earlier epochs and start those of this one.
+
+    Attributes:
+        patience: deadlines of steps count so many times.
+    """
 
     epoch: int
     because: str
+    patience: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,9 @@ class StopJob:
     because: str
 
 
+_PATIENCE_FACTOR = 4
+_PATIENCE_MAX = 4**5
+
 Order = BeginEpoch | ReleaseHosts | AbandonJob | StopJob
 
 
@@ -173,6 +181,7 @@ class JobEpochs:
         self.failures = 0
         self._begun_s: float | None = None
         self._completed: set[int] = set()
+        self._hung_at, self._patience = -1, 1
         self.last: Order | None = None
 
     @validated
@@ -197,7 +206,19 @@ class JobEpochs:
         self.epoch += 1
         self._begun_s = None
         self._completed.clear()
-        return self._give(BeginEpoch(self.epoch, why))
+        return self._give(BeginEpoch(self.epoch, why, self._patience))
+
+    @validated
+    def hung(self, step: int, why: str, now_s: float) -> Order | None:
+        """A step of this epoch does not end. If that was so before, the deadline may have been too short."""
+        if self.closed:
+            return None
+        again = step <= self._hung_at
+        self._patience = min(_PATIENCE_FACTOR * self._patience, _PATIENCE_MAX) if again else 1
+        self._hung_at = max(step, self._hung_at)
+        order = self.failed(-1, self.epoch, why, now_s)
+        # Trainers that hang would not end by themselves.
+        return self._give(StopJob(order.because)) if isinstance(order, AbandonJob) else order
 
     @validated
     def completed(self, rank: int, epoch: int) -> Order | None:

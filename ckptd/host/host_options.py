@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import zlib
@@ -69,6 +70,10 @@ class HostOptions:
     silence_s: int
     """After how long the host of another machine that has gone without a word counts as lost."""
 
+    step_deadline_s: float | None
+    """How long nothing of a trainer's step may change before it counts as hanging; None: learned from the
+    steps before; infinite: any time."""
+
     may_fork: bool
     """Trainers are forked from a zygote, unless the script is no place for that."""
 
@@ -120,6 +125,7 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         steady_s=_integer(environ, "CKPTD_HOST_STEADY_S", 300),
         stop_s=_integer(environ, "CKPTD_HOST_STOP_S", 30),
         silence_s=_silence_s(environ),
+        step_deadline_s=_step_deadline_s(environ),
         may_fork=may_fork,
     )
 
@@ -147,6 +153,19 @@ def _silence_s(environ: Mapping[str, str]) -> int:
     if not 1 <= silence_s <= _SILENCE_MAX_S:
         raise UsageError(f"{name}={silence_s}: a host may be silent for 1 to {_SILENCE_MAX_S} seconds")
     return silence_s
+
+
+def _step_deadline_s(environ: Mapping[str, str]) -> float | None:
+    name = "CKPTD_HOST_STEP_DEADLINE_S"
+    text = environ.get(name, "") or "learned"
+    if text == "off":
+        return math.inf
+    if text == "learned":
+        return None
+    deadline_s = _integer(environ, name, 0)
+    if not deadline_s:
+        raise UsageError(f"{name}=0: pass seconds from 1 on, 'learned' or 'off'")
+    return float(deadline_s)
 
 
 def _store(environ: Mapping[str, str]) -> tuple[str, int]:

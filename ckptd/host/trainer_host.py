@@ -27,6 +27,7 @@ from ckptd.config.runtime_dir import (
 )
 from ckptd.host.coordinator import Coordinator
 from ckptd.host.epochs import HostEvent, HostLife, HostState
+from ckptd.host.hangs.trainer_watch import TrainerWatch
 from ckptd.host.host_links import remove_dead_sockets
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
@@ -88,6 +89,8 @@ class TrainerHost:
             remove_dead_sockets(self._folder)
         kind = Coordinator if options.rank == 0 else JobMember
         self._job: Coordinator | JobMember = kind(options, self._folder, self._loop, self._obey)
+        self._watch = TrainerWatch(options, self._loop, self._job.tell)
+        self._patience = 1
         self._zygote: ZygoteLink | None = None
         self._zygotes = 0
         self._script_file = script_file(options.script)
@@ -152,6 +155,7 @@ class TrainerHost:
         if self._trainer is not None:  # an error of ours
             send(self._trainer, signal.SIGKILL, group=True)
         self._job.close()
+        self._watch.close()
 
     # -- what happens to this process -------------------------------------------------------------
 
@@ -235,11 +239,14 @@ class TrainerHost:
             self._life.handle(HostEvent.ABANDON)
         elif message["order"] == "stop":
             self._stop(message["because"])
+        elif message["order"] == "report":
+            self._watch.answer(int(message["inquiry"]))
         else:
             place = {"MASTER_PORT": str(message["port"])}
             place |= {"TORCHELASTIC_USE_AGENT_STORE": str(bool(message["served"]))}
             if message["address"]:
                 place["MASTER_ADDR"] = message["address"]
+            self._patience = int(message["patience"])
             self._begin(int(message["epoch"]), place if message["port"] else {}, message["because"])
 
     def _begin(self, epoch: int, place: dict[str, str], because: str) -> None:
@@ -263,6 +270,8 @@ class TrainerHost:
         """Once only: a second SIGTERM would cut its parking short."""
         if self._trainer is not None and not self._loop.is_timed(self._kill_trainer):
             send(self._trainer, signal.SIGTERM)
+            if self._watch.stopped:
+                send(self._trainer, signal.SIGCONT)  # or it would not get the other signal
             self._loop.after(self._options.stop_s, self._kill_trainer)
 
     # -- the trainer ------------------------------------------------------------------------------
@@ -271,20 +280,22 @@ class TrainerHost:
         """Start a trainer if one is missing and can be started."""
         if self._life.state is not HostState.STARTING or self._trainer is not None:
             return
-        if self._zygote is None:
-            self._start_plainly()
-        elif self._zygote.ready and not self._zygote.forking:
-            if self._life.epoch:
-                self._forget_error()
-            self._zygote.fork(self._environment, self._imports)
-
-    def _start_plainly(self) -> None:
+        if self._zygote is not None and (self._zygote.forking or not self._zygote.ready):
+            return
         if self._life.epoch:
             self._forget_error()
-        command = self._options.script.command
-        self._started(
-            spawn(command, {**os.environ, **self._environment}, own_session=self._own_session), "started"
+        self._watch.prepare(self._life.epoch, self._patience)
+        environment = {**self._environment, **self._watch.environment}
+        if self._zygote is not None:
+            self._zygote.fork(environment, self._imports)
+            return
+        trainer = spawn(
+            self._options.script.command,
+            {**os.environ, **environment},
+            own_session=self._own_session,
+            keep=self._watch.descriptors,
         )
+        self._started(trainer, "started")
 
     def _forget_error(self) -> None:
         """What `record` has written is of an earlier trainer, or no cause."""
@@ -294,6 +305,7 @@ class TrainerHost:
 
     def _started(self, trainer: HostProcess, how: str) -> None:
         self._trainer = trainer
+        self._watch.begin(trainer.pid)
         self._life.handle(HostEvent.START)
         logger.info(
             "rank %d: epoch %d: trainer %d %s", self._options.rank, self._life.epoch, trainer.pid, how
@@ -310,6 +322,7 @@ class TrainerHost:
 
     def _on_trainer_end(self, trainer: HostProcess, status: int) -> None:
         self._trainer, self._status = None, status
+        self._watch.end()
         self._loop.cancel(self._kill_trainer)
         state, epoch = self._life.state, self._life.epoch
         failed = os.waitstatus_to_exitcode(status) != 0
@@ -359,6 +372,7 @@ class TrainerHost:
                 self._options.script,
                 self._record if self._everything else None,
                 own_session=self._own_session,
+                keep=self._watch.descriptors,
             )
         except OSError as error:
             self._plain_because = f"no zygote could be started: {error}"

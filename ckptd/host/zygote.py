@@ -347,7 +347,8 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     script = _from_words(sys.argv[2:], settings["flags"])
     control = socket.socket(fileno=settings["control"])
-    control.set_inheritable(False)
+    for descriptor in (control.fileno(), *settings["keep"]):
+        os.set_inheritable(descriptor, False)
     zygote = Zygote(script, control, host=settings["host"], own_session=settings["own_session"])
     set_up_path(script)
     names, _ = read_record(settings["record"]) if settings["record"] else ([], "")

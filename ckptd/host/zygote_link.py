@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,14 @@ class ZygoteLink:
         reaped: how it ended, once it was waited for; its number may be another process's then.
     """
 
-    def __init__(self, script: Script, record: Path | None, *, own_session: bool) -> None:
+    def __init__(
+        self, script: Script, record: Path | None, *, own_session: bool, keep: Sequence[int] = ()
+    ) -> None:
         """Start one; it says when it is ready.
 
         Args:
             record: names of modules that it imports; None: what every trainer needs.
+            keep: descriptors that trainers inherit, and programs that they start do not.
         Raises:
             OSError: no process could be made.
         """
@@ -45,11 +48,12 @@ class ZygoteLink:
             "own_session": own_session,
             "record": str(record or ""),
             "flags": script.flags,
+            "keep": list(keep),
         }
         command = [sys.executable, *script.flags, "-m", "ckptd.host.zygote", json.dumps(settings)]
         with theirs:
             self.process: HostProcess = spawn(
-                [*command, *script.words], os.environ, own_session=own_session, keep=[theirs.fileno()]
+                [*command, *script.words], os.environ, own_session=own_session, keep=[theirs.fileno(), *keep]
             )
         self._control.setblocking(False)
         self.ready = self.forking = False

@@ -313,3 +313,55 @@ def test_a_crash_loop_ends_with_the_scripts_own_error(job: HostedJob) -> None:
     (error,) = (job.folder / "logs").rglob("1/error.json")
     assert "own error of life 2" in json.loads(error.read_text())["message"]["message"]
     assert "3 failures, and 2 restarts are allowed" in job.output
+
+
+@pytest.mark.slow
+def test_a_stopped_trainer_is_found_named_and_replaced(
+    job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
+) -> None:
+    """The others wait for it in a collective, for half an hour by gloo's default."""
+    variables = {"CKPTD_HOST_STEP_DEADLINE_S": "5", "CKPTD_HOST_MAX_RESTARTS": "99"}
+    job.train("stopped", daemon.endpoint, env=variables)
+    job.reaches(8, daemon)
+    before = job.lives()
+    os.kill(job.trainer(1), signal.SIGSTOP)
+    job.until(lambda: job.lives() > before, "the next life")
+    assert job.end() == 0, job.output
+    assert_same_end(job, undisturbed)
+    assert re.search(r"epoch \d begins: step \d+ of rank \d has not gone on .* rank 1 is stopped", job.output)
+
+
+HANGS = """
+import os, sys, threading, torch, torch.distributed as dist
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel
+from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+ckpt = Checkpointer(
+    model, optimizer, daemon=sys.argv[1], run=RunOptions(job="hangs", name="hangs"),
+    snapshots=SnapshotOptions(window=2),
+)
+for step in ckpt.steps(40):
+    hung = Path(sys.argv[2])
+    if step == 20 and dist.get_rank() == 1 and not hung.exists():
+        hung.touch()
+        threading.Event().wait()  # a data pipeline that never comes
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("complete", dist.get_rank(), ckpt.resumed_from, flush=True)
+ckpt.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_whose_data_never_comes_is_named(job: HostedJob, daemon: DaemonProcess) -> None:
+    script = job.folder / "train.py"
+    script.write_text(HANGS)
+    variables = {"CKPTD_HOST_STEP_DEADLINE_S": "5", "CKPTD_HOST_MAX_RESTARTS": "99"}
+    job.start(str(script), daemon.endpoint, str(job.folder / "hung"), env=variables)
+    assert job.end() == 0, job.output
+    assert "rank 1 is in step 20 before its first forward, and the others have come further" in job.output
+    assert sorted(re.findall(r"complete (\d)", job.output)) == ["0", "1"], job.output

@@ -115,7 +115,15 @@ def test_all_hosts_hear_of_a_failure(job: Job) -> None:
     job.join(2)
     job.tell(1, "failed")
     because = "rank 1: SIGKILL"
-    order = {"order": "begin", "epoch": 1, "address": "", "port": 0, "served": False, "because": because}
+    order = {
+        "order": "begin",
+        "epoch": 1,
+        "address": "",
+        "port": 0,
+        "served": False,
+        "because": because,
+        "patience": 1,
+    }
     assert job.orders(1) == job.orders(2) == [order]
     assert job.obeyed == [order]
 
@@ -222,3 +230,81 @@ def test_without_a_server_the_trainer_of_rank_0_makes_the_store(tmp_path: Path) 
     with socket.create_server(("", order["port"])):
         pass
     job.close()
+
+
+def overdue(job: Job, rank: int, step: int = 7) -> None:
+    """That host says so."""
+    link = job.there[rank]
+    link.send({"told": "overdue", "epoch": 0, "step": step, "idle_s": 12.0, "deadline_s": 10.0})
+
+
+def tells_where(job: Job, rank: int, state: str, step: int = 7, inquiry: int = 1) -> None:
+    job.there[rank].send({"told": "position", "inquiry": inquiry, "step": step, "stage": 2, "state": state})
+
+
+def ask_all(job: Job) -> None:
+    """All have joined, one says that its step is overdue, and all are asked where they are."""
+    job.join(1)
+    job.join(2)
+    overdue(job, 1)
+    asked = {"order": "report", "inquiry": 1}
+    assert job.orders(1) == job.orders(2) == [asked]
+    assert job.obeyed == [asked]
+
+
+def position(state: str, inquiry: int = 1) -> dict[str, object]:
+    return {"told": "position", "inquiry": inquiry, "step": 7, "stage": 2, "state": state}
+
+
+def test_a_step_that_does_not_end_begins_an_epoch_and_who_hangs_is_named(job: Job) -> None:
+    ask_all(job)
+    job.coordinator.tell(position("in_step"))
+    tells_where(job, 2, "stopped")
+    tells_where(job, 1, "in_step")
+    (order,) = job.orders(1)
+    assert (order["order"], order["epoch"]) == ("begin", 1)
+    assert order["because"] == (
+        "step 7 of rank 1 has not gone on for 12.0 s (deadline 10.0 s): rank 2 is stopped by a signal"
+    )
+    assert job.orders(2) == [order]
+
+
+def test_a_trainer_that_is_debugged_is_left_alone(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    ask_all(job)
+    job.coordinator.tell(position("traced"))
+    tells_where(job, 1, "in_step")
+    with caplog.at_level("INFO"):
+        tells_where(job, 2, "in_step")
+        overdue(job, 2)  # as long again after its last report
+        assert job.orders(1) == [{"order": "report", "inquiry": 2}]
+    assert "a debugger holds a trainer, so the job is left as it is" in caplog.text
+    tells_where(job, 1, "in_step", inquiry=1)  # late, and of no interest
+    job.coordinator.tell(position("in_step", inquiry=2))
+    tells_where(job, 1, "in_step", inquiry=2)
+    assert job.orders(2) == [{"order": "report", "inquiry": 2}]
+    tells_where(job, 2, "in_step", inquiry=2)
+    (order,) = job.orders(2)
+    assert order["epoch"] == 1
+
+
+def test_a_host_that_does_not_answer_is_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, say: it would not begin the next epoch either."""
+    monkeypatch.setattr("ckptd.host.hangs.job_hangs._ANSWERS_S", 0.1)
+    ask_all(job)
+    job.coordinator.tell(position("in_step"))
+    tells_where(job, 1, "in_step")
+    (order,) = job.orders(1)
+    assert order["order"] == "stop"
+    assert "rank 2 is not answered for by a host" in order["because"]
+
+
+def test_what_is_overdue_in_an_epoch_that_is_over_is_no_news(job: Job) -> None:
+    job.join(1)
+    job.join(2)
+    job.tell(1, "failed")
+    assert job.orders(1)[0]["epoch"] == 1
+    overdue(job, 1)
+    job.tell(1, "failed", epoch=1)
+    heard = job.orders(1)
+    assert [order["order"] for order in heard] == ["begin"]
+    assert heard[0]["epoch"] == 2

@@ -50,6 +50,30 @@ def test_a_crash_loop_ends_with_the_last_reason() -> None:
     assert epochs.failed(1, 2, "exit code 1", 4.0) is None
 
 
+def test_where_a_job_hangs_again_the_deadline_counts_more() -> None:
+    """It was too short for that step, perhaps; once the job is beyond it, the usual one counts."""
+    epochs = job(max_restarts=100)
+    orders = [epochs.hung(step, "rank 1 is stopped", 1.0) for step in (7, 7, 5, 8, 8)]
+    assert [order.patience for order in orders if isinstance(order, BeginEpoch)] == [1, 4, 16, 1, 4]
+    after = epochs.failed(0, epochs.epoch, "SIGKILL", 2.0)
+    assert isinstance(after, BeginEpoch)
+    assert after.patience == 4, "it may come to that step again"
+    for _ in range(50):
+        order = epochs.hung(8, "rank 1 is stopped", 1.0)
+    assert isinstance(order, BeginEpoch)
+    assert order.patience == 4**5
+
+
+def test_a_job_that_hangs_again_and_again_is_ended() -> None:
+    """Its trainers would wait for each other; whoever started the job decides."""
+    epochs = job(max_restarts=1)
+    assert isinstance(epochs.hung(7, "rank 1 is stopped", 1.0), BeginEpoch)
+    order = epochs.hung(7, "rank 1 is stopped", 2.0)
+    assert isinstance(order, StopJob)
+    assert "2 failures" in order.because
+    assert epochs.hung(7, "rank 1 is stopped", 3.0) is None
+
+
 def test_no_restart_is_allowed() -> None:
     order = job(max_restarts=0).failed(0, 0, "exit code 7", 1.0)
     assert isinstance(order, AbandonJob)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ckptd.host.host_options import HostOptions, UsageError, interpreter_flags, options_from
@@ -119,3 +121,16 @@ def test_an_environment_that_cannot_be_used_is_refused(environ: dict[str, str], 
 )
 def test_the_flags_of_the_interpreter(command: list[str], flags: tuple[str, ...]) -> None:
     assert interpreter_flags(command) == flags
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", None), ("learned", None), ("off", math.inf), ("90", 90.0)]
+)
+def test_the_deadline_of_a_step(text: str, expected: float | None) -> None:
+    assert given("t.py", CKPTD_HOST_STEP_DEADLINE_S=text).step_deadline_s == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "1.5"])
+def test_a_deadline_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="CKPTD_HOST_STEP_DEADLINE_S"):
+        given("t.py", CKPTD_HOST_STEP_DEADLINE_S=text)

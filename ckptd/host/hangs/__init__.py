@@ -1,0 +1,1 @@
+"""Noticing that a job hangs, and saying who."""
