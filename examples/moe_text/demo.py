@@ -165,14 +165,14 @@ def run_killed(
 ) -> tuple[Trainer, list[Kill]]:
     """The second run, in which each life follows the one before: started by the host, or if ``plain`` by us."""
     progress.say(f"Run 2: the same training, with {len(plan)} kills at random moments.")
-    if plain:
-        progress.say("    no host: after each kill a new interpreter begins, and imports everything again")
-    else:
-        progress.say(
-            "    with a host: its first trainer waits until torch is imported, later ones are forked"
-        )
     kills: list[Kill] = []
     with daemon_folders() as (runtime, segments):
+        if plain:
+            progress.say(
+                "    no host: after each kill a new interpreter begins, and imports everything again"
+            )
+        else:
+            rehearse(folder, runtime, common, progress)
         daemon = Daemon(runtime, segments)
         own = [*common, "--daemon", daemon.endpoint]
         trainer = Trainer("killed", folder, own, host_folder=None if plain else runtime)
