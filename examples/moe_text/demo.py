@@ -106,9 +106,7 @@ class Progress:
     def _tell_of_life(self, event: Event) -> None:
         text = f"    process {event['pid']}, initialised from seed {event['init_seed']}"
         if self._struck is not None:
-            text += (
-                f", has the daemon's snapshots {event['time_s'] - self._struck.time_s:.2f} s after the kill"
-            )
+            text += f", is attached {event['time_s'] - self._struck.time_s:.2f} s after the kill"
         self.say(text)
 
 
