@@ -9,6 +9,7 @@
 #                   GPU_PYTHON=… names the interpreter (python3 if it has torch), GPU_FLAGS="--cpu-twin" tries it on the CPU
 #   make bench      every benchmark, each against its peers in the same run
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
+#   make campaign-host  seeded kills of ranks, zygotes and hosts of a job under hosts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-elastic  seeded kills of elastic jobs, most of all while an incarnation starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
@@ -36,7 +37,7 @@ GPU_PYTHON ?=
 GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench gpu campaign campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -120,6 +121,9 @@ gpu:
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.e2e.campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+campaign-host: $(STAMP)
+	$(BIN)/python -m tests.e2e.host_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-storage: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest -q tests/e2e/s3

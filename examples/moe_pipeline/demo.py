@@ -6,6 +6,9 @@ to each other. The same losses strike twice: once the survivors park their state
 localized, once they do not and all ranks replay. Every life is initialised from another seed. The
 demo fails unless every tensor of all ranks and every loss is identical to those of a run without
 ckptd.
+
+Both runs with ckptd have hosts (`torchrun … -m ckptd.host`), which fork the next trainers from processes with
+everything imported as soon as one has died. With `--plain`, torchrun starts new interpreters.
 """
 
 from __future__ import annotations
@@ -19,13 +22,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from ckptd.core.recovery.recovery_phases import RecoveryPhase, describe_phases, phases_in_metrics
 from examples.moe_text.lab import (
+    MAX_RESTARTS,
     REPOSITORY,
     SHARED_CORES,
     Daemon,
@@ -33,7 +38,13 @@ from examples.moe_text.lab import (
     daemon_folders,
     read_events,
 )
-from examples.moe_text.report import differing_tensors, losses_by_step, step_time_ms, table
+from examples.moe_text.report import (
+    differing_tensors,
+    losses_by_step,
+    phase_table,
+    step_time_ms,
+    table,
+)
 
 __all__ = ["Loss", "PipelineRun", "Return", "main", "plan_losses", "return_of"]
 
@@ -76,12 +87,14 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """How a job came back from a loss: per rank the iterations done again, and seconds until all
-    ranks did new ones.
+    """How a job came back from a loss: per rank the iterations done again, seconds until all ranks did new
+    ones, and the phases of the rank that did so last.
     """
 
     again: tuple[int, ...]
     back_s: float
+    last: int = 0
+    phases: Mapping[RecoveryPhase, float] = field(default_factory=dict)
 
 
 def plan_losses(
@@ -106,19 +119,32 @@ def plan_losses(
 
 
 class PipelineRun:
-    """One run of the example pipeline under torchrun, followed by the logs of its ranks."""
+    """One run of the example pipeline under torchrun, followed by the logs of its ranks.
+
+    Args:
+        host_folder: if given, ranks have hosts, with their files in this folder.
+    """
 
     def __init__(
-        self, name: str, folder: Path, args: argparse.Namespace, *, daemon: str, options: Sequence[str] = ()
+        self,
+        name: str,
+        folder: Path,
+        args: argparse.Namespace,
+        *,
+        daemon: str,
+        options: Sequence[str] = (),
+        host_folder: Path | None = None,
     ) -> None:
         self.name, self.num_ranks = name, args.stages * args.replicas
         self._folder = folder / name
         self._folder.mkdir()
         self._output = self._folder / "torchrun.log"
+        self._host_folder = host_folder
+        hosts = [] if host_folder is None else ["ckptd.host", "--max-restarts", MAX_RESTARTS, "-m"]
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(self.num_ranks), "--max-restarts", "6"),
-            *("--monitor-interval", "0.1", "-m", "--", "examples.moe_pipeline.train"),
+            *("--monitor-interval", "0.1", "-m", "--", *hosts, "examples.moe_pipeline.train"),
             *("--stages", str(args.stages), "--steps", str(args.steps)),
             *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
             *("--run", name, "--daemon", daemon, *options),
@@ -128,11 +154,14 @@ class PipelineRun:
 
     def start(self) -> None:
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, **SHARED_CORES, **ENVIRONMENT, "PYTHONPATH": path}
+        if self._host_folder is not None:
+            env["CKPTD_RUNTIME_DIR"] = str(self._host_folder)
         with self._output.open("ab") as sink:
             self._process = subprocess.Popen(
                 self._command,
                 cwd=REPOSITORY,
-                env={**os.environ, **SHARED_CORES, **ENVIRONMENT, "PYTHONPATH": path},
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -223,7 +252,8 @@ def back_at(loss: Loss, run: PipelineRun) -> list[tuple[float, float]] | None:
     for rank, since in enumerate(attached):
         steps = [e for e in run.events(rank) if e["event"] == "step" and e["time_s"] >= since]
         done = next((e["time_s"] for e in steps if e["step"] > newest), None)
-        if done is None:
+        described = any(e["event"] == "back" and e["time_s"] >= since for e in run.events(rank))
+        if done is None or not described:
             return None
         fresh.append(done)
     return list(zip(attached, fresh, strict=True))
@@ -236,7 +266,11 @@ def return_of(loss: Loss, run: PipelineRun) -> Return:
     for rank, (last_step, (attached, fresh)) in enumerate(zip(loss.last_steps, times, strict=True)):
         steps = [e for e in run.events(rank) if e["event"] == "step"]
         again.append(sum(e["step"] <= last_step and attached <= e["time_s"] < fresh for e in steps))
-    return Return(tuple(again), max(fresh for _, fresh in times) - loss.time_s)
+    last = max(range(run.num_ranks), key=lambda rank: times[rank][1])
+    attached, fresh = times[last]
+    lived = [e for e in run.events(last) if e["event"] == "back" and e["time_s"] >= attached]
+    phases = phases_in_metrics(lived[0]["phases"]) if lived else {}
+    return Return(tuple(again), fresh - loss.time_s, last, phases)
 
 
 def strike(run: PipelineRun, planned: PlannedLoss, num_stages: int, say: Callable[[str], None]) -> Loss:
@@ -249,7 +283,8 @@ def strike(run: PipelineRun, planned: PlannedLoss, num_stages: int, say: Callabl
     say(f"--> SIGKILL to rank{'s' * (len(ranks) > 1)} {_list(ranks)} after iteration {newest}")
     run.until(lambda: back_at(loss, run) is not None, f"all ranks beyond iteration {newest}")
     found = return_of(loss, run)
-    say(f"    back in {found.back_s:.1f} s; iterations done again by rank: {_list(found.again)}")
+    say(f"    back in {found.back_s:.2f} s; iterations done again by rank: {_list(found.again)}")
+    say(f"    rank {found.last} came last: {describe_phases(found.phases)}")
     return loss
 
 
@@ -262,15 +297,25 @@ def print_losses(
 ) -> None:
     """Per loss and run: what every rank did again, and how long it took."""
     rows: list[list[object]] = []
+    phases = {}
     for number, planned in enumerate(plan, start=1):
         for run, losses in runs:
             found = return_of(losses[number - 1], run)
             lost = _list(planned.ranks(num_stages))
             rows.append([number, lost, run.name, *found.again, found.back_s])
+            phases[f"#{number} {run.name}"] = found.phases, found.back_s
     ranks = [f"r{rank}" for rank in range(runs[0][0].num_ranks)]
     print("\niterations done again, by rank (rank r holds stage", f"r % {num_stages}):\n")
     print(table(["#", "killed ranks", "recovery", *ranks, "back s"], rows))
     print("\nback s: from the kill until every rank had completed an iteration that none had before.")
+    print(
+        "\nWhere the time went for the rank that came last (docs/operations.md has the phases):"
+        f"\n\n{phase_table(phases)}"
+    )
+    print(
+        "\nrest: from the kill until the daemon, or else the new process, was aware of anything; and from the"
+        "\noptimizer's first new step to the end of that iteration, or of one that another rank had not done."
+    )
 
 
 def print_summary(undisturbed: PipelineRun, localized: PipelineRun, everybody: PipelineRun) -> None:
@@ -317,7 +362,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--window", type=int, default=4, help="snapshots per window")
     parser.add_argument("--seed", type=int, default=None, help="of the losses; default: random")
+    parser.add_argument("--plain", action="store_true", help="no hosts: torchrun starts new interpreters")
     return parser.parse_args(argv)
+
+
+def rehearse(folder: Path, args: argparse.Namespace, hosts: Path, say: Callable[[str], None]) -> None:
+    """Start the script under hosts once: they write down what it imports, and the zygotes of later hosts
+    import that before their first trainers. Otherwise they do so some seconds after the first start, and
+    whoever is killed meanwhile waits for it.
+    """
+    begun = time.monotonic()
+    run = PipelineRun("rehearsal", folder, args, daemon="none", options=["--steps", "1"], host_folder=hosts)
+    run.start()
+    try:
+        run.wait()
+    finally:
+        run.stop()
+    say(
+        f"    with hosts, which have learned in {time.monotonic() - begun:.1f} s what the script imports; their"
+        " first start is slower, for everything is imported ahead"
+    )
 
 
 def play(args: argparse.Namespace, plan: Sequence[PlannedLoss]) -> list[str]:
@@ -334,14 +398,19 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss]) -> list[str]:
         daemon = Daemon(runtime, segments)
         daemon.start()
         folder = Path(scratch)
+        hosts = None if args.plain else runtime
         undisturbed = PipelineRun("undisturbed", folder, args, daemon="none")
-        localized = PipelineRun("localized", folder, args, daemon=daemon.endpoint)
-        everybody = PipelineRun("global", folder, args, daemon=daemon.endpoint, options=["--no-park"])
+        localized = PipelineRun("localized", folder, args, daemon=daemon.endpoint, host_folder=hosts)
+        everybody = PipelineRun(
+            "global", folder, args, daemon=daemon.endpoint, options=["--no-park"], host_folder=hosts
+        )
         told: list[tuple[PipelineRun, list[Loss]]] = []
         try:
             for run in (undisturbed, localized, everybody):
                 losses_of_run = [] if run is undisturbed else list(plan)
                 say(f"The {run.name} run{', without ckptd' * (run is undisturbed)}.")
+                if run is localized and hosts is not None:
+                    rehearse(folder, args, hosts, say)
                 run.start()
                 told.append((run, [strike(run, p, args.stages, say) for p in losses_of_run]))
                 run.wait()

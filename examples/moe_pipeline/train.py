@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from ckptd.client import Checkpointer, LayoutOptions, RecoveryOptions, RunOptions, SnapshotOptions
 from examples.moe_pipeline.model import CONFIG, build_stage
 from examples.moe_text.data import ByteLoader, load_corpus
-from examples.moe_text.train import EventLog, final_state, warmup_cosine
+from examples.moe_text.train import EventLog, final_state, phase_counters, warmup_cosine
 
 __all__ = ["main"]
 
@@ -125,6 +125,7 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     )
     ckpt.log_boundaries(pipeline.schedule)
     log.write("attached", stage=pipeline.index, resumed_from=ckpt.resumed_from)
+    phases: dict[str, float] = {}
     for step in ckpt.steps(args.steps):
         begun = time.perf_counter()
         replaying = bool(ckpt.replaying)
@@ -138,6 +139,8 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
             replaying=replaying,
             iteration_s=time.perf_counter() - begun,
         )
+        if not phases and (phases := phase_counters(ckpt)):
+            log.write("back", phases=phases)
     log.write("finished", resumed_from=ckpt.resumed_from, stats=ckpt.stats())
     final = final_state(pipeline.model, {}, pipeline.optimizer, state)
     for name, param in pipeline.model.named_parameters():

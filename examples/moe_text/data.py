@@ -8,6 +8,7 @@ machine. `ByteLoader` is a stateful loader: its position is part of the training
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,9 @@ def load_corpus(max_bytes: int = 4_000_000) -> Tensor:
         RuntimeError: this Python was installed without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(
-        path for path in root.rglob("*.py") if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-    )
     chunks: list[bytes] = []
     size = 0
-    for path in paths:
+    for path in _sources(root):
         chunk = path.read_bytes()[: max_bytes - size]
         chunks.append(chunk)
         size += len(chunk)
@@ -44,6 +42,18 @@ def load_corpus(max_bytes: int = 4_000_000) -> Tensor:
             " library's .py files; use a Python that was installed with them"
         )
     return torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8)
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    """The Python files in it, in the order of their paths. One by one: a trainer that comes back need not
+    list what the corpus has no room for.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            if path.name not in SKIPPED_FOLDERS and not path.is_symlink():
+                yield from _sources(path)
+        elif path.suffix == ".py":
+            yield path
 
 
 class ByteLoader:

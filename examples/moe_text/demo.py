@@ -2,8 +2,11 @@
 
 The first run is not touched by ckptd at all. The second one is SIGKILLed at seeded random moments: the
 trainer, the trainer together with the daemon, the daemon alone, and the trainer once more while it is
-still recovering. Every restart initialises the model from another seed, so nothing that survives can have
+still recovering. Every life initialises the model from another seed, so nothing that survives can have
 come from anywhere but the daemon's memory. The demo fails unless every tensor of both runs is identical.
+
+The second run has a host (`python -m ckptd.host`), which forks the next trainer from a process with everything
+imported as soon as one has died. With `--plain` there is none: each life is a new interpreter.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from pathlib import Path
 
 import torch
 
+from ckptd.core.recovery.recovery_phases import describe_phases, phases_in_metrics
 from examples.moe_text.lab import Daemon, Event, ProcessDied, Trainer, daemon_folders
 from examples.moe_text.report import (
     Kill,
     differing_tensors,
     draw,
     losses_by_step,
+    phase_table,
     recoveries,
     redone_steps,
     step_time_ms,
@@ -75,22 +80,39 @@ class Progress:
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
+        self._struck: Kill | None = None  # the last kill of the trainer, until it is back
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
 
-    def step(self, event: Event, total: int) -> None:
-        if event["event"] != "step":
-            return
-        if event["replaying"]:
+    def strike(self, kill: Kill) -> None:
+        self.say(f"--> SIGKILL to the {kill.victim} after iteration {kill.last_step} {kill.note}".rstrip())
+        if kill.hit_trainer:
+            self._struck = kill
+
+    def follow(self, event: Event, total: int) -> None:
+        """Tell what the trainer has logged."""
+        if event["event"] == "attached":
+            self._tell_of_life(event)
+        elif event["event"] == "back" and self._struck is not None:
+            self.say(f"    back {event['time_s'] - self._struck.time_s:.2f} s after the kill; of these:")
+            self.say(f"    {describe_phases(phases_in_metrics(event['phases']))}")
+            self._struck = None
+        elif event["event"] == "step" and event["replaying"]:
             self.say(f"    replaying iteration {event['step']}   loss {event['loss']:.4f}")
-        elif (event["step"] + 1) % PROGRESS_EVERY == 0:
+        elif event["event"] == "step" and (event["step"] + 1) % PROGRESS_EVERY == 0:
             self.say(f"    iteration {event['step'] + 1:4d} of {total}   loss {event['loss']:.4f}")
+
+    def _tell_of_life(self, event: Event) -> None:
+        text = f"    process {event['pid']}, initialised from seed {event['init_seed']}"
+        if self._struck is not None:
+            text += f", is attached {event['time_s'] - self._struck.time_s:.2f} s after the kill"
+        self.say(text)
 
 
 def run_to_end(trainer: Trainer, progress: Progress, steps: int) -> None:
     for event in trainer.follow(lambda e: e["event"] == "finished", timeout_s=RUN_TIMEOUT_S):
-        progress.step(event, steps)
+        progress.follow(event, steps)
     trainer.wait(timeout_s=60)
 
 
@@ -114,29 +136,44 @@ def strike(planned: PlannedKill, trainer: Trainer, daemon: Daemon, progress: Pro
         return planned.during_replay or bool(event["step"] >= planned.step)
 
     for event in trainer.follow(reached, timeout_s=RUN_TIMEOUT_S):
-        progress.step(event, steps)
+        progress.follow(event, steps)
     time.sleep(planned.delay_s)
     if planned.victim == "daemon":
         daemon.kill()
-        killed_at_s = time.time()
+        killed_s = time.time()
     else:
-        killed_at_s = trainer.kill()
+        killed_s = trainer.kill()
         if planned.victim == "trainer + daemon":
             daemon.kill()
     last_step = max(event["step"] for event in trainer.drain() if event["event"] == "step")
     note = "while it was recovering" if planned.during_replay else ""
-    progress.say(f"--> SIGKILL to the {planned.victim} after iteration {last_step} {note}".rstrip())
-    return Kill(killed_at_s, planned.victim, last_step, note)
+    kill = Kill(killed_s, planned.victim, last_step, note)
+    progress.strike(kill)
+    return kill
 
 
 def run_killed(
-    folder: Path, common: list[str], plan: Sequence[PlannedKill], progress: Progress, steps: int
+    folder: Path,
+    common: list[str],
+    plan: Sequence[PlannedKill],
+    progress: Progress,
+    *,
+    steps: int,
+    plain: bool,
 ) -> tuple[Trainer, list[Kill]]:
+    """The second run, in which each life follows the one before: started by the host, or if ``plain`` by us."""
     progress.say(f"Run 2: the same training, with {len(plan)} kills at random moments.")
     kills: list[Kill] = []
     with daemon_folders() as (runtime, segments):
+        if plain:
+            progress.say(
+                "    no host: after each kill a new interpreter begins, and imports everything again"
+            )
+        else:
+            rehearse(folder, runtime, common, progress)
         daemon = Daemon(runtime, segments)
-        trainer = Trainer("killed", folder, [*common, "--daemon", daemon.endpoint])
+        own = [*common, "--daemon", daemon.endpoint]
+        trainer = Trainer("killed", folder, own, host_folder=None if plain else runtime)
         try:
             progress.say(f"    daemon up in {daemon.start():.2f} s")
             trainer.start(init_seed=BASE_INIT_SEED)
@@ -145,7 +182,7 @@ def run_killed(
                 kills.append(kill)
                 if "daemon" in kill.victim:
                     progress.say(f"    daemon up again in {daemon.start():.2f} s")
-                if kill.hit_trainer:
+                if kill.hit_trainer and plain:
                     trainer.start(init_seed=BASE_INIT_SEED + number)
             run_to_end(trainer, progress, steps)
         finally:
@@ -154,8 +191,28 @@ def run_killed(
     return trainer, kills
 
 
+def rehearse(folder: Path, runtime: Path, common: list[str], progress: Progress) -> None:
+    """Start the script under a host once: it writes down what the script imports, and a later host's zygote
+    imports that before its first trainer. Otherwise it does so some seconds after the first start, and whoever
+    is killed meanwhile waits for it.
+    """
+    begun = time.monotonic()
+    own = [*common, "--steps", "1", "--daemon", "none"]
+    trainer = Trainer("rehearsal", folder, own, host_folder=runtime)
+    trainer.start(init_seed=BASE_INIT_SEED)
+    try:
+        trainer.wait(timeout_s=RUN_TIMEOUT_S)
+    finally:
+        trainer.stop()
+    progress.say(
+        f"    with a host, which has learned in {time.monotonic() - begun:.1f} s what the script imports; its"
+        " first start is slower, for everything is imported ahead"
+    )
+
+
 def print_kills(kills: Sequence[Kill], events: Sequence[Event]) -> None:
     rows = []
+    phases = {}
     for number, (kill, recovery) in enumerate(zip(kills, recoveries(kills, events), strict=True), start=1):
         if recovery is None:
             note = "training went on"
@@ -174,11 +231,18 @@ def print_kills(kills: Sequence[Kill], events: Sequence[Event]) -> None:
                 note,
             ]
         )
-    header = ["#", "killed", "after iteration", "resumed at", "redone", "restarted s", "back s", ""]
+        if recovery.back_s is not None:
+            phases[f"#{number}"] = recovery.phases, recovery.back_s
+    header = ["#", "killed", "after iteration", "resumed at", "redone", "attached s", "back s", ""]
     print("\n" + table(header, rows))
     print(
-        "\nrestarted s: from the kill until the new process was attached (interpreter, imports, model);"
+        "\nattached s: from the kill until the new process was attached (process, imports, model);"
         "\nback s: from the kill until the first iteration that had not been done before was complete."
+    )
+    print(f"\nWhere the time went (docs/operations.md has the phases):\n\n{phase_table(phases)}")
+    print(
+        "\nrest: from the kill until the daemon, or else the new process, was aware of anything; and from the"
+        "\noptimizer's first new step to the end of that iteration."
     )
 
 
@@ -194,7 +258,7 @@ def print_summary(kills: Sequence[Kill], undisturbed: Trainer, killed: Trainer) 
     rows: list[list[object]] = [
         ["kills", f"{trainer_hits} of the trainer, {daemon_hits} of the daemon"],
         ["iterations done again", f"{redone}, of which with another loss or norm: {different}"],
-        ["seconds to be back", f"{min(backs):.1f} to {max(backs):.1f}" if backs else "-"],
+        ["seconds to be back", f"{min(backs):.2f} to {max(backs):.2f}" if backs else "-"],
         [
             "stall per step (ours)",
             f"{stats['stall_ms_mean']:.2f} ms mean, {stats['stall_ms_max']:.2f} ms max",
@@ -239,6 +303,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="seed of the kills; default: random")
     parser.add_argument("--window", type=int, default=4, help="snapshots per window")
     parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--plain", action="store_true", help="no host: each life is a new interpreter")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser.parse_args()
 
@@ -259,7 +324,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ckptd-demo-") as scratch:
         folder = Path(scratch)
         undisturbed = run_undisturbed(folder, common, progress, args.steps)
-        killed, kills = run_killed(folder, common, plan, progress, args.steps)
+        killed, kills = run_killed(folder, common, plan, progress, steps=args.steps, plain=args.plain)
         print_kills(kills, killed.events)
         print_summary(kills, undisturbed, killed)
         picture = args.out / "demo.png"

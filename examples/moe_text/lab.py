@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -45,7 +46,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SEGMENT_BYTES_WANTED = 1 << 30
 POLL_S = 0.01
 START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 30.0
 TAIL_BYTES = 3000
+MAX_RESTARTS = "1000"  # by a host: the demo kills more often than a job's trainers should fail
 
 
 class ProcessDied(RuntimeError):
@@ -76,12 +79,14 @@ def _environment() -> dict[str, str]:
     return env
 
 
-def _spawn(module: str, *args: str, output: Path) -> subprocess.Popen[bytes]:
+def _spawn(
+    module: str, *args: str, output: Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     with output.open("ab") as sink:
         return subprocess.Popen(
             [sys.executable, "-m", module, *args],
             cwd=REPOSITORY,
-            env=_environment(),
+            env={**_environment(), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -97,7 +102,27 @@ def _tail(path: Path) -> str:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=END_TIMEOUT_S)
+
+
+def _kill_other(pid: int) -> None:
+    """SIGKILL a process that is no child of this one, and wait until it has ended.
+
+    Raises:
+        ProcessDied: it had ended before, or does not end.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise ProcessDied(f"process {pid} had ended before it was killed") from None
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        if not select.select([process], [], [], END_TIMEOUT_S)[0]:
+            raise ProcessDied(f"process {pid} does not end by SIGKILL")
+    except ProcessLookupError:
+        raise ProcessDied(f"process {pid} had ended before it was killed") from None
+    finally:
+        os.close(process)
 
 
 @contextmanager
@@ -161,11 +186,17 @@ class Daemon:
 
 @dataclass(slots=True)
 class Trainer:
-    """One training run, over as many processes as it takes; it is followed by its event log."""
+    """One training run, over as many processes as it takes; it is followed by its event log.
+
+    Attributes:
+        host_folder: if set, the run has a host (`python -m ckptd.host`), with its files in this folder. The
+            host starts the next process when one has died. Without it, the demo does.
+    """
 
     name: str
     folder: Path
     args: list[str]
+    host_folder: Path | None = None
     events: list[Event] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
     _offset: int = 0
@@ -183,9 +214,19 @@ class Trainer:
         return self.folder / f"{self.name}.log"
 
     def start(self, *, init_seed: int) -> None:
-        """Start a process; `init_seed` is the only thing in which it differs from the one before."""
+        """Start a process; `init_seed` is the only thing in which it differs from the one before. A host
+        counts the seeds of its further processes up from it.
+        """
         own = ["--init-seed", str(init_seed), "--log", str(self.log), "--final", str(self.final)]
-        self._process = _spawn("examples.moe_text.train", *self.args, *own, output=self.output)
+        script = ["examples.moe_text.train", *self.args, *own]
+        if self.host_folder is None:
+            self._process = _spawn(*script, output=self.output)
+        else:
+            self._process = _spawn(
+                *("ckptd.host", "--max-restarts", MAX_RESTARTS, "-m", *script),
+                output=self.output,
+                environment={"CKPTD_RUNTIME_DIR": str(self.host_folder)},
+            )
 
     def follow(self, until: Callable[[Event], bool], *, timeout_s: float) -> Iterator[Event]:
         """Events as they come, up to and including the first for which `until` holds."""
@@ -230,10 +271,17 @@ class Trainer:
         return self.events
 
     def kill(self) -> float:
-        """SIGKILL the process, wherever it is; the wall-clock time at which it was gone."""
+        """SIGKILL the training process, wherever it is, and wait until it has ended; the wall-clock time of
+        the kill. Its host lives on.
+        """
         assert self._process is not None, "kill() before start()"
-        _kill(self._process)
-        return time.time()
+        pid = self._process.pid if self.host_folder is None else self.drain()[-1]["pid"]
+        killed_s = time.time()
+        if self.host_folder is None:
+            _kill(self._process)
+        else:
+            _kill_other(pid)
+        return killed_s
 
     def wait(self, *, timeout_s: float) -> None:
         """Wait for the process to end by itself, successfully."""
@@ -243,6 +291,8 @@ class Trainer:
             raise ProcessDied(f"the {self.name} run ended with code {code}; it said:\n{_tail(self.output)}")
 
     def stop(self) -> None:
-        """End the process if it still runs (the demo itself was interrupted)."""
+        """End the process if it still runs (the demo itself was interrupted). A host takes its trainer
+        along.
+        """
         if self._process is not None and self._process.poll() is None:
             _kill(self._process)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
 from examples.moe_text.lab import Event
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "draw",
     "losses_by_step",
     "node_recovery",
+    "phase_table",
     "recoveries",
     "redone_steps",
     "step_time_ms",
@@ -35,7 +37,7 @@ __all__ = [
 class Kill:
     """One SIGKILL that was delivered."""
 
-    time_s: float  # wall clock, once the process was gone
+    time_s: float  # wall clock, when it was sent
     victim: str  # "trainer", "trainer + daemon" or "daemon"
     last_step: int  # the last iteration that the run had completed by then
     note: str = ""
@@ -51,8 +53,9 @@ class Recovery:
 
     resumed_at: int | None  # the first iteration of the process that followed
     redone: int  # iterations it repeated
-    start_s: float | None  # kill to attached: interpreter, imports, model
+    start_s: float | None  # kill to attached: process, imports, model
     back_s: float | None  # kill to the first iteration that had not been done before
+    phases: Mapping[RecoveryPhase, float] = field(default_factory=dict)  # seconds, as the process tells
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,40 @@ def recoveries(kills: Sequence[Kill], events: Sequence[Event]) -> list[Recovery 
 
 def _recovery(kill: Kill, end_s: float, events: Sequence[Event]) -> Recovery:
     own = [event for event in events if kill.time_s < event["time_s"] <= end_s]
-    steps = [event for event in own if event["event"] == "step"]
     attached = next((event for event in own if event["event"] == "attached"), None)
+    if attached is None:
+        return Recovery(resumed_at=None, redone=0, start_s=None, back_s=None)
+    # The process may have ended an iteration after the kill was on its way.
+    own = [event for event in own if event["time_s"] >= attached["time_s"]]
+    steps = [event for event in own if event["event"] == "step"]
     fresh = next((event for event in steps if event["step"] > kill.last_step), None)
+    back = next((event for event in own if event["event"] == "back"), None)
     return Recovery(
         resumed_at=steps[0]["step"] if steps else None,
         redone=sum(event["step"] <= kill.last_step for event in steps),
-        start_s=attached["time_s"] - kill.time_s if attached else None,
+        start_s=attached["time_s"] - kill.time_s,
         back_s=fresh["time_s"] - kill.time_s if fresh else None,
+        phases=phases_in_metrics(back["phases"]) if back else {},
     )
+
+
+def phase_table(columns: Mapping[str, tuple[Mapping[RecoveryPhase, float], float]]) -> str:
+    """The phases of recoveries in ms, one column for each.
+
+    Args:
+        columns: by their headings, seconds of each phase, and of the whole.
+    """
+    known = [phase for phase in RecoveryPhase if any(phase in found for found, _ in columns.values())]
+    rows: list[list[object]] = [
+        [str(phase), *(_ms(found.get(phase)) for found, _ in columns.values())] for phase in known
+    ]
+    rows.append(["rest", *(_ms(whole - sum(found.values())) for found, whole in columns.values())])
+    rows.append(["back", *(_ms(whole) for _, whole in columns.values())])
+    return table(["phase, ms", *columns], rows)
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else round(1000 * seconds)
 
 
 def node_recovery(loss: NodeLoss, events: Sequence[Event]) -> Recovery:

@@ -3,6 +3,8 @@
 bf16 weights are what forward and backward read; AdamW works on fp32 masters that this script keeps
 itself. Run it twice with the same `--run`, kill it as often as you like in between, and it ends with the
 same bits. `--init-seed` may differ between restarts: nothing that matters comes from re-initialisation.
+A host (`python -m ckptd.host -m examples.moe_text.train …`) starts it again by itself: then each life adds
+its number to the seed.
 
     python -m examples.moe_text.train --steps 200 --log out/loss.jsonl --final out/final.pt
 
@@ -141,6 +143,7 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         layout=LayoutOptions(masters=masters),
     )
     log.write("attached", init_seed=args.init_seed)
+    phases: dict[str, float] = {}
     for step in ckpt.steps(args.steps):
         inputs, targets = next(loader)
         loss = net(inputs, targets)
@@ -152,10 +155,17 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         sched.step()
         model.zero_grad()
         log.write("step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying))
+        if not phases and (phases := phase_counters(ckpt)):
+            log.write("back", phases=phases)
     log.write("finished", resumed_from=ckpt.resumed_from, stats=ckpt.stats())
     state = final_state(model, masters, optimizer, {"sched": sched, "loader": loader})
     ckpt.close()
     return state
+
+
+def phase_counters(ckpt: Checkpointer) -> dict[str, float]:
+    """The seconds that each phase of this start took; empty until its first new iteration is done."""
+    return {name: value for name, value in ckpt.stats().items() if name.startswith("phase_")}
 
 
 def distribute(model: nn.Module, init_seed: int) -> nn.Module:
@@ -235,7 +245,11 @@ def main() -> None:
     args = parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)  # the number of threads changes the bits of a sum
-    always = of_this_rank(args) if args.ddp else {}
+    if args.ddp:
+        always = of_this_rank(args)
+    else:
+        args.init_seed += int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # grows under a host
+        always = {}
     log = EventLog(args.log, **always)
     state = train(args, log)
     if args.final is not None:

@@ -35,8 +35,8 @@ TRAIN = [
 class HostedJob:
     """One torchrun on this machine, and the logs of its ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
+        self.folder, self.ranks = folder, ranks
         folder.mkdir()
         (folder / "runtime").mkdir(mode=0o700)
         self.process: subprocess.Popen[bytes] | None = None
@@ -60,7 +60,7 @@ class HostedJob:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *("--nproc-per-node", str(RANKS), "--max-restarts", str(max_restarts)),
+                    *("--nproc-per-node", str(self.ranks), "--max-restarts", str(max_restarts)),
                     *("--log-dir", str(self.folder / "logs"), *module, "--", *worker),
                 ],
                 cwd=ROOT,

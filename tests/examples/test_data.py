@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from examples.moe_text.data import ByteLoader, load_corpus
+from examples.moe_text.data import MIN_CORPUS_BYTES, ByteLoader, load_corpus
 
 
 def _loader() -> ByteLoader:
@@ -48,3 +50,15 @@ def test_the_corpus_is_the_same_bytes_every_time() -> None:
 def test_a_corpus_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="smaller batch"):
         ByteLoader(torch.zeros(200, dtype=torch.uint8), batch_size=8, context=64, seed=0)
+
+
+def test_the_corpus_is_that_of_sorted_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder and a file of the same beginning sort by their whole names; folders of tests are left out."""
+    texts = {"b.py": "1", "a/z.py": "2", "a.py": "3", "a/b/c.py": "4", "c.txt": "5", "test/t.py": "6"}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text * MIN_CORPUS_BYTES)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus = load_corpus()
+    kept = sorted(path for path in tmp_path.rglob("*.py") if path.parent.name != "test")
+    assert bytes(corpus.tolist()) == b"".join(path.read_bytes() for path in kept)

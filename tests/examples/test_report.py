@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from examples.moe_text.demo import plan_kills
 from examples.moe_text.lab import Trainer, read_events
 from examples.moe_text.report import (
@@ -16,6 +17,7 @@ from examples.moe_text.report import (
     differing_tensors,
     draw,
     losses_by_step,
+    phase_table,
     recoveries,
     redone_steps,
     step_time_ms,
@@ -64,20 +66,37 @@ def test_a_step_done_again_with_another_loss_is_counted() -> None:
 def test_recovery_is_measured_to_the_first_new_iteration() -> None:
     kills = [Kill(10.0, "trainer", 7), Kill(20.0, "daemon", 12), Kill(30.0, "trainer", 15)]
     events = [
+        _step(10.01, 7, 1.0),  # it ended while the kill was on its way
         {"event": "attached", "time_s": 12.0},
         _step(12.5, 5, 1.0, replaying=True),
         _step(12.6, 6, 1.0, replaying=True),
         _step(12.7, 7, 1.0),
         _step(13.0, 8, 1.0),
+        {"event": "back", "time_s": 13.1, "phases": {"phase_attach_s": 0.5, "phase_replayed_s": 0.25}},
         {"event": "attached", "time_s": 31.0},
         _step(32.0, 14, 1.0),
     ]
     first, second, third = recoveries(kills, events)
     assert first is not None
     assert (first.resumed_at, first.redone, first.start_s, first.back_s) == (5, 3, 2.0, 3.0)
+    assert first.phases == {RecoveryPhase.ATTACH: 0.5, RecoveryPhase.REPLAYED: 0.25}
     assert second is None, "a trainer does not recover from the loss of a daemon: it goes on"
     assert third is not None
     assert third.back_s is None, "it never got past the iteration it was killed in"
+
+
+def test_the_table_of_phases_adds_up_to_the_whole() -> None:
+    one = {RecoveryPhase.ATTACH: 0.25, RecoveryPhase.REPLAYED: 0.5}
+    other = {RecoveryPhase.IMPORTS: 2.0, RecoveryPhase.ATTACH: 0.125}
+    lines = phase_table({"#1": (one, 1.0), "#2": (other, 2.25)}).splitlines()
+    assert [line.split() for line in lines if not line.startswith("-")] == [
+        ["phase,", "ms", "#1", "#2"],
+        ["imports", "-", "2000"],
+        ["attach", "250", "125"],
+        ["replayed", "500", "-"],
+        ["rest", "250", "125"],
+        ["back", "1000", "2250"],
+    ]
 
 
 def test_step_time_leaves_out_replay_and_restarts() -> None:

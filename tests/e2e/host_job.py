@@ -1,0 +1,97 @@
+"""One rank of a small data-parallel job, as `tests.e2e.host_campaign` starts it under torchrun and hosts.
+
+Its log, `<folder>/<rank>.jsonl`, tells of every life: what it was initialised from, each iteration when it
+begins and when it is done, and the phases of its start with the number of tensors that its replay compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptd.client import Checkpointer
+from examples.moe_text.lab import read_events
+from examples.moe_text.train import EventLog, phase_counters
+from tests.e2e.cases import Job, find_case
+from tests.e2e.job import final_state
+from tests.option_groups import grouped
+
+FIRST_SEED = 1
+
+
+def seed_of_this_life(log: Path) -> int:
+    """Another one for each life of the job; the same on all ranks, also where one died before it logged."""
+    lives = sum(event["event"] == "life" for event in read_events(log))
+    counts: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, lives)
+    return FIRST_SEED + 1000 * max(count for count in counts if count is not None)
+
+
+def distributed_job(case: str, seed: int) -> Job:
+    job = find_case(case)(seed)
+    job.model = DistributedDataParallel(job.model, find_unused_parameters=True)
+    job.state["data"].position = 10_000 * dist.get_rank()
+    for seed_all in (torch.manual_seed, random.seed, np.random.seed):
+        seed_all(10 * seed + dist.get_rank())
+    return job
+
+
+def train(job: Job, ckpt: Checkpointer, args: argparse.Namespace, log: EventLog) -> None:
+    described = False
+    for step in ckpt.steps(args.total):
+        log.write("begins", step=step, replaying=bool(ckpt.replaying))
+        time.sleep(args.step_ms / 1e3)
+        job.step(step, lambda point: None)
+        log.write("step", step=step)
+        phases = {} if described else phase_counters(ckpt)
+        if phases:
+            described = True
+            stats = ckpt.stats()
+            log.write(
+                "back",
+                phases=phases,
+                replayed=int(stats["replayed_steps"]),
+                compared=int(stats["verified_tensors"]),
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--total", type=int, required=True)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--daemon", required=True, help="an endpoint, or none")
+    parser.add_argument("--folder", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    path = args.folder / f"{dist.get_rank()}.jsonl"
+    seed = seed_of_this_life(path)
+    log = EventLog(path)
+    log.write("life", seed=seed)
+    job = distributed_job(args.case, seed)
+    options = {"window": 4, "job": "host-campaign", "run": args.run, **job.options}
+    options["daemon"] = None if args.daemon == "none" else args.daemon
+    ckpt = Checkpointer(job.model, job.optimizers, job.state, **grouped(**options))
+    job.ckpt = ckpt
+    job.start(ckpt)
+    log.write("attached", resumed_from=ckpt.resumed_from)
+    train(job, ckpt, args, log)
+    torch.save(final_state(job), args.folder / f"{dist.get_rank()}.pt")
+    log.write("finished")
+    ckpt.close()
+    log.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""`make demo`, shortened: with a host and without, exact, and with the phases of each recovery."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.recovery.recovery_phases import RecoveryPhase
+from tests.ckptd.host.hosting import FOREIGN, ROOT
+
+pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)")
+
+SHORT = ["--steps", "36", "--kills", "1", "--window", "2", "--batch-size", "1", "--seed", "3"]
+
+
+def _play(folder: Path, *options: str) -> str:
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.moe_text.demo", *SHORT, "--out", str(folder), *options],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "demo.png").exists()
+    return done.stdout
+
+
+def _seeds(output: str) -> list[int]:
+    """Of the lives of both runs, in order."""
+    return [int(seed) for seed in re.findall(r"initialised from seed (\d+)", output)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_demo_is_exact_and_names_the_phases(tmp_path: Path, plain: bool) -> None:
+    output = _play(tmp_path, *(["--plain"] if plain else []))
+    assert "IDENTICAL: all" in output
+    assert output.count("--> SIGKILL to the trainer after") == 2
+    assert output.count("--> SIGKILL to the daemon after") == 1
+    undisturbed, first, *later = _seeds(output)
+    assert undisturbed == first
+    assert len(later) == 2
+    assert len({first, *later}) == 3
+    rows = re.findall(r"^(\w+) +[\d -]+$", output.partition("phase, ms")[2], re.MULTILINE)
+    assert rows[-2:] == ["rest", "back"]
+    assert set(rows[:-2]) <= {*map(str, RecoveryPhase)}
+    assert {RecoveryPhase.ATTACH, RecoveryPhase.LOADED, RecoveryPhase.FIRST_NEW_STEP} <= set(rows)
+    # A forked trainer has everything imported.
+    assert (RecoveryPhase.IMPORTS in rows) == plain
