@@ -65,6 +65,7 @@ _RESERVE_WAIT_S = 2.0
 _RESERVE_LIMIT_S = 600.0
 _STORE_S = 900.0
 _CLOSE_S = 15.0
+_LOOK_AGAIN_S = 0.05
 _TEXT_LIMIT = 4000
 
 
@@ -108,7 +109,7 @@ class Session(DaemonConnection):
         check: Callable[[Mapping[str, str]], str] = lambda _: "",
     ) -> None:
         super().__init__(find_endpoint, attach, version=version, check=check)
-        self._listener = listener
+        self._listener, self._timeout_s = listener, timeout_s
         self._desk = WorkerThread("ckptd-desk", self._look_at_slots, lambda error: None, self._closed)
         self._next_look = 0.0
         self._reserving: tuple[Reserve, Future[SegmentInfo]] | None = None
@@ -257,11 +258,25 @@ class Session(DaemonConnection):
             storage: include what is durable, if the daemon has a store.
             patient: wait for nodes without a sign of life as long as for others.
         Raises:
-            DaemonUnavailable: the daemon is away.
+            DaemonUnavailable: the daemon is away, and not back within the time for which a start waits.
         """
         # A store may take its time; the daemon gives up on it by itself.
         patience_s = _STORE_S if storage else 2 * ANSWER_S
-        return self.ask(SeeRun(job, run, known, storage, patient), RunSeen, "see run", patience_s)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self.ask(SeeRun(job, run, known, storage, patient), RunSeen, "see run", patience_s)
+            except DaemonUnavailable as error:
+                # A start waits for a daemon that is only slow, or is being restarted.
+                if isinstance(error.__cause__, WireError) or not self._is_back_by(deadline):
+                    raise
+
+    def _is_back_by(self, deadline: float) -> bool:
+        while time.monotonic() < deadline:
+            if self.connected:
+                return True
+            time.sleep(_LOOK_AGAIN_S)
+        return False
 
     def join(self, message: Join) -> None:
         """Tell the daemon who takes part in the run, now and after each of its restarts.

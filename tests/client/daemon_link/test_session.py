@@ -23,7 +23,9 @@ PIECE = m.FetchPiece(bytes(112), (m.FetchSource("there", "segment", 0),))
 
 
 class Answers:
-    """Answers each message by its type, in a thread; with ``Done`` what is not told."""
+    """Answers each message by its type, in a thread; with ``Done`` what is not told. What is in ``first`` is
+    answered before that, once.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"ipc://{folder}/s"
@@ -32,6 +34,7 @@ class Answers:
             m.Attach: m.Attached((), 0, 0),
             m.Ping: m.Pong("", attached=True),
         }
+        self.first: dict[type, m.Message] = {}
         self._heard: list[type] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -54,7 +57,8 @@ class Answers:
                     who, *frames = router.recv_multipart()
                     envelope, message = decode(frames)
                     self._heard.append(type(message))
-                    said = self.says.get(type(message), m.Done())
+                    kind = type(message)
+                    said = self.first.pop(kind, None) or self.says.get(kind, m.Done())
                     router.send_multipart([who, *encode(envelope.id, said)])
 
 
@@ -65,14 +69,14 @@ def answers(tmp_path: Path) -> Iterator[Answers]:
     found.close()
 
 
-def attached(answers: Answers) -> Session:
+def attached(answers: Answers, timeout_s: float = 2) -> Session:
     wish = m.Attach("job", "run", 0, 1, "", 1, 0, "nothing")
     return Session(
         lambda: answers.endpoint,
         wish,
         SilentListener(),
         version="1",
-        timeout_s=2,
+        timeout_s=timeout_s,
     )
 
 
@@ -92,6 +96,20 @@ def test_another_answer_than_the_one_that_was_asked_for_is_said(
     try:
         with pytest.raises(DaemonUnavailable, match=f"{text} was answered with Done"):
             asks(session)
+    finally:
+        session.close()
+
+
+def test_a_start_waits_for_a_daemon_that_is_being_restarted(answers: Answers) -> None:
+    """It had no session when it was asked what there is of the run; the job was refused."""
+    seen = m.RunSeen((m.Holdings("here", ()),), ())
+    answers.says[m.SeeRun] = seen
+    answers.first[m.SeeRun] = m.Refused(m.RefusalCode.NO_SESSION, "no session", "attach first")
+    session = attached(answers, timeout_s=60)
+    try:
+        assert session.see_run("job", "run", ()) == seen
+        assert answers.heard.count(m.SeeRun) == answers.heard.count(m.Attach) == 2
+        assert session.outages == 1
     finally:
         session.close()
 
