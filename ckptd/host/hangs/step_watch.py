@@ -16,7 +16,7 @@ from ckptd.progress_page import StepProgress
 
 __all__ = ["StepWatch"]
 
-_LEAST_DEADLINE_S = 120.0
+_LEAST_DEADLINE_S = 300.0
 _MEDIANS = 20
 _LONGEST = 3
 # The first steps of a life compile, allocate and replay.

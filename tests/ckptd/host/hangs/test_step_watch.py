@@ -74,11 +74,11 @@ def test_outside_the_loop_nothing_is_overdue() -> None:
     assert watched.watch.idle_s(watched.now_s) == 0.0
 
 
-def test_quick_steps_have_two_minutes() -> None:
+def test_quick_steps_have_five_minutes() -> None:
     watched = Watched()
     watched.steps(30, each_s=0.05)
-    assert watched.watch.deadline_s == 120.0
-    assert not watched.look(119.0)
+    assert watched.watch.deadline_s == 300.0
+    assert not watched.look(299.0)
     assert watched.look(1.1)
 
 
@@ -92,9 +92,9 @@ def test_a_step_that_once_took_long_for_a_reason_may_take_three_times_as_long() 
     """An evaluation every hundred steps, say."""
     watched = Watched()
     watched.steps(10, each_s=1.0)
-    watched.steps(1, each_s=100.0)
+    watched.steps(1, each_s=200.0)
     watched.steps(10, each_s=1.0)
-    assert watched.watch.deadline_s == pytest.approx(300.0, rel=0.05)
+    assert watched.watch.deadline_s == pytest.approx(600.0, rel=0.05)
 
 
 def test_what_is_learned_outlasts_a_life() -> None:
