@@ -34,6 +34,9 @@ __all__ = ["Grade", "run_doctor"]
 
 _FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30
+# Of an elastic job after the loss of a node: 15 s until it counts as lost, 30 s for others to come.
+_DEFAULT_WAIT_S = 45
+_QUICK_RENDEZVOUS = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 2}
 _THRESHOLD_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 
 
@@ -102,6 +105,7 @@ def _diagnose(loaded: LoadedConfig, environ: Mapping[str, str]) -> dict[str, Dia
         "clock": check_clock(),
         "copy speed": check_copy_tunable(environ),
         "peer encryption": check_peer_data(config),
+        "torchrun": check_torchrun(),
         "versions": check_versions(),
     }
 
@@ -383,6 +387,59 @@ def check_peer_data(config: DaemonConfig) -> Diagnosis:
     if first is Cipher.PLAINTEXT:
         return _warn("snapshots are sent unencrypted", "set peer_data to stream")
     return _ok(first.title)
+
+
+def check_torchrun(proc: Path = Path("/proc")) -> Diagnosis:
+    """Do jobs of this user that torchrun has started here come back quickly?"""
+    jobs = _torchruns(proc)
+    if not jobs:
+        return _ok("no torchrun of this user runs here")
+    slow, plain = [], []
+    for pid, words in jobs.items():
+        given = dict(part.partition("=")[::2] for part in _option(words, "rdzv-conf").split(","))
+        missing = [f"{name}={value}" for name, value in _QUICK_RENDEZVOUS.items() if name not in given]
+        if ":" in _option(words, "nnodes") and missing:
+            slow.append((pid, missing))
+        if not any(word == "ckptd.host" or word.endswith("/ckptd/host/__main__.py") for word in words):
+            plain.append(pid)
+    if slow:
+        pid, missing = slow[0]
+        return _warn(
+            f"process {pid} waits up to {_DEFAULT_WAIT_S} s for its nodes to meet again after one is lost",
+            f"torchrun --rdzv-conf {','.join(missing)}",
+        )
+    if plain:
+        return _ok(
+            f"process {plain[0]} restarts all trainers by itself when one dies, which takes some seconds",
+            "optional: `torchrun … -m ckptd.host train.py` brings them back in about one",
+        )
+    return _ok(f"{len(jobs)} of this user, whose trainers have hosts")
+
+
+def _torchruns(proc: Path) -> dict[int, list[str]]:
+    """The command lines of this user's torchruns, by process."""
+    found = {}
+    for folder in proc.glob("[0-9]*"):
+        try:
+            mine = folder.stat().st_uid == os.geteuid()
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        except OSError:
+            continue  # it has ended, or is hidden from this user
+        if mine and any(
+            Path(word).name == "torchrun" or word == "torch.distributed.run" for word in words[:8]
+        ):
+            found[int(folder.name)] = words
+    return dict(sorted(found.items()))
+
+
+def _option(words: Sequence[str], name: str) -> str:
+    """Its value on a command line of torchrun; "" if it is not given."""
+    names = {f"--{name}", f"--{name.replace('-', '_')}"}
+    for at, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if key in names:
+            return value if equals else "".join(words[at + 1 : at + 2])
+    return ""
 
 
 def check_versions() -> Diagnosis:

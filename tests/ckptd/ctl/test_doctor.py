@@ -39,6 +39,7 @@ def test_a_daemon_that_answers_is_well_and_the_report_is_complete() -> None:
         "clock",
         "copy speed",
         "peer encryption",
+        "torchrun",
         "versions",
     }
     assert all(name in text for name in findings)
@@ -202,3 +203,59 @@ def test_what_cannot_fail_here_says_something() -> None:
     for check in (doctor.check_pidfd, doctor.check_clock, doctor.check_versions):
         assert check().detail
     assert doctor.check_ptrace(Path("/nonexistent")).grade is Grade.OK
+
+
+def torchrun(proc: Path, pid: int, *words: str, launcher: str = "/opt/bin/torchrun") -> None:
+    folder = proc / str(pid)
+    folder.mkdir()
+    (folder / "cmdline").write_bytes("\0".join(["/opt/bin/python", launcher, *words, ""]).encode())
+
+
+QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "grade", "detail", "fix"),
+    [
+        (
+            ["--nnodes", "2:4", "train.py"],
+            Grade.WARN,
+            "process 7 waits up to 45 s for its nodes to meet again after one is lost",
+            f"torchrun --rdzv-conf {QUICK}",
+        ),
+        (
+            ["--nnodes=2:4", "--rdzv_conf=last_call_timeout=9,keep_alive_interval=2", "train.py"],
+            Grade.WARN,
+            "process 7 waits up to 45 s for its nodes to meet again after one is lost",
+            "torchrun --rdzv-conf keep_alive_max_attempt=2",
+        ),
+        (
+            ["--nnodes", "2:4", "--rdzv-conf", QUICK, "train.py"],
+            Grade.OK,
+            "process 7 restarts all trainers by itself when one dies, which takes some seconds",
+            "optional: `torchrun … -m ckptd.host train.py` brings them back in about one",
+        ),
+        (
+            ["--standalone", "-m", "ckptd.host", "t.py"],
+            Grade.OK,
+            "1 of this user, whose trainers have hosts",
+            "",
+        ),
+    ],
+)
+def test_a_torchrun_that_meets_slowly_is_told_how_to_be_quick(
+    tmp_path: Path, words: list[str], grade: Grade, detail: str, fix: str
+) -> None:
+    torchrun(tmp_path, 7, *words)
+    (tmp_path / "8").mkdir()  # it has just ended
+    found = doctor.check_torchrun(tmp_path)
+    assert (found.grade, found.detail, found.fix) == (grade, detail, fix)
+
+
+def test_without_torchrun_there_is_nothing_to_say(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    torchrun(tmp_path, 9, "train.py", launcher="other.py")
+    assert doctor.check_torchrun(tmp_path).detail == "no torchrun of this user runs here"
+    torchrun(tmp_path, 10, "-m", "torch.distributed.run", "train.py", launcher="-X")
+    assert "process 10 restarts" in doctor.check_torchrun(tmp_path).detail
+    assert doctor.check_torchrun().grade in Grade
