@@ -51,9 +51,9 @@ __all__ = ["AgreedPlan", "Recovered", "StartProcedure", "agree_on_plan", "recove
 
 logger = get_logger(__name__)
 
-# Nodes may come and go while a plan is made. One more is for storage, which is looked at only if
-# memory is not enough.
-_ATTEMPTS = 8
+# Nodes may come and go while a plan is made. One more is for storage, which is looked at only if memory is
+# not enough, and one for nodes that are slow.
+_ATTEMPTS = 9
 _VERIFIED_PLANS = 2  # the first plans; snapshots for comparison alone must not keep the run from resuming
 _NODES_SHOWN = 8
 _FAILURES_SHOWN = 3
@@ -266,7 +266,7 @@ class _GlobalStart:
             try:
                 self._check_new_run(plan, view)
             except (ValueError, DaemonUnavailable, CorruptionError) as error:
-                if self._patient or not view.silent:
+                if self._patient or not {*view.silent} - {STORE_NODE}:
                     raise
                 self._patient = True  # a node that is only slow may have what is missing
                 raise TryAgain from error

@@ -48,6 +48,7 @@ STEP_MS = 10.0
 KILLS_PER_RUN = 16
 HANG_S = 2.0  # of a host
 DEADLINE_S = 5  # of a step
+END_S = 1800.0  # by then a run has ended, however slow the machine is
 NOTICED_S = 60.0  # by then hosts have ended what hangs, however slow the machine is
 END_STEPS = 24  # the last iterations, too few to be killed in and be back
 HUNG_STEPS = int(1e3 * HANG_S / STEP_MS)  # at most, while a host hangs and its trainer goes on
@@ -316,14 +317,14 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _train(
-    job: HostedJob, case: str, run: str, daemon: DaemonProcess, *, recorded: bool = True, total: int = TOTAL
+    job: HostedJob, case: str, run: str, daemon: DaemonProcess, *, recorded: bool = True, total: int = 0
 ) -> None:
     """Start it under hosts, whose files are with those of the daemon: what one job imports, the zygotes of the
     next import ahead.
     """
     env = {"CKPTD_HOST_MAX_RESTARTS": "100000", "CKPTD_RUNTIME_DIR": str(daemon.runtime_dir)}
     endpoint = daemon.endpoint if recorded else "none"
-    own = ["--case", case, "--total", str(total), "--step-ms", str(STEP_MS), "--run", run]
+    own = ["--case", case, "--total", str(total or TOTAL), "--step-ms", str(STEP_MS), "--run", run]
     own += ["--daemon", endpoint, "--folder", str(job.folder)]
     job.start("-m", "tests.e2e.host_job", *own, max_restarts=1000, env={**env, **ENVIRONMENT})
 
@@ -339,7 +340,7 @@ def run_one(
         attacker.start()
         while run.kills < kills and (strike := attacker.strike()) is not None:
             run.strikes.append(strike)
-        code = job.end()
+        code = job.end(END_S)
         if code:
             run.failures.append(f"torchrun ended with {code}:\n{job.output[-4000:]}")
         else:
@@ -375,7 +376,7 @@ def rehearse(case: str, folder: Path, daemon: DaemonProcess) -> None:
 
 def _ended(job: HostedJob) -> HostedJob:
     try:
-        assert job.end() == 0, job.output
+        assert job.end(END_S) == 0, job.output
     finally:
         job.close()
     return job

@@ -137,10 +137,10 @@ class HostedJob:
         found = saved_iterations("demo", self.run, daemon=daemon.endpoint)
         return any(each.iteration >= step for each in found)
 
-    def end(self) -> int:
+    def end(self, timeout_s: float = 200) -> int:
         assert self.process is not None
         try:
-            return self.process.wait(timeout=200)
+            return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"torchrun hangs:\n{self.output}") from None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
+from tests.e2e import host_campaign
 from tests.e2e.harness import own_daemon
 from tests.e2e.host_campaign import CASES, HostRun, Strike, Target, campaign, draw, report, table
 
@@ -29,9 +30,11 @@ STRIKES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(14_400)
-def test_random_kills_under_hosts_leave_no_trace(tmp_path: Path) -> None:
+def test_random_kills_under_hosts_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kills of one case; with ``CKPTD_KILLS`` many, of all cases."""
     sys.stdout.write(f"\nCKPTD_SEED={SEED} repeats this\n")
+    if "CKPTD_KILLS" not in os.environ:
+        monkeypatch.setattr(host_campaign, "TOTAL", 250)
     cases = CASES if "CKPTD_KILLS" in os.environ else (random.Random(SEED).choice(CASES),)
     with own_daemon() as daemon:
         runs = campaign(KILLS, SEED, tmp_path, daemon, sys.stdout.write, cases=cases)

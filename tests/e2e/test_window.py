@@ -22,14 +22,14 @@ def daemon() -> Iterator[DaemonProcess]:
 
 def test_a_window_that_stalls_training_is_widened(jobs: Jobs) -> None:
     """Dense snapshots of a large table stall each step; another generation with a larger window
-    replaces them.
+    replaces them. On a busy machine that takes some fifty steps, and a complete suffix of the new ones more.
     """
     run = uuid.uuid4().hex[:8]
-    options = ("--total", "70", "--run", run, "--set", "window=null")
-    reference = jobs.run("large_table", "--total", "70", daemon="none")
-    jobs.run("large_table", *options, "--kill-at", "65", expect_killed=True)
+    options = ("--total", "155", "--run", run, "--set", "window=null")
+    reference = jobs.run("large_table", "--total", "155", daemon="none")
+    jobs.run("large_table", *options, "--kill-at", "150", expect_killed=True)
     resumed = jobs.run("large_table", *options, "--seed", "77")
     report = jobs.report(resumed)
     assert report["window"] >= 2, jobs.log(resumed)
-    assert report["resumed_from"] >= 63
+    assert report["resumed_from"] >= 100, jobs.log(resumed)
     assert differences(reference, resumed) == []

@@ -5,6 +5,7 @@ guard by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -170,16 +171,11 @@ class Asked:
         self.answers: dict[str, Holdings] = {}
 
     def reach(self, cards: Sequence[NodeCard]) -> Any:
-        return [(card, _Link(self, card.node), 1.0) for card in cards]
+        return [(card, partial(self._ask, card.node)) for card in cards]
 
-
-class _Link:
-    def __init__(self, asked: Asked, node: str) -> None:
-        self._asked, self._node = asked, node
-
-    def ask(self, message: Any, _: type, told: Any, failed: Any, *, timeout_s: float) -> None:
-        self._asked.said.append((self._node, message))
-        answer = self._asked.answers.get(self._node)
+    def _ask(self, node: str, message: Any, told: Any, failed: Any) -> None:
+        self.said.append((node, message))
+        answer = self.answers.get(node)
         told(answer) if answer is not None else failed("silent", "no answer")
 
 
