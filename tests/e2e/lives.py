@@ -24,7 +24,7 @@ import traceback
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tests.e2e.harness import DaemonProcess
 
@@ -172,6 +172,7 @@ def _fork(module: str, arguments: list[str]) -> int:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        _keep_process_groups()
         importlib.import_module(module).main(arguments)
         code = 0
     except BaseException:  # noqa: BLE001 - nothing of a life may go on in its parent's code
@@ -180,6 +181,27 @@ def _fork(module: str, arguments: list[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+_kept: list[object] = []
+
+
+def _keep_process_groups() -> None:
+    """Let no process group be freed before the life ends.
+
+    If the last owner of one is a DDP model, torch 2.13 hangs now and then where that is freed: the group joins
+    its thread, which waits for the interpreter's lock to free a finished work.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None:
+        return
+    destroy = distributed.destroy_process_group
+
+    def keep_and_destroy(*args: Any, **kwargs: Any) -> None:
+        _kept.append(distributed.group.WORLD)
+        destroy(*args, **kwargs)
+
+    distributed.destroy_process_group = keep_and_destroy  # type: ignore[attr-defined]
 
 
 def _ended(pids: Sequence[int], *, with_one: bool) -> list[int]:
