@@ -26,7 +26,7 @@ from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import Holdings, NodeCard, PeerStatus
-from ckptd.transport.verbs import Fabric, PeerAddress
+from ckptd.transport.verbs import Fabric, Fault, PeerAddress
 
 __all__ = ["AskNode", "NeighbourListener", "Neighbours"]
 
@@ -34,6 +34,7 @@ _HELLOS_PER_DEADLINE = 10
 _SURVEY_S = 3.0
 # A node that does not even answer a hello: the job is probably recovering from its loss.
 _SIGN_OF_LIFE_S = 0.5
+_NO_SIGN_OF_LIFE = frozenset(Fault)
 _FORGET_DEADLINES = 4  # without an answer, until a node without a part in any run is forgotten
 _MAX_PEERS = 65_536
 _PEER_DESCRIPTORS = 4  # three for our connection to it, one for its connection to us
@@ -180,9 +181,14 @@ class Neighbours:
         failed: Callable[[str, str], None],
     ) -> None:
         first = _First(done, failed)
+
+        def no_welcome(code: str, reason: str) -> None:
+            if code in _NO_SIGN_OF_LIFE:  # else it lives, and refuses the hello
+                first.failed(code, reason)
+
         if not patient:
             neighbour.link.ask(
-                self._hello, p.PeerWelcome, lambda _: None, first.failed, timeout_s=_SIGN_OF_LIFE_S
+                self._hello, p.PeerWelcome, lambda _: None, no_welcome, timeout_s=_SIGN_OF_LIFE_S
             )
         neighbour.link.ask(question, Holdings, first.done, first.failed, timeout_s=_SURVEY_S)
 

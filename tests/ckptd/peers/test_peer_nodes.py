@@ -288,6 +288,16 @@ def test_a_node_that_lives_may_take_its_time_to_say_what_it_holds(setting: Setti
     assert asked.outcomes == [HOLDINGS]
 
 
+def test_a_node_that_refuses_the_hello_lives(setting: Setting) -> None:
+    """It is of another version, say, and may answer the question."""
+    peer = setting.meet("tcp://1")
+    asked = Asked(setting)
+    peer.hellos.pop()(p.encode_peer(p.PeerRefused("protocol", "another version", "upgrade")))
+    assert asked.outcomes == []
+    peer.questions.pop()(p.encode_peer(HOLDINGS))
+    assert asked.outcomes == [HOLDINGS]
+
+
 def test_a_node_that_has_said_what_it_holds_need_not_answer_the_hello(setting: Setting) -> None:
     peer = setting.meet("tcp://1")
     asked = Asked(setting)
