@@ -327,20 +327,12 @@ class Coordinator:
         }
         self._publish_until = self._publish_until or time.monotonic() + JOIN_S
         try:
-            errand = self._errand = StoreErrand(
-                self._zygote, store_request(self._options, self._publish_until, json.dumps(place))
-            )
+            request = store_request(self._options, self._publish_until, json.dumps(place))
+            self._errand = StoreErrand(self._loop, self._zygote, request, self._on_published)
         except OSError as error:
             self._cannot_publish(str(error))
-            return
-        self._loop.watch(errand, lambda: self._on_published(errand))
 
-    def _on_published(self, errand: StoreErrand) -> None:
-        answer = errand.receive()
-        if answer is None:
-            return
-        self._loop.forget(errand)
-        errand.close()
+    def _on_published(self, answer: Message) -> None:
         self._errand = None
         if "value" in answer:
             self._published = True
@@ -356,8 +348,9 @@ class Coordinator:
 
     def close(self) -> None:
         """The job is over here."""
-        sources = (self._stores, self._errand, self._listener, *self._members, *self._strangers)
-        for source in sources:
+        if self._errand is not None:
+            self._errand.close()
+        for source in (self._stores, self._listener, *self._members, *self._strangers):
             if source is not None:
                 self._loop.forget(source)
                 source.close()

@@ -89,6 +89,11 @@ class Link:
 
 
 def parsed(line: bytes) -> Message:
+    """The message in a line.
+
+    Raises:
+        LinkError: there is none.
+    """
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:

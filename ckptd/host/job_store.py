@@ -18,9 +18,11 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
 from ckptd.host.process_control import spawn
 from ckptd.host.zygote_link import ZygoteLink
@@ -104,11 +106,19 @@ class StoreErrand:
 
     Args:
         zygote: from which the child is forked, if it is ready; else an interpreter is started.
+        done: called once with the answer, which has an ``error`` if the child has gone without one.
     Raises:
         OSError: no process could be made.
     """
 
-    def __init__(self, zygote: ZygoteLink | None, request: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        loop: HostLoop,
+        zygote: ZygoteLink | None,
+        request: dict[str, Any],
+        done: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._loop, self._done = loop, done
         self._channel, theirs = socket.socketpair()
         self._received = b""
         with theirs:
@@ -119,13 +129,15 @@ class StoreErrand:
                 command = [sys.executable, "-m", "ckptd.host.job_store", str(theirs.fileno())]
                 spawn(command, os.environ, own_session=True, keep=[theirs.fileno()])
         self._channel.setblocking(False)
+        loop.watch(self._channel, self._on_channel)
 
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._channel.fileno()
+    def _on_channel(self) -> None:
+        answer = self._receive()
+        if answer is not None:
+            self.close()
+            self._done(answer)
 
-    def receive(self) -> dict[str, Any] | None:
-        """The answer; None if there is none yet, and an ``error`` if the child has gone without one."""
+    def _receive(self) -> dict[str, Any] | None:
         try:
             data = self._channel.recv(_LINE_MAX)
         except BlockingIOError:
@@ -140,6 +152,7 @@ class StoreErrand:
 
     def close(self) -> None:
         """Ask no further; the child ends by itself, or with the host."""
+        self._loop.forget(self._channel)
         self._channel.close()
 
 

@@ -109,18 +109,12 @@ class JobMember:
     def _look_up(self) -> None:
         """Where is the host of rank 0?"""
         try:
-            errand = self._errand = StoreErrand(self._zygote, store_request(self._options, self._until))
+            request = store_request(self._options, self._until)
+            self._errand = StoreErrand(self._loop, self._zygote, request, self._on_answer)
         except OSError as error:
             self._try_again(str(error))
-            return
-        self._loop.watch(errand, lambda: self._on_answer(errand))
 
-    def _on_answer(self, errand: StoreErrand) -> None:
-        answer = errand.receive()
-        if answer is None:
-            return
-        self._loop.forget(errand)
-        errand.close()
+    def _on_answer(self, answer: Message) -> None:
         self._errand = None
         if "value" not in answer:
             self._try_again(f"the job's store: {answer['error']}")
@@ -231,7 +225,6 @@ class JobMember:
         """Join no further, or leave."""
         self._drop_link()
         if self._errand is not None:
-            self._loop.forget(self._errand)
             self._errand.close()
             self._errand = None
         for timer in (self._join, self._on_no_welcome, self._give_up):

@@ -1,8 +1,9 @@
 """The host of one rank: starts its trainer, waits for it, and starts the next one when the job begins anew.
 
-One thread, one loop, no polling: it sleeps until a child ends, a signal arrives, or the zygote, the
-coordinator or another host has said something. What follows from an event is in `ckptd.host.epochs`; other
-hosts are the affair of `ckptd.host.coordinator` in rank 0, and of `ckptd.host.member` in the others.
+One thread, one loop: it sleeps until a child ends, a signal arrives, or the zygote, the coordinator or
+another host has said something. Only for hangs it looks twice a second (`ckptd.host.hangs`). What follows
+from an event is in `ckptd.host.epochs`; other hosts are the affair of `ckptd.host.coordinator` in rank 0, and
+of `ckptd.host.member` in the others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Usually all ranks are overdue, since they wait for the one that hangs. That one is stopped, or has come less
 far, or its host does not answer. Who is behind need not be at fault: ranks of a pipeline are in different
-stages of a step by design. So the verdict says what was seen.
+stages of a step by design. So the verdict says what was seen. If the rank that reported has gone on
+meanwhile, nothing hangs.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class TrainerState(StrEnum):
 
     IN_STEP = "in_step"
     OUTSIDE = "outside"  # before or after its loop
+    ENDED = "ended"
     STOPPED = "stopped"  # by a signal
     TRACED = "traced"  # by a debugger
-    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,14 +52,13 @@ class HangInquiry:
     """One inquiry of the coordinator.
 
     Args:
-        rank, step, idle_s, deadline_s: of the report that began it.
+        rank, at, idle_s, deadline_s: of the report that began it.
     """
 
-    def __init__(self, world_size: int, *, rank: int, step: int, idle_s: float, deadline_s: float) -> None:
-        self._world_size = world_size
-        self.step = step
+    def __init__(self, world_size: int, rank: int, at: Position, *, idle_s: float, deadline_s: float) -> None:
+        self._world_size, self._rank, self._at = world_size, rank, at
         self._report = (
-            f"step {step} of rank {rank} has not gone on for {idle_s:.1f} s (deadline {deadline_s:.1f} s)"
+            f"step {at.step} of rank {rank} has not gone on for {idle_s:.1f} s (deadline {deadline_s:.1f} s)"
         )
         self._found: dict[int, Position] = {}
 
@@ -68,9 +68,19 @@ class HangInquiry:
         return len(self._found) == self._world_size
 
     @property
-    def debugged(self) -> list[int]:
-        """Ranks that a debugger holds: then nothing hangs that a restart would mend."""
-        return self._in_state(TrainerState.TRACED)
+    def step(self) -> int:
+        """That has not ended."""
+        return self._at.step
+
+    @property
+    def settled(self) -> str:
+        """Why nothing hangs that a restart would mend; "" if that is not so."""
+        now = self._found.get(self._rank, self._at)
+        if (now.step, now.stage) != (self._at.step, self._at.stage):
+            return f"rank {self._rank} has gone on"
+        if traced := self._in_state(TrainerState.TRACED):
+            return f"{_ranks(traced)} held by a debugger"
+        return ""
 
     @property
     def silent(self) -> list[int]:
@@ -86,20 +96,17 @@ class HangInquiry:
             return f"{_ranks(self.silent)} not answered for by a host"
         if stopped := self._in_state(TrainerState.STOPPED):
             return f"{_ranks(stopped)} stopped by a signal"
-        if outside := self._in_state(TrainerState.OUTSIDE):
+        if outside := self._in_state(TrainerState.OUTSIDE, TrainerState.ENDED):
             return f"{_ranks(outside)} outside the loop"
-        stepping = {r: p for r, p in self._found.items() if p.state is TrainerState.IN_STEP}
-        last = min(stepping.values(), default=None)
-        if last is None:
-            return "no trainer is in a step any more"
-        behind = [rank for rank, position in stepping.items() if position == last]
+        last = min(self._found.values())
+        behind = [rank for rank, position in self._found.items() if position == last]
         where = f"in step {last.step} {_STAGES[last.stage]}"
-        if len(behind) == len(stepping):
+        if len(behind) == self._world_size:
             return f"all ranks are {where}"
         return f"{_ranks(behind)} {where}, and the others have come further"
 
-    def _in_state(self, state: TrainerState) -> list[int]:
-        return sorted(rank for rank, position in self._found.items() if position.state is state)
+    def _in_state(self, *states: TrainerState) -> list[int]:
+        return sorted(rank for rank, position in self._found.items() if position.state in states)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -46,8 +46,8 @@ class JobHangs:
         self._number += 1
         self._inquiry = HangInquiry(
             self._world_size,
-            rank=rank,
-            step=int(message["step"]),
+            rank,
+            _position(message),
             idle_s=float(message["idle_s"]),
             deadline_s=float(message["deadline_s"]),
         )
@@ -56,9 +56,7 @@ class JobHangs:
 
     def answered(self, rank: int, message: Message) -> None:
         """A host tells where its trainer is."""
-        position = Position(
-            int(message["step"]), StepStage(int(message["stage"])), TrainerState(message["state"])
-        )
+        position = _position(message)
         if self._inquiry is None or int(message["inquiry"]) != self._number:
             return
         if self._inquiry.answer(rank, position):
@@ -74,7 +72,11 @@ class JobHangs:
         if inquiry is None:
             return
         self.cancel()
-        if inquiry.debugged:
-            logger.info("%s; a debugger holds a trainer, so the job is left as it is", inquiry.verdict())
+        if inquiry.settled:
+            logger.info("step %d does not count as hanging: %s", inquiry.step, inquiry.settled)
         else:
             self._judge(inquiry.step, inquiry.verdict(), bool(inquiry.silent))
+
+
+def _position(message: Message) -> Position:
+    return Position(int(message["step"]), StepStage(int(message["stage"])), TrainerState(message["state"]))

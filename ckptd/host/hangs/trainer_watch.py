@@ -91,26 +91,18 @@ class TrainerWatch:
 
     def answer(self, inquiry: int) -> None:
         """Tell the coordinator where the trainer is."""
-        found = self.position()
-        self._tell(
-            {
-                "told": "position",
-                "inquiry": inquiry,
-                "step": found.step,
-                "stage": int(found.stage),
-                "state": str(found.state),
-            }
-        )
+        self._tell({"told": "position", "inquiry": inquiry, **_as_message(self.position())})
 
     def _look(self) -> None:
         assert self._page is not None
         now_s = time.monotonic()
         if self._steps.look(self._page.read(), now_s):
+            progress = self._steps.progress
             self._tell(
                 {
                     "told": "overdue",
                     "epoch": self._epoch,
-                    "step": self._steps.progress.step,
+                    **_as_message(Position(progress.step, progress.stage)),
                     "idle_s": self._steps.idle_s(now_s),
                     "deadline_s": self._steps.deadline_s,
                 }
@@ -123,6 +115,10 @@ class TrainerWatch:
         if self._page is not None:
             os.close(self._page.descriptor)
             self._page = None
+
+
+def _as_message(position: Position) -> Message:
+    return {"step": position.step, "stage": int(position.stage), "state": str(position.state)}
 
 
 def state_of(pid: int) -> TrainerState:

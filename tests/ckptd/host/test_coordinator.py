@@ -235,7 +235,8 @@ def test_without_a_server_the_trainer_of_rank_0_makes_the_store(tmp_path: Path) 
 def overdue(job: Job, rank: int, step: int = 7) -> None:
     """That host says so."""
     link = job.there[rank]
-    link.send({"told": "overdue", "epoch": 0, "step": step, "idle_s": 12.0, "deadline_s": 10.0})
+    at = {"step": step, "stage": 2, "state": "in_step"}
+    link.send({"told": "overdue", "epoch": 0, **at, "idle_s": 12.0, "deadline_s": 10.0})
 
 
 def tells_where(job: Job, rank: int, state: str, step: int = 7, inquiry: int = 1) -> None:
@@ -277,7 +278,7 @@ def test_a_trainer_that_is_debugged_is_left_alone(job: Job, caplog: pytest.LogCa
         tells_where(job, 2, "in_step")
         overdue(job, 2)  # as long again after its last report
         assert job.orders(1) == [{"order": "report", "inquiry": 2}]
-    assert "a debugger holds a trainer, so the job is left as it is" in caplog.text
+    assert "step 7 does not count as hanging: rank 0 is held by a debugger" in caplog.text
     tells_where(job, 1, "in_step", inquiry=1)  # late, and of no interest
     job.coordinator.tell(position("in_step", inquiry=2))
     tells_where(job, 1, "in_step", inquiry=2)
@@ -285,6 +286,18 @@ def test_a_trainer_that_is_debugged_is_left_alone(job: Job, caplog: pytest.LogCa
     tells_where(job, 2, "in_step", inquiry=2)
     (order,) = job.orders(2)
     assert order["epoch"] == 1
+
+
+def test_a_step_that_ends_meanwhile_does_not_hang(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """It was overdue, and came to its end while the hosts were asked."""
+    ask_all(job)
+    job.coordinator.tell(position("in_step"))
+    tells_where(job, 2, "in_step")
+    with caplog.at_level("INFO"):
+        tells_where(job, 1, "in_step", step=8)
+        overdue(job, 2)
+        assert job.orders(1) == [{"order": "report", "inquiry": 2}], "and no epoch has begun"
+    assert "step 7 does not count as hanging: rank 1 has gone on" in caplog.text
 
 
 def test_a_host_that_does_not_answer_is_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,23 +28,28 @@ def options(port: int, **more: str) -> HostOptions:
     return options_from(["train.py"], environ)
 
 
-def answer_of(errand: StoreErrand) -> dict[str, Any]:
-    answers: list[dict[str, Any]] = []
-    loop = HostLoop()
-    loop.watch(errand, lambda: answers.extend(filter(None, [errand.receive()])))
-    while not answers:
-        loop.turn()
-    loop.close()
-    errand.close()
-    return answers[0]
+class Errand:
+    """One that is under way."""
+
+    def __init__(self, request: dict[str, Any], zygote: Any = None) -> None:
+        self._answers: list[dict[str, Any]] = []
+        self._loop = HostLoop()
+        StoreErrand(self._loop, zygote, request, self._answers.append)
+
+    def answer(self) -> dict[str, Any]:
+        while not self._answers:
+            self._loop.turn()
+        self._loop.close()
+        (answer,) = self._answers
+        return answer
 
 
 @pytest.mark.slow
 def test_what_one_host_sets_another_reads(store: Any) -> None:
     given, until_s = options(store.port), time.monotonic() + 200
-    reads = StoreErrand(None, store_request(given, until_s))  # before it is there
-    assert answer_of(StoreErrand(None, store_request(given, until_s, "place"))) == {"value": "place"}
-    assert answer_of(reads) == {"value": "place"}
+    reads = Errand(store_request(given, until_s))  # before it is there
+    assert Errand(store_request(given, until_s, "place")).answer() == {"value": "place"}
+    assert reads.answer() == {"value": "place"}
 
 
 @pytest.mark.slow
@@ -54,16 +59,15 @@ def test_a_store_that_appears_later_is_waited_for() -> None:
 
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    errand = StoreErrand(None, store_request(options(port), time.monotonic() + 200, "place"))
+    errand = Errand(store_request(options(port), time.monotonic() + 200, "place"))
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    assert answer_of(errand) == {"value": "place"}
+    assert errand.answer() == {"value": "place"}
     assert store.get(store_request(options(port), 0.0)["key"]) == b"place"
 
 
 @pytest.mark.slow
 def test_a_store_that_is_not_there_in_time_is_an_answer() -> None:
-    answer = answer_of(StoreErrand(None, store_request(options(1), time.monotonic())))
-    assert answer["error"]
+    assert Errand(store_request(options(1), time.monotonic())).answer()["error"]
 
 
 def test_jobs_that_share_a_store_have_keys_of_their_own() -> None:
@@ -92,6 +96,4 @@ class ForksNothing:
 
 
 def test_a_child_that_has_gone_is_an_answer() -> None:
-    zygote: Any = ForksNothing()
-    answer = answer_of(StoreErrand(zygote, store_request(options(29400), 0.0)))
-    assert "error" in answer
+    assert "error" in Errand(store_request(options(29400), 0.0), ForksNothing()).answer()

@@ -10,10 +10,11 @@ from ckptd.host.hangs.hang_inquiry import HangInquiry, Position, TrainerState
 from ckptd.progress_page import StepStage
 
 State = TrainerState
+REPORTED = Position(41, StepStage.BACKWARD)
 
 
 def verdict(answers: Mapping[int, Position], world_size: int = 4) -> str:
-    inquiry = HangInquiry(world_size, rank=1, step=41, idle_s=12.34, deadline_s=10.0)
+    inquiry = HangInquiry(world_size, 1, REPORTED, idle_s=12.34, deadline_s=10.0)
     complete = [inquiry.answer(rank, position) for rank, position in answers.items()]
     assert any(complete) == (len(answers) == world_size)
     report, colon, culprits = inquiry.verdict().partition(": ")
@@ -49,7 +50,7 @@ def at(
             at(41, 0, 1, 2, 3, stage=StepStage.UPDATE),
             "all ranks are in step 41 in or after the optimizer's step",
         ),
-        (at(41, 0, 1, 2, 3, state=State.ENDED), "no trainer is in a step any more"),
+        (at(41, 0, 1, 2) | at(41, 3, state=State.ENDED), "rank 3 is outside the loop"),
     ],
 )
 def test_who_hangs(answers: dict[int, Position], expected: str) -> None:
@@ -63,8 +64,22 @@ def test_of_many_some_are_named() -> None:
     )
 
 
-def test_whom_a_debugger_holds_is_known() -> None:
-    inquiry = HangInquiry(2, rank=0, step=1, idle_s=1.0, deadline_s=1.0)
-    assert inquiry.debugged == []
-    inquiry.answer(1, Position(1, StepStage.TOP, State.TRACED))
-    assert inquiry.debugged == [1]
+def of_two(*answers: Position) -> HangInquiry:
+    inquiry = HangInquiry(2, 0, REPORTED, idle_s=1.0, deadline_s=1.0)
+    for rank, answer in enumerate(answers):
+        inquiry.answer(rank, answer)
+    return inquiry
+
+
+def test_whom_a_debugger_holds_is_left_alone() -> None:
+    assert of_two(REPORTED, REPORTED).settled == ""
+    held = Position(41, StepStage.TOP, State.TRACED)
+    assert of_two(REPORTED, held).settled == "rank 1 is held by a debugger"
+
+
+def test_who_has_gone_on_since_its_report_does_not_hang() -> None:
+    """The step ended while the others were asked where they are."""
+    for later in (Position(41, StepStage.UPDATE), Position(42, StepStage.TOP)):
+        assert of_two(later, REPORTED).settled == "rank 0 has gone on"
+    assert of_two(REPORTED, Position(42, StepStage.TOP)).settled == "", "another rank may be further"
+    assert of_two(Position(41, StepStage.BACKWARD, State.STOPPED), REPORTED).settled == ""

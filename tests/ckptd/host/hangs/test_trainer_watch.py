@@ -16,6 +16,7 @@ from ckptd.host.hangs.hang_inquiry import TrainerState
 from ckptd.host.hangs.trainer_watch import TrainerWatch, state_of
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import options_from
+from ckptd.progress_page import StepStage
 from tests.ckptd.host.hosting import ROOT, until
 
 TRAINER = """
@@ -76,7 +77,8 @@ def test_a_step_that_does_not_end_is_told_with_its_number(watched: Watched) -> N
     watched.does("for step in range(5): page.begins(step)")
     watched.looks_until(lambda: bool(watched.told))
     told = watched.told[0]
-    assert (told["told"], told["epoch"], told["step"], told["deadline_s"]) == ("overdue", 3, 4, 0.6)
+    assert (told["told"], told["epoch"], told["deadline_s"]) == ("overdue", 3, 0.6)
+    assert (told["step"], told["stage"], told["state"]) == (4, StepStage.TOP, "in_step")
     assert told["idle_s"] >= 0.6
 
 
