@@ -34,9 +34,11 @@ __all__ = ["Grade", "run_doctor"]
 
 _FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30
-# Of an elastic job after the loss of a node: 15 s until it counts as lost, 30 s for others to come.
-_DEFAULT_WAIT_S = 45
+# What an elastic job waits for after the loss of a node: torch's defaults, and what makes that short.
+_RENDEZVOUS = {"last_call_timeout": 30, "keep_alive_interval": 5, "keep_alive_max_attempt": 3}
 _QUICK_RENDEZVOUS = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 2}
+_LONG_WAIT_S = 10
+_HOST = "ckptd.host"
 _THRESHOLD_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
 
 
@@ -394,26 +396,33 @@ def check_torchrun(proc: Path = Path("/proc")) -> Diagnosis:
     jobs = _torchruns(proc)
     if not jobs:
         return _ok("no torchrun of this user runs here")
-    slow, plain = [], []
     for pid, words in jobs.items():
-        given = dict(part.partition("=")[::2] for part in _option(words, "rdzv-conf").split(","))
-        missing = [f"{name}={value}" for name, value in _QUICK_RENDEZVOUS.items() if name not in given]
-        if ":" in _option(words, "nnodes") and missing:
-            slow.append((pid, missing))
-        if not any(word == "ckptd.host" or word.endswith("/ckptd/host/__main__.py") for word in words):
-            plain.append(pid)
-    if slow:
-        pid, missing = slow[0]
-        return _warn(
-            f"process {pid} waits up to {_DEFAULT_WAIT_S} s for its nodes to meet again after one is lost",
-            f"torchrun --rdzv-conf {','.join(missing)}",
-        )
+        settings = _rendezvous(words)
+        wait_s = _wait_s(settings)
+        if ":" in _option(words, "nnodes") and wait_s > _LONG_WAIT_S:
+            longer = {n: quick for n, quick in _QUICK_RENDEZVOUS.items() if settings[n] > quick}
+            return _warn(
+                f"process {pid} waits up to {wait_s} s for its nodes to meet again after one is lost",
+                "torchrun --rdzv-conf " + ",".join(f"{name}={quick}" for name, quick in longer.items()),
+            )
+    plain = [pid for pid, words in jobs.items() if _HOST not in words]
     if plain:
         return _ok(
             f"process {plain[0]} restarts all trainers by itself when one dies, which takes some seconds",
             "optional: `torchrun … -m ckptd.host train.py` brings them back in about one",
         )
     return _ok(f"{len(jobs)} of this user, whose trainers have hosts")
+
+
+def _rendezvous(words: Sequence[str]) -> dict[str, int]:
+    given = dict(part.partition("=")[::2] for part in _option(words, "rdzv-conf").split(","))
+    return {n: int(given[n]) if given.get(n, "").isdecimal() else usual for n, usual in _RENDEZVOUS.items()}
+
+
+def _wait_s(settings: Mapping[str, int]) -> int:
+    """Until a lost node counts as lost, and then for others to come."""
+    lost_s = settings["keep_alive_interval"] * settings["keep_alive_max_attempt"]
+    return lost_s + settings["last_call_timeout"]
 
 
 def _torchruns(proc: Path) -> dict[int, list[str]]:

@@ -136,6 +136,11 @@ SUBJECTS = [
         },
     ),
     (
+        "rendezvous",
+        ["--rounds", "1", "--variants", "quick"],
+        {"rendezvous_quick_s", "rendezvous_quick_vs_settings"},
+    ),
+    (
         "recovery_host",
         ["--rounds", "1", "--torchrun-rounds", "1", "--state-mib", "4"],
         {

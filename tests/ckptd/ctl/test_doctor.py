@@ -224,10 +224,16 @@ QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
             f"torchrun --rdzv-conf {QUICK}",
         ),
         (
-            ["--nnodes=2:4", "--rdzv_conf=last_call_timeout=9,keep_alive_interval=2", "train.py"],
+            ["--nnodes=2:4", "--rdzv_conf=last_call_timeout=9,keep_alive_interval=1", "train.py"],
             Grade.WARN,
-            "process 7 waits up to 45 s for its nodes to meet again after one is lost",
-            "torchrun --rdzv-conf keep_alive_max_attempt=2",
+            "process 7 waits up to 12 s for its nodes to meet again after one is lost",
+            "torchrun --rdzv-conf last_call_timeout=3,keep_alive_max_attempt=2",
+        ),
+        (
+            ["--nnodes=2:4", "--rdzv_conf=last_call_timeout=600,keep_alive_interval=soon", "train.py"],
+            Grade.WARN,
+            "process 7 waits up to 615 s for its nodes to meet again after one is lost",
+            f"torchrun --rdzv-conf {QUICK}",
         ),
         (
             ["--nnodes", "2:4", "--rdzv-conf", QUICK, "train.py"],
