@@ -31,13 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
+from ckptd.host.hangs.hang_inquiry import TrainerState
+from ckptd.host.hangs.trainer_watch import state_of
 from ckptd.saved import saved_iterations
 from ckptd.transport.messages import Done, Events, Forget, GetEvents
 from examples.moe_text.lab import Trainer
 from tests.ckptd.host.hosting import children_of
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, own_daemon
-from tests.e2e.test_host import HostedJob
+from tests.e2e.hosted_job import HostedJob
 
 __all__ = ["CASES", "HostRun", "Strike", "Target", "campaign", "draw", "report", "table"]
 
@@ -55,7 +57,7 @@ HUNG_STEPS = int(1e3 * HANG_S / STEP_MS)  # at most, while a host hangs and its 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CKPTD_HOST_STEP_DEADLINE_S": str(DEADLINE_S)}
 # Of the hosts' logs.
 EPOCH = re.compile(r"rank 0: epoch \d+ begins: .*")
-HANG = "has not gone on"
+HANG, STOPPED = "has not gone on", "stopped by a signal"
 
 
 class Target(StrEnum):
@@ -191,7 +193,7 @@ class _Attacker:
             time.sleep(HANG_S)
             return self._back(target, *self._kill([pid]), kills=1, hung_s=HANG_S)
         newest = self._newest()
-        while _is_stopped(pid):
+        while state_of(pid) is TrainerState.STOPPED:
             if time.time() > stopped_s + NOTICED_S:
                 self._run.failures.append(f"rank {rank} was stopped for {NOTICED_S:g} s, and nothing came")
                 return self._back(target, *self._kill([pid]), kills=1, hung_s=NOTICED_S)
@@ -292,8 +294,11 @@ class _Attacker:
         seeds = [event["seed"] for event in self._of(0, "life")]
         run.lives, run.seeds = len(seeds), len(set(seeds))
         begun = EPOCH.findall(self._job.output)
-        hangs = sum(HANG in each for each in begun)
-        run.false_alarms = max(0, hangs - sum(strike.target is Target.HUNG_RANK for strike in run.strikes))
+        hangs, named = (sum(text in each for each in begun) for text in (HANG, STOPPED))
+        stopped = sum(strike.target is Target.HUNG_RANK for strike in run.strikes)
+        if named < stopped:
+            wrong.append(f"hosts named {named} of {stopped} ranks that were stopped: {'; '.join(begun)}")
+        run.false_alarms = hangs - named
         epochs = [each for each in begun if HANG not in each]
         allowed = sum(
             strike.kills for strike in run.strikes if strike.target not in (Target.ZYGOTE, Target.HUNG_RANK)
@@ -307,13 +312,6 @@ class _Attacker:
             if strike.replayed and not strike.compared
         ]
         self._daemon.ask(Forget("host-campaign", self._job.run), Done)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-    except OSError:
-        return False
 
 
 def _train(

@@ -5,163 +5,78 @@ torchrun may not restart anything here unless a test says so: what comes back wa
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckptd.saved import saved_iterations
-from examples.moe_text.lab import SHARED_CORES, read_events
-from tests.ckptd.host.hosting import FOREIGN, ROOT, children_of, gone, until
-from tests.e2e.harness import DaemonProcess
+from tests.ckptd.host.hosting import children_of, gone, until
+from tests.e2e.gated_train import GATE
+from tests.e2e.harness import DaemonProcess, own_daemon
+from tests.e2e.hosted_job import HostedJob
 
 RANKS = 2
 STEPS = 72
 TRAIN = [
-    *("-m", "examples.moe_text.train", "--ddp", "--threads", "1", "--batch-size", "1", "--window", "2"),
+    *("-m", "tests.e2e.gated_train", "--ddp", "--threads", "1", "--batch-size", "1", "--window", "2"),
     *("--steps", str(STEPS)),
 ]
 
 
-class HostedJob:
-    """One torchrun on this machine, and the logs of its ranks."""
+def train(
+    job: HostedJob,
+    run: str,
+    daemon: str,
+    *,
+    gate: int = STEPS,
+    env: Mapping[str, str] | None = None,
+    **how: Any,
+) -> None:
+    """Start the demo's training; it waits at the gate until `open_gate`."""
+    job.run = run
+    open_gate(job, gate)
+    out = ["--log", str(job.folder / "log.jsonl"), "--final", str(job.folder / "final.pt")]
+    job.start(
+        *TRAIN,
+        "--run",
+        run,
+        "--daemon",
+        daemon,
+        *out,
+        env={**(env or {}), GATE: str(job.folder / "gate")},
+        **how,
+    )
 
-    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
-        self.folder, self.ranks = folder, ranks
-        folder.mkdir()
-        (folder / "runtime").mkdir(mode=0o700)
-        self.process: subprocess.Popen[bytes] | None = None
-        self.run = ""
 
-    def start(
-        self, *script: str, host: bool = True, max_restarts: int = 0, env: Mapping[str, str] | None = None
-    ) -> None:
-        kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
-        environ = {
-            **kept,
-            **SHARED_CORES,
-            "PYTHONPATH": str(ROOT),
-            "CKPTD_RUNTIME_DIR": str(self.folder / "runtime"),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            **(env or {}),
-        }
-        worker = ["ckptd.host", *script] if host else script[1:]
-        module = ["-m"] if host or script[0] == "-m" else []
-        with (self.folder / "output").open("ab") as output:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *("--nproc-per-node", str(self.ranks), "--max-restarts", str(max_restarts)),
-                    *("--log-dir", str(self.folder / "logs"), *module, "--", *worker),
-                ],
-                cwd=ROOT,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+def open_gate(job: HostedJob, step: int = STEPS) -> None:
+    """Let the job do the steps before this one: all, if none is given."""
+    new = job.folder / "gate.new"
+    new.write_text(str(step))
+    new.rename(job.folder / "gate")
 
-    def train(self, run: str, daemon: str, **how: Any) -> None:
-        self.run = run
-        out = ["--log", str(self.folder / "log.jsonl"), "--final", str(self.folder / "final.pt")]
-        self.start(*TRAIN, "--run", run, "--daemon", daemon, *out, **how)
 
-    @property
-    def output(self) -> str:
-        return (self.folder / "output").read_text()
-
-    def events(self, rank: int, kind: str) -> list[dict[str, Any]]:
-        return [e for e in read_events(self.folder / f"log-r{rank}.jsonl") if e["event"] == kind]
-
-    def trainer(self, rank: int) -> int:
-        """The process that has logged last."""
-        pid: int = read_events(self.folder / f"log-r{rank}.jsonl")[-1]["pid"]
-        return pid
-
-    def lives(self) -> int:
-        """How many trainers of each rank have come to train."""
-        return min(len(self.events(rank, "attached")) for rank in range(RANKS))
-
-    def kill(self, *ranks: int) -> None:
-        """SIGKILL their trainers, and wait until each rank has another."""
-        before = self.lives()
-        for pid in [self.trainer(rank) for rank in ranks]:
-            with contextlib.suppress(ProcessLookupError):  # ended already, because of the first
-                os.kill(pid, signal.SIGKILL)
-        self.until(lambda: self.lives() > before, "the next life")
-
-    def hosts(self) -> dict[int, int]:
-        """The host of each rank."""
-        assert self.process is not None
-        found = {}
-        for pid in map(
-            int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        ):
-            environ = dict(
-                v.split("=", 1) for v in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in v
-            )
-            if "RANK" in environ:
-                found[int(environ["RANK"])] = pid
-        return found
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        def holds() -> bool:
-            assert self.process is not None
-            assert self.process.poll() is None, f"torchrun has ended early:\n{self.output}"
-            return bool(condition())
-
-        try:
-            until(holds, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output}") from None
-
-    def reaches(self, step: int, daemon: DaemonProcess | None = None) -> None:
-        """Wait until every rank has done a step; with a daemon, until the job can also go back to it."""
-        self.until(
-            lambda: all(any(e["step"] >= step for e in self.events(rank, "step")) for rank in range(RANKS)),
-            f"step {step}",
-        )
-        if daemon is not None:
-            self.until(lambda: self._can_go_back_to(step, daemon), f"snapshots of iteration {step}")
-
-    def _can_go_back_to(self, step: int, daemon: DaemonProcess) -> bool:
-        found = saved_iterations("demo", self.run, daemon=daemon.endpoint)
-        return any(each.iteration >= step for each in found)
-
-    def end(self, timeout_s: float = 200) -> int:
-        assert self.process is not None
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"torchrun hangs:\n{self.output}") from None
-
-    def final(self, rank: int) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = torch.load(self.folder / f"final-r{rank}.pt")
-        return state
-
-    def close(self) -> None:
-        """Kill what is left, hosts first: they take the rest along."""
-        if self.process is not None and self.process.poll() is None:
-            hosts = self.hosts().values()
-            self.process.kill()
-            self.process.wait()
-            for pid in hosts:
-                if not gone(pid):
-                    os.kill(pid, signal.SIGKILL)
+def reaches(job: HostedJob, step: int, daemon: DaemonProcess) -> None:
+    """Let the job do this step and a few more, and wait until it can go back to this one."""
+    open_gate(job, step + 6)
+    job.reaches(step, daemon)
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[HostedJob]:
-    made = HostedJob(tmp_path / "hosted")
+def daemon() -> Iterator[DaemonProcess]:
+    """One for each test: the snapshots of a job of these take a third of a GiB."""
+    with own_daemon("--memory", "1GiB") as process:
+        yield process
+
+
+@pytest.fixture
+def job(tmp_path: Path, daemon: DaemonProcess) -> Iterator[HostedJob]:
+    made = HostedJob(tmp_path / "hosted", RANKS)
     yield made
     made.close()
 
@@ -169,8 +84,8 @@ def job(tmp_path: Path) -> Iterator[HostedJob]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> HostedJob:
     """The same training without ckptd and without hosts."""
-    made = HostedJob(tmp_path_factory.mktemp("undisturbed") / "plain")
-    made.train("none", "none", host=False)
+    made = HostedJob(tmp_path_factory.mktemp("undisturbed") / "plain", RANKS)
+    train(made, "none", "none", host=False)
     assert made.end() == 0, made.output
     return made
 
@@ -187,18 +102,19 @@ def assert_same_end(job: HostedJob, undisturbed: HostedJob) -> None:
 def test_killed_trainers_and_zygotes_come_back_exactly(
     job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
 ) -> None:
-    job.train("hosted", daemon.endpoint, env={"CKPTD_HOST_MAX_RESTARTS": "9"})
-    job.reaches(8, daemon)
+    train(job, "hosted", daemon.endpoint, gate=0, env={"CKPTD_HOST_MAX_RESTARTS": "9"})
+    reaches(job, 8, daemon)
     job.kill(1)
-    job.reaches(14, daemon)
+    reaches(job, 14, daemon)
     job.kill(*range(RANKS))  # two at once
-    job.reaches(20, daemon)
+    reaches(job, 20, daemon)
     job.kill(0)
     job.kill(0)  # in its replay, most often
-    job.reaches(26, daemon)
+    reaches(job, 26, daemon)
     host = job.hosts()[1]
     os.kill(children_of(host)["ckptd-zygote"], signal.SIGKILL)
     os.kill(job.trainer(1), signal.SIGKILL)  # while there is no zygote
+    open_gate(job)
     assert job.end() == 0, job.output
     assert_same_end(job, undisturbed)
     epochs = re.findall(r"rank 0: epoch (\d) begins", job.output)
@@ -212,11 +128,12 @@ def test_killed_trainers_and_zygotes_come_back_exactly(
 def test_a_killed_host_is_torchruns_affair(
     job: HostedJob, undisturbed: HostedJob, daemon: DaemonProcess
 ) -> None:
-    job.train("next-tier", daemon.endpoint, max_restarts=1)
-    job.reaches(10, daemon)
+    train(job, "next-tier", daemon.endpoint, gate=0, max_restarts=1)
+    reaches(job, 10, daemon)
     trainers = [job.trainer(rank) for rank in range(RANKS)]
     before = job.hosts()
     os.kill(before[0], signal.SIGKILL)  # that of the coordinator
+    open_gate(job)
     job.until(lambda: all(map(gone, trainers)), "the end of all trainers")
     assert job.end() == 0, job.output
     assert_same_end(job, undisturbed)
@@ -225,7 +142,7 @@ def test_a_killed_host_is_torchruns_affair(
 
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_torchrun(job: HostedJob, daemon: DaemonProcess) -> None:
-    job.train("orphans", daemon.endpoint)
+    train(job, "orphans", daemon.endpoint)
     job.reaches(6)
     everything = [job.trainer(rank) for rank in range(RANKS)]
     for pid in job.hosts().values():
@@ -276,7 +193,8 @@ def test_survivors_park_and_preemption_parks_all(job: HostedJob, daemon: DaemonP
     job.process.terminate()
     assert job.end() != 0
     until(lambda: all(map(gone, everything)), "the end of all processes")
-    assert job.output.count("parked at iteration") == 1 + RANKS, job.output
+    # Who sees the others end leaves its loop, and parks once more.
+    assert len(re.findall(r"parked at iteration .*: SIGTERM", job.output)) == RANKS, job.output
     assert "epoch 2 begins" not in job.output
     parked = max(map(int, re.findall(r"parked at iteration (\d+)", job.output)))
     job.start(str(script), daemon.endpoint)
@@ -321,10 +239,11 @@ def test_a_stopped_trainer_is_found_named_and_replaced(
 ) -> None:
     """The others wait for it in a collective, for half an hour by gloo's default."""
     variables = {"CKPTD_HOST_STEP_DEADLINE_S": "5", "CKPTD_HOST_MAX_RESTARTS": "99"}
-    job.train("stopped", daemon.endpoint, env=variables)
+    train(job, "stopped", daemon.endpoint, gate=STEPS // 2, env=variables)
     job.reaches(8, daemon)
     before = job.lives()
     os.kill(job.trainer(1), signal.SIGSTOP)
+    open_gate(job)
     job.until(lambda: job.lives() > before, "the next life")
     assert job.end() == 0, job.output
     assert_same_end(job, undisturbed)

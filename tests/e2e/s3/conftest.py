@@ -37,7 +37,7 @@ def proxy(server: S3Server) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Jobs:
-    """Without the session's daemon: each test has its own."""
+    """Without the file's daemon: each test has its own."""
     return Jobs(tmp_path, "none")
 
 
