@@ -3,8 +3,9 @@
 It is a part of the host of rank 0. Hosts of one machine connect to its unix socket. Those of other machines
 connect by TCP: the address, the port and a token of this start are in the job's store.
 
-If another host is lost, all are told to end their trainers and themselves; if this one is, its connections
-close, and they do so by themselves (`ckptd.host.member`).
+If another host is lost, all are told to end their trainers and themselves, or, in a job that can go on with
+fewer ranks, to begin an epoch without it. If this one is lost, its connections close, and the others end by
+themselves (`ckptd.host.member`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ GREET_S = 5.0
 _STRANGERS_MAX = 64  # beside one connection for each rank; then the oldest one makes room
 _OTHER_FILES = 64  # that a host has open
 _PUBLISH_AGAIN_S = 0.5
+# When the members of a job change, torchrun tells all hosts to end within about this time. If it told some only,
+# those are leaving.
+_DEPART_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,14 @@ class Coordinator:
     ) -> None:
         self._options, self._loop, self._obey = options, loop, obey
         self._epochs = JobEpochs(
-            options.world_size, max_restarts=options.max_restarts, steady_s=options.steady_s
+            options.world_size,
+            max_restarts=options.max_restarts,
+            steady_s=options.steady_s,
+            min_ranks=options.min_ranks,
         )
-        self._hangs = JobHangs(options.world_size, loop, self._send, self._hung)
-        self._members: dict[Link, int] = {}
+        self._hangs = JobHangs(lambda: len(self._epochs.ranks), loop, self._send, self._hung)
+        self._members: dict[Link, int] = {}  # the ranks of the start
+        self._nodes: dict[int, int | None] = {0: options.node}
         self._strangers: dict[Link, float] = {}  # since when; in this order
         self._socket = folder / f"{options.job}.sock"
         self._token = b""
@@ -91,6 +99,7 @@ class Coordinator:
         self._spare_port = 0
         self._waiting: BeginEpoch | None = None
         self._last: Message | None = None
+        self._leaving_because = ""
 
     def _listen(self) -> socket.socket:
         if self._options.one_machine:
@@ -170,7 +179,9 @@ class Coordinator:
             rank = self._members.pop(link)
             self._loop.forget(link)
             link.close()
-            self._give(self._epochs.lost(rank, f"the host of rank {rank} is lost ({error})"))
+            if rank not in self._epochs.departing:
+                why = f"the host of rank {self._now(rank)} is lost ({error})"
+                self._give(self._epochs.lost(self._with_node_of(rank), why, time.monotonic()))
 
     def _greet(self, link: Link, hello: Message) -> None:
         rank, world_size = int(hello["rank"]), int(hello["world_size"])
@@ -178,19 +189,34 @@ class Coordinator:
             raise LinkError(f"rank {rank} of {world_size} is no rank of this job")
         if rank in self._members.values():
             raise LinkError(f"rank {rank} has a host already")
+        if rank not in self._epochs.ranks:
+            raise LinkError(f"the job goes on without rank {rank}")
         if self._epochs.closed and not self._options.one_machine:
             raise LinkError(f"rank {rank} comes late: this start of the job is over")
         link.send({"order": "welcome"})
         del self._strangers[link]
         self._members[link] = rank
+        self._nodes[rank] = hello.get("node")
         if self._complete:
             logger.info("rank 0: all %d hosts have joined", world_size)
+            self._epochs.joined()
         if self._last is not None:
             link.send(self._last)
 
     @property
     def _complete(self) -> bool:
-        return len(self._members) == self._options.world_size - 1
+        """Whether all hosts have joined; once is enough."""
+        return len(self._nodes) == self._options.world_size
+
+    def _with_node_of(self, rank: int) -> set[int]:
+        """The ranks that are lost with this one."""
+        node = self._nodes[rank]
+        return {rank} if node is None else {each for each, there in self._nodes.items() if there == node}
+
+    def _now(self, rank: int) -> int:
+        """Which rank it is now, of those that are left."""
+        ranks = self._epochs.ranks
+        return ranks.index(rank) if rank in ranks else rank
 
     def tell(self, message: Message) -> None:
         """What this host says of its own trainer."""
@@ -204,23 +230,32 @@ class Coordinator:
             case "failed" | "completed" if not (self._options.one_machine or self._complete):
                 # Without torchrun the store was that of rank 0's trainer: who comes late finds none.
                 end = f"rank {rank}: {message['why']}"
-                self._give(self._epochs.left(rank, f"{end}, before all hosts had joined"))
+                self._give(self._epochs.left({rank}, f"{end}, before all hosts had joined"))
             case "failed":
-                why = f"rank {rank}: {message['why']}"
+                why = f"rank {self._now(rank)}: {message['why']}"
                 self._give(self._epochs.failed(rank, int(message["epoch"]), why, time.monotonic()))
             case "completed":
                 self._give(self._epochs.completed(rank, int(message["epoch"])))
             case "leaving":
-                self._give(self._epochs.left(rank, f"rank {rank}: {message['why']}"))
+                self._leaves(rank, f"rank {self._now(rank)}: {message['why']}")
             case "overdue":
                 if int(message["epoch"]) == self._epochs.epoch and not self._epochs.closed:
-                    self._hangs.overdue(rank, message)
-            case "position":
-                self._hangs.answered(rank, message)
+                    self._hangs.overdue(self._now(rank), message)
+            case "position" if rank in self._epochs.ranks:
+                self._hangs.answered(self._now(rank), message)
+
+    def _leaves(self, rank: int, why: str) -> None:
+        self._give(self._epochs.left(self._with_node_of(rank), why))
+        if self._epochs.departing and not self._loop.is_timed(self._depart):
+            self._leaving_because = why
+            self._loop.after(_DEPART_S, self._depart)
+
+    def _depart(self) -> None:
+        self._give(self._epochs.depart(self._leaving_because, time.monotonic()))
 
     def _hung(self, step: int, why: str, host_is_silent: bool) -> None:
         if host_is_silent:  # it would not hear of another epoch
-            self._give(self._epochs.lost(-1, why))
+            self._give(self._epochs.lost((), why, time.monotonic()))
         else:
             self._give(self._epochs.hung(step, why, time.monotonic()))
 
@@ -267,6 +302,10 @@ class Coordinator:
                 "served": port.served,
                 "because": order.because,
                 "patience": order.patience,
+                "without": list(order.without),
+                "without_nodes": sorted(
+                    {node for r in order.without if (node := self._nodes[r]) is not None}
+                ),
             }
         )
 
@@ -344,7 +383,7 @@ class Coordinator:
             self._loop.after(_PUBLISH_AGAIN_S, self._publish)
             return
         why = f"the other hosts cannot be told where to meet: {error}"
-        self._give(self._epochs.left(0, why))
+        self._give(self._epochs.left({0}, why))
 
     def close(self) -> None:
         """The job is over here."""
@@ -354,7 +393,7 @@ class Coordinator:
             if source is not None:
                 self._loop.forget(source)
                 source.close()
-        for timer in (self._publish, self._look_at_strangers):
+        for timer in (self._publish, self._look_at_strangers, self._depart):
             self._loop.cancel(timer)
         if self._listener is not None and self._options.one_machine:
             self._socket.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ that an epoch is over, so that two failures at once, and failures that follow fr
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -133,11 +134,13 @@ class BeginEpoch:
 
     Attributes:
         patience: deadlines of steps count so many times.
+        without: ranks (of the start) whose hosts were lost. Those that are left close up in their order.
     """
 
     epoch: int
     because: str
     patience: int = 1
+    without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,23 +169,40 @@ Order = BeginEpoch | ReleaseHosts | AbandonJob | StopJob
 
 
 class JobEpochs:
-    """The epochs of a job, in the order in which its coordinator hears of failures.
+    """The epochs of a job, in the order in which its coordinator hears of failures. Ranks are those of the start.
 
     Args:
         world_size: number of ranks.
         max_restarts: failures after which there is no further epoch; failures before an epoch that lasted
             ``steady_s`` do not count.
         steady_s: an epoch that lasts this long shows that the job can run.
+        min_ranks: the job can go on with so many ranks once all have joined; ``world_size`` if it needs all.
+
+    Attributes:
+        ranks: those of the current epoch.
+        departing: those of them whose hosts were told to end; the next epoch is without them.
     """
 
-    def __init__(self, world_size: int, *, max_restarts: int, steady_s: float) -> None:
+    def __init__(
+        self, world_size: int, *, max_restarts: int, steady_s: float, min_ranks: int | None = None
+    ) -> None:
         self._world_size, self._max_restarts, self._steady_s = world_size, max_restarts, steady_s
+        self._min_ranks = self._min_ranks_joined = world_size
+        if min_ranks is not None:
+            self._min_ranks_joined = min_ranks
+        self.ranks = tuple(range(world_size))
+        self.departing: set[int] = set()
         self.epoch = 0
         self.failures = 0
         self._begun_s: float | None = None
         self._completed: set[int] = set()
         self._hung_at, self._patience = -1, 1
         self.last: Order | None = None
+
+    @validated
+    def joined(self) -> None:
+        """All hosts have joined."""
+        self._min_ranks = self._min_ranks_joined
 
     @validated
     def started(self, rank: int, epoch: int, now_s: float) -> None:
@@ -192,9 +212,14 @@ class JobEpochs:
 
     @validated
     def failed(self, rank: int, epoch: int, why: str, now_s: float) -> Order | None:
-        """A trainer has failed; None if that is no news: it was of an epoch that is over."""
-        if self.closed or epoch != self.epoch:
+        """A trainer has failed; None if that is no news: it was of an epoch that is over, or it could not go on
+        without those that are departing.
+        """
+        if self.closed or epoch != self.epoch or self.departing:
             return None
+        return self._next(why, now_s)
+
+    def _next(self, why: str, now_s: float) -> Order:
         if self._begun_s is not None and now_s - self._begun_s >= self._steady_s:
             self.failures = 0
         self.failures += 1
@@ -206,37 +231,74 @@ class JobEpochs:
         self.epoch += 1
         self._begun_s = None
         self._completed.clear()
-        return self._give(BeginEpoch(self.epoch, why, self._patience))
+        gone = tuple(rank for rank in range(self._world_size) if rank not in self.ranks)
+        return self._give(BeginEpoch(self.epoch, why, self._patience, gone))
 
     @validated
     def hung(self, step: int, why: str, now_s: float) -> Order | None:
         """A step of this epoch does not end. If that was so before, the deadline may have been too short."""
-        if self.closed:
+        if self.closed or self.departing:
             return None
         again = step <= self._hung_at
         self._patience = min(_PATIENCE_FACTOR * self._patience, _PATIENCE_MAX) if again else 1
         self._hung_at = max(step, self._hung_at)
-        order = self.failed(-1, self.epoch, why, now_s)
-        # Trainers that hang would not end by themselves.
+        return self._stopped_if_abandoned(self._next(why, now_s))
+
+    def _stopped_if_abandoned(self, order: Order) -> Order:
+        """Where trainers hang, or wait for one that is gone: they would not end by themselves."""
         return self._give(StopJob(order.because)) if isinstance(order, AbandonJob) else order
 
     @validated
     def completed(self, rank: int, epoch: int) -> Order | None:
         """A trainer has succeeded."""
-        if self.closed or epoch != self.epoch:
+        if self.closed or epoch != self.epoch or rank not in self.ranks:
             return None
         self._completed.add(rank)
-        return self._give(ReleaseHosts()) if len(self._completed) == self._world_size else None
+        return self._give(ReleaseHosts()) if len(self._completed) == len(self.ranks) else None
 
     @validated
-    def left(self, rank: int, why: str) -> Order | None:
-        """A host begins no further epoch; its trainer may go on."""
-        return None if self.closed else self._give(AbandonJob(why))
+    def left(self, ranks: Collection[int], why: str) -> Order | None:
+        """Hosts begin no further epoch; their trainers may go on. If the job can go on without them, they are
+        departing (`depart`).
+        """
+        if self.closed or not self._here(ranks):
+            return None
+        if self._enough_without(self.departing | set(ranks)):
+            self.departing |= self._here(ranks)
+            return None
+        return self._give(AbandonJob(why))
 
     @validated
-    def lost(self, rank: int, why: str) -> Order | None:
-        """A host has gone, and its trainer with it. After the last order that is as it should be."""
-        return None if self.closed else self._give(StopJob(why))
+    def depart(self, why: str, now_s: float) -> Order | None:
+        """The next epoch begins, without those that are departing."""
+        if self.closed or not self.departing:
+            return None
+        return self._without(self.departing, why, now_s)
+
+    @validated
+    def lost(self, ranks: Collection[int], why: str, now_s: float) -> Order | None:
+        """Hosts have gone, and their trainers with them. After the last order that is as it should be.
+
+        Args:
+            ranks: none, if it is not known which, and the job cannot go on.
+        """
+        gone = self._here(ranks)
+        if self.closed or (ranks and not gone):
+            return None
+        if not gone or not self._enough_without(self.departing | gone):
+            return self._give(StopJob(why))
+        return self._without(self.departing | gone, why, now_s)
+
+    def _here(self, ranks: Collection[int]) -> set[int]:
+        return set(ranks) & set(self.ranks)
+
+    def _enough_without(self, gone: Collection[int]) -> bool:
+        return 0 not in gone and len(self.ranks) - len(gone) >= self._min_ranks
+
+    def _without(self, gone: Collection[int], why: str, now_s: float) -> Order:
+        self.ranks = tuple(rank for rank in self.ranks if rank not in gone)
+        self.departing = set()
+        return self._stopped_if_abandoned(self._next(why, now_s))
 
     @property
     def closed(self) -> bool:
@@ -249,5 +311,8 @@ class JobEpochs:
 
     def _validate(self) -> None:
         assert 0 <= self.failures <= self._max_restarts + 1
-        assert all(0 <= rank < self._world_size for rank in self._completed)
+        assert self._completed <= set(self.ranks)
+        assert self.departing < set(self.ranks)
+        assert 0 in self.ranks
+        assert self._min_ranks <= len(self.ranks) <= self._world_size
         assert not isinstance(self.last, BeginEpoch) or self.last.epoch == self.epoch

@@ -6,14 +6,14 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptd.host.script_main import Script
 
-__all__ = ["HostOptions", "UsageError", "options_from"]
+__all__ = ["HostOptions", "UsageError", "options_from", "place_without"]
 
-USAGE = "usage: python -m ckptd.host [--max-restarts N] [--no-fork] [-m] script [arguments]"
+USAGE = "usage: python -m ckptd.host [--max-restarts N] [--min-ranks N] [--no-fork] [-m] script [arguments]"
 _MODULE = "ckptd.host"
 _PORT_MAX = (1 << 16) - 1
 _SILENCE_MAX_S = 3600
@@ -64,6 +64,9 @@ class HostOptions:
 
     steady_s: float
 
+    min_ranks: int
+    """The job can go on with so many ranks when nodes are lost: ``world_size`` unless it is elastic."""
+
     stop_s: float
     """How long a trainer that shall end may park, before SIGKILL."""
 
@@ -73,6 +76,9 @@ class HostOptions:
     step_deadline_s: float | None
     """How long nothing of a trainer's step may change before it counts as hanging; None: learned from the
     steps before; infinite: any time."""
+
+    node: int | None
+    """Which of the job's nodes this is, so that the ranks of one count as lost together; None: unknown."""
 
     may_fork: bool
     """Trainers are forked from a zygote, unless the script is no place for that."""
@@ -87,15 +93,18 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         UsageError: something is missing, unknown or out of range.
     """
     left, may_fork = list(words), True
-    max_restarts = _integer(environ, "CKPTD_HOST_MAX_RESTARTS", 5)
+    numbers = {
+        "--max-restarts": _integer(environ, "CKPTD_HOST_MAX_RESTARTS", 5),
+        "--min-ranks": _integer(environ, "CKPTD_HOST_MIN_RANKS", 0),
+    }
     while left and left[0].startswith("--"):
         option = left.pop(0)
         if option == "--":
             break
         if option == "--no-fork":
             may_fork = False
-        elif option == "--max-restarts" and left and left[0].isdecimal():
-            max_restarts = int(left.pop(0))
+        elif option in numbers and left and left[0].isdecimal():
+            numbers[option] = int(left.pop(0))
         else:
             raise UsageError(f"{option}: unknown, or without a number\n{USAGE}")
     is_module = left[:1] == ["-m"]
@@ -121,11 +130,13 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         store=_store(environ),
         run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
         error_file=environ.get("TORCHELASTIC_ERROR_FILE", ""),
-        max_restarts=max_restarts,
+        max_restarts=numbers["--max-restarts"],
+        min_ranks=min(numbers["--min-ranks"] or world_size, world_size),
         steady_s=_integer(environ, "CKPTD_HOST_STEADY_S", 300),
         stop_s=_integer(environ, "CKPTD_HOST_STOP_S", 30),
         silence_s=_silence_s(environ),
         step_deadline_s=_step_deadline_s(environ),
+        node=_node(environ),
         may_fork=may_fork,
     )
 
@@ -175,11 +186,40 @@ def _store(environ: Mapping[str, str]) -> tuple[str, int]:
     return (address, port) if address and port else ("", 0)
 
 
+def _node(environ: Mapping[str, str]) -> int | None:
+    for name in ("GROUP_RANK", "SLURM_NODEID"):
+        if environ.get(name):
+            return _integer(environ, name, 0)
+    return None
+
+
 def _on_one_machine(environ: Mapping[str, str], world_size: int) -> bool:
     for nodes in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
         if environ.get(nodes):
             return environ[nodes] == "1"
     return world_size == 1 or environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+
+
+def place_without(
+    environ: Mapping[str, str], ranks: Collection[int], nodes: Collection[int]
+) -> dict[str, str]:
+    """What a trainer's environment says of its place in the job when ranks and nodes of the start are lost.
+
+    Those that are left keep their order, so they close up. Without losses nothing is to be said.
+    """
+    if not ranks:
+        return {}
+    place = {}
+    for lost, of, number in (
+        (ranks, "RANK", "WORLD_SIZE"),
+        (ranks, "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        (nodes, "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    ):
+        if environ.get(of) and environ.get(number):
+            own = int(environ[of])
+            place[of] = str(own - sum(each < own for each in lost))
+            place[number] = str(int(environ[number]) - len(lost))
+    return place
 
 
 def _job_key(environ: Mapping[str, str]) -> str:

@@ -162,7 +162,8 @@ class JobMember:
         assert self._link is not None
         self._hello_sent = True
         with contextlib.suppress(LinkError):  # seen when it is read
-            self._link.send({"rank": self._options.rank, "world_size": self._options.world_size})
+            own = self._options
+            self._link.send({"rank": own.rank, "world_size": own.world_size, "node": own.node})
 
     def _on_no_welcome(self) -> None:
         self._drop_link()

@@ -16,10 +16,12 @@ import random
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import ItemsView, Iterator, Sequence, ValuesView
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ckptd.host.script_main import Script, own_folder
 from ckptd.private_files import replace_private_file
@@ -32,6 +34,7 @@ __all__ = [
     "generator_marks",
     "import_ahead",
     "names_in",
+    "noting_reads",
     "read_record",
     "write_record",
 ]
@@ -226,6 +229,28 @@ def _is_environ(node: ast.AST) -> bool:
         isinstance(node, ast.Attribute | ast.Name)
         and getattr(node, "attr", getattr(node, "id", "")) == "environ"
     )
+
+
+@contextmanager
+def noting_reads(names: set[str]) -> Iterator[None]:
+    """Add the environment variables that are read by their names meanwhile; not those that are read with all
+    others, as when the environment is copied or searched. C code is not seen.
+    """
+    kind: Any = type(os.environ)
+    usual = kind.__getitem__
+    reads_all = (kind.copy, ItemsView.__iter__, ValuesView.__iter__, ValuesView.__contains__)
+    codes = [each.__code__ for each in reads_all]
+
+    def noted(environ: object, name: str) -> object:
+        if sys._getframe(1).f_code not in codes:
+            names.add(name)
+        return usual(environ, name)
+
+    kind.__getitem__ = noted
+    try:
+        yield
+    finally:
+        kind.__getitem__ = usual
 
 
 def generator_marks() -> dict[str, int]:

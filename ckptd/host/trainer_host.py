@@ -31,7 +31,7 @@ from ckptd.host.epochs import HostEvent, HostLife, HostState
 from ckptd.host.hangs.trainer_watch import TrainerWatch
 from ckptd.host.host_links import remove_dead_sockets
 from ckptd.host.host_loop import HostLoop
-from ckptd.host.host_options import HostOptions
+from ckptd.host.host_options import HostOptions, place_without
 from ckptd.host.member import JobMember
 from ckptd.host.preload import environment_set_by, names_in, read_record, write_record
 from ckptd.host.process_control import (
@@ -78,6 +78,7 @@ class TrainerHost:
 
     def __init__(self, options: HostOptions) -> None:
         self._options = options
+        self._rank = options.rank  # now; nodes may have been lost
         self._life = HostLife()
         self._folder = _hosts_folder()
         self._own_session = os.getsid(0) == os.getpid() and not has_terminal()
@@ -185,7 +186,7 @@ class TrainerHost:
 
     def _on_agent(self) -> None:
         self._loop.forget(self._agent)
-        logger.warning("rank %d: torchrun has died; the trainer ends", self._options.rank)
+        logger.warning("rank %d: torchrun has died; the trainer ends", self._rank)
         self._leave("torchrun has died", signal.SIGTERM)
         self._pass_on([signal.SIGTERM])
         self._loop.after(self._options.stop_s, self._kill_trainer)
@@ -193,7 +194,7 @@ class TrainerHost:
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if number in _ENDING:
-            logger.info("rank %d: %s: the trainer ends, and no other begins", self._options.rank, name)
+            logger.info("rank %d: %s: the trainer ends, and no other begins", self._rank, name)
             self._leave(f"its host got {name}", number)
         self._signals.append(number)
         self._loop.after(_WITNESS_S, self._question_zygote)
@@ -230,7 +231,7 @@ class TrainerHost:
         if self._zygote is not None and self._zygote.forking:
             self._deferred.append(message)
             return
-        rank, state = self._options.rank, self._life.state
+        rank, state = self._rank, self._life.state
         if message["order"] == "release":
             if state is HostState.COMPLETED:
                 self._life.handle(HostEvent.RELEASE)
@@ -242,29 +243,41 @@ class TrainerHost:
             self._stop(message["because"])
         elif message["order"] == "report":
             self._watch.answer(int(message["inquiry"]))
+        elif self._options.rank in message["without"]:
+            self._stop(f"it goes on without this node: {message['because']}")
         else:
-            place = {"MASTER_PORT": str(message["port"])}
-            place |= {"TORCHELASTIC_USE_AGENT_STORE": str(bool(message["served"]))}
-            if message["address"]:
-                place["MASTER_ADDR"] = message["address"]
-            self._patience = int(message["patience"])
-            self._begin(int(message["epoch"]), place if message["port"] else {}, message["because"])
+            self._begin(message)
 
-    def _begin(self, epoch: int, place: dict[str, str], because: str) -> None:
+    def _begin(self, message: Message) -> None:
         before = self._life.epoch
-        self._life.begin(epoch)
+        self._life.begin(int(message["epoch"]))
         if self._life.epoch == before:
             return
-        logger.warning("rank %d: epoch %d begins: %s", self._options.rank, epoch, because)
-        self._environment = {"TORCHELASTIC_RESTART_COUNT": str(self._options.restarts_before + epoch)}
-        self._environment |= place
+        self._patience = int(message["patience"])
+        self._environment = self._environment_of(message)
+        because = message["because"]
+        if (now := int(self._environment.get("RANK", self._rank))) != self._rank or message["without"]:
+            because += f"; {self._environment['WORLD_SIZE']} ranks are left, and this is rank {now} of them"
+        logger.warning("rank %d: epoch %d begins: %s", self._rank, self._life.epoch, because)
+        self._rank = now
         self._end_trainer()
+
+    def _environment_of(self, message: Message) -> dict[str, str]:
+        """What the trainers of this epoch have in their environments, and this process has not."""
+        restarts = self._options.restarts_before + self._life.epoch
+        environment = {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        if message["port"]:
+            environment["MASTER_PORT"] = str(message["port"])
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = str(bool(message["served"]))
+            if message["address"]:
+                environment["MASTER_ADDR"] = message["address"]
+        return environment | place_without(os.environ, message["without"], message["without_nodes"])
 
     def _stop(self, because: str) -> None:
         before = self._life.stopped
         self._life.handle(HostEvent.STOP)
         if self._life.stopped and not before:
-            logger.warning("rank %d: the job ends here, for a new start: %s", self._options.rank, because)
+            logger.warning("rank %d: the job ends here, for a new start: %s", self._rank, because)
             self._end_trainer()
 
     def _end_trainer(self) -> None:
@@ -308,9 +321,7 @@ class TrainerHost:
         self._trainer = trainer
         self._watch.begin(trainer.pid)
         self._life.handle(HostEvent.START)
-        logger.info(
-            "rank %d: epoch %d: trainer %d %s", self._options.rank, self._life.epoch, trainer.pid, how
-        )
+        logger.info("rank %d: epoch %d: trainer %d %s", self._rank, self._life.epoch, trainer.pid, how)
         self._job.tell({"told": "started", "epoch": self._life.epoch})
         if self._looks and how == "forked":
             self._loop.after(self._looks[0], self._look_at_imports)
@@ -335,14 +346,14 @@ class TrainerHost:
         if state is HostState.RUNNING:
             why = status_text(status)
             if failed:
-                logger.warning("rank %d: trainer %d has failed: %s", self._options.rank, trainer.pid, why)
+                logger.warning("rank %d: trainer %d has failed: %s", self._rank, trainer.pid, why)
             self._job.tell({"told": "failed" if failed else "completed", "epoch": epoch, "why": why})
 
     def _kill_trainer(self) -> None:
         if self._trainer is not None:
             logger.warning(
                 "rank %d: trainer %d has not ended within %g s: SIGKILL",
-                self._options.rank,
+                self._rank,
                 self._trainer.pid,
                 self._options.stop_s,
             )
@@ -354,7 +365,7 @@ class TrainerHost:
         _, self._unfit = read_record(self._record)
         self._everything = not self._unfit
         if self._unfit:
-            logger.info("rank %d: only torch is imported ahead: %s", self._options.rank, self._unfit)
+            logger.info("rank %d: only torch is imported ahead: %s", self._rank, self._unfit)
         if set_early := environment_set_by(self._script_file):
             self._plain_because = (
                 f"{self._script_file} sets {', '.join(set_early)} and imports afterwards; set it in the "
@@ -372,6 +383,7 @@ class TrainerHost:
             self._zygote = ZygoteLink(
                 self._options.script,
                 self._record if self._everything else None,
+                environment={**os.environ, **self._environment},
                 own_session=self._own_session,
                 keep=self._watch.descriptors,
             )
@@ -384,7 +396,7 @@ class TrainerHost:
 
     def _plainly_from_now_on(self) -> None:
         logger.warning(
-            "rank %d: trainers are started plainly, not forked: %s", self._options.rank, self._plain_because
+            "rank %d: trainers are started plainly, not forked: %s", self._rank, self._plain_because
         )
         self._job.use(None)
 
@@ -397,7 +409,7 @@ class TrainerHost:
             self._loop.cancel(self._zygote_hangs)
             logger.info(
                 "rank %d: a zygote has %d modules after %.1f s",
-                self._options.rank,
+                self._rank,
                 answer["modules"],
                 answer["took_s"],
             )
@@ -431,7 +443,7 @@ class TrainerHost:
         self._replace_zygote(f"it has imported for {_IMPORT_S:g} s")
 
     def _replace_zygote(self, reason: str) -> None:
-        logger.info("rank %d: a new zygote is needed: %s", self._options.rank, reason)
+        logger.info("rank %d: a new zygote is needed: %s", self._rank, reason)
         self._drop_zygote()
         self._new_zygote()
         while self._deferred:
@@ -475,7 +487,7 @@ class TrainerHost:
                 if other != self._record:  # of the script as it was before
                     other.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("rank %d: %s cannot be written: %s", self._options.rank, self._record, error)
+            logger.warning("rank %d: %s cannot be written: %s", self._rank, self._record, error)
 
 
 def _hosts_folder() -> Path:

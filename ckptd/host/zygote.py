@@ -43,6 +43,7 @@ from ckptd.host.preload import (
     generator_marks,
     import_ahead,
     names_in,
+    noting_reads,
     read_record,
 )
 from ckptd.host.process_control import die_with_parent, end_group, name_process, outlive_parent
@@ -61,6 +62,8 @@ WITNESSED = (
 )
 _PACKET_MAX = 64 << 10
 _NAMES_BYTES_MAX = 4 << 20
+# A trainer's place in the job, which changes when nodes are lost.
+_PLACE = {"RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 _STORES_KEPT = 3  # of the epoch before, of this one, of the next one
 _HARMLESS_DEVICES = {"/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"}
 
@@ -136,6 +139,7 @@ class Zygote:
         self._given = _open_descriptors()
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WITNESSED)
         self._sources = SourceFiles()
+        self._read: set[str] = set()  # variables
         self._group: int | None = None
         self._marks: dict[str, int] = {}
         self._name = _own_name()
@@ -145,10 +149,11 @@ class Zygote:
         """Import these, and tell the host whether the process may be forked."""
         begun = time.monotonic()
         die_with_parent(self._host)  # an import may hang, and then nobody reads the socket
-        if not self._marks:
-            import_ahead([name for name in FIRST_MODULES if name in names], self._script)
-            self._marks = generator_marks()
-        import_ahead(names, self._script)
+        with noting_reads(self._read):
+            if not self._marks:
+                import_ahead([name for name in FIRST_MODULES if name in names], self._script)
+                self._marks = generator_marks()
+            import_ahead(names, self._script)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # a fork would print it again
         self._sources.note()
@@ -215,7 +220,7 @@ class Zygote:
         return sorted(seen)
 
     def _fork_trainer(self, environment: dict[str, str], imports: int) -> bool:
-        if changed := self._sources.changed():
+        if changed := self._sources.changed() or self._place_changed(environment):
             self._tell({"stale": changed})
             return False
         try:
@@ -233,6 +238,17 @@ class Zygote:
         sys.meta_path.insert(0, recorder)
         _seed_anew()
         return True
+
+    def _place_changed(self, environment: dict[str, str]) -> str:
+        """A variable that differs, and that imports may have remembered; or ""."""
+        return next(
+            (
+                name
+                for name in sorted(_PLACE & self._read)
+                if environment.get(name, os.environ.get(name)) != os.environ.get(name)
+            ),
+            "",
+        )
 
     def _fork_helper(self, kind: str, fd: int) -> None:
         """A child that does one thing with torch for the host."""

@@ -31,7 +31,13 @@ class ZygoteLink:
     """
 
     def __init__(
-        self, script: Script, record: Path | None, *, own_session: bool, keep: Sequence[int] = ()
+        self,
+        script: Script,
+        record: Path | None,
+        *,
+        environment: Mapping[str, str],
+        own_session: bool,
+        keep: Sequence[int] = (),
     ) -> None:
         """Start one; it says when it is ready.
 
@@ -53,7 +59,10 @@ class ZygoteLink:
         command = [sys.executable, *script.flags, "-m", "ckptd.host.zygote", json.dumps(settings)]
         with theirs:
             self.process: HostProcess = spawn(
-                [*command, *script.words], os.environ, own_session=own_session, keep=[theirs.fileno(), *keep]
+                [*command, *script.words],
+                environment,
+                own_session=own_session,
+                keep=[theirs.fileno(), *keep],
             )
         self._control.setblocking(False)
         self.ready = self.forking = False

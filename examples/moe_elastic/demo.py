@@ -2,7 +2,9 @@
 goes on with those that there are.
 
 Five hosts, each a network namespace of this machine with a daemon, memory and processes of its own
-(`tests.cluster`), under torchrun with a node range of 2 to 5. Two hosts are destroyed at seeded
+(`tests.cluster`), under torchrun with a node range of 2 to 5. Each trainer has a host process
+(`ckptd.host`): when a machine is lost, the trainers on the others are forked anew at once, and torchrun
+meets anew only when one comes. With `--plain` there is none. Two hosts are destroyed at seeded
 random, the third one because it alone holds an expert: all of its replicas are gone with it, and it
 comes back from a replica of a snapshot. Then the hosts return, empty. Every time the experts are
 placed anew over what is there. The demo fails unless at each change the job went on at the very
@@ -130,8 +132,9 @@ class Run:
             )
             for host in cluster.hosts
         }
+        hosted = [] if args.plain else ["ckptd.host", "--min-ranks", str(FEWEST), "-m"]
         command = [
-            *("-m", "--", "examples.moe_elastic.train", "--log", str(folder)),
+            *("-m", "--", *hosted, "examples.moe_elastic.train", "--log", str(folder)),
             *("--steps", str(args.steps), "--step-ms", str(args.step_ms)),
             *("--hurry", str(self.hurry), "--slots", str(args.slots)),
         ]
@@ -338,6 +341,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=4, help="experts of a layer on a host")
     parser.add_argument("--seed", type=int, default=None, help="of the losses; default: random")
     parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--plain", action="store_true", help="no host processes: torchrun starts all anew")
     return parser.parse_args(argv)
 
 

@@ -24,13 +24,14 @@ class JobHangs:
     """One inquiry at a time.
 
     Args:
+        world_size: how many ranks there are now.
         ask: all hosts.
         judge: called with the step, the verdict, and whether a host did not answer: the epoch cannot go on.
     """
 
     def __init__(
         self,
-        world_size: int,
+        world_size: Callable[[], int],
         loop: HostLoop,
         ask: Callable[[Message], None],
         judge: Callable[[int, str, bool], None],
@@ -45,7 +46,7 @@ class JobHangs:
             return
         self._number += 1
         self._inquiry = HangInquiry(
-            self._world_size,
+            self._world_size(),
             rank,
             _position(message),
             idle_s=float(message["idle_s"]),

@@ -123,6 +123,8 @@ def test_all_hosts_hear_of_a_failure(job: Job) -> None:
         "served": False,
         "because": because,
         "patience": 1,
+        "without": [],
+        "without_nodes": [],
     }
     assert job.orders(1) == job.orders(2) == [order]
     assert job.obeyed == [order]
@@ -171,6 +173,66 @@ def test_a_host_that_leaves_lets_the_others_end_as_they_do(job: Job) -> None:
     assert order["order"] == "abandon"
     job.join(1)
     assert job.obeyed == [order]
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Iterator[Job]:
+    """Five ranks, one on the first node and two on each other; two can go on."""
+    made = Job(tmp_path, options(5, CKPTD_HOST_MIN_RANKS="2", GROUP_RANK="0"))
+    for rank, node in zip((1, 2, 3, 4), (1, 1, 2, 2), strict=True):
+        assert made.join(rank, node=node)
+    yield made
+    made.close()
+
+
+def test_an_elastic_job_goes_on_without_a_lost_node(elastic: Job) -> None:
+    """And without its other ranks, which may not know yet."""
+    elastic.there[1].close()
+    (order,) = elastic.orders(3)
+    assert (order["order"], order["epoch"]) == ("begin", 1)
+    assert (order["without"], order["without_nodes"]) == ([1, 2], [1])
+    assert "host of rank 1 is lost" in order["because"]
+    assert elastic.orders(2) == elastic.orders(4) == elastic.obeyed == [order]
+    elastic.there[2].close()
+    assert not elastic.join(1, node=1), "it belongs to the job no longer"
+    elastic.tell(4, "failed", epoch=1)
+    (order,) = elastic.orders(4)
+    assert order["because"] == "rank 2: SIGKILL", "which it is now"
+    assert order["without"] == [1, 2]
+
+
+def test_an_elastic_job_goes_on_without_hosts_that_leave(
+    elastic: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may all be told to end, so it waits for more that leave; what fails meanwhile is a consequence."""
+    monkeypatch.setattr("ckptd.host.coordinator._DEPART_S", 0.1)
+    elastic.tell(4, "leaving")
+    elastic.tell(1, "failed")
+    elastic.there[4].close()
+    (order,) = elastic.orders(1)
+    assert (order["order"], order["without"], order["because"]) == ("begin", [3, 4], "rank 4: SIGKILL")
+
+
+def test_when_all_hosts_leave_an_elastic_job_it_is_the_launchers(elastic: Job) -> None:
+    elastic.tell(4, "leaving")
+    elastic.tell(2, "leaving")
+    (order,) = elastic.orders(3)
+    assert order["order"] == "abandon"
+
+
+def test_who_hangs_is_named_by_the_rank_that_it_is_now(elastic: Job) -> None:
+    elastic.there[1].close()
+    for rank in (3, 4):
+        elastic.orders(rank)
+    at = {"step": 7, "stage": 2, "state": "in_step"}
+    elastic.there[4].send({"told": "overdue", "epoch": 1, **at, "idle_s": 12.0, "deadline_s": 10.0})
+    assert elastic.orders(3) == [{"order": "report", "inquiry": 1}]
+    elastic.coordinator.tell(position("in_step"))
+    tells_where(elastic, 3, "stopped")
+    tells_where(elastic, 4, "in_step")
+    (order,) = elastic.orders(3)
+    assert "step 7 of rank 2 has not gone on" in order["because"]
+    assert "rank 1 is stopped by a signal" in order["because"]
 
 
 def test_a_connection_that_says_nothing_of_use_harms_nobody(job: Job) -> None:

@@ -19,8 +19,13 @@ from ckptd.host.epochs import (
 )
 
 
-def job(world_size: int = 4, *, max_restarts: int = 2, steady_s: float = 100) -> JobEpochs:
-    return JobEpochs(world_size, max_restarts=max_restarts, steady_s=steady_s)
+def job(
+    world_size: int = 4, *, max_restarts: int = 2, steady_s: float = 100, min_ranks: int | None = None
+) -> JobEpochs:
+    """All hosts have joined."""
+    epochs = JobEpochs(world_size, max_restarts=max_restarts, steady_s=steady_s, min_ranks=min_ranks)
+    epochs.joined()
+    return epochs
 
 
 def test_a_failure_begins_an_epoch() -> None:
@@ -120,17 +125,17 @@ def test_a_success_of_an_earlier_epoch_counts_for_nothing() -> None:
 
 def test_a_host_that_leaves_leaves_the_job_to_the_launcher() -> None:
     epochs = job()
-    assert epochs.left(3, "it got SIGTERM") == AbandonJob("it got SIGTERM")
-    assert epochs.left(2, "it got SIGTERM, too") is None
-    assert epochs.lost(3, "its connection is closed") is None, "it has ended, as it said it would"
+    assert epochs.left({3}, "it got SIGTERM") == AbandonJob("it got SIGTERM")
+    assert epochs.left({2}, "it got SIGTERM, too") is None
+    assert epochs.lost({3}, "its connection is closed", 1.0) is None, "it has ended, as it said it would"
     assert epochs.failed(0, 0, "exit code 1", 1.0) is None
 
 
 def test_the_loss_of_a_host_ends_the_job_once() -> None:
     epochs = job()
     epochs.failed(1, 0, "SIGKILL", 1.0)
-    assert epochs.lost(3, "it was killed") == StopJob("it was killed")
-    assert epochs.lost(2, "it ends because of that") is None
+    assert epochs.lost({3}, "it was killed", 1.0) == StopJob("it was killed")
+    assert epochs.lost({2}, "it ends because of that", 1.0) is None
     assert epochs.failed(0, 1, "SIGTERM", 2.0) is None
     assert epochs.closed
 
@@ -139,7 +144,74 @@ def test_hosts_that_have_been_released_may_go() -> None:
     epochs = job(2)
     epochs.completed(0, 0)
     epochs.completed(1, 0)
-    assert epochs.lost(1, "its connection is closed") is None
+    assert epochs.lost({1}, "its connection is closed", 1.0) is None
+
+
+def test_an_elastic_job_goes_on_without_a_lost_node() -> None:
+    epochs = job(4, min_ranks=2)
+    assert epochs.lost({2}, "rank 2 is lost", 1.0) == BeginEpoch(1, "rank 2 is lost", 1, (2,))
+    assert epochs.ranks == (0, 1, 3)
+    assert epochs.lost({2}, "its other end", 1.1) is None
+    assert epochs.failed(3, 0, "its peer has gone", 1.1) is None
+    assert epochs.failed(3, 1, "SIGKILL", 1.2) == BeginEpoch(2, "SIGKILL", 1, (2,))
+    for rank in (0, 1):
+        assert epochs.completed(rank, 2) is None
+    assert epochs.completed(2, 2) is None, "it belongs to the job no longer"
+    assert epochs.completed(3, 2) == ReleaseHosts()
+
+
+def test_ranks_of_one_node_are_lost_together() -> None:
+    epochs = job(4, min_ranks=2)
+    assert epochs.lost({2, 3}, "a node is lost", 1.0) == BeginEpoch(1, "a node is lost", 1, (2, 3))
+    assert epochs.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("min_ranks", "lost"),
+    [(3, {2, 3}), (4, {3}), (2, {0}), (2, set())],
+    ids=["too few are left", "all are needed", "the coordinator's", "unknown which"],
+)
+def test_an_elastic_job_ends_for_a_new_start(min_ranks: int, lost: set[int]) -> None:
+    assert job(4, min_ranks=min_ranks).lost(lost, "lost", 1.0) == StopJob("lost")
+
+
+def test_until_all_have_joined_none_may_be_lost() -> None:
+    epochs = JobEpochs(4, max_restarts=2, steady_s=100, min_ranks=2)
+    assert epochs.lost({3}, "lost", 1.0) == StopJob("lost")
+
+
+def test_a_loss_counts_as_a_failure() -> None:
+    """Where no more are allowed, the others would wait for the one that is gone."""
+    epochs = job(4, min_ranks=1, max_restarts=1)
+    assert isinstance(epochs.lost({3}, "lost", 1.0), BeginEpoch)
+    order = epochs.lost({2}, "lost", 2.0)
+    assert isinstance(order, StopJob)
+    assert "2 failures" in order.because
+
+
+def test_an_elastic_job_goes_on_without_hosts_that_leave() -> None:
+    """Failures that follow from their going are none, and no epoch begins with them."""
+    epochs = job(4, min_ranks=2)
+    assert epochs.left({3}, "it got SIGTERM") is None
+    assert epochs.failed(1, 0, "its peer has gone", 1.0) is None
+    assert epochs.hung(5, "rank 3 is stopped", 1.0) is None
+    assert epochs.depart("it got SIGTERM", 1.5) == BeginEpoch(1, "it got SIGTERM", 1, (3,))
+    assert epochs.depart("it got SIGTERM", 1.5) is None
+
+
+def test_a_loss_takes_along_those_that_are_leaving() -> None:
+    epochs = job(4, min_ranks=2)
+    epochs.left({3}, "it got SIGTERM")
+    assert epochs.lost({1}, "rank 1 is lost", 1.0) == BeginEpoch(1, "rank 1 is lost", 1, (1, 3))
+
+
+def test_when_all_leave_the_job_is_the_launchers() -> None:
+    """So it is when members change: torchrun ends all workers, those of the coordinator's node at last."""
+    epochs = job(4, min_ranks=2)
+    assert epochs.left({3}, "SIGTERM") is None
+    assert epochs.left({2}, "SIGTERM") is None
+    assert epochs.left({0}, "SIGTERM") == AbandonJob("SIGTERM")
+    assert epochs.depart("SIGTERM", 1.0) is None
 
 
 @pytest.mark.parametrize("end", [HostEvent.FAIL, HostEvent.COMPLETE])
@@ -212,7 +284,7 @@ def test_hosts_and_coordinator_always_come_to_an_end_together(seed: int) -> None
     epoch, or the job was abandoned after as many failures as are allowed, or was stopped."""
     rng = random.Random(seed)
     size = rng.randint(1, 5)
-    epochs = job(size, max_restarts=rng.randint(0, 6))
+    epochs = job(size, max_restarts=rng.randint(0, 6), min_ranks=rng.randint(1, size))
     hosts = [HostLife() for _ in range(size)]
     inbox: list[list[object]] = [[] for _ in range(size)]
     for _ in range(5_000):
@@ -220,8 +292,10 @@ def test_hosts_and_coordinator_always_come_to_an_end_together(seed: int) -> None
         host, order = hosts[rank], None
         if inbox[rank] and rng.random() < 0.5:
             match inbox[rank].pop(0):
-                case BeginEpoch(epoch, _):
+                case BeginEpoch(epoch, without=without) if rank not in without:
                     host.begin(epoch)
+                case BeginEpoch():
+                    host.handle(HostEvent.STOP)
                 case AbandonJob():
                     host.handle(HostEvent.ABANDON)
                 case ReleaseHosts():
@@ -231,7 +305,12 @@ def test_hosts_and_coordinator_always_come_to_an_end_together(seed: int) -> None
         elif host.state is not HostState.OVER and rng.random() < 0.002:
             host.handle(HostEvent.STOP)  # its link is lost
             host.state = HostState.OVER
-            order = epochs.lost(rank, "it was killed")
+            order = epochs.lost({rank}, "it was killed", 0.0)
+        elif host.state is HostState.RUNNING and rng.random() < 0.01:
+            host.handle(HostEvent.ABANDON)  # it was told to end
+            order = epochs.left({rank}, "it got SIGTERM")
+        elif rng.random() < 0.05:
+            order = epochs.depart("it got SIGTERM", 0.0)
         elif host.state is HostState.STARTING:
             host.handle(HostEvent.START)
             epochs.started(rank, host.epoch, 0.0)

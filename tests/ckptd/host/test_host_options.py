@@ -6,7 +6,13 @@ import math
 
 import pytest
 
-from ckptd.host.host_options import HostOptions, UsageError, interpreter_flags, options_from
+from ckptd.host.host_options import (
+    HostOptions,
+    UsageError,
+    interpreter_flags,
+    options_from,
+    place_without,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -81,6 +87,38 @@ def test_how_long_a_host_may_be_silent() -> None:
     assert given("t.py", CKPTD_HOST_SILENCE_S="30").silence_s == 30
 
 
+def test_with_how_many_ranks_a_job_can_go_on() -> None:
+    world = {"WORLD_SIZE": "8", "RANK": "0"}
+    assert given("t.py", **world).min_ranks == 8, "all, if nothing is said"
+    assert given("t.py", CKPTD_HOST_MIN_RANKS="2", **world).min_ranks == 2
+    assert given("--min-ranks", "4", "t.py", CKPTD_HOST_MIN_RANKS="2", **world).min_ranks == 4
+    assert given("--min-ranks", "9", "t.py", **world).min_ranks == 8, "it has begun with fewer"
+
+
+@pytest.mark.parametrize(
+    ("environ", "node"),
+    [({}, None), ({"GROUP_RANK": "3"}, 3), ({"SLURM_NODEID": "2"}, 2), ({"GROUP_RANK": "", "SLURM_NODEID": ""}, None)],
+)  # fmt: skip
+def test_which_node_this_is(environ: dict[str, str], node: int | None) -> None:
+    assert given("t.py", **environ).node == node
+
+
+def test_ranks_and_nodes_that_are_left_close_up() -> None:
+    """Two ranks on each of four nodes; those of nodes 0 and 2 are lost."""
+    place = {"RANK": "7", "WORLD_SIZE": "8", "ROLE_RANK": "7", "ROLE_WORLD_SIZE": "8"}
+    place |= {"GROUP_RANK": "3", "GROUP_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert place_without(place, [0, 1, 4, 5], [0, 2]) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+    }
+    assert place_without(place, [], []) == {}
+    assert place_without({"RANK": "1", "WORLD_SIZE": "3"}, [0], []) == {"RANK": "0", "WORLD_SIZE": "2"}
+
+
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "29500"}])
 def test_a_store_without_address_or_port_is_none(environ: dict[str, str]) -> None:
     assert given("t.py", **environ).store == ("", 0)
@@ -100,6 +138,7 @@ def test_another_start_of_the_job_is_another_meeting_place() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "not below"),
         ({"WORLD_SIZE": "2"}, "RANK is not"),
         ({"CKPTD_HOST_MAX_RESTARTS": "-1"}, "CKPTD_HOST_MAX_RESTARTS"),
+        ({"CKPTD_HOST_MIN_RANKS": "two"}, "CKPTD_HOST_MIN_RANKS"),
         ({"CKPTD_HOST_SILENCE_S": "0"}, "CKPTD_HOST_SILENCE_S"),
         ({"CKPTD_HOST_SILENCE_S": "9999"}, "CKPTD_HOST_SILENCE_S"),
         ({"CKPTD_HOST_SILENCE_S": "0.5"}, "CKPTD_HOST_SILENCE_S"),

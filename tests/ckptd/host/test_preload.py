@@ -17,6 +17,7 @@ from ckptd.host.preload import (
     generator_marks,
     import_ahead,
     names_in,
+    noting_reads,
     read_record,
     write_record,
 )
@@ -184,3 +185,18 @@ def test_generators_that_were_moved_are_seen(name: str, draw: str) -> None:
     exec(draw, {})  # noqa: S102 - ours
     after = generator_marks()
     assert {key for key in after if after[key] != before[key]} == {name}
+
+
+def test_variables_that_are_read_by_name_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm looks for its own among all variables, and subprocess copies them: neither reads one by its name."""
+    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    names: set[str] = set()
+    with noting_reads(names):
+        assert os.environ["RANK"] == os.getenv("WORLD_SIZE") == "1"
+        assert {**dict(os.environ.items()), **os.environ.copy()}["LOCAL_RANK"] == "1"
+        assert "1" in os.environ.values()
+        assert os.environ.get("CKPTD_TEST_MISSING") is None
+    assert names == {"RANK", "WORLD_SIZE", "CKPTD_TEST_MISSING"}
+    assert os.environ["GROUP_RANK"] == "1"
+    assert "GROUP_RANK" not in names

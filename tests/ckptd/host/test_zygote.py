@@ -423,3 +423,52 @@ def test_when_a_host_is_lost_the_others_park_and_end_as_failures(hosting: Hostin
         for host in hosts:
             host.kill()
             host.communicate(timeout=60)
+
+
+SHRINKS = """
+import os, time, torch, torch.distributed as dist
+import remembers
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert (dist.get_rank(), dist.get_world_size()) == (remembers.rank, int(total))
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.getpid(), flush=True)
+while not os.path.exists("stop") or dist.get_world_size() == 3:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_an_elastic_job_goes_on_without_a_lost_node(hosting: Hosting, end: signal.Signals) -> None:
+    """Nobody meets anew. A zygote that has remembered the rank at an import is replaced."""
+    hosting.write("library/remembers.py", "import os; rank = int(os.environ['RANK'])")
+    hosting.write("script/train.py", SHRINKS)
+    hosting.known("script/train.py", modules=["json", "remembers"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    env = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env |= {"PYTHONPATH": f"{ROOT}:{hosting.folder / 'library'}", "CKPTD_HOST_MIN_RANKS": "2"}
+    hosts = [
+        hosting.start("script/train.py", env={**env, "RANK": rank, "SLURM_NODEID": rank, "LOCAL_RANK": "0"})
+        for rank in "012"
+    ]
+    try:
+        assert hosts[0].stderr is not None
+        assert any("all 3 hosts have joined" in line for line in hosts[0].stderr)
+        for host in hosts:
+            assert host.stdout is not None
+            assert host.stdout.readline().split()[1] == "3"
+        hosts[1].send_signal(end)
+        left = [hosts[0], hosts[2]]
+        seen = [host.stdout.readline().split()[:2] for host in left]  # type: ignore[union-attr]
+        assert seen == [["0", "2"], ["1", "2"]]
+        hosting.write("stop", "")
+        errors = [host.communicate(timeout=200)[1] for host in left]
+        assert [host.returncode for host in left] == [0, 0], errors
+        assert "2 ranks are left, and this is rank 1 of them" in errors[1]
+        assert "a new zygote is needed: RANK has changed" in errors[1]
+        assert "a new zygote" not in errors[0]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.communicate(timeout=60)
