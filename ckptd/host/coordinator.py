@@ -42,8 +42,8 @@ GREET_S = 5.0
 _STRANGERS_MAX = 64  # beside one connection for each rank; then the oldest one makes room
 _OTHER_FILES = 64  # that a host has open
 _PUBLISH_AGAIN_S = 0.5
-# When the members of a job change, torchrun tells all hosts to end within about this time. If it told some only,
-# those are leaving.
+# When the members of a job change, torchrun tells all hosts to end within about this time. If it has told
+# some only, those are leaving.
 _DEPART_S = 2.0
 
 

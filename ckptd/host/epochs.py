@@ -169,7 +169,9 @@ Order = BeginEpoch | ReleaseHosts | AbandonJob | StopJob
 
 
 class JobEpochs:
-    """The epochs of a job, in the order in which its coordinator hears of failures. Ranks are those of the start.
+    """The epochs of a job, in the order in which its coordinator hears of failures.
+
+    Ranks are those of the start.
 
     Args:
         world_size: number of ranks.
@@ -212,7 +214,7 @@ class JobEpochs:
 
     @validated
     def failed(self, rank: int, epoch: int, why: str, now_s: float) -> Order | None:
-        """A trainer has failed; None if that is no news: it was of an epoch that is over, or it could not go on
+        """A trainer has failed; None if that is no news: it was of an epoch that is over, or could not go on
         without those that are departing.
         """
         if self.closed or epoch != self.epoch or self.departing:

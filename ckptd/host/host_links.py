@@ -16,7 +16,17 @@ import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Link", "LinkError", "accept", "connect", "listen", "parsed", "remove_dead_sockets"]
+__all__ = [
+    "Link",
+    "LinkError",
+    "accept",
+    "connect",
+    "connect_socket",
+    "listen",
+    "parsed",
+    "peer_of",
+    "remove_dead_sockets",
+]
 
 Message = dict[str, Any]
 
@@ -117,13 +127,13 @@ def _opened(folder: Path) -> Any:
         os.close(fd)
 
 
-def listen(folder: Path, name: str) -> socket.socket:
+def listen(folder: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """A socket of this name in a private folder, in place of one that may be left from a dead process.
 
     Raises:
         OSError: it cannot be made.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, kind)
     try:
         (folder / name).unlink(missing_ok=True)
         with _opened(folder) as fd:
@@ -142,15 +152,25 @@ def connect(folder: Path, name: str) -> Link | None:
     Raises:
         LinkError: another user listens.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = connect_socket(folder, name)
+    return None if connection is None else Link(connection)
+
+
+def connect_socket(folder: Path, name: str, kind: int = socket.SOCK_STREAM) -> socket.socket | None:
+    """A connection to this user's process that listens; None if none does.
+
+    Raises:
+        LinkError: another user listens.
+    """
+    connection = socket.socket(socket.AF_UNIX, kind)
     try:
         with _opened(folder) as fd:
             connection.connect(_address(fd, name))
     except OSError:
         connection.close()
         return None
-    _check_peer(connection)
-    return Link(connection)
+    peer_of(connection)
+    return connection
 
 
 def accept(listener: socket.socket) -> Link | None:
@@ -163,21 +183,22 @@ def accept(listener: socket.socket) -> Link | None:
         connection, _ = listener.accept()
     except OSError:
         return None
-    _check_peer(connection)
+    peer_of(connection)
     return Link(connection)
 
 
-def _check_peer(connection: socket.socket) -> None:
-    """Close a connection with a process of another user.
+def peer_of(connection: socket.socket) -> int:
+    """The process at the other end.
 
     Raises:
-        LinkError: it is one.
+        LinkError: it is one of another user; the connection is closed.
     """
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(packed)
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid != os.geteuid():
         connection.close()
         raise LinkError(f"the other side runs as user {uid}, this host as user {os.geteuid()}")
+    return int(pid)
 
 
 def remove_dead_sockets(folder: Path) -> None:

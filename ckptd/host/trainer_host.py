@@ -46,7 +46,8 @@ from ckptd.host.process_control import (
 )
 from ckptd.host.script_main import script_file
 from ckptd.host.zygote import WITNESSED
-from ckptd.host.zygote_link import ZygoteLink
+from ckptd.host.zygote_handover import waiting_name
+from ckptd.host.zygote_link import ZygoteLink, start_zygote, take_over_zygote
 
 __all__ = ["HOST_LOST", "TrainerHost", "record_name"]
 
@@ -151,13 +152,24 @@ class TrainerHost:
         self._new_zygote()
 
     def _tear_down(self) -> None:
-        if self._zygote is not None:
-            self._drop_zygote()
         self._keep_imports()
+        if self._zygote is not None and self._may_be_started_again:
+            self._loop.forget(self._zygote)
+            self._zygote.leave_behind(self._folder, waiting_name(self._options), self._agent)
+        elif self._zygote is not None:
+            self._drop_zygote()
         if self._trainer is not None:  # an error of ours
             send(self._trainer, signal.SIGKILL, group=True)
         self._job.close()
         self._watch.close()
+
+    @property
+    def _may_be_started_again(self) -> bool:
+        """By torchrun, soon, in this place: then the zygote is of use."""
+        succeeded = self._status == 0 and self._ended_by is None and not self._life.stopped
+        zygote = self._zygote
+        usable = zygote is not None and zygote.ready and not zygote.forking and self._trainer is None
+        return self._options.launched and self._own_session and usable and not succeeded
 
     # -- what happens to this process -------------------------------------------------------------
 
@@ -379,8 +391,10 @@ class TrainerHost:
             self._plainly_from_now_on()
             return
         self._zygotes += 1
+        if self._zygotes == 1 and self._takes_over():
+            return
         try:
-            self._zygote = ZygoteLink(
+            self._zygote = start_zygote(
                 self._options.script,
                 self._record if self._everything else None,
                 environment={**os.environ, **self._environment},
@@ -394,6 +408,21 @@ class TrainerHost:
         self._loop.watch(self._zygote, self._on_zygote)
         self._loop.after(_IMPORT_S, self._zygote_hangs)
 
+    def _takes_over(self) -> bool:
+        """Whether the zygote of the last start in this place serves this one, too."""
+        if not (self._options.launched and self._own_session):
+            return False
+        found = take_over_zygote(self._folder, waiting_name(self._options), keep=self._watch.descriptors)
+        if isinstance(found, str):
+            if found:
+                logger.info("rank %d: a new zygote is needed: %s", self._rank, found)
+            return False
+        self._zygote = found
+        logger.info("rank %d: the zygote of the last start is used: %d modules", self._rank, found.modules)
+        self._loop.watch(found, self._on_zygote)
+        self._job.use(found)
+        return True
+
     def _plainly_from_now_on(self) -> None:
         logger.warning(
             "rank %d: trainers are started plainly, not forked: %s", self._rank, self._plain_because
@@ -404,16 +433,21 @@ class TrainerHost:
         assert self._zygote is not None
         answer = self._zygote.receive()
         if answer is None:
+            if self._trainer is not None and not self._zygote.is_child:
+                self._on_trainer_end(self._trainer, signal.SIGKILL)
             self._replace_zygote(f"the last one has ended ({self._zygote.reaped or 'no status yet'})")
         elif "ready" in answer:
             self._loop.cancel(self._zygote_hangs)
             logger.info(
                 "rank %d: a zygote has %d modules after %.1f s",
                 self._rank,
-                answer["modules"],
+                self._zygote.modules,
                 answer["took_s"],
             )
             self._job.use(self._zygote)
+        elif "ended" in answer:
+            if self._trainer is not None and self._trainer.pid == answer["ended"]:
+                self._on_trainer_end(self._trainer, answer["status"])
         elif "forked" in answer:
             self._started(HostProcess(answer["forked"], self._own_session), "forked")
         elif "signals" in answer:
@@ -465,7 +499,9 @@ class TrainerHost:
         if self._looks:
             self._loop.after(self._looks[0], self._look_at_imports)
         size = os.fstat(self._imports).st_size
-        if size > self._imported and self._zygote is not None and self._zygote.ready and not self._unfit:
+        imports = self._zygote is not None and self._zygote.ready and self._zygote.is_child
+        if size > self._imported and imports and not self._unfit:
+            assert self._zygote is not None
             self._imported = size
             self._keep_imports()
             self._zygote.import_more(self._imports)

@@ -9,6 +9,8 @@ socket; each request is a JSON object in one packet, with at most one descriptor
     errand      {"do": "errand"} and a socket → {"errand": pid}, see `ckptd.host.job_store`
     signals     {"do": "signals"} → {"signals": [...]}: those that have reached the zygote since
     ended       {"do": "ended"}: the trainer's process group is no more
+    wait        {"do": "wait", "folder", "name"} and a pidfd of torchrun: the host ends, and another one may
+                take this zygote over (`ckptd.host.zygote_handover`)
 
 After each import the zygote says ``{"ready": true}``, or ``{"unfit": reason}`` and exits: a fork has only the
 thread that forked, and shares sockets, devices and the state of generators with its parent.
@@ -16,6 +18,9 @@ thread that forked, and shares sockets, devices and the state of generators with
 A trainer is forked twice, so that its parent is the host, which waits for it. It begins when the zygote lets
 it, and by then the zygote knows that the intermediate process is gone: only then may the trainer ask for a
 signal when its parent dies. When the host dies, the zygote ends the trainer's process group.
+
+After a takeover the zygote is no child of its host, and so the trainer is the zygote's: it dies with that,
+which says how it ended (``{"ended": pid, "status": …}``) and waits for it once the host has heard that.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ckptd.host.job_store import run_errand
@@ -48,6 +54,13 @@ from ckptd.host.preload import (
 )
 from ckptd.host.process_control import die_with_parent, end_group, name_process, outlive_parent
 from ckptd.host.script_main import Script, run_script, set_up_path
+from ckptd.host.zygote_handover import (
+    differing_variable,
+    moved_environment,
+    ready_of,
+    wait_for_successor,
+)
+from ckptd.progress_page import PAGE_VARIABLE
 
 __all__ = ["WITNESSED", "Zygote", "main", "serve_stores", "unfit_because"]
 
@@ -130,12 +143,25 @@ class Zygote:
     Args:
         control: the socket to the host.
         host: the process id of the host.
+        keep: descriptors that trainers inherit.
         own_session: trainers lead sessions of their own, and the zygote leads one, so that a signal to the
             host's process group does not reach them.
     """
 
-    def __init__(self, script: Script, control: socket.socket, *, host: int, own_session: bool) -> None:
+    def __init__(
+        self,
+        script: Script,
+        control: socket.socket,
+        *,
+        host: int,
+        own_session: bool,
+        keep: Sequence[int] = (),
+    ) -> None:
         self._script, self._control, self._host, self._own_session = script, control, host, own_session
+        self._kept = list(keep)
+        self._taken_over = False
+        self._children: dict[int, int] = {}  # after a takeover: their pidfds
+        self._environment = dict(os.environ)  # before the imports
         self._given = _open_descriptors()
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, WITNESSED)
         self._sources = SourceFiles()
@@ -174,6 +200,8 @@ class Zygote:
     def serve(self) -> None:
         """Do what the host asks for; returns in a trainer only."""
         while True:
+            if self._taken_over:
+                self._wait_for_request()
             packet, fds, _, _ = socket.recv_fds(self._control, _PACKET_MAX, 1)
             if not packet:
                 self._host_is_gone()
@@ -199,8 +227,54 @@ class Zygote:
             case "signals":
                 self._tell({"signals": self._signals()})
             case "ended":
+                if self._taken_over and self._group is not None:
+                    os.waitpid(self._group, 0)
                 self._group = None
+            case "wait":
+                self._wait_for_successor(Path(request["folder"]), request["name"], fds[0])
         return False
+
+    def _wait_for_successor(self, folder: Path, name: str, agent: int) -> None:
+        """Be the zygote of another host; or end with torchrun."""
+        self._control.close()
+        for fd in self._kept:
+            os.close(fd)
+        found = wait_for_successor(folder, name, agent)
+        if found is None:
+            os._exit(0)
+        self._control, self._host, self._kept = found.control, found.pid, list(found.kept)
+        if differs := differing_variable(self._environment, found.environment, self._read):
+            self._tell({"refused": differs})
+            os._exit(0)
+        moved = moved_environment(self._environment, os.environ, found.environment)
+        os.environ.clear()
+        os.environ.update(moved)
+        self._environment = found.environment
+        self._taken_over = True
+        self._group = None
+        self._signals()  # those of the last host
+        self._tell({"taken_over": os.getpid(), "modules": len(sys.modules)})
+
+    def _wait_for_request(self) -> None:
+        """Until the host asks for something; tell it how the trainer has ended, if it has."""
+        while True:
+            ready = ready_of(self._control.fileno(), *self._children.values())
+            for pid, fd in list(self._children.items()):
+                if fd in ready:
+                    self._on_end(pid)
+            if self._control.fileno() in ready:
+                return
+
+    def _on_end(self, pid: int) -> None:
+        os.close(self._children.pop(pid))
+        if pid != self._group:  # a server of stores, an errand
+            os.waitpid(pid, 0)
+            return
+        # It is waited for when the host knows: until then its number is no other process's.
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        exited = result.si_code == os.CLD_EXITED
+        self._tell({"ended": pid, "status": result.si_status << 8 if exited else result.si_status})
 
     def _tell(self, message: dict[str, Any]) -> None:
         try:
@@ -233,6 +307,8 @@ class Zygote:
             return False
         name_process(self._name)
         os.environ.update(environment)
+        if self._kept:
+            os.environ[PAGE_VARIABLE] = str(self._kept[0])
         recorder = ImportRecorder(os.dup(imports))
         atexit.register(recorder.flush)
         sys.meta_path.insert(0, recorder)
@@ -267,17 +343,37 @@ class Zygote:
                 os._exit(0)
 
     def _fork(self, answer: str) -> int:
-        """A child of the host, or 0 in the child, once it may begin.
+        """A child of the host, or after a takeover of this process; or 0 in the child, once it may begin.
 
         Raises:
             OSError: there is no memory, or there are too many processes.
         """
+        return self._fork_own(answer) if self._taken_over else self._fork_for_host(answer)
+
+    def _fork_own(self, answer: str) -> int:
+        parent = os.getpid()
+        go_read, go_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for fd in (go_write, *self._children.values()):
+                os.close(fd)
+            self._begin(go_read, parent)
+            return 0
+        os.close(go_read)
+        self._children[pid] = os.pidfd_open(pid)
+        self._tell({answer: pid})
+        with contextlib.suppress(BrokenPipeError):
+            os.write(go_write, b"1")
+        os.close(go_write)
+        return pid
+
+    def _fork_for_host(self, answer: str) -> int:
         go_read, go_write = os.pipe()
         pid_read, pid_write = os.pipe()
         middle = os.fork()
         if middle == 0:
             self._fork_again(go_write, pid_read, pid_write)
-            self._begin(go_read)
+            self._begin(go_read, self._host)
             return 0
         os.close(pid_write)
         os.close(go_read)
@@ -309,12 +405,12 @@ class Zygote:
         for fd in (go_write, pid_read, pid_write):
             os.close(fd)
 
-    def _begin(self, go_read: int) -> None:
-        """In the new child: wait until the intermediate process is gone, and be as a program at its start."""
+    def _begin(self, go_read: int, parent: int) -> None:
+        """In the new child: wait until it has its last parent, and be as a program at its start."""
         if os.read(go_read, 1) != b"1":
             os.kill(os.getpid(), signal.SIGKILL)  # the zygote has died
         os.close(go_read)
-        die_with_parent(self._host)
+        die_with_parent(parent)
         self._control.close()
         if self._own_session:
             os.setsid()
@@ -365,7 +461,13 @@ def main() -> None:
     control = socket.socket(fileno=settings["control"])
     for descriptor in (control.fileno(), *settings["keep"]):
         os.set_inheritable(descriptor, False)
-    zygote = Zygote(script, control, host=settings["host"], own_session=settings["own_session"])
+    zygote = Zygote(
+        script,
+        control,
+        host=settings["host"],
+        own_session=settings["own_session"],
+        keep=settings["keep"],
+    )
     set_up_path(script)
     names, _ = read_record(settings["record"]) if settings["record"] else ([], "")
     zygote.preload(names or FIRST_MODULES)

@@ -14,10 +14,65 @@ from typing import Any
 
 from ckptd.host.process_control import HostProcess, send, spawn
 from ckptd.host.script_main import Script
+from ckptd.host.zygote_handover import ask_for_zygote
 
-__all__ = ["StoreServer", "ZygoteLink"]
+__all__ = ["StoreServer", "ZygoteLink", "start_zygote", "take_over_zygote"]
 
 _PACKET_MAX = 64 << 10
+
+
+def start_zygote(
+    script: Script,
+    record: Path | None,
+    *,
+    environment: Mapping[str, str],
+    own_session: bool,
+    keep: Sequence[int] = (),
+) -> ZygoteLink:
+    """Start one; it says when it is ready.
+
+    Args:
+        record: names of modules that it imports; None: what every trainer needs.
+        keep: descriptors that trainers inherit, and programs that they start do not.
+    Raises:
+        OSError: no process could be made.
+    """
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    settings = {
+        "control": theirs.fileno(),
+        "host": os.getpid(),
+        "own_session": own_session,
+        "record": str(record or ""),
+        "flags": script.flags,
+        "keep": list(keep),
+    }
+    command = [sys.executable, *script.flags, "-m", "ckptd.host.zygote", json.dumps(settings)]
+    with theirs:
+        process = spawn(
+            [*command, *script.words],
+            environment,
+            own_session=own_session,
+            keep=[theirs.fileno(), *keep],
+        )
+    return ZygoteLink(control, process)
+
+
+def take_over_zygote(folder: Path, name: str, *, keep: Sequence[int] = ()) -> ZygoteLink | str:
+    """The one that a host of an earlier start has left behind for this one, or why there is none.
+
+    Args:
+        keep: as above.
+    """
+    found = ask_for_zygote(folder, name, os.environ, list(keep))
+    if found is None:
+        return ""
+    control, answer = found
+    if "taken_over" not in answer:
+        control.close()
+        return f"{answer.get('refused', 'something')} differs from the last start"
+    zygote = ZygoteLink(control, HostProcess(int(answer["taken_over"]), leads=True), is_child=False)
+    zygote.ready, zygote.modules = True, int(answer["modules"])
+    return zygote
 
 
 class ZygoteLink:
@@ -25,47 +80,18 @@ class ZygoteLink:
 
     Attributes:
         process: for whoever waits for children.
+        is_child: of this host. If not, it was taken over; trainers are its children then, and die with it.
+        modules: that it has imported; 0 until it is ready.
         ready: it waits for requests, and trainers may be forked from it.
         forking: it was asked for a trainer, and has not answered yet.
         reaped: how it ended, once it was waited for; its number may be another process's then.
     """
 
-    def __init__(
-        self,
-        script: Script,
-        record: Path | None,
-        *,
-        environment: Mapping[str, str],
-        own_session: bool,
-        keep: Sequence[int] = (),
-    ) -> None:
-        """Start one; it says when it is ready.
-
-        Args:
-            record: names of modules that it imports; None: what every trainer needs.
-            keep: descriptors that trainers inherit, and programs that they start do not.
-        Raises:
-            OSError: no process could be made.
-        """
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = {
-            "control": theirs.fileno(),
-            "host": os.getpid(),
-            "own_session": own_session,
-            "record": str(record or ""),
-            "flags": script.flags,
-            "keep": list(keep),
-        }
-        command = [sys.executable, *script.flags, "-m", "ckptd.host.zygote", json.dumps(settings)]
-        with theirs:
-            self.process: HostProcess = spawn(
-                [*command, *script.words],
-                environment,
-                own_session=own_session,
-                keep=[theirs.fileno(), *keep],
-            )
+    def __init__(self, control: socket.socket, process: HostProcess, *, is_child: bool = True) -> None:
+        self._control, self.process, self.is_child = control, process, is_child
         self._control.setblocking(False)
         self.ready = self.forking = False
+        self.modules = 0
         self.reaped = ""
 
     def fileno(self) -> int:
@@ -84,7 +110,8 @@ class ZygoteLink:
             self.ready = False
             return None
         answer: dict[str, Any] = json.loads(packet)
-        self.ready = self.ready or "ready" in answer
+        if "ready" in answer:
+            self.ready, self.modules = True, int(answer["modules"])
         if {"forked", "failed", "stale"} & answer.keys():
             self.forking = False
         return answer
@@ -123,10 +150,20 @@ class ZygoteLink:
         """Ask for a child that serves a `StoreErrand` at the other end of this socket."""
         self._ask({"do": "errand"}, channel)
 
+    def leave_behind(self, folder: Path, name: str, agent: int) -> None:
+        """It waits for the next host that torchrun starts in this place, and ends with torchrun.
+
+        Args:
+            agent: a pidfd of torchrun.
+        """
+        self._ask({"do": "wait", "folder": str(folder), "name": name}, agent)
+        self.ready = False
+        self._control.close()
+
     def end(self) -> None:
-        """SIGKILL; its trainer goes on."""
+        """End it. Its trainer goes on if it is a child of this host."""
         self.ready = self.forking = False
-        if not self.reaped:
+        if self.is_child and not self.reaped:
             send(self.process, signal.SIGKILL)
         self._control.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ckptd.host.hosting import children_of, gone
+from tests.ckptd.host.hosting import gone, trainers_of
 from tests.cluster.daemons import provision_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.network import why_no_namespaces
@@ -46,7 +46,7 @@ class HostedRun(ClusterTraining):
 
     def trainer(self, node: Host) -> int:
         (host,) = self.hosts(node)
-        (pid,) = [pid for name, pid in children_of(host).items() if not name.startswith("ckptd-")]
+        (pid,) = trainers_of(host)
         return pid
 
     def node_of(self, rank: int) -> Host:

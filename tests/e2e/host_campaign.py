@@ -36,7 +36,7 @@ from ckptd.host.hangs.trainer_watch import state_of
 from ckptd.saved import saved_iterations
 from ckptd.transport.messages import Done, Events, Forget, GetEvents
 from examples.moe_text.lab import Trainer
-from tests.ckptd.host.hosting import children_of
+from tests.ckptd.host.hosting import zygote_of
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, own_daemon
 from tests.e2e.hosted_job import HostedJob
@@ -274,8 +274,14 @@ class _Attacker:
     def _zygote(self, rank: int) -> int:
         """The zygote of a rank; it may just be a new one that is being started."""
         host = self._job.hosts()[rank]
-        self._job.until(lambda: "ckptd-zygote" in children_of(host), "a zygote")
-        return children_of(host)["ckptd-zygote"]
+        found: list[int] = []
+
+        def is_there() -> bool:
+            found[:] = [pid for pid in [zygote_of(host)] if pid is not None]
+            return bool(found)
+
+        self._job.until(is_there, "a zygote")
+        return found[0]
 
     def _restorable(self) -> bool:
         return bool(saved_iterations("host-campaign", self._job.run, daemon=self._daemon.endpoint))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -190,9 +191,15 @@ def test_no_daemon_at_the_start_is_an_error_with_a_hint(tmp_path: Path) -> None:
         )
 
 
-def test_auto_starts_a_daemon_that_outlives_the_trainer(tmp_path: Path, segment_dir: Path) -> None:
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ckptd-auto-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_auto_starts_a_daemon_that_outlives_the_trainer(tmp_path: Path, in_memory: Path) -> None:
     """No set-up at all: the first trainer starts a daemon, is killed, and the second one resumes from it."""
-    runtime, segments = segment_dir / "auto-run", segment_dir / "auto-segments"
+    runtime, segments = in_memory / "run", in_memory / "segments"
     for folder in (runtime, segments):
         folder.mkdir(mode=0o700)
     environment = {

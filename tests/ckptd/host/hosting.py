@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from ckptd.host.host_options import options_from
 from ckptd.host.preload import write_record
 from ckptd.host.trainer_host import record_name
 
-__all__ = ["Hosting", "children_of", "gone", "until"]
+__all__ = ["Hosting", "children_of", "gone", "trainers_of", "until", "zygote_of"]
 
 ROOT = Path(__file__).resolve().parents[3]
 # What the launcher of the tests themselves may have set.
@@ -116,6 +117,30 @@ def children_of(pid: int) -> dict[str, int]:
             if int(rest.split()[1]) == pid and rest.split()[0] != "Z":
                 found[name] = int(path.name)
     return found
+
+
+def zygote_of(host: int) -> int | None:
+    """Its child, or the one that it has taken over: that of the same place under the same torchrun."""
+    if (child := children_of(host).get("ckptd-zygote")) is not None:
+        return child
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            named = path.name.isdecimal() and (path / "comm").read_text().strip() == "ckptd-zygote"
+            if named and _place(int(path.name)) == _place(host):
+                return int(path.name)
+    return None
+
+
+def _place(pid: int) -> list[bytes]:
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return sorted(v for v in environ if v.startswith((b"TORCHELASTIC_RUN_ID=", b"LOCAL_RANK=", b"GROUP_RANK=")))
+
+
+def trainers_of(host: int) -> list[int]:
+    """One, or none: a child of the host, or of a zygote that it has taken over."""
+    zygote = zygote_of(host)
+    children = {**children_of(host), **({} if zygote is None else children_of(zygote))}
+    return [pid for name, pid in children.items() if not name.startswith("ckptd-")]
 
 
 def gone(pid: int) -> bool:

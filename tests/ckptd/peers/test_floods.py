@@ -42,8 +42,9 @@ READY = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 HANDSHAKE_NULL = GREETING_NULL + b"\x04" + bytes([len(READY)]) + READY
 PART = bytes(256 << 10)
 ENDLESS = 2 << 30  # bytes of a message, of which no end was seen when its sender is cut
-OF_A_MEMBER = 640 * MIB  # 256 MiB, what comes between two looks, and a third as much again
-OF_A_STRANGER = 320 * MIB  # what comes between two looks
+# What comes between two looks, which may be late on a busy machine; and 256 MiB more of a member. Usually half of it.
+OF_A_MEMBER = 1024 * MIB
+OF_A_STRANGER = 768 * MIB
 
 
 def resident(node: Node) -> int:
