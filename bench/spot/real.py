@@ -110,9 +110,10 @@ def strategies(setting: Setting) -> dict[str, Strategy]:
     elastic = ("bench.spot.elastic_job", "--slots", str(setting.slots))
     fixed = ("bench.spot.fixed_job", "--group", str(group))
     often, seldom = setting.every, 5 * setting.every
+    hosted = ("ckptd.host", "--min-ranks", str(need), "--max-restarts", "1000", "-m", *elastic)
     return {
         "ours": Strategy(
-            elastic, often, f"{need}:{hosts}", need, 1, lambda job: Elastic(job, snapshots=True)
+            hosted, often, f"{need}:{hosts}", need, 1, lambda job: Elastic(job, snapshots=True)
         ),
         "lazarus_alone": Strategy(
             elastic, seldom, f"{need}:{hosts}", need, 0, lambda job: Elastic(job, snapshots=False)

@@ -296,6 +296,10 @@ def _barrier_of_job() -> StoreBarrier:
 
 # What all ranks together gather, or one rank ships, in one round.
 _ROUND_BYTES = 64 << 20
+# Of each payload in the first round, with its length: most need no other. All ranks together have a limit, too.
+_FIRST_BYTES = 4 << 10
+_FIRST_OF_ALL = 4 << 20
+_LENGTH_BYTES = 8
 
 Chunks = Sequence[bytes | memoryview]
 
@@ -303,27 +307,27 @@ Chunks = Sequence[bytes | memoryview]
 def gather_bytes(payload: bytes, world_size: int, group: Any = None) -> list[bytes]:
     """The payloads of all ranks, in their order; a collective call of the process group (default: all)."""
     device = _device_of(group)
-    mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    sizes = [int(size) for size in _gathered(mine, world_size, group).flatten().tolist()]
-    most = max(sizes)
+
+    def gathered(piece: bytes, width: int) -> list[memoryview]:
+        row = torch.frombuffer(bytearray(piece.ljust(width, b"\0")), dtype=torch.uint8).to(device)
+        everything = torch.empty((world_size, width), dtype=torch.uint8, device=device)
+        dist.all_gather(list(everything.unbind()), row, group=group)
+        return [row.data for row in everything.cpu().numpy()]
+
+    first = max(1, min(_FIRST_BYTES, _FIRST_OF_ALL // world_size))
+    length = len(payload).to_bytes(_LENGTH_BYTES, "little")
+    heads = gathered(length + payload[:first], _LENGTH_BYTES + first)
+    sizes = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+    parts = [
+        [bytes(head[_LENGTH_BYTES : _LENGTH_BYTES + size])] for head, size in zip(heads, sizes, strict=True)
+    ]
     # In rounds, so that one long payload does not cost world size times its length of memory.
-    width = max(1, min(most, _ROUND_BYTES // world_size))
-    parts: list[list[bytes]] = [[] for _ in sizes]
-    for start in range(0, most, width):
-        length = min(width, most - start)
-        piece = payload[start : start + length].ljust(length, b"\0")
-        row = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device)
-        rows = _gathered(row, world_size, group).cpu().numpy()
-        for rank, size in enumerate(sizes):
-            if size > start:
-                parts[rank].append(rows[rank, : size - start].tobytes())
-    return [b"".join(found) for found in parts]
-
-
-def _gathered(mine: Tensor, world_size: int, group: Any) -> Tensor:
-    everything = torch.empty((world_size, mine.numel()), dtype=mine.dtype, device=mine.device)
-    dist.all_gather(list(everything.unbind()), mine, group=group)
-    return everything
+    width = max(1, min(max(sizes) - first, _ROUND_BYTES // world_size))
+    for start in range(first, max(sizes), width):
+        rows = gathered(payload[start : start + width], width)
+        for part, row, size in zip(parts, rows, sizes, strict=True):
+            part.append(bytes(row[: max(0, size - start)]))
+    return [b"".join(part) for part in parts]
 
 
 def ship_bytes(outgoing: Sequence[Chunks], group: Any = None) -> list[bytearray]:

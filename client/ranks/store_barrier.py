@@ -229,7 +229,6 @@ def arrive(store: Any, prefix: str, number: int, *, rank: int, world_size: int) 
 def _verdict(store: Any, here: str, rank: int, world_size: int, deadline_s: float, gone_key: str) -> str:
     began = time.monotonic()
     least_s = world_size / _LOOKS_PER_S
-    wait_s = max(_POLL_S, least_s)
     gone_s, warn_s = began + _GONE_S, began + _WARN_S
     while not store.check([f"{here}/verdict"]):
         now = time.monotonic()
@@ -244,8 +243,9 @@ def _verdict(store: Any, here: str, rank: int, world_size: int, deadline_s: floa
         if now > warn_s:
             warn_s = now + _WARN_AGAIN_S
             _warn_of_missing(store, here, rank, world_size, now - began)
-        time.sleep(wait_s)
-        wait_s = max(min(2 * wait_s, _POLL_MAX_S), least_s)
+        # Looks that become rare while one waits, and make the wait longer by a tenth at most. (The store's own
+        # `wait` writes a warning each time that it does not end.)
+        time.sleep(max(_POLL_S, least_s, min(_POLL_MAX_S, (now - began) / 10)))
     return str(store.get(f"{here}/verdict").decode())
 
 

@@ -14,7 +14,7 @@ from tests.ckptd.host.hosting import gone, trainers_of
 from tests.cluster.daemons import provision_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.network import why_no_namespaces
-from tests.cluster.torchrun import TorchrunJob
+from tests.cluster.torchrun import SETTINGS, TorchrunJob
 from tests.cluster.training import ClusterTraining, undisturbed
 
 NUM_RANKS = 2
@@ -157,6 +157,70 @@ def test_an_agent_that_is_told_to_end_leaves_nothing_behind(run: HostedRun, refe
     run.job.join(node)
     run.reach(newest + 6)
     run.check_end(reference)
+
+
+WORLDS = """
+import os, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert int(total) == dist.get_world_size()
+place = "-".join(os.environ[name] for name in ("WORLD_SIZE", "RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"))
+(Path(sys.argv[1]) / f"{place}-{os.getpid()}").touch()
+while not (Path(sys.argv[1]) / "stop").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_an_elastic_job_loses_a_node_and_gains_one(tmp_path: Path) -> None:
+    """For the loss torchrun is not needed; for a node that comes it is, and zygotes are taken over."""
+    if why := why_no_namespaces():
+        pytest.skip(f"nodes cannot be cut off here: {why}")
+    script, found = tmp_path / "worlds.py", tmp_path / "found"
+    script.write_text(WORLDS)
+    found.mkdir()
+    with Cluster(3) as cluster:
+        job = TorchrunJob(
+            cluster,
+            ["-m", "--", "ckptd.host", "--min-ranks", "2", str(script), str(found)],
+            nnodes="2:3",
+            folder=tmp_path,
+            env=lambda node: {"CKPTD_RUNTIME_DIR": str(node.runtime_dir)},
+            settings={**SETTINGS, "--rdzv-conf": f"{SETTINGS['--rdzv-conf']},last_call_timeout=3"},
+        )
+
+        def logs() -> dict[str, str]:
+            return {node.name: (tmp_path / f"{node.name}.log").read_text() for node in cluster.hosts}
+
+        def met(ranks: int, since: set[Path]) -> Callable[[], bool]:
+            places = {f"{ranks}-{rank}-{rank}-{ranks}" for rank in range(ranks)}
+            return lambda: places <= {path.name.rpartition("-")[0] for path in set(found.iterdir()) - since}
+
+        try:
+            job.start()
+            job.until(met(3, set()), "three ranks", timeout_s=150)
+            job.until(lambda: "hosts have joined" in "".join(logs().values()), "hosts", timeout_s=150)
+            before = set(found.iterdir())
+            coordinator = next(name for name, log in logs().items() if "hosts have joined" in log)
+            lost = next(node for node in cluster.hosts if node.name != coordinator)
+            left = [node for node in cluster.hosts if node is not lost]
+            hosts = [pid for node in left for pid in node.pids() if _name(pid) == "ckptd-host"]
+            lost.destroy(silent=True)
+            job.lost(lost)
+            job.until(met(2, before), "two ranks", timeout_s=150)
+            assert not any(map(gone, hosts)), "torchrun has not started anything"
+            lost.boot()
+            job.join(lost)
+            before = set(found.iterdir())
+            job.until(met(3, before), "three ranks again", timeout_s=150)
+            for node in left:
+                assert "2 ranks are left" in logs()[node.name], job.logs()
+                assert "the zygote of the last start is used" in logs()[node.name], job.logs()
+            (found / "stop").touch()
+            job.wait(timeout_s=150)
+        finally:
+            job.stop()
 
 
 WAITS = """

@@ -133,7 +133,9 @@ def zygote_of(host: int) -> int | None:
 
 def _place(pid: int) -> list[bytes]:
     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return sorted(v for v in environ if v.startswith((b"TORCHELASTIC_RUN_ID=", b"LOCAL_RANK=", b"GROUP_RANK=")))
+    return sorted(
+        v for v in environ if v.startswith((b"TORCHELASTIC_RUN_ID=", b"LOCAL_RANK=", b"GROUP_RANK="))
+    )
 
 
 def trainers_of(host: int) -> list[int]:
