@@ -166,7 +166,7 @@ def recover_global(
     Args:
         at: go back to this iteration, from memory or storage, and give up what is newer.
         verify_iterations: how many iterations more than necessary may be replayed, to compare what
-            is loaded; the least of all ranks' counts.
+            is loaded; the same on all ranks.
         seen: an inventory that is as good as a new one, on all ranks or on none.
     Raises:
         ValueError: iteration ``at`` cannot be had; nothing was given up.
@@ -177,7 +177,7 @@ def recover_global(
         CorruptionError: all that is left is quarantined, or cannot be compared after a replay that
             did not reproduce; on every rank.
     """
-    procedure = _GlobalStart(memory, ranks, at, min(ranks.gather(verify_iterations, int)), seen)
+    procedure = _GlobalStart(memory, ranks, at, verify_iterations, seen)
     agreed = agree_on_plan(ranks, procedure)
     if agreed is None:
         # Every rank comes here. Starting over would free what the others hold safely.

@@ -95,12 +95,12 @@ def begin_localized(
     Args:
         same_operators: ranks whose operators all equal those of this rank, in their values too.
         verify_iterations: how many iterations more than necessary may be replayed to compare what
-            is loaded: here one at most.
+            is loaded, the same on all ranks: here one at most.
     Raises:
         AttachRefused: the run was recovered again meanwhile.
         DaemonUnavailable: a daemon is away, or a rank cannot go on.
     """
-    procedure = _LocalizedProcedure(memory, ranks, same_operators, min(ranks.gather(verify_iterations, int)))
+    procedure = _LocalizedProcedure(memory, ranks, same_operators, verify_iterations)
     agreed = agree_on_plan(ranks, procedure)
     seen = None
     if agreed is None:

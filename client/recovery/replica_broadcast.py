@@ -25,6 +25,9 @@ from ckptd.client.ranks.collectives import Collectives
 __all__ = ["Piece", "ReplicaBroadcast", "Take", "arrange"]
 
 _CHUNK_BYTES = 32 << 20
+# Of a header, with its length: what most need.
+_HEAD_BYTES = 8 << 10
+_LENGTH_BYTES = 8
 _ALIGNMENT = 64
 
 # A recorded part, and its bytes in host memory.
@@ -60,14 +63,15 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Chunk(msgspec.Struct, frozen=True):
-    """Describes the next broadcast of ``nbytes`` bytes; without parts, the sender has sent everything.
+    """Describes the next broadcast of ``nbytes`` bytes; without parts, none follows.
 
-    ``absent``: parameters without optimizer state, as this sender recorded.
+    ``absent``: parameters without optimizer state, as this sender recorded. ``last``: it has sent everything.
     """
 
     parts: tuple[_Part, ...] = ()
     nbytes: int = 0
     absent: tuple[str, ...] = ()
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -239,38 +243,54 @@ class _Wire:
     def send(self, sender: int, pieces: Iterable[Piece], absent: Iterable[str]) -> int:
         total = 0
         names = tuple(sorted(absent))
-        for parts, buffer in _packed(pieces):
-            self._send_header(sender, _Chunk(parts, buffer.numel(), names))
+        packed = _packed(pieces)
+        following = next(packed, None)
+        if following is None:
+            self._send_header(sender, _Chunk(absent=names))
+        while following is not None:
+            (parts, buffer), following = following, next(packed, None)
+            self._send_header(sender, _Chunk(parts, buffer.numel(), names, last=following is None))
             dist.broadcast(buffer.to(self._device), src=sender, group=self._group)
             total, names = total + buffer.numel(), ()
-        self._send_header(sender, _Chunk(absent=names))
         return total
 
     def receive(self, sender: int, take: Take) -> set[str]:
         absent = set[str]()
-        while True:
-            size = int(self._received(sender, 1, torch.int64).item())
-            header = self._received(sender, size).cpu().numpy().tobytes()
-            chunk = msgspec.msgpack.decode(header, type=_Chunk)
+        last = False
+        while not last:
+            chunk = self._received_header(sender)
+            last = chunk.last
             absent.update(chunk.absent)
-            if not chunk.parts:
-                return absent
-            buffer = self._received(sender, chunk.nbytes)
-            for part in chunk.parts:
-                dtype = DTYPES[part.dtype]
-                source = EntrySource(part.kind, part.name, part.key, part.start, part.stop, dtype)
-                data = buffer[part.offset : part.offset + part.nbytes]
-                take(source, data.view(dtype).reshape(part.shape))
+            if chunk.parts:
+                self._receive_parts(sender, chunk, take)
+        return absent
+
+    def _receive_parts(self, sender: int, chunk: _Chunk, take: Take) -> None:
+        buffer = self._received(sender, chunk.nbytes)
+        for part in chunk.parts:
+            dtype = DTYPES[part.dtype]
+            source = EntrySource(part.kind, part.name, part.key, part.start, part.stop, dtype)
+            data = buffer[part.offset : part.offset + part.nbytes]
+            take(source, data.view(dtype).reshape(part.shape))
 
     def _send_header(self, sender: int, chunk: _Chunk) -> None:
+        """In one broadcast; what does not fit, in a second one."""
         data = msgspec.msgpack.encode(chunk)
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
-        dist.broadcast(size, src=sender, group=self._group)
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        dist.broadcast(body, src=sender, group=self._group)
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")
+        for piece in (head, data[_HEAD_BYTES:]):
+            if piece:
+                body = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(self._device)
+                dist.broadcast(body, src=sender, group=self._group)
 
-    def _received(self, sender: int, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        buffer = torch.empty(size, dtype=dtype, device=self._device)
+    def _received_header(self, sender: int) -> _Chunk:
+        head = self._received(sender, _LENGTH_BYTES + _HEAD_BYTES).cpu().numpy().tobytes()
+        size, data = int.from_bytes(head[:_LENGTH_BYTES], "little"), head[_LENGTH_BYTES:]
+        if size > _HEAD_BYTES:
+            data += self._received(sender, size - _HEAD_BYTES).cpu().numpy().tobytes()
+        return msgspec.msgpack.decode(data[:size], type=_Chunk)
+
+    def _received(self, sender: int, size: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         dist.broadcast(buffer, src=sender, group=self._group)
         return buffer
 

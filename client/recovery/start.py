@@ -135,17 +135,22 @@ class Recovery:
             DaemonUnavailable: a daemon is away, or another rank cannot go on.
         """
         subject, options = self._subject, self._options
-        with ranks.all_or_none():
+
+        def settled() -> int:
             memory.settle_filled(_SEAL_WAIT_S)
-        # What is parked is newer than what was asked for.
-        begun = None if self._at is not None else self._begin_localized(memory, ranks)
+            return options.verify_iterations
+
+        verify_iterations = min(ranks.agree(settled, int))
+        begun = None
+        if self._at is None:  # what is parked is newer than what was asked for
+            begun = self._begin_localized(memory, ranks, verify_iterations)
         localized = begun if isinstance(begun, LocalizedStart) else None
         if localized is not None:
             found = recovered_locally(localized)
         else:
             seen = begun if isinstance(begun, RunView) else None
             recovered = recover_global(
-                memory, ranks, self._at, verify_iterations=options.verify_iterations, seen=seen
+                memory, ranks, self._at, verify_iterations=verify_iterations, seen=seen
             )
             if isinstance(recovered, str):
                 memory.forget_everything()
@@ -154,10 +159,7 @@ class Recovery:
         with contextlib.ExitStack() as undo:
             if localized is not None:
                 undo.callback(localized.close)
-            self._heed(ranks.gather(memory.hint, int))
-            with ranks.all_or_none():
-                plan = self._plan_of(memory)
-                changed = _changed_since(memory)
+            plan, changed = self._agree_on_snapshots(memory, ranks)
             with ranks.all_or_none():
                 alone = localized is not None and not localized.replays
                 replay = self.replay_of(found.images, plan, ranks, alone=alone, dense=found.dense)
@@ -186,14 +188,29 @@ class Recovery:
             localized,
         )
 
-    def _begin_localized(self, memory: RankMemory, ranks: Collectives) -> LocalizedStart | RunView | None:
+    def _agree_on_snapshots(self, memory: RankMemory, ranks: Collectives) -> tuple[SnapshotPlan, str]:
+        """The plan of the newest snapshots, and how this machine differs from theirs; a collective call."""
+        plan, changed = None, ""
+
+        def looked() -> int:
+            nonlocal plan, changed
+            plan, changed = self._plan_of(memory), _changed_since(memory)
+            return memory.hint
+
+        self._heed(ranks.agree(looked, int))
+        assert plan is not None
+        return plan, changed
+
+    def _begin_localized(
+        self, memory: RankMemory, ranks: Collectives, verify_iterations: int
+    ) -> LocalizedStart | RunView | None:
         subject = self._subject
         if subject.identity.world_size == 1:
             return None
         same = subject.sharing.ranks_with_same_operators(subject.operators, subject.identity.rank)
         if memory.descriptor is not None and not captured_once(memory.descriptor.client):
             same = ()  # by their wrappers they are, but values were not compared, or differed
-        return begin_localized(memory, ranks, same, verify_iterations=self._options.verify_iterations)
+        return begin_localized(memory, ranks, same, verify_iterations=verify_iterations)
 
     def _heed(self, hints: Sequence[int]) -> None:
         """Freeze like the most careful rank: what it computes from all gradients includes the others'."""
