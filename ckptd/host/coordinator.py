@@ -97,6 +97,7 @@ class Coordinator:
         self._stores: StoreServer | None = None
         self._no_server = False
         self._spare_port = 0
+        self._served_epoch = 0  # the newest that has a store of the present server
         self._waiting: BeginEpoch | None = None
         self._last: Message | None = None
         self._leaving_because = ""
@@ -286,6 +287,7 @@ class Coordinator:
         if self._options.has_store:
             if self._spare_port:
                 port = StorePort(self._spare_port, True)
+                self._served_epoch = order.epoch
             elif self._no_server:
                 port = StorePort(_free_port(), False)
             else:
@@ -344,10 +346,14 @@ class Coordinator:
         assert self._stores is not None
         ports = self._stores.receive()
         if ports is None:
-            logger.info("rank 0: the server of stores has ended; another is needed")
+            logger.warning("rank 0: the server of stores has ended; another is needed")
             self._loop.forget(self._stores)
             self._stores.close()
             self._stores, self._spare_port = None, 0
+            served, self._served_epoch = self._served_epoch, 0
+            if served:  # trainers that have not met yet would look for its store for many minutes
+                why = "the server of stores has ended"
+                self._give(self._epochs.failed(0, served, why, time.monotonic()))
             if self._zygote is None or self._zygote.ready:  # else one is asked when it is
                 self._serve_stores()
             return

@@ -298,7 +298,7 @@ class Zygote:
             self._tell({"stale": changed})
             return False
         try:
-            pid = self._fork("forked")
+            pid = self._fork("forked", dies_with_parent=True)
         except OSError as error:
             self._tell({"failed": str(error)})
             return False
@@ -329,7 +329,7 @@ class Zygote:
     def _fork_helper(self, kind: str, fd: int) -> None:
         """A child that does one thing with torch for the host."""
         try:
-            pid = self._fork(kind)
+            pid = self._fork(kind, dies_with_parent=not self._taken_over)
         except OSError as error:
             self._tell({"failed": str(error)})
             return
@@ -342,16 +342,19 @@ class Zygote:
             finally:
                 os._exit(0)
 
-    def _fork(self, answer: str) -> int:
+    def _fork(self, answer: str, *, dies_with_parent: bool) -> int:
         """A child of the host, or after a takeover of this process; or 0 in the child, once it may begin.
 
+        Args:
+            dies_with_parent: if not, it has a socket to the host, and ends with that.
         Raises:
             OSError: there is no memory, or there are too many processes.
         """
-        return self._fork_own(answer) if self._taken_over else self._fork_for_host(answer)
+        if not self._taken_over:
+            return self._fork_for_host(answer)
+        return self._fork_own(answer, os.getpid() if dies_with_parent else None)
 
-    def _fork_own(self, answer: str) -> int:
-        parent = os.getpid()
+    def _fork_own(self, answer: str, parent: int | None) -> int:
         go_read, go_write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -405,12 +408,17 @@ class Zygote:
         for fd in (go_write, pid_read, pid_write):
             os.close(fd)
 
-    def _begin(self, go_read: int, parent: int) -> None:
-        """In the new child: wait until it has its last parent, and be as a program at its start."""
+    def _begin(self, go_read: int, parent: int | None) -> None:
+        """In the new child: wait until it has its last parent, and be as a program at its start.
+
+        Args:
+            parent: with which it dies; None: with none.
+        """
         if os.read(go_read, 1) != b"1":
             os.kill(os.getpid(), signal.SIGKILL)  # the zygote has died
         os.close(go_read)
-        die_with_parent(parent)
+        if parent is not None:
+            die_with_parent(parent)
         self._control.close()
         if self._own_session:
             os.setsid()

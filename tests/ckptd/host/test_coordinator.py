@@ -18,7 +18,7 @@ from ckptd.host.zygote_link import StoreServer, ZygoteLink
 
 def options(world_size: int = 3, **more: str) -> HostOptions:
     environ = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **more}
-    return options_from(["--max-restarts", "2", "train.py"], environ)
+    return options_from(["--max-restarts", "9", "train.py"], environ)
 
 
 class Job:
@@ -270,9 +270,13 @@ def test_an_epoch_waits_for_its_store(tmp_path: Path) -> None:
     job.loop.turn()
     job.coordinator.tell({"told": "failed", "epoch": 1, "why": "SIGKILL"})
     assert job.obeys()["port"] == 1235
+    job.obeyed.clear()
     server.close()
     job.loop.turn()
     assert len(zygote.asked) == 2, "the next server"
+    zygote.asked[1].send(b"1236\n")
+    order = job.obeys()
+    assert (order["epoch"], order["port"], order["because"]) == (3, 1236, "the server of stores has ended")
     zygote.asked[1].close()
     zygote.ready = False
     job.loop.turn()

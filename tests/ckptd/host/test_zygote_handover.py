@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,8 +49,8 @@ def test_nobody_waits(tmp_path: Path) -> None:
 TRAINS = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *a: sys.exit(7))
-print(os.getpid(), os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT"), flush=True)
 print("to stderr", os.environ["RANK"], file=sys.stderr, flush=True)
+print(os.getpid(), os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT"), flush=True)
 while not os.path.exists("stop"):
     time.sleep(0.01)
 """
@@ -146,6 +147,31 @@ def test_a_zygote_goes_with_its_trainer_and_the_host_makes_another(hosting: Host
         until(lambda: gone(again), "the end of the trainer")
         host.communicate(timeout=60)
     until(lambda: zygotes() == [], "the end of the zygote")
+
+
+@pytest.mark.usefixtures("of_this_test")
+def test_a_zygote_and_its_trainer_are_killed_and_the_next_epoch_has_a_store(hosting: Hosting) -> None:
+    """The server of stores is a child of the zygote, too, and does not die with it."""
+    hosting.write("train.py", TRAINS)
+    hosting.known("train.py")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with started(hosting, "train.py", env={**LAUNCHED, **store}) as first:
+        trainer_of(first)
+        ended(first)
+    (zygote,) = zygotes()
+    with started(hosting, "train.py", env={**LAUNCHED, **store}) as host:
+        trainer, _ = trainer_of(host)
+        until(lambda: "ckptd-store" in children_of(zygote), "a server of stores")
+        server = children_of(zygote)["ckptd-store"]
+        os.kill(trainer, signal.SIGKILL)
+        os.kill(zygote, signal.SIGKILL)
+        trainer_of(host)
+        assert not gone(server)
+        hosting.write("stop", "")
+        log = host.communicate(timeout=60)[1]
+        assert host.returncode == 0, log
+    until(lambda: gone(server), "the end of the server")
 
 
 @pytest.mark.usefixtures("of_this_test")
