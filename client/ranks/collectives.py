@@ -296,7 +296,7 @@ def _barrier_of_job() -> StoreBarrier:
 
 # What all ranks together gather, or one rank ships, in one round.
 _ROUND_BYTES = 64 << 20
-# Of each payload in the first round, with its length: most need no other. All ranks together have a limit, too.
+# Of each payload in the first round, with its length: most need no other. All together have a limit, too.
 _FIRST_BYTES = 4 << 10
 _FIRST_OF_ALL = 4 << 20
 _LENGTH_BYTES = 8

@@ -243,8 +243,8 @@ def _verdict(store: Any, here: str, rank: int, world_size: int, deadline_s: floa
         if now > warn_s:
             warn_s = now + _WARN_AGAIN_S
             _warn_of_missing(store, here, rank, world_size, now - began)
-        # Looks that become rare while one waits, and make the wait longer by a tenth at most. (The store's own
-        # `wait` writes a warning each time that it does not end.)
+        # Looks that become rare while one waits, and make the wait longer by a tenth at most. (The store's
+        # own `wait` writes a warning each time that it does not end.)
         time.sleep(max(_POLL_S, least_s, min(_POLL_MAX_S, (now - began) / 10)))
     return str(store.get(f"{here}/verdict").decode())
 
