@@ -112,9 +112,7 @@ def strategies(setting: Setting) -> dict[str, Strategy]:
     often, seldom = setting.every, 5 * setting.every
     hosted = ("ckptd.host", "--min-ranks", str(need), "--max-restarts", "1000", "-m", *elastic)
     return {
-        "ours": Strategy(
-            hosted, often, f"{need}:{hosts}", need, 1, lambda job: Elastic(job, snapshots=True)
-        ),
+        "ours": Strategy(hosted, often, f"{need}:{hosts}", need, 1, lambda job: Elastic(job, snapshots=True)),
         "lazarus_alone": Strategy(
             elastic, seldom, f"{need}:{hosts}", need, 0, lambda job: Elastic(job, snapshots=False)
         ),

@@ -22,7 +22,6 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ckptd.client.identity import Identity
 from ckptd.client.ranks.store_barrier import DEADLINE_S, StoreBarrier
