@@ -12,7 +12,6 @@ and it tells the host how they ended.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -39,6 +38,7 @@ __all__ = [
 _PACKET_MAX = 64 << 10
 _ENVIRONMENT_MAX = 4 << 20
 _ANSWER_S = 2.0
+_LOOK_S = 5.0
 # Of a launcher, about where a process is and in which start; they may change unless an import has read them.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_", "CKPTD_HOST_")
 _PLACES = ("RANK", "WORLD_SIZE")
@@ -97,16 +97,18 @@ class Successor:
     kept: tuple[int, ...]
 
 
-def ready_of(*descriptors: int) -> set[int]:
-    """Wait until one or more can be read (a pidfd: until the process has ended), and return these."""
+def ready_of(*descriptors: int, within_s: float | None = None) -> set[int]:
+    """Wait until one or more can be read (a pidfd: until the process has ended), and return these; none if
+    the time is over.
+    """
     poll = select.poll()
     for fd in descriptors:
         poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll()}
+    return {fd for fd, _ in poll.poll(None if within_s is None else within_s * 1e3)}
 
 
 def wait_for_successor(folder: Path, name: str, agent: int) -> Successor | None:
-    """Wait, in a zygote; None if torchrun has ended, or nobody can ask.
+    """Wait, in a zygote; None if torchrun has ended, or nobody can ask: the socket is another zygote's now.
 
     Its standard files are closed meanwhile, and are those of the successor afterwards.
 
@@ -118,18 +120,29 @@ def wait_for_successor(folder: Path, name: str, agent: int) -> Successor | None:
             os.dup2(nothing.fileno(), fd)
     try:
         listener = listen(folder, name, socket.SOCK_SEQPACKET)
+        own = _file_of(folder / name)
     except OSError:
         return None
     with listener:
-        try:
-            while True:
-                if agent in ready_of(listener.fileno(), agent):
-                    return None
-                if (found := _accepted(listener)) is not None:
-                    return found
-        finally:
-            with contextlib.suppress(OSError):
-                (folder / name).unlink(missing_ok=True)
+        found = None
+        # A host that came too early for this zygote has made another one, which waits in its place now.
+        while found is None and _file_of(folder / name) == own:
+            ready = ready_of(listener.fileno(), agent, within_s=_LOOK_S)
+            if agent in ready:
+                break
+            if ready:
+                found = _accepted(listener)
+        if _file_of(folder / name) == own:
+            (folder / name).unlink(missing_ok=True)
+    return found
+
+
+def _file_of(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
 
 
 def _accepted(listener: socket.socket) -> Successor | None:

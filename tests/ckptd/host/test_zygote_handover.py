@@ -9,12 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ckptd.host.zygote_handover import ask_for_zygote, differing_variable, moved_environment
+from ckptd.host.host_links import listen
+from ckptd.host.zygote_handover import (
+    ask_for_zygote,
+    differing_variable,
+    moved_environment,
+    wait_for_successor,
+)
 from tests.ckptd.host.hosting import Hosting, children_of, gone, until
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "exp", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
@@ -172,6 +179,23 @@ def test_a_zygote_and_its_trainer_are_killed_and_the_next_epoch_has_a_store(host
         log = host.communicate(timeout=60)[1]
         assert host.returncode == 0, log
     until(lambda: gone(server), "the end of the server")
+
+
+def test_a_zygote_in_whose_place_another_one_waits_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No host would ever ask it."""
+    monkeypatch.setattr("ckptd.host.zygote_handover._LOOK_S", 0.05)
+    monkeypatch.setattr("ckptd.host.zygote_handover._STANDARD", ())
+    torchrun = os.pidfd_open(os.getpid())
+    waits = threading.Thread(target=wait_for_successor, args=(tmp_path, "zygote-1.sock", torchrun))
+    waits.start()
+    until((tmp_path / "zygote-1.sock").exists, "a zygote that waits")
+    with listen(tmp_path, "zygote-1.sock", socket.SOCK_SEQPACKET):
+        waits.join(60)
+        assert not waits.is_alive()
+        assert (tmp_path / "zygote-1.sock").exists(), "the other's"
+    os.close(torchrun)
 
 
 @pytest.mark.usefixtures("of_this_test")
