@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -167,20 +168,26 @@ def test_a_check_raises_the_same_error_on_all() -> None:
 WORLD = 3
 
 
+FIRST = collectives._FIRST_BYTES
+LENGTHS = [0, 1, 70_000, FIRST, FIRST + 1, FIRST - 1]
+
+
 def said_by(rank: int, turn: int) -> bytes:
-    """Of very different lengths; one has nothing to say."""
-    return bytes([rank]) * [0, 1, 70_000][(rank + turn) % 3]
+    """Of very different lengths, and those at which another round begins; one has nothing to say. No two parts
+    of a payload are equal.
+    """
+    return random.Random(f"{rank} {turn}").randbytes(LENGTHS[(rank + turn) % len(LENGTHS)])
 
 
 def turns(rank: int) -> None:
     collectives._ROUND_BYTES = 3 * 10_000  # so that a payload takes several rounds
-    for turn in range(4):
+    for turn in range(len(LENGTHS)):
         heard = exchange(Identity("j", "r", rank, WORLD), said_by(rank, turn))
         assert heard == [said_by(r, turn) for r in range(WORLD)]
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
-    assert not store.check(["ckptd/j/r/exchange/2/verdict"])
-    assert store.check(["ckptd/j/r/exchange/4/verdict"])
+    assert not store.check([f"ckptd/j/r/exchange/{len(LENGTHS) - 2}/verdict"])
+    assert store.check([f"ckptd/j/r/exchange/{len(LENGTHS)}/verdict"])
 
 
 def one_stays_away(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,11 @@ PARTS: dict[str, list[tuple[EntrySource, Tensor]]] = {
 }
 
 
+def handed_with_long_headers(rank: int) -> None:
+    replica_broadcast._HEAD_BYTES = 16  # none fits
+    handed(rank)
+
+
 def handed(rank: int) -> None:
     replica_broadcast._CHUNK_BYTES = 100  # several chunks, and a part that is larger than one
     sharing = ReplicatedParams(dict.fromkeys(NAMES, Replicas((0, 1, 2), dist.group.WORLD)))
@@ -137,9 +143,10 @@ def _of(owner: int, owners: list[int], parts: Any) -> list[tuple[EntrySource, Te
 
 
 @pytest.mark.slow
-def test_bytes_arrive_as_they_were_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("work", [handed, handed_with_long_headers])
+def test_bytes_arrive_as_they_were_sent(work: Callable[[int], None], tmp_path: Path) -> None:
     """Slices, other dtypes, a scalar, an empty tensor, a negative zero, nothing at all; on three real ranks."""
-    run_in_ranks(handed, 3, tmp_path)
+    run_in_ranks(work, 3, tmp_path)
 
 
 @pytest.mark.parametrize(
