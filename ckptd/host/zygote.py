@@ -316,15 +316,11 @@ class Zygote:
         return True
 
     def _place_changed(self, environment: dict[str, str]) -> str:
-        """A variable that differs, and that imports may have remembered; or ""."""
-        return next(
-            (
-                name
-                for name in sorted(_PLACE & self._read)
-                if environment.get(name, os.environ.get(name)) != os.environ.get(name)
-            ),
-            "",
-        )
+        """A variable that differs, and that imports may have remembered; or "". A port or a count of restarts
+        that was remembered harms less than an import for each epoch.
+        """
+        place = {name: text for name, text in environment.items() if name in _PLACE}
+        return differing_variable(os.environ, {**os.environ, **place}, self._read)
 
     def _fork_helper(self, kind: str, fd: int) -> None:
         """A child that does one thing with torch for the host."""
