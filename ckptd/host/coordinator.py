@@ -28,7 +28,7 @@ from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
 from ckptd.host.job_store import StoreErrand, store_request
 from ckptd.host.process_control import allow_descriptors
-from ckptd.host.zygote_link import StoreServer, ZygoteLink
+from ckptd.host.zygotes.zygote_link import StoreServer, ZygoteLink
 
 __all__ = ["GREET_S", "JOIN_S", "Coordinator", "StorePort"]
 

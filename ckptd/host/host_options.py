@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptd.host.script_main import Script
+from ckptd.host.zygotes.script_main import Script
 
 __all__ = ["HostOptions", "UsageError", "options_from", "place_without"]
 

@@ -25,7 +25,7 @@ from typing import Any
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
 from ckptd.host.process_control import spawn
-from ckptd.host.zygote_link import ZygoteLink
+from ckptd.host.zygotes.zygote_link import ZygoteLink
 
 __all__ = ["StoreErrand", "run_errand", "store_request"]
 

@@ -23,7 +23,7 @@ from ckptd.host.host_links import Link, LinkError, connect
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions
 from ckptd.host.job_store import StoreErrand, store_request
-from ckptd.host.zygote_link import ZygoteLink
+from ckptd.host.zygotes.zygote_link import ZygoteLink
 
 __all__ = ["JobMember"]
 

@@ -33,7 +33,6 @@ from ckptd.host.host_links import remove_dead_sockets
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions, place_without
 from ckptd.host.member import JobMember
-from ckptd.host.preload import environment_set_by, names_in, read_record, write_record
 from ckptd.host.process_control import (
     HostProcess,
     adopt_orphans,
@@ -44,10 +43,11 @@ from ckptd.host.process_control import (
     spawn,
     status_text,
 )
-from ckptd.host.script_main import script_file
-from ckptd.host.zygote import WITNESSED
-from ckptd.host.zygote_handover import waiting_name
-from ckptd.host.zygote_link import ZygoteLink, start_zygote, take_over_zygote
+from ckptd.host.zygotes.preload import environment_set_by, names_in, read_record, write_record
+from ckptd.host.zygotes.script_main import script_file
+from ckptd.host.zygotes.zygote import WITNESSED
+from ckptd.host.zygotes.zygote_handover import waiting_name
+from ckptd.host.zygotes.zygote_link import ZygoteLink, start_zygote, take_over_zygote
 
 __all__ = ["HOST_LOST", "TrainerHost", "record_name"]
 

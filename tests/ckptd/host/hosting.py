@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckptd.host.host_options import options_from
-from ckptd.host.preload import write_record
 from ckptd.host.trainer_host import record_name
+from ckptd.host.zygotes.preload import write_record
 
 __all__ = ["Hosting", "children_of", "gone", "trainers_of", "until", "zygote_of"]
 

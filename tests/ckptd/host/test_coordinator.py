@@ -13,7 +13,7 @@ from ckptd.host.coordinator import Coordinator
 from ckptd.host.host_links import Link, LinkError, connect
 from ckptd.host.host_loop import HostLoop
 from ckptd.host.host_options import HostOptions, options_from
-from ckptd.host.zygote_link import StoreServer, ZygoteLink
+from ckptd.host.zygotes.zygote_link import StoreServer, ZygoteLink
 
 
 def options(world_size: int = 3, **more: str) -> HostOptions:

@@ -71,7 +71,7 @@ class Machines:
 
     def fork_store(self) -> Any:
         """A server of stores that never answers: orders to begin wait."""
-        from ckptd.host.zygote_link import StoreServer
+        from ckptd.host.zygotes.zygote_link import StoreServer
 
         ours, theirs = socket.socketpair()
         self.opened.append(theirs)

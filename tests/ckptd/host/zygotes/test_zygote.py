@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.host.trainer_host import HOST_LOST
-from ckptd.host.zygote import serve_stores
+from ckptd.host.zygotes.zygote import serve_stores
 from tests.ckptd.host.hosting import ROOT, Hosting, children_of, gone, until
 
 CUDA = """
@@ -24,7 +24,7 @@ torch.cuda, torch.is_initialized = torch, lambda: True
 """
 UNFIT = """
 import os, sys
-from ckptd.host.zygote import _open_descriptors, unfit_because
+from ckptd.host.zygotes.zygote import _open_descriptors, unfit_because
 given = _open_descriptors()
 {0}
 print(unfit_because(given))

@@ -1,7 +1,7 @@
 """A process that has imported what a script needs, and from which the host has trainers forked.
 
-``python -m ckptd.host.zygote <settings> [-m] script arguments``: the host starts it and talks to it over a
-socket; each request is a JSON object in one packet, with at most one descriptor.
+``python -m ckptd.host.zygotes.zygote <settings> [-m] script arguments``: the host starts it and talks to it
+over a socket; each request is a JSON object in one packet, with at most one descriptor.
 
     preload     {"do": "import"} and a file of names: import these, too
     fork        {"do": "fork", "environment": {...}} and a file for the imports → {"forked": pid}
@@ -10,7 +10,7 @@ socket; each request is a JSON object in one packet, with at most one descriptor
     signals     {"do": "signals"} → {"signals": [...]}: those that have reached the zygote since
     ended       {"do": "ended"}: the trainer's process group is no more
     wait        {"do": "wait", "folder", "name"} and a pidfd of torchrun: the host ends, and another one may
-                take this zygote over (`ckptd.host.zygote_handover`)
+                take this zygote over (`ckptd.host.zygotes.zygote_handover`)
 
 After each import the zygote says ``{"ready": true}``, or ``{"unfit": reason}`` and exits: a fork has only the
 thread that forked, and shares sockets, devices and the state of generators with its parent.
@@ -42,7 +42,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.host.job_store import run_errand
-from ckptd.host.preload import (
+from ckptd.host.process_control import die_with_parent, end_group, name_process, outlive_parent
+from ckptd.host.zygotes.preload import (
     FIRST_MODULES,
     ImportRecorder,
     SourceFiles,
@@ -52,9 +53,8 @@ from ckptd.host.preload import (
     noting_reads,
     read_record,
 )
-from ckptd.host.process_control import die_with_parent, end_group, name_process, outlive_parent
-from ckptd.host.script_main import Script, run_script, set_up_path
-from ckptd.host.zygote_handover import (
+from ckptd.host.zygotes.script_main import Script, run_script, set_up_path
+from ckptd.host.zygotes.zygote_handover import (
     differing_variable,
     moved_environment,
     ready_of,

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ckptd.host.script_main import Script, own_folder
+from ckptd.host.zygotes.script_main import Script, own_folder
 from ckptd.private_files import replace_private_file
 
 __all__ = [

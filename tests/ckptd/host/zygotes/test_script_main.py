@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.host.script_main import Script, own_folder
+from ckptd.host.zygotes.script_main import Script, own_folder
 from tests.ckptd.host.hosting import Hosting
 
 PROBE = '''"""A docstring."""

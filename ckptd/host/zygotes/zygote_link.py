@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.host.process_control import HostProcess, send, spawn
-from ckptd.host.script_main import Script
-from ckptd.host.zygote_handover import ask_for_zygote
+from ckptd.host.zygotes.script_main import Script
+from ckptd.host.zygotes.zygote_handover import ask_for_zygote
 
 __all__ = ["StoreServer", "ZygoteLink", "start_zygote", "take_over_zygote"]
 
@@ -46,7 +46,7 @@ def start_zygote(
         "flags": script.flags,
         "keep": list(keep),
     }
-    command = [sys.executable, *script.flags, "-m", "ckptd.host.zygote", json.dumps(settings)]
+    command = [sys.executable, *script.flags, "-m", "ckptd.host.zygotes.zygote", json.dumps(settings)]
     with theirs:
         process = spawn(
             [*command, *script.words],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.host.preload import (
+from ckptd.host.zygotes.preload import (
     ImportRecorder,
     SourceFiles,
     environment_set_by,
@@ -21,7 +21,7 @@ from ckptd.host.preload import (
     read_record,
     write_record,
 )
-from ckptd.host.script_main import Script
+from ckptd.host.zygotes.script_main import Script
 
 
 @pytest.fixture
@@ -80,7 +80,9 @@ def test_a_script_may_close_every_descriptor(modules: Path) -> None:
 
 
 def test_names_from_outside_are_names() -> None:
-    data = b"torch\ntorch\n__main__\nckptd.host.zygote\nckptd.client\nos; evil\n../x\na..b\n\xff\ntorn"
+    data = (
+        b"torch\ntorch\n__main__\nckptd.host.zygotes.zygote\nckptd.client\nos; evil\n../x\na..b\n\xff\ntorn"
+    )
     assert names_in(data) == ["torch", "ckptd.client"]
 
 

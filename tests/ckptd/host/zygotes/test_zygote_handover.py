@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.host.host_links import listen
-from ckptd.host.zygote_handover import (
+from ckptd.host.zygotes.zygote_handover import (
     ask_for_zygote,
     differing_variable,
     moved_environment,
@@ -185,8 +185,8 @@ def test_a_zygote_in_whose_place_another_one_waits_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No host would ever ask it."""
-    monkeypatch.setattr("ckptd.host.zygote_handover._LOOK_S", 0.05)
-    monkeypatch.setattr("ckptd.host.zygote_handover._STANDARD", ())
+    monkeypatch.setattr("ckptd.host.zygotes.zygote_handover._LOOK_S", 0.05)
+    monkeypatch.setattr("ckptd.host.zygotes.zygote_handover._STANDARD", ())
     torchrun = os.pidfd_open(os.getpid())
     waits = threading.Thread(target=wait_for_successor, args=(tmp_path, "zygote-1.sock", torchrun))
     waits.start()

@@ -1,0 +1,1 @@
+"""The process from which trainers are forked: what it imports ahead, and how a host talks to it."""
