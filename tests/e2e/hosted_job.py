@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ckptd.errors import DaemonUnavailable
 from ckptd.saved import saved_iterations
 from examples.moe_text.lab import SHARED_CORES, read_events
 from tests.ckptd.host.hosting import FOREIGN, ROOT, gone, until
@@ -117,10 +118,14 @@ class HostedJob:
             f"step {step}",
         )
         if daemon is not None:
-            self.until(lambda: self._can_go_back_to(step, daemon), f"snapshots of iteration {step}")
+            self.until(lambda: self.can_go_back_to(step, daemon), f"snapshots of iteration {step}")
 
-    def _can_go_back_to(self, step: int, daemon: DaemonProcess) -> bool:
-        found = saved_iterations("demo", self.run, daemon=daemon.endpoint)
+    def can_go_back_to(self, step: int, daemon: DaemonProcess) -> bool:
+        """Whether the snapshots of an iteration from this one on are complete."""
+        try:
+            found = saved_iterations("demo", self.run, daemon=daemon.endpoint)
+        except DaemonUnavailable:  # a slow machine
+            return False
         return any(each.iteration >= step for each in found)
 
     def end(self, timeout_s: float = 200) -> int:
