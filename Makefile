@@ -124,6 +124,7 @@ campaign: $(STAMP)
 
 campaign-host: $(STAMP)
 	$(BIN)/python -m tests.e2e.host_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+	$(BIN)/python -m tests.e2e.host_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED)) --in-process
 
 campaign-storage: $(STAMP)
 	CKPTD_LONG=1 $(BIN)/python -m pytest -q tests/e2e/s3

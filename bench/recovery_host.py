@@ -4,11 +4,12 @@ One machine, gloo, a small mixture of experts whose every iteration is snapshott
 killed, and the time until every rank has done an optimizer's step that none had done before is measured:
 
     host    torchrun … -m ckptd.host: the hosts fork new trainers, torchrun notices nothing
+    stays   the same, and the ranks that are left restart in their processes
     stock   torchrun restarts the workers, with its defaults
     tuned   the same, with what makes it quicker on one machine: it looks for dead workers every 20 ms
 
 Each variant is one job with a run of its own, and the same daemon. `process` is the part until the script's
-first line has run on all ranks: detection, the end of the survivors, and fork or interpreter. `imports` are those
+first line has run on all ranks that start: detection, the end of the others, and fork or interpreter. `imports` are those
 of the script after that line. Survivors have no parked state, so what follows is an ordinary recovery.
 """
 
@@ -31,10 +32,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import REPOSITORY, build_stack, emit, median, own_daemon, parser, scratch_folder, table
-from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
+from ckptd.client import Checkpointer, RecoveryOptions, RunOptions, SnapshotOptions
 from examples.moe_text.lab import SHARED_CORES, read_events
 
 __all__ = ["main"]
@@ -49,6 +51,7 @@ SETTLE_S = 12.0
 WAIT_S = 120.0
 VARIANTS: dict[str, tuple[list[str], list[str]]] = {
     "host": ([], ["ckptd.host", "-m"]),
+    "stays": ([], ["ckptd.host", "-m"]),
     "stock": ([], []),
     "tuned": (["--monitor-interval", "0.02"], []),
 }
@@ -60,7 +63,17 @@ VARIANTS: dict[str, tuple[list[str], list[str]]] = {
 def work(args: argparse.Namespace) -> None:
     """Trains until it is ended."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    net: nn.Module
+
+    def connect() -> nn.Module:
+        nonlocal net
+        dist.init_process_group("gloo")
+        net = DistributedDataParallel(model, find_unused_parameters=True)
+        return net
+
+    torch.manual_seed(0)
+    model = build_stack(args.state_mib)
+    net = connect()
     rank = dist.get_rank()
     log = (args.worker / f"{rank}.jsonl").open("a", buffering=1)
 
@@ -68,9 +81,6 @@ def work(args: argparse.Namespace) -> None:
         log.write(json.dumps({"event": event, "pid": os.getpid(), "time_s": time.time(), **fields}) + "\n")
 
     log.write("\n")  # a line that a SIGKILL tore ends here
-    torch.manual_seed(0)
-    model = build_stack(args.state_mib)
-    net = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     made_s = time.time()
     ckpt = Checkpointer(
@@ -79,6 +89,7 @@ def work(args: argparse.Namespace) -> None:
         daemon=args.daemon,
         run=RunOptions(job="recovery-host", name=args.worker.name),
         snapshots=SnapshotOptions(window=args.window),
+        recovery=RecoveryOptions(in_process=connect if args.stays else None),
     )
     write(
         "attached",
@@ -88,11 +99,12 @@ def work(args: argparse.Namespace) -> None:
         resumed_from=ckpt.resumed_from,
     )
     for step in ckpt.steps(10**9):
-        net(torch.randn(TOKENS, model.width)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        write("step", step=step)
-        time.sleep(STEP_S)
+        with ckpt.restartable():
+            net(torch.randn(TOKENS, model.width)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            write("step", step=step)
+            time.sleep(STEP_S)
 
 
 # --- a job -----------------------------------------------------------------------------------------------
@@ -108,6 +120,8 @@ class Job:
         options, host = VARIANTS[variant]
         own = ["--worker", str(self._folder), "--daemon", endpoint]
         own += ["--state-mib", str(args.state_mib), "--window", str(args.window)]
+        self._stays = variant == "stays"
+        own += ["--stays"] if self._stays else []
         runtime = folder / "runtime"
         runtime.mkdir(mode=0o700, exist_ok=True)
         with self.output.open("wb") as output:
@@ -163,7 +177,8 @@ class Job:
             lambda: all(any(e["step"] > newest for e in self.steps(each, killed_s)) for each in ranks),
             f"a step beyond {newest}",
         )
-        lives = [self.events(each, "attached", killed_s)[-1] for each in ranks]
+        started = [rank] if self._stays else ranks
+        lives = [self.events(each, "attached", killed_s)[-1] for each in started]
         if any(life["resumed_from"] is None for life in lives):
             raise RuntimeError("the run has started over")
         # A survivor may have done one more step before it noticed: only those of the new life count.
@@ -236,6 +251,7 @@ def main() -> None:
     options.add_argument("--window", type=int, default=2)
     options.add_argument("--worker", type=Path, help="used by the benchmark itself")
     options.add_argument("--daemon", help="used by the benchmark itself")
+    options.add_argument("--stays", action="store_true", help="used by the benchmark itself")
     args = options.parse_args()
     if args.worker is not None:
         work(args)
@@ -243,12 +259,12 @@ def main() -> None:
     samples: dict[str, list[dict[str, float]]] = {}
     memory = (0.0, 0.0)
     # All runs stay in the daemon's memory: six snapshots of each rank, and as many in a new geometry.
-    with own_daemon(3 * NUM_RANKS * 16 * (args.state_mib + 4)) as endpoint, scratch_folder() as scratch:
-        for variant in ("stock", "host", "tuned"):
+    with own_daemon(4 * NUM_RANKS * 16 * (args.state_mib + 4)) as endpoint, scratch_folder() as scratch:
+        for variant in ("stock", "host", "stays", "tuned"):
             print(f"-- {variant}", flush=True)
             job = Job(args, variant, Path(scratch), endpoint)
             try:
-                kills = args.rounds if variant == "host" else args.torchrun_rounds
+                kills = args.rounds if variant in ("host", "stays") else args.torchrun_rounds
                 samples[variant] = measure(job, kills, random.Random(1))
                 if variant == "host":
                     memory = job.memory_mib()
@@ -262,9 +278,12 @@ def main() -> None:
         "recovery_host_p50_s": median(totals["host"]),
         "recovery_host_p99_s": quantile(totals["host"], 0.99),
         "recovery_host_max_s": max(totals["host"]),
+        "recovery_stays_p50_s": median(totals["stays"]),
+        "recovery_stays_p99_s": quantile(totals["stays"], 0.99),
         "recovery_stock_p50_s": median(totals["stock"]),
         "recovery_tuned_p50_s": median(totals["tuned"]),
         "recovery_vs_torchrun": median(totals["host"]) / median(totals["stock"]),
+        "recovery_stays_vs_torchrun": median(totals["stays"]) / median(totals["stock"]),
         "recovery_vs_tuned": median(totals["host"]) / median(totals["tuned"]),
         "host_process_p50_s": median([s["process"] for s in samples["host"]]),
         "host_rss_mib": memory[0],

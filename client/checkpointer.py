@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib.metadata
 import platform
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Never, Self
 
 import torch
 from torch import Tensor, nn
 
 from ckptd.client.capture.ddp_buckets import Buckets
-from ckptd.client.capture.program import this_program
+from ckptd.client.capture.program import Program, this_program
 from ckptd.client.capture.recorder import Recorder
 from ckptd.client.capture.step_state import Stateful, StepScalars
 from ckptd.client.daemon_link.rank_memory import RankMemory
-from ckptd.client.data import Batches
+from ckptd.client.data import Batches, BatchLedger
 from ckptd.client.data.loaders import check_loader
+from ckptd.client.in_process.rank_links import RankLinks
+from ckptd.client.in_process.restarts import InProcessRestarts, in_process_restarts, why_not
 from ckptd.client.interchange.starting_weights import load_start, start_unprotected
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import is_compiled
@@ -59,10 +64,13 @@ from ckptd.client.training_state import examine, placement_lines
 from ckptd.core.schedule import Ordering
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.errors import AttachRefused, DaemonUnavailable
+from ckptd.restart_line import NextEpoch
 
 __all__ = ["Checkpointer"]
 
 logger = get_logger(__name__)
+
+_ERROR_SHOWN = 200
 
 
 class Checkpointer:
@@ -114,12 +122,9 @@ class Checkpointer:
         }
         check_keywords("Checkpointer()", {**unknown, **given})
         self._stats = Stats()
-        self._loop = LoopSide(self._stats)
-        self._pipeline = self._loop.pipeline
         self._memory: RankMemory | None = None
         self._batches: list[Batches] = []
-        self._cleanup = contextlib.ExitStack()
-        self.resumed_from: int | None = None
+        self._begin_loop(BatchLedger())
         self.off = daemon_options(daemon).off
         if self.off:
             if recovery.start_from is not None:
@@ -127,11 +132,30 @@ class Checkpointer:
                 logger.warning("%s", start_unprotected(model, optimizer, layout.masters, source))
             return
         phases = PhaseClock()
-        self._options = options = CheckpointerOptions.of(given)
-        self._subject = subject = examine(model, optimizer, state, options=options, ledger=self._loop.ledger)
+        self._options = CheckpointerOptions.of(given)
+        self._restarts = in_process_restarts(recovery.in_process)
+        self._optimizer, self._state = optimizer, state
+        self._program: Program = {}
+        self._start(model, phases)
+        atexit.register(_close, weakref.ref(self))
+
+    def _begin_loop(self, ledger: BatchLedger) -> None:
+        self._loop = LoopSide(self._stats, ledger)
+        self._pipeline = self._loop.pipeline
+        self._cleanup = contextlib.ExitStack()
+        self.resumed_from: int | None = None
+
+    def _start(self, model: nn.Module, phases: PhaseClock) -> None:
+        """Attach, protect the loop, and restore a previous run. A collective call."""
+        options, optimizer = self._options, self._optimizer
+        snapshots, recovery, layout = options.snapshots, options.recovery, options.layout
+        ledger, state = self._loop.ledger, self._state
+        self._model = model
+        self._subject = subject = examine(model, optimizer, state, options=options, ledger=ledger)
         self._binding, self._identity = subject.binding, subject.identity
         self._operators = subject.operators
-        self._program = this_program(subject.binding, subject.stateful)
+        # As the script began, also after a restart in this process.
+        self._program = self._program or this_program(subject.binding, subject.stateful)
         self._sharing = NOTHING_SHARED
         self._engine = make_engine(subject.device, inline=bool(snapshots.inline_copy))
         self._recovery = Recovery(subject, self._engine, self._loop.tape, options.recovery)
@@ -166,9 +190,12 @@ class Checkpointer:
                 self._loop.rehearse()
             if recovery.park:
                 self._begin_parking()
+            if recovery.in_process is not None:
+                links = RankLinks.find(self._ranks)  # on all ranks, whether or not a host is there
+                if self._restarts is not None:
+                    self._restarts.use(links)
             self._restore(memory)
             self._loop.install(model, self._cleanup, self)
-            atexit.register(_close, weakref.ref(self))
         except BaseException:
             self.close()
             raise
@@ -184,6 +211,11 @@ class Checkpointer:
         Raises:
             ReplayMismatch: a replayed step did not reproduce the recording (see ``on_mismatch``).
         """
+        while (yield from self._steps_of_this_life(total, start)):
+            gc.collect()  # groups, buckets and mapped memory of the life before are in cycles
+
+    def _steps_of_this_life(self, total: int, start: int) -> Generator[int, None, bool]:
+        """Returns whether this process has restarted, so that another life follows."""
         loop = self._loop
         loop.replaying.check_whole()
         if self.resumed_from is None and not loop.step:
@@ -196,7 +228,7 @@ class Checkpointer:
                     total,
                 )
             yield from loop.bodies(range(loop.step, total))
-            return
+            return False
         first, reached = loop.replaying.span(loop.step)
         # After a localized restart all ranks refuse, or none: they begin at different iterations.
         if self._pipeline.start is not None:
@@ -214,6 +246,33 @@ class Checkpointer:
                 total,
             )
         yield from loop.run(range(first, total))
+        if not loop.over and self._restarts is not None:
+            self._restarts.disarm()
+        return loop.over
+
+    @contextlib.contextmanager
+    def restartable(self) -> Iterator[None]:
+        """The whole body of a step: if it fails because another rank has, this process need not end.
+
+        With ``RecoveryOptions(in_process=...)`` and under a host, the process groups are made anew, and the
+        state is restored as in a new process; the loop then goes on with the first step that ``steps``
+        yields after that. Otherwise, and for errors of this rank's own, an error passes.
+
+        Raises:
+            RuntimeError: the state cannot be restored in this process, which must end.
+        """
+        restarts = None if self.off else self._restarts
+        if restarts is not None and not restarts.settled and self._loop.replaying.replay is None:
+            stateful, logs = self._subject.stateful, self._pipeline.log is not None
+            obstacle = why_not(self._model, self._binding, stateful, self._batches, logs=logs)
+            restarts.settle(self._model, obstacle)
+        try:
+            yield
+        except Exception as error:
+            epoch = None if restarts is None else restarts.epoch_after(error)
+            if restarts is None or epoch is None:
+                raise
+            self._restart(restarts, epoch, error)
 
     @property
     def step(self) -> int:
@@ -448,6 +507,12 @@ class Checkpointer:
         """Detach from the daemon, which keeps the snapshots. The loop may continue, unless it replays."""
         if self._loop.parking is not None:
             self._loop.parking.leave("closed in the middle of a step")
+        if self._restarts is not None:
+            self._restarts.disarm()
+        self._detach()
+        self.off = self._closed = True
+
+    def _detach(self) -> None:
         self._cleanup.close()
         self._loop.close()
         if not self.off:
@@ -455,9 +520,40 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        self.off = self._closed = True
 
     _closed = False
+    _restarts: InProcessRestarts | None = None
+
+    # -- restarts in this process ----------------------------------------------------------------
+
+    def _restart(self, restarts: InProcessRestarts, epoch: NextEpoch, error: Exception) -> None:
+        """Go back to what all ranks have, with those that are left and those that start."""
+        logger.warning(
+            "step %d ends (%s: %s), and this process restarts: epoch %d begins: %s",
+            self._loop.step,
+            type(error).__name__,
+            str(error)[:_ERROR_SHOWN],
+            epoch.number,
+            epoch.because,
+        )
+        traceback.clear_frames(error.__traceback__)  # activations and gradients of the step
+        loop, masters = self._loop, self._binding.masters
+        loop.over = True
+        self._detach()
+        parameters = {**self._binding.params, **{f"master/{n}": m for n, m in masters.items()}}
+        returned, told_s = restarts.move_to(epoch, parameters)
+        model = returned if isinstance(returned, nn.Module) else self._model
+        # They were found by their values, which an interrupted step may have changed.
+        layout = replace(self._options.layout, masters=masters)
+        self._options = replace(self._options, layout=layout)
+        self._begin_loop(loop.ledger)
+        self._start(model, PhaseClock.of_restart(told_s))
+        if self.resumed_from is None:
+            self.close()
+            raise RuntimeError(
+                "there is nothing to go back to: this process ends, so that the run begins anew"
+            )
+        self._rewind()
 
     # -- set-up ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
@@ -237,7 +237,23 @@ class RecoveryOptions:
     """Seconds after which a step that still runs is parked, too. None: much longer than steps have
     lasted so far."""
 
+    in_process: Callable[[], Any] | None = None
+    """Restart in this process when another rank has failed, under a host (``python -m ckptd.host``): a
+    function that makes the process groups, their wrappers (``DistributedDataParallel``) and every other
+    collective call that the script makes before its ``Checkpointer``. It returns the new model if that
+    is what ``Checkpointer`` was given, or None. The loop's body must run in ``with ckpt.restartable():``.
+    See docs/integration.md."""
+
     def __post_init__(self) -> None:
+        if self.in_process is not None and not callable(self.in_process):
+            raise ValueError(
+                f"in_process={self.in_process!r}: pass a function that makes the process groups, or None"
+            )
+        if self.in_process is not None and self.park:
+            raise ValueError(
+                "in_process= and park=True: a rank that restarts in its process parks nothing; pass one of "
+                "them"
+            )
         if self.resume_at is not None and not _is_count(self.resume_at):
             raise ValueError(f"resume_at={self.resume_at!r}: pass the number of an iteration, or None")
         _check_choice("on_mismatch", self.on_mismatch, "raise", "warn")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Self
 
 from ckptd.client.log_lines import get_logger
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, RecoveryTrace
@@ -65,6 +66,17 @@ class PhaseClock:
                 self._trace.note(RecoveryPhase.IMPORTS, _imported_s)
         self._trace.note(RecoveryPhase.PROCESS_GROUPS, now_s)
         self._begun_s = now_s
+
+    @classmethod
+    def of_restart(cls, told_s: float) -> Self:
+        """The trace of a start within a process.
+
+        Args:
+            told_s: when the process heard of the failure (monotonic clock).
+        """
+        clock = cls()
+        clock._trace.note(RecoveryPhase.DETECTED, told_s)
+        return clock
 
     def failed(self, failure_ago_s: float, others_ended_ago_s: float) -> None:
         """What the daemon has just told of the failure before this start; -1: it knows of none."""

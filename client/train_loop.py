@@ -61,10 +61,11 @@ class LoopSide:
         recorder: None if snapshots were given up, or nothing is protected (any more).
         parking: None if nothing is parked.
         rehearsal: compares what a resume makes of the optimizers; None when it is over, or not wanted.
+        over: another one follows the loop in its place: the process has restarted.
         resumed: what a resume has replayed and compared, in words; empty before, and without one.
     """
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats: Stats, ledger: BatchLedger | None = None) -> None:
         self._stats = stats
         self._failures = 0  # of our side of a step, in a row
         self._memory: RankMemory | None = None
@@ -73,7 +74,7 @@ class LoopSide:
         self._updated = False
         self._rehearses = self._verifies = False
         self.tape = Tape()
-        self.ledger = BatchLedger()
+        self.ledger = ledger or BatchLedger()
         self.pipeline = PipelinePart(stats)
         self.replaying = ReplayPart(stats)
         self.recorder: Recorder | None = None
@@ -85,6 +86,7 @@ class LoopSide:
         self._page = inherited_page()
         self.step = 0
         self.stepping = False
+        self.over = False
         self.resumed = ""
 
     def protect(
@@ -225,8 +227,9 @@ class LoopSide:
             self._top(step)
             self.pipeline.begin(step, replaying=self.replaying.replay is not None)
             yield step
-        self._top(self.step)
-        self._finish()
+        if not self.over:
+            self._top(self.step)
+            self._finish()
 
     def bodies(self, steps: range) -> Iterator[int]:
         """Count the steps whose body is complete, also if the loop is left in the middle of one."""
@@ -235,6 +238,8 @@ class LoopSide:
                 if self._page is not None:
                     self._page.begins(step)
                 yield from self._body(step)
+                if self.over:
+                    return
         finally:
             if self._page is not None:
                 self._page.left(self.step)

@@ -303,6 +303,7 @@ class Coordinator:
                 "port": port.port,
                 "served": port.served,
                 "because": order.because,
+                "staying": order.staying,
                 "patience": order.patience,
                 "without": list(order.without),
                 "without_nodes": sorted(

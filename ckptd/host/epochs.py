@@ -1,6 +1,7 @@
 """What a host does, and what the job does, as events come: two machines without I/O and without a clock.
 
-An *epoch* is one life of all trainers of a job: when one of them fails, all end, and the next epoch begins.
+An *epoch* is one life of all trainers of a job: when one of them fails, all end, and the next epoch begins. A
+trainer that can restart in its process does not end, but comes to the next epoch.
 `HostLife` is the machine of one host. `JobEpochs` is the coordinator, in the host of rank 0: it alone decides
 that an epoch is over, so that two failures at once, and failures that follow from a failure, are one.
 """
@@ -31,7 +32,7 @@ class HostState(MachineState):
 
     STARTING = "starting", "no trainer; one of the current epoch is to be started"
     RUNNING = "running", "a trainer of the current epoch runs"
-    STOPPING = "stopping", "a trainer of an earlier epoch was told to end"
+    STOPPING = "stopping", "a trainer of an earlier epoch was told to end, or to come to this one"
     FAILED = "failed", "the trainer has failed; the coordinator decides what follows"
     COMPLETED = "completed", "the trainer has succeeded; those of other ranks still run"
     ALONE = "alone", "no further epoch: the end of the trainer is the end of the host"
@@ -48,6 +49,7 @@ class HostEvent(StrEnum):
     BEGIN = "begin"  # the coordinator begins another epoch
     RELEASE = "release"  # all trainers of the job have succeeded
     ABANDON = "abandon"  # there will be no further epoch, or this host shall end
+    STAY = "stay"  # a trainer of an earlier epoch has come to the current one, in its process
     STOP = "stop"  # a host was lost, so this epoch cannot go on, and there will be no further one
 
 
@@ -67,6 +69,7 @@ TRANSITIONS = Transitions(
         (_S.RUNNING, _E.STOP): _S.ENDING,
         (_S.STOPPING, _E.FAIL): _S.STARTING,
         (_S.STOPPING, _E.COMPLETE): _S.STARTING,
+        (_S.STOPPING, _E.STAY): _S.RUNNING,
         (_S.STOPPING, _E.BEGIN): _S.STOPPING,
         (_S.STOPPING, _E.ABANDON): _S.ALONE,
         (_S.STOPPING, _E.STOP): _S.ENDING,
@@ -135,12 +138,15 @@ class BeginEpoch:
     Attributes:
         patience: deadlines of steps count so many times.
         without: ranks (of the start) whose hosts were lost. Those that are left close up in their order.
+        staying: a trainer that can restart in its process need not end. Not where a trainer hangs (it may be
+            this one), or the ranks have changed.
     """
 
     epoch: int
     because: str
     patience: int = 1
     without: tuple[int, ...] = ()
+    staying: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +225,9 @@ class JobEpochs:
         """
         if self.closed or epoch != self.epoch or self.departing:
             return None
-        return self._next(why, now_s)
+        return self._next(why, now_s, staying=True)
 
-    def _next(self, why: str, now_s: float) -> Order:
+    def _next(self, why: str, now_s: float, *, staying: bool) -> Order:
         if self._begun_s is not None and now_s - self._begun_s >= self._steady_s:
             self.failures = 0
         self.failures += 1
@@ -234,7 +240,7 @@ class JobEpochs:
         self._begun_s = None
         self._completed.clear()
         gone = tuple(rank for rank in range(self._world_size) if rank not in self.ranks)
-        return self._give(BeginEpoch(self.epoch, why, self._patience, gone))
+        return self._give(BeginEpoch(self.epoch, why, self._patience, gone, staying))
 
     @validated
     def hung(self, step: int, why: str, now_s: float) -> Order | None:
@@ -244,7 +250,7 @@ class JobEpochs:
         again = step <= self._hung_at
         self._patience = min(_PATIENCE_FACTOR * self._patience, _PATIENCE_MAX) if again else 1
         self._hung_at = max(step, self._hung_at)
-        return self._stopped_if_abandoned(self._next(why, now_s))
+        return self._stopped_if_abandoned(self._next(why, now_s, staying=False))
 
     def _stopped_if_abandoned(self, order: Order) -> Order:
         """Where trainers hang, or wait for one that is gone: they would not end by themselves."""
@@ -300,7 +306,7 @@ class JobEpochs:
     def _without(self, gone: Collection[int], why: str, now_s: float) -> Order:
         self.ranks = tuple(rank for rank in self.ranks if rank not in gone)
         self.departing = set()
-        return self._stopped_if_abandoned(self._next(why, now_s))
+        return self._stopped_if_abandoned(self._next(why, now_s, staying=False))
 
     @property
     def closed(self) -> bool:

@@ -48,6 +48,7 @@ from ckptd.host.zygotes.script_main import script_file
 from ckptd.host.zygotes.zygote import WITNESSED
 from ckptd.host.zygotes.zygote_handover import waiting_name
 from ckptd.host.zygotes.zygote_link import ZygoteLink, start_zygote, take_over_zygote
+from ckptd.restart_line import LINE_VARIABLE, HostEnd, NextEpoch
 
 __all__ = ["HOST_LOST", "TrainerHost", "record_name"]
 
@@ -61,6 +62,9 @@ _ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM}
 # A signal to a whole process group or cgroup reaches the zygote within this time, if it does.
 _WITNESS_S = 0.1
 _ANSWER_S = 1.0
+# A trainer that can restart in its process comes to another epoch within this time, or ends: so long may
+# last what no message interrupts, such as a forward pass.
+_STAY_S = 5.0
 # A zygote that imports longer than this hangs.
 _IMPORT_S = 300.0
 # When it is read what a trainer has imported: most of it is imported at the start.
@@ -93,6 +97,7 @@ class TrainerHost:
         kind = Coordinator if options.rank == 0 else JobMember
         self._job: Coordinator | JobMember = kind(options, self._folder, self._loop, self._obey)
         self._watch = TrainerWatch(options, self._loop, self._job.tell)
+        self._line = HostEnd()
         self._patience = 1
         self._zygote: ZygoteLink | None = None
         self._zygotes = 0
@@ -145,6 +150,11 @@ class TrainerHost:
             self._loop.watch(self._agent, self._on_agent)
             if os.getppid() != agent:
                 self._on_agent()
+        try:
+            self._line = HostEnd.make()
+            self._loop.watch(self._line, self._on_line)
+        except OSError as error:
+            logger.warning("rank %d: no trainer can restart in its process: %s", self._rank, error)
 
     def _prepare(self) -> None:
         self._job.begin()
@@ -162,6 +172,7 @@ class TrainerHost:
             send(self._trainer, signal.SIGKILL, group=True)
         self._job.close()
         self._watch.close()
+        self._line.close()
 
     @property
     def _may_be_started_again(self) -> bool:
@@ -170,6 +181,12 @@ class TrainerHost:
         zygote = self._zygote
         usable = zygote is not None and zygote.ready and not zygote.forking and self._trainer is None
         return self._options.launched and self._own_session and usable and not succeeded
+
+    @property
+    def _inherited(self) -> list[int]:
+        """The descriptors that trainers inherit."""
+        line = self._line.descriptor
+        return [*self._watch.descriptors, *([line] if line >= 0 else [])]
 
     # -- what happens to this process -------------------------------------------------------------
 
@@ -272,7 +289,33 @@ class TrainerHost:
             because += f"; {self._environment['WORLD_SIZE']} ranks are left, and this is rank {now} of them"
         logger.warning("rank %d: epoch %d begins: %s", self._rank, self._life.epoch, because)
         self._rank = now
-        self._end_trainer()
+        if not self._offer_epoch(message):
+            self._end_trainer()
+
+    def _offer_epoch(self, message: Message) -> bool:
+        """Let the trainer come to this epoch in its process; False if that is not possible."""
+        trainer, because = self._trainer, message["because"]
+        if trainer is None or not message["staying"] or self._watch.stopped:
+            return False
+        if not self._line.offer(trainer.pid, NextEpoch(self._life.epoch, self._environment, because)):
+            return False
+        self._loop.after(_STAY_S, self._end_trainer)
+        return True
+
+    def _on_line(self) -> None:
+        stayed, trainer = self._line.receive(), self._trainer
+        if stayed is None or trainer is None or trainer.pid != stayed[0]:
+            return
+        if self._life.state is not HostState.STOPPING or stayed[1] != self._life.epoch:
+            return  # that epoch is over, too, and the trainer was told to end
+        self._loop.cancel(self._end_trainer)
+        self._life.handle(HostEvent.STAY)
+        self._forget_error()
+        self._watch.end()
+        self._watch.prepare(self._life.epoch, self._patience)
+        self._watch.begin(trainer.pid)
+        logger.info("rank %d: epoch %d: trainer %d has stayed", self._rank, self._life.epoch, trainer.pid)
+        self._job.tell({"told": "started", "epoch": self._life.epoch})
 
     def _environment_of(self, message: Message) -> dict[str, str]:
         """What the trainers of this epoch have in their environments, and this process has not."""
@@ -312,6 +355,8 @@ class TrainerHost:
             self._forget_error()
         self._watch.prepare(self._life.epoch, self._patience)
         environment = {**self._environment, **self._watch.environment}
+        if self._line.descriptor >= 0:
+            environment[LINE_VARIABLE] = str(self._line.descriptor)
         if self._zygote is not None:
             self._zygote.fork(environment, self._imports)
             return
@@ -319,7 +364,7 @@ class TrainerHost:
             self._options.script.command,
             {**os.environ, **environment},
             own_session=self._own_session,
-            keep=self._watch.descriptors,
+            keep=self._inherited,
         )
         self._started(trainer, "started")
 
@@ -348,6 +393,7 @@ class TrainerHost:
         self._trainer, self._status = None, status
         self._watch.end()
         self._loop.cancel(self._kill_trainer)
+        self._loop.cancel(self._end_trainer)
         state, epoch = self._life.state, self._life.epoch
         failed = os.waitstatus_to_exitcode(status) != 0
         if failed and trainer.leads:
@@ -399,7 +445,7 @@ class TrainerHost:
                 self._record if self._everything else None,
                 environment={**os.environ, **self._environment},
                 own_session=self._own_session,
-                keep=self._watch.descriptors,
+                keep=self._inherited,
             )
         except OSError as error:
             self._plain_because = f"no zygote could be started: {error}"
@@ -412,7 +458,7 @@ class TrainerHost:
         """Whether the zygote of the last start in this place serves this one, too."""
         if not (self._options.launched and self._own_session):
             return False
-        found = take_over_zygote(self._folder, waiting_name(self._options), keep=self._watch.descriptors)
+        found = take_over_zygote(self._folder, waiting_name(self._options), keep=self._inherited)
         if isinstance(found, str):
             if found:
                 logger.info("rank %d: a new zygote is needed: %s", self._rank, found)

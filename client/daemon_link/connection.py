@@ -108,6 +108,8 @@ class WorkerThread:
         return self.begin(work).result(timeout_s)
 
     def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, after `closed` was set."""
+        self.submit(lambda: None)  # which it sees sooner than the end of its wait
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -55,6 +55,10 @@ class Batches(Iterator[Any]):
             self.go_to(ledger.add(self))
             self.rewind()
 
+    def is_of(self, loader: Any) -> bool:
+        """Whether these are the batches of that loader."""
+        return self._loader is loader
+
     # -- for the ledger --------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ __all__ = [
     "TryAgain",
     "exchange",
     "gather_bytes",
+    "leave_barrier",
     "refused",
     "ship_bytes",
 ]
@@ -291,6 +292,14 @@ def _barrier_of_job() -> StoreBarrier:
             _barrier.close()
         _barrier = StoreBarrier(group)
     return _barrier
+
+
+def leave_barrier() -> None:
+    """The process group is about to end: nobody is watched any longer."""
+    global _barrier
+    if _barrier is not None:
+        _barrier.close()
+        _barrier = None
 
 
 # What all ranks together gather, or one rank ships, in one round.

@@ -146,6 +146,8 @@ class SnapshotLoader:
         absent |= self.broadcast.hand(
             lambda of: self._to_send(image, of, fresh, ~activity.active, scalars["absent"], None), self.take
         )
+        for name in absent & wanted.keys() & binding.owner.keys():  # a process that restarts may have it
+            binding.keeper(name).state.pop(binding.held(name), None)
         self._round_frozen_masters()
         kept = binding.owner.keys() - binding.elsewhere
         self._load_scalar_state(image, scalars, [n for n in wanted if n in kept and n not in absent])

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from ckptd.client import Checkpointer, LayoutOptions, RunOptions, SnapshotOptions
+from ckptd.client import Checkpointer, LayoutOptions, RecoveryOptions, RunOptions, SnapshotOptions
 from examples.moe_text.data import ByteLoader, load_corpus
 from examples.moe_text.model import MoEConfig, MoETransformer
 
@@ -85,6 +85,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--daemon", default="auto", help="auto, none, or an endpoint")
     parser.add_argument("--window", type=int, help="snapshots per window; default: measured")
     parser.add_argument("--ddp", action="store_true", help="data parallel, under torchrun")
+    parser.add_argument(
+        "--in-process", action="store_true", help="with --ddp: stay when another rank has failed"
+    )
     parser.add_argument("--log", type=Path, help="append one JSON line per event to this file")
     parser.add_argument("--final", type=Path, help="write the whole final state to this file")
     return parser.parse_args()
@@ -128,7 +131,14 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     """Run the loop to its end and return the complete final state."""
     rank = dist.get_rank() if args.ddp else 0
     model, masters = build_model(args.init_seed)
-    net = distribute(model, args.init_seed) if args.ddp else model
+    net: nn.Module = distribute(model, args.init_seed) if args.ddp else model
+
+    def connect() -> None:
+        """What this script does before its Checkpointer to meet the other ranks, for a rank that stays."""
+        nonlocal net
+        meet(args)
+        net = distribute(model, args.init_seed)
+
     optimizer = torch.optim.AdamW(list(masters.values()), lr=2e-3, weight_decay=0.05)
     sched = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(args.steps))
     loader = ByteLoader(load_corpus(), batch_size=args.batch_size, context=128, seed=7 + rank)
@@ -141,22 +151,24 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         daemon=None if args.daemon == "none" else args.daemon,
         snapshots=SnapshotOptions(window=args.window),
         layout=LayoutOptions(masters=masters),
+        recovery=RecoveryOptions(in_process=connect if args.in_process else None),
     )
     log.write("attached", init_seed=args.init_seed)
     phases: dict[str, float] = {}
     for step in ckpt.steps(args.steps):
-        inputs, targets = next(loader)
-        loss = net(inputs, targets)
-        loss.backward()
-        gradients_to_masters(model, masters)
-        norm = clip_grad_norm_(masters.values(), 1.0)
-        optimizer.step()
-        masters_to_model(model, masters)
-        sched.step()
-        model.zero_grad()
-        log.write("step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying))
-        if not phases and (phases := phase_counters(ckpt)):
-            log.write("back", phases=phases)
+        with ckpt.restartable():
+            inputs, targets = next(loader)
+            loss = net(inputs, targets)
+            loss.backward()
+            gradients_to_masters(model, masters)
+            norm = clip_grad_norm_(masters.values(), 1.0)
+            optimizer.step()
+            masters_to_model(model, masters)
+            sched.step()
+            model.zero_grad()
+            log.write("step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying))
+            if phases != (phases := phase_counters(ckpt)):
+                log.write("back", phases=phases)
     log.write("finished", resumed_from=ckpt.resumed_from, stats=ckpt.stats())
     state = final_state(model, masters, optimizer, {"sched": sched, "loader": loader})
     ckpt.close()
@@ -188,19 +200,25 @@ def of_this_rank(args: argparse.Namespace) -> dict[str, object]:
     A rank that has a log already has lived before, perhaps elsewhere: this life is initialised with
     another seed, so that nothing right can come from there.
     """
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank = int(os.environ["RANK"])
     for option in ("log", "final"):
         path: Path | None = getattr(args, option)
         if path is not None:
             setattr(args, option, path.with_name(f"{path.stem}-r{rank}{path.suffix}"))
     if args.log is not None and args.log.exists():
         args.init_seed += args.log.read_bytes().count(b'"event": "attached"')
-    # All ranks must agree, also where one of them died before it had written that line.
+    meet(args)
+    return {"rank": rank, "node": os.environ.get("CKPTD_NODE_ID", "")}
+
+
+def meet(args: argparse.Namespace) -> None:
+    """Join the other ranks, and agree on the seed, also where one of them died before it had written that
+    it was here.
+    """
+    dist.init_process_group("gloo")
     seeds: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(seeds, args.init_seed)
     args.init_seed = max(seed for seed in seeds if seed is not None)
-    return {"rank": rank, "node": os.environ.get("CKPTD_NODE_ID", "")}
 
 
 def final_state(

@@ -95,6 +95,11 @@ def made(**keywords: Any) -> Checkpointer:
         ({"param_groups": "mine"}, "param_groups='mine': choose 'recorded' or 'script'"),
         ({"park": "yes"}, "park='yes': pass True, False, or None"),
         ({"park_after_s": 0}, "park_after_s=0: pass seconds above 0, or None"),
+        ({"in_process": "connect"}, "in_process='connect': pass a function that makes the process groups"),
+        (
+            {"in_process": print, "park": True},
+            "in_process= and park=True: a rank that restarts in its process",
+        ),
         ({"masters": [torch.zeros(1)]}, "masters= is a list; pass a dict"),
         ({"replicated": "*"}, "replicated= is a str; pass a dict"),
         ({"operators": ["a*"]}, "operators= is a list; pass a dict"),

@@ -113,14 +113,17 @@ class HostRun:
     """One job: what was done to it, and what is wrong with it (nothing).
 
     Attributes:
+        in_process: ranks stay when another one fails; ``stayed``: how often one did.
         false_alarms: epochs that began because a step was slow, and nothing was stopped.
     """
 
     case: str
     seed: int
+    in_process: bool = False
     strikes: list[Strike] = field(default_factory=list)
     lives: int = 0
     seeds: int = 0
+    stayed: int = 0
     false_alarms: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -139,7 +142,7 @@ class _Attacker:
 
     def start(self) -> None:
         self._job.run = f"{self._run.case}-{self._run.seed}"
-        _train(self._job, self._run.case, self._job.run, self._daemon)
+        _train(self._job, self._run.case, self._job.run, self._daemon, in_process=self._run.in_process)
         self._job.until(lambda: all(self._of(rank, "attached") for rank in range(RANKS)), "the first life")
         self._job.until(self._restorable, "snapshots of all ranks")
 
@@ -299,6 +302,7 @@ class _Attacker:
             wrong += [f"rank {rank} differs: {name}" for name in differences(theirs, ours)]
         seeds = [event["seed"] for event in self._of(0, "life")]
         run.lives, run.seeds = len(seeds), len(set(seeds))
+        run.stayed = self._job.output.count(" has stayed\n")
         begun = EPOCH.findall(self._job.output)
         hangs, named = (sum(text in each for each in begun) for text in (HANG, STOPPED))
         stopped = sum(strike.target is Target.HUNG_RANK for strike in run.strikes)
@@ -321,7 +325,14 @@ class _Attacker:
 
 
 def _train(
-    job: HostedJob, case: str, run: str, daemon: DaemonProcess, *, recorded: bool = True, total: int = 0
+    job: HostedJob,
+    case: str,
+    run: str,
+    daemon: DaemonProcess,
+    *,
+    recorded: bool = True,
+    total: int = 0,
+    in_process: bool = False,
 ) -> None:
     """Start it under hosts, whose files are with those of the daemon: what one job imports, the zygotes of the
     next import ahead.
@@ -329,17 +340,14 @@ def _train(
     env = {"CKPTD_HOST_MAX_RESTARTS": "100000", "CKPTD_RUNTIME_DIR": str(daemon.runtime_dir)}
     endpoint = daemon.endpoint if recorded else "none"
     own = ["--case", case, "--total", str(total or TOTAL), "--step-ms", str(STEP_MS), "--run", run]
-    own += ["--daemon", endpoint, "--folder", str(job.folder)]
+    own += ["--daemon", endpoint, "--folder", str(job.folder), *(["--in-process"] if in_process else [])]
     job.start("-m", "tests.e2e.host_job", *own, max_restarts=1000, env={**env, **ENVIRONMENT})
 
 
-def run_one(
-    case: str, seed: int, kills: int, folder: Path, daemon: DaemonProcess, reference: HostedJob
-) -> HostRun:
+def run_one(run: HostRun, kills: int, folder: Path, daemon: DaemonProcess, reference: HostedJob) -> None:
     """Hurt one job ``kills`` times (fewer if it ends sooner), and compare its end."""
-    run = HostRun(case, seed)
-    job = HostedJob(folder / f"{case}-{seed}", RANKS)
-    attacker = _Attacker(job, daemon, run, random.Random(f"{case} {seed}"))
+    job = HostedJob(folder / f"{run.case}-{run.seed}", RANKS)
+    attacker = _Attacker(job, daemon, run, random.Random(f"{run.case} {run.seed}"))
     try:
         attacker.start()
         while run.kills < kills and (strike := attacker.strike()) is not None:
@@ -353,7 +361,6 @@ def run_one(
         run.failures.append(str(error))
     finally:
         job.close()
-    return run
 
 
 def undisturbed(case: str, folder: Path) -> HostedJob:
@@ -395,8 +402,13 @@ def campaign(
     *,
     cases: Sequence[str] = CASES,
     limit_s: float = float("inf"),
+    in_process: bool = False,
 ) -> list[HostRun]:
-    """Runs until at least ``kills`` kills were made, or ``limit_s`` has passed, over ``cases`` in turn."""
+    """Runs until at least ``kills`` kills were made, or ``limit_s`` has passed, over ``cases`` in turn.
+
+    Args:
+        in_process: ranks stay when another one fails.
+    """
     runs: list[HostRun] = []
     references: dict[str, HostedJob] = {}
     begun = time.monotonic()
@@ -406,7 +418,8 @@ def campaign(
         if case not in references:
             references[case] = undisturbed(case, folder)
         left = min(KILLS_PER_RUN, kills - done)
-        run = run_one(case, seed + len(runs), left, folder, daemon, references[case])
+        run = HostRun(case, seed + len(runs), in_process)
+        run_one(run, left, folder, daemon, references[case])
         runs.append(run)
         backs = [strike.back_s for strike in run.strikes if strike.back_s is not None]
         middle = (
@@ -575,6 +588,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after these")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="CASE")
+    parser.add_argument("--in-process", action="store_true", help="ranks stay when another one fails")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args(argv)
     say = sys.stdout.write
@@ -582,15 +596,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="ckptd-hosts-") as name, own_daemon() as own:
         runs = campaign(
-            args.kills, args.seed, Path(name), own, say, cases=args.cases, limit_s=60 * args.minutes
+            args.kills,
+            args.seed,
+            Path(name),
+            own,
+            say,
+            cases=args.cases,
+            limit_s=60 * args.minutes,
+            in_process=args.in_process,
         )
     say(table(runs) + "\n")
+    stays = " --in-process" if args.in_process else ""
     how = (
-        f"`python -m tests.e2e.host_campaign --kills {args.kills} --seed {args.seed}`: three gloo ranks on one"
+        f"`python -m tests.e2e.host_campaign --kills {args.kills} --seed {args.seed}{stays}`: three gloo ranks on one"
         f" machine with {os.cpu_count()} cores; load {before:.1f} before, {os.getloadavg()[1]:.1f} at the end (mean of"
         " five minutes, this campaign's own included)."
     )
-    picture = args.out / "campaign_host.png"
+    picture = args.out / f"campaign_{'in_process' if args.in_process else 'host'}.png"
     draw(picture, runs)
     picture.with_suffix(".md").write_text(report(runs, how=how, picture=picture.name))
     say(f"{picture.with_suffix('.md')}, {picture}\n")

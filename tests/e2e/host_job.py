@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import Checkpointer
@@ -43,23 +45,29 @@ def distributed_job(case: str, seed: int) -> Job:
     return job
 
 
+def meet_again(job: Job, log: EventLog, path: Path) -> nn.Module:
+    """What a rank that stays does for its next life: all collective calls before the `Checkpointer`."""
+    dist.init_process_group("gloo")
+    log.write("life", seed=seed_of_this_life(path))
+    job.model = DistributedDataParallel(job.model.module, find_unused_parameters=True)
+    return job.model
+
+
 def train(job: Job, ckpt: Checkpointer, args: argparse.Namespace, log: EventLog) -> None:
-    described = False
+    phases: dict[str, float] = {}
+    before = (0, 0)
     for step in ckpt.steps(args.total):
-        log.write("begins", step=step, replaying=bool(ckpt.replaying))
-        time.sleep(args.step_ms / 1e3)
-        job.step(step, lambda point: None)
-        log.write("step", step=step)
-        phases = {} if described else phase_counters(ckpt)
-        if phases:
-            described = True
-            stats = ckpt.stats()
-            log.write(
-                "back",
-                phases=phases,
-                replayed=int(stats["replayed_steps"]),
-                compared=int(stats["verified_tensors"]),
-            )
+        with ckpt.restartable():
+            log.write("begins", step=step, replaying=bool(ckpt.replaying))
+            time.sleep(args.step_ms / 1e3)
+            job.step(step, lambda point: None)
+            log.write("step", step=step)
+            if phases != (phases := phase_counters(ckpt)):
+                stats = ckpt.stats()
+                done = int(stats["replayed_steps"]), int(stats["verified_tensors"])
+                replayed, compared = done[0] - before[0], done[1] - before[1]
+                log.write("back", phases=phases, replayed=replayed, compared=compared)
+                before = done
 
 
 def main() -> None:
@@ -70,6 +78,7 @@ def main() -> None:
     parser.add_argument("--run", required=True)
     parser.add_argument("--daemon", required=True, help="an endpoint, or none")
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--in-process", action="store_true", help="stay when another rank has failed")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -81,6 +90,8 @@ def main() -> None:
     job = distributed_job(args.case, seed)
     options = {"window": 4, "job": "host-campaign", "run": args.run, **job.options}
     options["daemon"] = None if args.daemon == "none" else args.daemon
+    if args.in_process:
+        options["in_process"] = partial(meet_again, job, log, path)
     ckpt = Checkpointer(job.model, job.optimizers, job.state, **grouped(**options))
     job.ckpt = ckpt
     job.start(ckpt)

@@ -34,7 +34,7 @@ def train(
     job: HostedJob,
     run: str,
     daemon: str,
-    *,
+    *options: str,
     gate: int = STEPS,
     env: Mapping[str, str] | None = None,
     **how: Any,
@@ -50,6 +50,7 @@ def train(
         "--daemon",
         daemon,
         *out,
+        *options,
         env={**(env or {}), GATE: str(job.folder / "gate")},
         **how,
     )

@@ -30,14 +30,17 @@ STRIKES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(14_400)
-def test_random_kills_under_hosts_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_process", [False, True])
+def test_random_kills_under_hosts_leave_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool
+) -> None:
     """A few kills of one case; with ``CKPTD_KILLS`` many, of all cases."""
     sys.stdout.write(f"\nCKPTD_SEED={SEED} repeats this\n")
     if "CKPTD_KILLS" not in os.environ:
         monkeypatch.setattr(host_campaign, "TOTAL", 250)
     cases = CASES if "CKPTD_KILLS" in os.environ else (random.Random(SEED).choice(CASES),)
     with own_daemon() as daemon:
-        runs = campaign(KILLS, SEED, tmp_path, daemon, sys.stdout.write, cases=cases)
+        runs = campaign(KILLS, SEED, tmp_path, daemon, sys.stdout.write, cases=cases, in_process=in_process)
     sys.stdout.write(table(runs) + "\n")
     assert not [text for run in runs for text in run.failures], f"CKPTD_SEED={SEED}"
     assert sum(run.kills for run in runs) >= KILLS

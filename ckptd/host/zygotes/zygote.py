@@ -61,6 +61,7 @@ from ckptd.host.zygotes.zygote_handover import (
     wait_for_successor,
 )
 from ckptd.progress_page import PAGE_VARIABLE
+from ckptd.restart_line import LINE_VARIABLE
 
 __all__ = ["WITNESSED", "Zygote", "main", "serve_stores", "unfit_because"]
 
@@ -307,8 +308,9 @@ class Zygote:
             return False
         name_process(self._name)
         os.environ.update(environment)
-        if self._kept:
-            os.environ[PAGE_VARIABLE] = str(self._kept[0])
+        for fd in self._kept:  # after a takeover they have other numbers than in the host
+            line = stat.S_ISSOCK(os.fstat(fd).st_mode)
+            os.environ[LINE_VARIABLE if line else PAGE_VARIABLE] = str(fd)
         recorder = ImportRecorder(os.dup(imports))
         atexit.register(recorder.flush)
         sys.meta_path.insert(0, recorder)

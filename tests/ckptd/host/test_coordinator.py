@@ -122,6 +122,7 @@ def test_all_hosts_hear_of_a_failure(job: Job) -> None:
         "port": 0,
         "served": False,
         "because": because,
+        "staying": True,
         "patience": 1,
         "without": [],
         "without_nodes": [],

@@ -149,7 +149,7 @@ def test_hosts_that_have_been_released_may_go() -> None:
 
 def test_an_elastic_job_goes_on_without_a_lost_node() -> None:
     epochs = job(4, min_ranks=2)
-    assert epochs.lost({2}, "rank 2 is lost", 1.0) == BeginEpoch(1, "rank 2 is lost", 1, (2,))
+    assert epochs.lost({2}, "rank 2 is lost", 1.0) == BeginEpoch(1, "rank 2 is lost", 1, (2,), staying=False)
     assert epochs.ranks == (0, 1, 3)
     assert epochs.lost({2}, "its other end", 1.1) is None
     assert epochs.failed(3, 0, "its peer has gone", 1.1) is None
@@ -162,7 +162,9 @@ def test_an_elastic_job_goes_on_without_a_lost_node() -> None:
 
 def test_ranks_of_one_node_are_lost_together() -> None:
     epochs = job(4, min_ranks=2)
-    assert epochs.lost({2, 3}, "a node is lost", 1.0) == BeginEpoch(1, "a node is lost", 1, (2, 3))
+    assert epochs.lost({2, 3}, "a node is lost", 1.0) == BeginEpoch(
+        1, "a node is lost", 1, (2, 3), staying=False
+    )
     assert epochs.ranks == (0, 1)
 
 
@@ -195,14 +197,16 @@ def test_an_elastic_job_goes_on_without_hosts_that_leave() -> None:
     assert epochs.left({3}, "it got SIGTERM") is None
     assert epochs.failed(1, 0, "its peer has gone", 1.0) is None
     assert epochs.hung(5, "rank 3 is stopped", 1.0) is None
-    assert epochs.depart("it got SIGTERM", 1.5) == BeginEpoch(1, "it got SIGTERM", 1, (3,))
+    assert epochs.depart("it got SIGTERM", 1.5) == BeginEpoch(1, "it got SIGTERM", 1, (3,), staying=False)
     assert epochs.depart("it got SIGTERM", 1.5) is None
 
 
 def test_a_loss_takes_along_those_that_are_leaving() -> None:
     epochs = job(4, min_ranks=2)
     epochs.left({3}, "it got SIGTERM")
-    assert epochs.lost({1}, "rank 1 is lost", 1.0) == BeginEpoch(1, "rank 1 is lost", 1, (1, 3))
+    assert epochs.lost({1}, "rank 1 is lost", 1.0) == BeginEpoch(
+        1, "rank 1 is lost", 1, (1, 3), staying=False
+    )
 
 
 def test_when_all_leave_the_job_is_the_launchers() -> None:
@@ -255,6 +259,26 @@ def test_a_host_starts_stops_and_starts_again() -> None:
     assert life.handle(HostEvent.START) is HostState.RUNNING
     assert life.handle(HostEvent.COMPLETE) is HostState.COMPLETED
     assert life.handle(HostEvent.RELEASE) is HostState.OVER
+
+
+def test_a_trainer_may_stay_for_another_epoch() -> None:
+    life = HostLife()
+    life.handle(HostEvent.START)
+    life.begin(1)
+    life.begin(2)
+    assert life.handle(HostEvent.STAY) is HostState.RUNNING
+    assert life.begin(3) is HostState.STOPPING
+    life.handle(HostEvent.ABANDON)
+    with pytest.raises(LocalProtocolError, match="stay"):  # it was told to end
+        life.handle(HostEvent.STAY)
+
+
+def test_trainers_stay_where_all_ranks_do_and_none_hangs() -> None:
+    epochs = job(4, max_restarts=9, min_ranks=2)
+    orders = [epochs.failed(2, 0, "SIGKILL", 1.0), epochs.hung(5, "rank 1 is stopped", 2.0)]
+    epochs.joined()
+    orders += [epochs.lost({3}, "rank 3 is lost", 3.0), epochs.failed(1, 3, "SIGKILL", 4.0)]
+    assert [isinstance(each, BeginEpoch) and each.staying for each in orders] == [True, False, False, True]
 
 
 def test_an_order_of_the_past_changes_nothing() -> None:
@@ -313,6 +337,9 @@ def test_hosts_and_coordinator_always_come_to_an_end_together(seed: int) -> None
             order = epochs.depart("it got SIGTERM", 0.0)
         elif host.state is HostState.STARTING:
             host.handle(HostEvent.START)
+            epochs.started(rank, host.epoch, 0.0)
+        elif host.state is HostState.STOPPING and rng.random() < 0.3:
+            host.handle(HostEvent.STAY)
             epochs.started(rank, host.epoch, 0.0)
         elif host.state in (HostState.RUNNING, HostState.STOPPING, HostState.ALONE, HostState.ENDING):
             fails, tells = rng.random() < 0.3, host.state is HostState.RUNNING

@@ -1,0 +1,152 @@
+"""The socket between a trainer that can restart in its process and its host.
+
+The trainer says that it could stay; the host tells it of the next epoch; the trainer says that it has come to
+it. The host makes the socket, and all of its trainers inherit it in turn: so each message names the trainer
+that it is from, or for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple, Self
+
+__all__ = ["LINE_VARIABLE", "HostEnd", "NextEpoch", "TrainerEnd", "inherited_line"]
+
+LINE_VARIABLE = "CKPTD_HOST_LINE"
+_PACKET_MAX = 64 << 10
+
+Message = dict[str, Any]
+
+
+class NextEpoch(NamedTuple):
+    """An epoch that has begun.
+
+    Attributes:
+        environment: what it changes in the environment of trainers.
+        because: what has failed.
+    """
+
+    number: int
+    environment: Mapping[str, str]
+    because: str
+
+
+class HostEnd:
+    """The host's end.
+
+    Attributes:
+        descriptor: that trainers inherit; -1 if there was none to be had.
+    """
+
+    def __init__(self) -> None:
+        self._ready_pid = 0
+        self.descriptor = -1
+        self._own: socket.socket | None = None
+        self._theirs: socket.socket | None = None
+
+    @classmethod
+    def make(cls) -> Self:
+        """A line for the trainers of this host.
+
+        Raises:
+            OSError: there are no descriptors left.
+        """
+        made = cls()
+        made._own, made._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made._own.setblocking(False)
+        made.descriptor = made._theirs.fileno()
+        return made
+
+    def fileno(self) -> int:
+        """For selectors."""
+        assert self._own is not None
+        return self._own.fileno()
+
+    def receive(self) -> tuple[int, int] | None:
+        """The trainer that says it has come to an epoch, and the epoch; None: nothing of the kind."""
+        assert self._own is not None
+        try:
+            message: Message = json.loads(self._own.recv(_PACKET_MAX))
+        except BlockingIOError:
+            return None
+        pid = int(message["pid"])
+        if "stays" in message:
+            self._ready_pid = pid if message["stays"] else 0
+            return None
+        if pid == self._ready_pid:
+            self._ready_pid = 0  # until its next loop has begun
+        return pid, int(message["stayed"])
+
+    def offer(self, pid: int, epoch: NextEpoch) -> bool:
+        """Tell a trainer of an epoch; False if it cannot restart in its process, or not now."""
+        if self._own is None or pid != self._ready_pid:
+            return False
+        try:
+            self._own.send(json.dumps({"pid": pid, **epoch._asdict()}).encode())
+        except OSError:  # a trainer that reads nothing
+            return False
+        return True
+
+    def close(self) -> None:
+        """There will be no further trainer."""
+        for end in (self._own, self._theirs):
+            if end is not None:
+                end.close()
+        self._own = self._theirs = None
+        self.descriptor = -1
+
+
+class TrainerEnd:
+    """The end of a trainer."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._pid = connection, os.getpid()
+
+    def can_stay(self, *, now: bool) -> None:
+        """Tell the host whether this process can come to another epoch from where it is."""
+        self._tell({"stays": now})
+
+    def stayed(self, epoch: int) -> None:
+        """Tell the host that this process has left the last epoch for this one."""
+        self._tell({"stayed": epoch})
+
+    def _tell(self, message: Message) -> None:
+        if os.getpid() == self._pid:  # not in a forked child, a data loader's worker
+            with contextlib.suppress(OSError):  # the host is about to end this process
+                self._socket.send(json.dumps({"pid": self._pid, **message}).encode())
+
+    def receive(self) -> NextEpoch | None:
+        """Wait for a message, and return the epoch of which it tells; None if it was for another trainer.
+
+        Raises:
+            OSError: there will be no message.
+        """
+        packet = self._socket.recv(_PACKET_MAX)
+        if not packet:
+            raise ConnectionResetError("the host has closed its end")
+        message: Message = json.loads(packet)
+        if message.pop("pid") != self._pid:
+            return None
+        return NextEpoch(**message)
+
+
+@cache
+def inherited_line() -> TrainerEnd | None:
+    """That of this process's host; None: there is none. What this process starts does not find it."""
+    text = os.environ.pop(LINE_VARIABLE, "")
+    if not text.isdecimal():
+        return None
+    try:
+        os.set_inheritable(int(text), False)
+        connection = socket.socket(fileno=os.dup(int(text)))
+    except OSError:
+        return None
+    if (connection.family, connection.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        connection.close()
+        return None
+    return TrainerEnd(connection)
