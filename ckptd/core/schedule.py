@@ -384,6 +384,7 @@ def order_operators(
     ordering: Ordering = Ordering.HARD,
     *,
     capacities: Sequence[float] | None = None,
+    dense_last: bool = False,
 ) -> list[int]:
     """The order of anchors: dense parts and gates, then experts, the popular ones last.
 
@@ -396,15 +397,21 @@ def order_operators(
         popularity: per operator id; only that of experts counts. Operators that a mapping omits were never
             used.
         capacities: tokens that each operator takes per batch, for `Ordering.CAPACITY`.
+        dense_last: dense parts and gates come after the experts, as in the paper's figure 6. In aligned windows
+            an operator is absent once it is anchored, so what computes most should be anchored last: it stays
+            frozen longest, and the first snapshot, which has the compute weights of all others, is smaller.
+            In sliding windows each snapshot has the compute weights of all operators, and the cuts even out the
+            rest.
     """
     weight = _weights(len(operators), popularity, ordering, capacities)
-    front: list[int] = []
+    dense: list[int] = []
     experts: list[int] = []
     expert = OperatorKind.EXPERT
     for i, kind in enumerate(map(attrgetter("kind"), operators)):
-        (experts if kind is expert else front).append(i)
+        (experts if kind is expert else dense).append(i)
     experts.sort(key=weight.__getitem__)
-    return front + _blockwise(experts, list(map(attrgetter("group"), operators)), weight)
+    experts = _blockwise(experts, list(map(attrgetter("group"), operators)), weight)
+    return experts + dense if dense_last else dense + experts
 
 
 def needs_reorder(

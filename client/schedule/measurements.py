@@ -351,7 +351,8 @@ class TokenCounter:
         self._at_last_order = now
         known = self._capacities
         capacities = None if known is None else [float(known.get(op.name, 1.0)) for op in plan.operators]
-        return order_operators(plan.costs, now, self._ordering, capacities=capacities)
+        aligned = plan.policy_name == "aligned"
+        return order_operators(plan.costs, now, self._ordering, capacities=capacities, dense_last=aligned)
 
     def _count_child(self, name: str, index: int) -> Callable[..., None]:
         counts = self._listed[name]

@@ -184,12 +184,13 @@ def _plan_once(
 
     def scheduled(parts: Sequence[Operator], popular: Sequence[float]) -> tuple[list[OperatorCost], Schedule]:
         costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
-        planner = plan_aligned if inputs.policy == "aligned" else plan_schedule
+        aligned = inputs.policy == "aligned"
+        planner = plan_aligned if aligned else plan_schedule
         return costs, planner(
             costs,
             budget_bytes=inputs.budget_bytes,
             fixed_bytes=fixed,
-            order=order_operators(costs, popular, inputs.ordering),
+            order=order_operators(costs, popular, inputs.ordering, dense_last=aligned),
             max_window=MAX_WINDOW,
             window=window,
         )

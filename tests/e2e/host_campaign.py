@@ -119,12 +119,12 @@ class HostRun:
 
     case: str
     seed: int
-    in_process: bool = False
     strikes: list[Strike] = field(default_factory=list)
     lives: int = 0
     seeds: int = 0
     stayed: int = 0
     false_alarms: int = 0
+    in_process: bool = False
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -418,7 +418,7 @@ def campaign(
         if case not in references:
             references[case] = undisturbed(case, folder)
         left = min(KILLS_PER_RUN, kills - done)
-        run = HostRun(case, seed + len(runs), in_process)
+        run = HostRun(case, seed + len(runs), in_process=in_process)
         run_one(run, left, folder, daemon, references[case])
         runs.append(run)
         backs = [strike.back_s for strike in run.strikes if strike.back_s is not None]

@@ -239,6 +239,26 @@ def test_dense_first_and_popular_experts_last() -> None:
     assert order_operators(operators, {0: 9.0, 4: 5.0}) == [1, 3, 2, 4, 0]
 
 
+def test_in_aligned_windows_dense_parts_come_last() -> None:
+    """The paper's figure 6: what computes most is frozen longest, and the largest snapshot is smaller."""
+    operators = [op(1), dense(1), op(1), dense(1, OperatorKind.GATE), op(1)]
+    assert order_operators(operators, [9, 99, 1, 99, 5], dense_last=True) == [2, 4, 0, 1, 3]
+    expert = OperatorCost("e", OperatorKind.EXPERT, 14 * 3, 2 * 3)
+    attention = OperatorCost("a", OperatorKind.DENSE, 14 * 4, 2 * 4)
+    operators = [attention, *[expert] * 7] * 6
+    first, last = (
+        plan_aligned(
+            operators,
+            budget_bytes=None,
+            order=order_operators(operators, [0.0] * len(operators), dense_last=dense_last),
+            window=6,
+        )
+        for dense_last in (False, True)
+    )
+    assert set(first.phases[0][:6]) == set(last.phases[-1][-6:]) == {0, 8, 16, 24, 32, 40}
+    assert first.peak_bytes == first.phase_bytes[0] > last.peak_bytes == last.phase_bytes[0]
+
+
 def test_slices_of_a_fused_tensor_stay_together() -> None:
     operators = [op(1, group=group) for group in ("a", "b", "a", "b", "a")] + [op(1)]
     order = order_operators(operators, [10, 4, 1, 6, 1, 4.5])
