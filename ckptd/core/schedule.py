@@ -397,11 +397,11 @@ def order_operators(
         popularity: per operator id; only that of experts counts. Operators that a mapping omits were never
             used.
         capacities: tokens that each operator takes per batch, for `Ordering.CAPACITY`.
-        dense_last: dense parts and gates come after the experts, as in the paper's figure 6. In aligned windows
-            an operator is absent once it is anchored, so what computes most should be anchored last: it stays
-            frozen longest, and the first snapshot, which has the compute weights of all others, is smaller.
-            In sliding windows each snapshot has the compute weights of all operators, and the cuts even out the
-            rest.
+        dense_last: dense parts and gates come after the experts, as in the paper's figure 6. In aligned
+            windows an operator is absent once it is anchored, so what computes most should be anchored last:
+            it stays frozen longest, and the first snapshot, which has the compute weights of all others, is
+            smaller. In sliding windows each snapshot has the compute weights of all operators, and the cuts
+            even out the rest.
     """
     weight = _weights(len(operators), popularity, ordering, capacities)
     dense: list[int] = []

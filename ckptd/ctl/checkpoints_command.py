@@ -7,7 +7,6 @@ needs no configuration.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from ckptd.ctl.command import (
     add_run,
     add_store_options,
     count_of,
+    duration,
     records,
 )
 from ckptd.ctl.store_access import STORE_TIMEOUT_S, OpenedStore, configured_place, named_place, opened
@@ -51,7 +51,6 @@ from ckptd.units import format_age, format_bytes, format_table
 
 __all__ = ["add_checkpoints_commands"]
 
-_UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _GRACE_S, _SETTLE_S = RetentionPolicy().grace_ns / 1e9, RetentionPolicy().settle_ns / 1e9
 _MAX_RANKS = 64
 _MAX_FINDINGS = 50
@@ -138,14 +137,14 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--keep-for",
-        type=_duration,
+        type=duration,
         metavar="TIME",
         help="keep those younger than TIME, such as 7d or 12h (default: as configured)",
     )
     _add_grace(parser)
     parser.add_argument(
         "--settle",
-        type=_duration,
+        type=duration,
         default=_SETTLE_S,
         metavar="TIME",
         help="a checkpoint replaces older ones when it has been committed for this long (default: 10m); "
@@ -156,7 +155,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 def _add_grace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
-        type=_duration,
+        type=duration,
         default=_GRACE_S,
         metavar="TIME",
         help="do not delete unfinished objects younger than this (default: 24h); a job may be writing them",
@@ -179,13 +178,6 @@ def _positive(text: str) -> int:
     if _natural(text) < 1:
         raise argparse.ArgumentTypeError("at least one checkpoint must be kept")
     return int(text)
-
-
-def _duration(text: str) -> float:
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([a-z]*)", text)
-    if found is None or found[2] not in _UNITS_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30s, 10m, 6h or 7d")
-    return float(found[1]) * _UNITS_S[found[2]]
 
 
 # -- list -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import time
@@ -44,6 +45,7 @@ __all__ = [
     "ask",
     "connected",
     "count_of",
+    "duration",
     "endpoint_of",
     "progress_line",
     "records",
@@ -56,6 +58,8 @@ EXIT_USAGE = 2
 EXIT_NO_DAEMON = 3
 EXIT_REFUSED = 4
 EXIT_DAMAGED = 5
+
+_UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 CONNECT_S = 10.0  # requests that take longer set their own limit
 
@@ -171,6 +175,18 @@ class Commands:
         if function is not None:
             parser.set_defaults(function=function)
         return parser
+
+
+def duration(text: str) -> float:
+    """Seconds from a time such as 10m; for ``type=`` of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([a-z]*)", text)
+    if found is None or found[2] not in _UNITS_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 30s, 10m, 6h or 7d")
+    return float(found[1]) * _UNITS_S[found[2]]
 
 
 def add_run(

@@ -20,6 +20,7 @@ import msgspec
 import ckptd
 from ckptd.config.daemon_config import ConfigError
 from ckptd.core.export_plan import DamagedSnapshot, ExportError
+from ckptd.ctl.advise_command import add_advise_command
 from ckptd.ctl.checkpoints_command import add_checkpoints_commands
 from ckptd.ctl.command import (
     EXIT_DAMAGED,
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     elastic = commands.add("elastic", None, "show or plan the placement of experts, and rate it")
     _add_elastic_commands(Commands(elastic, "QUESTION", common, which))
     add_keys_commands(commands, common)
+    add_advise_command(commands)
     add_checkpoints_commands(commands, common)
     add_wait(commands)
     return parser

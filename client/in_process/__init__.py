@@ -1,1 +1,1 @@
-"""A restart within the process: another rank has failed, and this one goes back and meets the others again."""
+"""A restart within the process: another rank has failed, and this one meets the others again."""

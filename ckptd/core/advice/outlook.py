@@ -1,0 +1,222 @@
+"""What a policy would cost a job: stalls, traffic, memory, what a failure costs, and what is left. Pure.
+
+With an iteration of T seconds, a mean time M between failures of the job, stalls of s seconds in an
+iteration, and R seconds that a failure costs on average, of the time
+
+    ETTR = 1 / (1 + s / T) * 1 / (1 + R / M)
+
+is spent on iterations that count (MoEvement, NSDI '26, 2.4 and appendix C). R is the sum of
+
+    lost      iterations that no restorable snapshot has: half of an iteration (sliding), of a window
+              (aligned), of an interval (dense); and what had not reached the peer yet
+    restart   until all ranks run again
+    load      of the rank that was lost, over the network
+    replay    W - 1 iterations of a window of W. A frozen operator computes no gradients of its weights, which
+              are a third of its work.
+
+The paper takes 3/2 W iterations for all of it (aligned), and half of an interval (dense); its printed tables
+contain restarts, which it does not tell. What is not here: pipelines that replay on their own (localized
+recovery), and the loss of a state with all of its replicas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptd.core.advice.job_shape import RankShape
+from ckptd.core.schedule import order_operators, plan_aligned, plan_schedule
+from ckptd.core.snapshot_policy import PolicyKind, Schedule, policy_for
+
+__all__ = ["Choice", "Conditions", "PolicyOutlook", "dense_outlook", "ettr", "replay_share", "window_outlook"]
+
+# Of an iteration, before the optimizer's step: until then a snapshot's copy is hidden.
+_HIDDEN = 0.9
+# Planning and claiming a slot, on the training thread.
+_TOP_S = 2e-4
+_WEIGHT_GRADIENTS = 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Under which a job runs.
+
+    Args:
+        iteration_s: without snapshots.
+        mtbf_s: between two failures of the job.
+        link_Bps: bytes a second from a device to its host.
+        network_Bps: bytes a second of a rank to a peer.
+        replicas: peers that keep a copy of each snapshot; at least one.
+        restart_s: from a failure until all ranks run again.
+        drag: seconds that training loses in each second in which a copy runs beside it, for the link, the
+            copy engine and memory are shared.
+
+    Raises:
+        ValueError: one of them is not above 0; the last two may be 0.
+    """
+
+    iteration_s: float
+    mtbf_s: float
+    link_Bps: float
+    network_Bps: float
+    replicas: int = 1
+    restart_s: float = 3.0
+    drag: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("iteration_s", "mtbf_s", "link_Bps", "network_Bps", "replicas"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value:g}; it must be above 0")
+        for name in ("restart_s", "drag"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value:g}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy with its window, or for dense snapshots with its interval."""
+
+    policy: Literal["sliding", "aligned", "dense"]
+    window: int = 1
+    every: int = 1
+
+    def __str__(self) -> str:
+        return f"dense, every {self.every}" if self.policy == "dense" else f"{self.policy}, W={self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutlook:
+    """The costs of a choice, for the rank with the most state.
+
+    Attributes:
+        snapshot_bytes: of the largest snapshot, and ``mean_bytes`` of an iteration.
+        stall_s: of an iteration, on average.
+        lag_s: until a snapshot has reached the peer.
+        lost_s, load_s, replay_s: of a failure, on average; see the module.
+        memory_bytes: on the rank's node, with the replicas that it keeps for others.
+        replication_Bps: sent to peers.
+        behind: peers cannot keep up: snapshots come faster than they are sent.
+        ettr: the part of the time that counts.
+    """
+
+    choice: Choice
+    snapshot_bytes: int
+    mean_bytes: float
+    stall_s: float
+    lag_s: float
+    lost_s: float
+    load_s: float
+    replay_s: float
+    restart_s: float
+    memory_bytes: int
+    replication_Bps: float
+    behind: bool
+    ettr: float
+
+    @property
+    def recovery_s(self) -> float:
+        """What a failure costs on average."""
+        return self.lost_s + self.restart_s + self.load_s + self.replay_s
+
+
+def ettr(iteration_s: float, stall_s: float, recovery_s: float, mtbf_s: float) -> float:
+    """The part of the time that is spent on iterations that count."""
+    return 1 / (1 + stall_s / iteration_s) / (1 + recovery_s / mtbf_s)
+
+
+def window_outlook(
+    rank: RankShape, conditions: Conditions, policy: Literal["sliding", "aligned"], window: int
+) -> PolicyOutlook:
+    """The costs of a window: a snapshot every iteration, and all state in ``window`` of them."""
+    aligned = policy == "aligned"
+    planner = plan_aligned if aligned else plan_schedule
+    order = order_operators(rank.operators, [0.0] * len(rank.operators), dense_last=aligned)
+    schedule = planner(rank.operators, budget_bytes=None, order=order, window=window)
+    window = schedule.window
+    iteration_s = conditions.iteration_s
+    return _outlook(
+        Choice(policy, window),
+        schedule.phase_bytes,
+        conditions,
+        lost_iterations=window / 2 if aligned else 0.5,
+        load_bytes=sum(schedule.phase_bytes),
+        replay_s=(window - 1) * iteration_s * replay_share(schedule, rank.compute),
+        slots=policy_for(schedule).num_slots,
+    )
+
+
+def dense_outlook(rank: RankShape, conditions: Conditions, every: int) -> PolicyOutlook:
+    """The costs of a snapshot of all state every few iterations."""
+    return _outlook(
+        Choice("dense", 1, every),
+        (rank.dense_bytes, *[0] * (every - 1)),
+        conditions,
+        lost_iterations=every / 2,
+        load_bytes=rank.dense_bytes,
+        replay_s=0.0,
+        slots=3,
+    )
+
+
+def replay_share(schedule: Schedule, compute: Sequence[float]) -> float:
+    """The compute of a replayed iteration, as a part of a full one: the mean of W - 1 iterations, and for
+    sliding windows over the phases at which a failure may come.
+
+    Args:
+        compute: of each operator.
+    """
+    window, total = schedule.window, sum(compute)
+    if window == 1 or not total:
+        return 1.0
+    shares = [sum(compute[i] for i in phase) / total for phase in schedule.phases]
+    begins = (0,) if schedule.policy is PolicyKind.ALIGNED else range(window)
+    active = [
+        thawed
+        for first in begins
+        for thawed in itertools.accumulate(shares[(first + n) % window] for n in range(window - 1))
+    ]
+    return 1.0 - _WEIGHT_GRADIENTS * (1.0 - sum(active) / len(active))
+
+
+def _outlook(
+    choice: Choice,
+    snapshots: Sequence[int],
+    conditions: Conditions,
+    *,
+    lost_iterations: float,
+    load_bytes: int,
+    replay_s: float,
+    slots: int,
+) -> PolicyOutlook:
+    """``snapshots``: the bytes of each iteration's, over one round."""
+    iteration_s, count = conditions.iteration_s, len(snapshots)
+    hidden_s = _HIDDEN * iteration_s
+    copies = [size / conditions.link_Bps for size in snapshots if size]
+    stalls = [_TOP_S + max(0.0, s - hidden_s) + conditions.drag * min(s, hidden_s) for s in copies]
+    stall_s = sum(stalls) / count
+    peak, mean = max(snapshots), sum(snapshots) / count
+    lag_s = peak * conditions.replicas / conditions.network_Bps
+    load_s = load_bytes / conditions.network_Bps
+    lost_s = lost_iterations * iteration_s + lag_s
+    recovery_s = lost_s + conditions.restart_s + load_s + replay_s
+    sent = mean * conditions.replicas / iteration_s
+    return PolicyOutlook(
+        choice=choice,
+        snapshot_bytes=peak,
+        mean_bytes=mean,
+        stall_s=stall_s,
+        lag_s=lag_s,
+        lost_s=lost_s,
+        load_s=load_s,
+        replay_s=replay_s,
+        restart_s=conditions.restart_s,
+        memory_bytes=slots * peak * (1 + conditions.replicas),
+        replication_Bps=sent,
+        behind=sent > conditions.network_Bps,
+        ettr=ettr(iteration_s, stall_s, recovery_s, conditions.mtbf_s),
+    )

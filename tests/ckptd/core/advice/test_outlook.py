@@ -1,0 +1,132 @@
+"""What policies cost, against sums by hand, against each other, and against MoEvement's printed table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, RankShape, rank_shape
+from ckptd.core.advice.outlook import (
+    Conditions,
+    dense_outlook,
+    ettr,
+    replay_share,
+    window_outlook,
+)
+from ckptd.core.schedule import plan_aligned, plan_schedule
+from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
+
+EIGHT = RankShape(tuple(OperatorCost(f"e{i}", OperatorKind.EXPERT, 700, 100) for i in range(8)), (1.0,) * 8)
+CONDITIONS = Conditions(2.0, 600.0, link_Bps=1e4, network_Bps=1e3, replicas=1, restart_s=3.0)
+QWEN = rank_shape(MODELS["qwen3-30b-a3b"], Layout(64, 4, 8), PRECISIONS["bf16-mixed"])
+
+
+def test_dense_by_hand() -> None:
+    found = dense_outlook(EIGHT, CONDITIONS, 10)
+    assert (found.snapshot_bytes, found.mean_bytes) == (5600, 560.0)
+    assert found.stall_s == pytest.approx(2e-4 / 10)
+    assert (found.lag_s, found.load_s, found.replay_s) == (5.6, 5.6, 0.0)
+    assert found.lost_s == 10 / 2 * 2.0 + 5.6
+    assert found.recovery_s == found.lost_s + 3.0 + 5.6
+    assert found.memory_bytes == 3 * 5600 * 2
+    assert found.replication_Bps == 280
+    assert not found.behind
+    assert found.ettr == pytest.approx(1 / (1 + 1e-5) / (1 + found.recovery_s / 600))
+    assert dense_outlook(EIGHT, CONDITIONS, 2).behind
+
+
+def test_sliding_by_hand() -> None:
+    found = window_outlook(EIGHT, CONDITIONS, "sliding", 4)
+    assert found.snapshot_bytes == 8 * 100 + 2 * 600  # compute weights of all, the rest of two anchors
+    assert found.memory_bytes == (4 + 2) * 2000 * 2
+    assert found.load_s == 4 * 2000 / 1e3
+    assert found.lost_s == 0.5 * 2.0 + 2.0
+    # 1, 2 and 3 of 4 parts compute all; the others leave out a third.
+    assert found.replay_s == pytest.approx(3 * 2.0 * (1 - 0.5 / 3))
+
+
+def test_aligned_by_hand() -> None:
+    found = window_outlook(EIGHT, CONDITIONS, "aligned", 4)
+    assert found.snapshot_bytes == 2 * 700 + 6 * 100
+    assert found.load_s == (4 * 1400 + (6 + 4 + 2) * 100) / 1e3
+    assert found.lost_s == 4 / 2 * 2.0 + 2.0
+    assert found.memory_bytes == 9 * 2000 * 2
+
+
+def test_copies_that_are_not_hidden_stall() -> None:
+    slow = replace(CONDITIONS, link_Bps=2000.0)
+    assert dense_outlook(EIGHT, slow, 1).stall_s == pytest.approx(2e-4 + 2.8 - 1.8)
+    assert window_outlook(EIGHT, slow, "sliding", 4).stall_s == pytest.approx(2e-4)
+    dragging = replace(CONDITIONS, drag=0.1)
+    assert dense_outlook(EIGHT, dragging, 1).stall_s == pytest.approx(2e-4 + 0.1 * 0.56)
+
+
+def test_a_window_of_one_is_a_dense_snapshot_of_every_iteration() -> None:
+    dense = dense_outlook(QWEN, CONDITIONS, 1)
+    for policy in ("sliding", "aligned"):
+        found = window_outlook(QWEN, CONDITIONS, policy, 1)
+        assert replace(found, choice=dense.choice, load_s=dense.load_s) == dense
+
+
+@pytest.mark.parametrize("policy", ["sliding", "aligned"])
+def test_wider_windows_have_smaller_snapshots_and_longer_replays(policy: str) -> None:
+    assert policy in ("sliding", "aligned")
+    found = [window_outlook(QWEN, CONDITIONS, policy, window) for window in (1, 2, 4, 8, 16)]  # type: ignore[arg-type]
+    for narrow, wide in itertools.pairwise(found):
+        assert wide.snapshot_bytes < narrow.snapshot_bytes
+        assert wide.replay_s > narrow.replay_s
+
+
+def test_aligned_replays_less_where_dense_parts_thaw_last() -> None:
+    """Between two thirds, where all is frozen, and all; the paper's skipping saves a third of a frozen part."""
+    order = range(len(QWEN.operators))
+    aligned = plan_aligned(QWEN.operators, budget_bytes=None, order=order, window=6)
+    sliding = plan_schedule(QWEN.operators, budget_bytes=None, order=order, window=6)
+    dense_last = window_outlook(QWEN, CONDITIONS, "aligned", 6).replay_s / (5 * 2.0)
+    assert 2 / 3 < dense_last < replay_share(sliding, QWEN.compute) < replay_share(aligned, QWEN.compute) < 1
+
+
+def test_nothing_is_replayed_without_a_window() -> None:
+    alone = plan_schedule(QWEN.operators, budget_bytes=None, order=range(len(QWEN.operators)), window=1)
+    assert replay_share(alone, QWEN.compute) == 1.0
+    assert replay_share(alone, [0.0] * len(QWEN.compute)) == 1.0
+
+
+# MoEvement's table 3: the window, the overhead, and the ETTR for MTBFs of 2 h to 10 min. Its seconds of an
+# iteration follow from the column of MoC, whose overheads are the largest and so the least rounded.
+PRINTED = {
+    "MoE-LLaVa": (3, 0.01, 0.14 / 0.08, (0.981, 0.979, 0.975, 0.971, 0.964)),
+    "GPT-MoE": (3, 0.01, 0.18 / 0.09, (0.979, 0.976, 0.971, 0.966, 0.959)),
+    "QWen-MoE": (5, 0.02, 0.19 / 0.09, (0.981, 0.977, 0.970, 0.963, 0.957)),
+    "DeepSeek-MoE": (6, 0.02, 0.22 / 0.08, (0.975, 0.970, 0.965, 0.956, 0.951)),
+}
+
+
+@pytest.mark.parametrize("model", PRINTED)
+def test_the_printed_ettr_of_aligned_windows_follows(model: str) -> None:
+    """With 3/2 W iterations of recovery, as the paper bounds it, and no restart."""
+    window, overhead, iteration_s, printed = PRINTED[model]
+    for mtbf_s, expected in zip((7200, 3600, 1800, 1200, 600), printed, strict=True):
+        found = ettr(iteration_s, overhead * iteration_s, 1.5 * window * iteration_s, mtbf_s)
+        assert found == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["iteration_s", "mtbf_s", "link_Bps", "network_Bps", "replicas"])
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_conditions_that_cannot_be_are_refused(name: str, value: float) -> None:
+    changed: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=f"{name} is {value:g}; it must be above 0"):
+        replace(CONDITIONS, **changed)
+
+
+@pytest.mark.parametrize("name", ["restart_s", "drag"])
+def test_restart_and_drag_may_be_nothing(name: str) -> None:
+    allowed: dict[str, Any] = {name: 0.0}
+    refused: dict[str, Any] = {name: -1.0}
+    replace(CONDITIONS, **allowed)
+    with pytest.raises(ValueError, match=f"{name} is -1; it must be 0 or more"):
+        replace(CONDITIONS, **refused)

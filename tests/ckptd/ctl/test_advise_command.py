@@ -1,0 +1,91 @@
+"""`ckptctl advise`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from ckptd.ctl.advise_command import failures_at_random
+from ckptd.ctl.main import main
+
+JOB = [
+    *("advise", "--model", "qwen3-30b-a3b", "--gpus", "16", "--expert-ranks", "8"),
+    *("--mtbf", "10m", "--network", "12GB"),
+]
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main([*JOB, *words]) == code
+    shown = capsys.readouterr()
+    return shown.out if code == 0 else shown.err
+
+
+def test_it_names_the_best_and_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    text = asked(capsys, "--iteration", "1s")
+    assert "24.88 GiB of state on each rank, iterations of 1 s, a failure every 10 min" in text
+    found = re.search(r"^best +sliding, W=(\d+)", text, re.MULTILINE)
+    assert found is not None
+    assert f"snapshots=SnapshotOptions(window={found[1]})" in text
+    for name in ("aligned", "dense", "CheckFreq's interval", "Gemini's interval", "Young and Daly's"):
+        assert name in text
+    assert re.search(r"A failure costs [\d.]+ s: [\d.]+ s of iterations that are lost", text)
+    assert "Left out: " in text
+
+
+def test_json_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = json.loads(asked(capsys, "--iteration", "1s", "--json"))
+    best, *others = answer["policies"]
+    assert best["name"] == "best"
+    assert best["ettr"] > max(other["ettr"] for other in others)
+    assert abs(best["played_ettr"] - best["ettr"]) < 0.01
+    assert best["recovery_s"] == pytest.approx(
+        best["lost_s"] + best["load_s"] + best["replay_s"] + best["restart_s"]
+    )
+    assert answer["arguments"] == f"snapshots=SnapshotOptions(window={best['choice']['window']})"
+
+
+def test_iterations_follow_from_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = json.loads(asked(capsys, "--tokens", "4M", "--tflops", "400", "--json"))
+    assert answer["iteration_s"] == pytest.approx(6 * 3.35e9 * 4e6 / (16 * 400e12), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--iteration", "1s", "--model", "qwen"], "no model 'qwen'; there are deepseek-moe-16b, "),
+        ([], "pass either --iteration, or --tokens with --tflops"),
+        (["--iteration", "1s", "--tokens", "4M"], "pass either --iteration, or --tokens with --tflops"),
+        (["--tokens", "4M"], "--tokens needs --tflops, what a GPU reaches; above 0"),
+        (["--iteration", "0s"], "iteration_s is 0; it must be above 0"),
+        (["--iteration", "1s", "--mtbf", "0s"], "mtbf_s is 0; it must be above 0"),
+        (["--iteration", "1s", "--gpus", "12"], "12 GPUs are no multiple of 1 stages x 8 ranks of experts"),
+        (["--iteration", "1s", "--gpus", "0"], "0 GPUs, 1 stages, 8 ranks of experts"),
+        (["--iteration", "1s", "--replicas", "0"], "replicas is 0; it must be above 0"),
+        (["--iteration", "1s", "--drag", "-1"], "drag is -1; it must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in asked(capsys, *words, code=2)
+
+
+def test_memory_that_is_too_small_for_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    error = asked(capsys, "--iteration", "1s", "--memory", "1GiB", code=1)
+    assert re.search(r"nothing fits: .* need more than 1 GiB of memory \(the smallest: .* GiB\)", error)
+
+
+@pytest.mark.parametrize(("option", "text"), [("--mtbf", "soon"), ("--tokens", "many"), ("--link", "fast")])
+def test_words_that_are_no_numbers(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*JOB, option, text])
+    assert f"argument {option}: " in capsys.readouterr().err
+
+
+def test_the_same_seed_draws_the_same_failures() -> None:
+    first, second, other = (list(failures_at_random(60.0, 3600.0, seed)) for seed in (1, 1, 2))
+    assert first == second != other
+    assert first == sorted(first)
+    assert 0 < first[0] < first[-1] < 3600.0
