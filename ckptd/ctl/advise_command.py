@@ -1,35 +1,67 @@
-"""`ckptctl advise`: rate every policy for a described job, and name the best. Needs no daemon."""
+"""`ckptctl advise`: rate every policy for a job that is described, or runs on this node, and name the best."""
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ckptd.config.settings import parse_bytes
 from ckptd.core.advice.advice import Advice, advise, arguments
 from ckptd.core.advice.failure_simulation import mean_ettr
-from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, RankShape, rank_shape
-from ckptd.core.advice.outlook import Conditions, PolicyOutlook
-from ckptd.ctl.command import EXIT_FAILED, CommandError, CommandOutcome, Commands, duration
+from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, RankShape, measured_shape, rank_shape
+from ckptd.core.advice.outlook import Conditions, PolicyOutlook, window_outlook
+from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
+from ckptd.ctl.command import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    CommandError,
+    CommandOutcome,
+    Commands,
+    add_run,
+    ask,
+    duration,
+)
+from ckptd.transport import messages as m
 from ckptd.units import format_age, format_bytes, format_table
 
 __all__ = ["add_advise_command", "failures_at_random"]
 
 _PLAYED_S = 12 * 3600.0
 _SEEDS = 20
+_LINK_BPS, _RESTART_S = 20e9, 3.0
+_STEPS_MIN = 3
+_RESTART = (
+    RecoveryPhase.OTHERS_STOPPED,
+    RecoveryPhase.PROCESS_THERE,
+    RecoveryPhase.IMPORTS,
+    RecoveryPhase.PROCESS_GROUPS,
+    RecoveryPhase.ATTACH,
+    RecoveryPhase.INVENTORY,
+)
+# Of the time; less is within what is not known.
+_FAR = 0.01
 # Forward and backward, for each parameter that a token uses.
 _FLOPS_PER_PARAMETER = 6.0
 
 
 def add_advise_command(commands: Commands) -> None:
     """Add `advise`."""
-    parser = commands.add("advise", _advise, "rate every policy for a described job, and name the best")
-    job = parser.add_argument_group("the job")
-    job.add_argument("--model", required=True, help=f"one of {', '.join(sorted(MODELS))}")
-    job.add_argument("--gpus", type=int, required=True, help="ranks of the job")
+    text = "rate every policy for a job that is described, or runs on this node, and name the best"
+    parser = commands.add("advise", _advise, text)
+    job = parser.add_argument_group(
+        "a job that runs: its state, iterations, copies and restarts are measured"
+    )
+    add_run(job, "?", job_help="an attached job of this node's daemon, in place of --model")
+    job.add_argument(
+        "--watch", type=duration, default="5s", metavar="TIME", help="watch it so long (default: 5s)"
+    )
+    job = parser.add_argument_group("a job that is described")
+    job.add_argument("--model", help=f"one of {', '.join(sorted(MODELS))}")
+    job.add_argument("--gpus", type=int, help="ranks of the job")
     job.add_argument("--stages", type=int, default=1, help="of a pipeline (default: 1)")
     job.add_argument(
         "--expert-ranks", type=int, default=1, help="ranks that share a layer's experts (default: 1)"
@@ -44,7 +76,7 @@ def add_advise_command(commands: Commands) -> None:
     around.add_argument(
         "--mtbf", type=duration, required=True, metavar="TIME", help="of the whole job, such as 10m or 6h"
     )
-    around.add_argument("--link", type=_rate, default="20GB", help="device to host, a second (default: 20GB)")
+    around.add_argument("--link", type=_rate, help="device to host, a second (default: as measured, or 20GB)")
     around.add_argument(
         "--network", type=_rate, default="5GB", help="a rank to a peer, a second (default: 5GB)"
     )
@@ -52,9 +84,8 @@ def add_advise_command(commands: Commands) -> None:
     around.add_argument(
         "--restart",
         type=duration,
-        default="3s",
         metavar="TIME",
-        help="until all ranks run again (default: 3s)",
+        help="until all ranks run again (default: as measured, or 3s)",
     )
     around.add_argument(
         "--memory", type=_rate, help="of the host for each rank, such as 64GiB (default: enough)"
@@ -88,14 +119,18 @@ def _rate(text: str) -> int:
 
 
 def _advise(args: argparse.Namespace) -> CommandOutcome:
+    if (args.job is None) == (args.model is None) or (args.job is None) != (args.run is None):
+        raise CommandError("pass either JOB and RUN, or --model")
     try:
-        rank, conditions = _described(args)
+        rank, conditions, now = _described(args) if args.job is None else _running(args)
         advice = advise(rank, conditions, memory_bytes=args.memory)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if advice.best is None:
         raise CommandError(f"nothing fits: {advice.rejected}", EXIT_FAILED)
     rated = [("best", advice.best), *advice.others]
+    if now is not None:
+        rated.insert(0, ("now", now))
     played = {name: _played(outlook, conditions) for name, outlook in rated}
     answer = {
         "iteration_s": conditions.iteration_s,
@@ -107,11 +142,13 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
             for name, outlook in rated
         ],
     }
-    return CommandOutcome(answer, _text(advice, rank, conditions, played))
+    return CommandOutcome(answer, _text(advice, rated, rank, conditions, played))
 
 
-def _described(args: argparse.Namespace) -> tuple[RankShape, Conditions]:
+def _described(args: argparse.Namespace) -> tuple[RankShape, Conditions, None]:
     """Raises ValueError if the description contradicts itself."""
+    if args.gpus is None:
+        raise ValueError("--model needs --gpus")
     model = MODELS.get(args.model)
     if model is None:
         raise ValueError(f"no model {args.model!r}; there are {', '.join(sorted(MODELS))}")
@@ -124,15 +161,63 @@ def _described(args: argparse.Namespace) -> tuple[RankShape, Conditions]:
         work = _FLOPS_PER_PARAMETER * model.active_parameters * args.tokens
         iteration_s = work / (args.gpus * args.tflops * 1e12) if args.gpus > 0 else 0.0
     rank = rank_shape(model, Layout(args.gpus, args.stages, args.expert_ranks), PRECISIONS[args.precision])
-    return rank, Conditions(
+    return rank, _conditions(args, iteration_s, _LINK_BPS, _RESTART_S), None
+
+
+def _conditions(
+    args: argparse.Namespace, iteration_s: float, link_Bps: float, restart_s: float
+) -> Conditions:
+    """What the user says counts, and then what is known."""
+    return Conditions(
         iteration_s=iteration_s,
         mtbf_s=args.mtbf,
-        link_Bps=args.link,
+        link_Bps=args.link or link_Bps,
         network_Bps=args.network,
         replicas=args.replicas,
-        restart_s=args.restart,
+        restart_s=restart_s if args.restart is None else args.restart,
         drag=args.drag,
     )
+
+
+def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOutlook]:
+    """The rank of a job on this node that has the most state, as it is seen for some seconds.
+
+    Raises:
+        ValueError: it takes no snapshots, or no steps.
+    """
+    before = _session(args)
+    time.sleep(args.watch)
+    after = _session(args, before.rank)
+    metrics = after.metrics
+    steps = after.step - before.step
+    if steps < _STEPS_MIN:
+        raise ValueError(
+            f"{steps} iterations within {args.watch:g} s are too few to tell how long one lasts: pass a longer "
+            "--watch"
+        )
+    # The trainer reports about once a second: these are the times at which it did.
+    iteration_s = args.watch / steps
+    stall_s = metrics.get("stall_ms_sum", 0.0) / 1e3 / max(metrics.get("steps", 0.0), 1.0)
+    window = max(1, int(metrics.get("window", 1)))
+    snapshot = int(metrics.get("snapshot_bytes", 0))
+    state = max(int(metrics.get("dense_bytes", 0)), snapshot)  # an image has a header, too
+    rank = measured_shape(state, snapshot, window)
+    link = metrics.get("capture_gb_per_s", 0.0) * 1e9 or _LINK_BPS
+    phases = phases_in_metrics(metrics)
+    restart_s = sum(phases.get(phase, 0.0) for phase in _RESTART) or _RESTART_S
+    conditions = _conditions(args, max(iteration_s - stall_s, iteration_s / 2), link, restart_s)
+    return rank, conditions, window_outlook(rank, conditions, "sliding", window)
+
+
+def _session(args: argparse.Namespace, rank: int | None = None) -> m.SessionStatus:
+    status = ask(args, m.GetStatus(), m.Status)
+    found = [s for s in status.sessions if (s.job, s.run) == (args.job, args.run)]
+    found = [s for s in found if rank is None or s.rank == rank]
+    if not found:
+        raise CommandError(
+            f"no trainer of {args.job}/{args.run} is attached to this node's daemon", EXIT_REFUSED
+        )
+    return max(found, key=lambda s: s.metrics.get("dense_bytes", 0.0))
 
 
 def _played(outlook: PolicyOutlook, conditions: Conditions) -> float:
@@ -150,7 +235,13 @@ def failures_at_random(mtbf_s: float, length_s: float, seed: int) -> Iterator[fl
         now_s += rng.expovariate(1 / mtbf_s)
 
 
-def _text(advice: Advice, rank: RankShape, conditions: Conditions, played: dict[str, float]) -> str:
+def _text(
+    advice: Advice,
+    rated: Sequence[tuple[str, PolicyOutlook]],
+    rank: RankShape,
+    conditions: Conditions,
+    played: Mapping[str, float],
+) -> str:
     best = advice.best
     assert best is not None
     header = [
@@ -164,7 +255,7 @@ def _text(advice: Advice, rank: RankShape, conditions: Conditions, played: dict[
         "memory",
         "to peers /s",
     ]
-    rows = [_row(name, outlook, played[name]) for name, outlook in [("best", best), *advice.others]]
+    rows = [_row(name, outlook, played[name]) for name, outlook in rated]
     failure = (
         f"A failure costs {best.recovery_s:.3g} s: {best.lost_s:.3g} s of iterations that are lost, "
         f"{best.restart_s:.3g} s until all ranks run, {best.load_s:.3g} s to load, "
@@ -178,10 +269,15 @@ def _text(advice: Advice, rank: RankShape, conditions: Conditions, played: dict[
         f"{format_bytes(rank.dense_bytes)} of state on each rank, iterations of "
         f"{conditions.iteration_s:.3g} s, a failure every {format_age(conditions.mtbf_s)}"
     )
+    name, now = rated[0]
+    far = ""
+    if name == "now" and best.ettr - now.ettr > _FAR:
+        far = f"The job's settings ({now.choice}) lose {100 * (best.ettr - now.ettr):.1f} points of its time."
     parts = [
         job,
         format_table(header, rows),
         failure + loses,
+        *([far] if far else []),
         *([f"Left out: {advice.rejected}."] if advice.rejected else []),
         f"All of these are exact. Pass:\n    {arguments(best)}",
     ]

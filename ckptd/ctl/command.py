@@ -190,7 +190,10 @@ def duration(text: str) -> float:
 
 
 def add_run(
-    parser: argparse.ArgumentParser, nargs: str | None = None, *, job_help: str | None = None
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    nargs: str | None = None,
+    *,
+    job_help: str | None = None,
 ) -> None:
     """Add JOB and RUN, which are checked as names in a store."""
     parser.add_argument("job", metavar="JOB", type=_name_value("job"), nargs=nargs, help=job_help)

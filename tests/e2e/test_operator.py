@@ -4,6 +4,7 @@ way for it, memory and all.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -168,3 +169,30 @@ def test_a_daemon_without_the_store_that_the_trainer_was_told_is_an_error(
     # Told otherwise: with its endpoint the daemon is taken as it is.
     script.write_text(SCRIPT.replace("window=2)", f"window=2), daemon={daemon.endpoint!r}"))
     assert start(script, daemon, variables=told).code == 0
+
+
+def test_advice_on_a_job_that_runs(daemon: DaemonProcess, script: Path) -> None:
+    trainer = Trainer(script, daemon)
+    try:
+        eventually(lambda: any(s.step > 20 for s in status(daemon).sessions), "training", timeout_s=120)
+        (session,) = status(daemon).sessions
+        ckptctl = [sys.executable, "-m", "ckptd.ctl", "advise", "--endpoint", daemon.endpoint]
+        job = [session.job, session.run, "--mtbf", "1h"]
+        asked = [*ckptctl, *job, "--watch", "3s", "--json"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert [each["name"] for each in answer["policies"]][:2] == ["now", "best"]
+        assert 0.02 < answer["iteration_s"] < 3.0
+        assert answer["rank_state_bytes"] > 0
+        asked = [*ckptctl, "nobody", "none", "--mtbf", "1h"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 4
+        assert "no trainer of nobody/none is attached to this node's daemon" in done.stderr
+        os.kill(trainer.process.pid, signal.SIGSTOP)
+        asked = [*ckptctl, *job, "--watch", "1s"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 2
+        assert "are too few to tell how long one lasts: pass a longer --watch" in done.stderr
+    finally:
+        trainer.kill()

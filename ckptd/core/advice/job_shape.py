@@ -14,7 +14,16 @@ from types import MappingProxyType
 
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
 
-__all__ = ["MODELS", "PRECISIONS", "Layout", "ModelShape", "Precision", "RankShape", "rank_shape"]
+__all__ = [
+    "MODELS",
+    "PRECISIONS",
+    "Layout",
+    "ModelShape",
+    "Precision",
+    "RankShape",
+    "measured_shape",
+    "rank_shape",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,9 @@ MODELS = MappingProxyType(
 )
 
 
+_PARTS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Bytes of a parameter: of the weights that compute, and of all its state."""
@@ -197,6 +209,27 @@ def rank_shape(model: ModelShape, layout: Layout, precision: Precision) -> RankS
     replicas = layout.gpus // layout.stages
     found = list(_operators(model, layout, precision, replicas))
     return RankShape(tuple(operator for operator, _ in found), tuple(compute for _, compute in found))
+
+
+def measured_shape(dense_bytes: int, snapshot_bytes: int, window: int) -> RankShape:
+    """A rank of which two sizes are known: equal parts, of which each computes as much.
+
+    Args:
+        dense_bytes: of all its state.
+        snapshot_bytes: of one snapshot in a sliding window of this length. In a window of 1 it says nothing of
+            the compute weights; then state is taken to be seven times as large, as with bf16 weights.
+    Raises:
+        ValueError: a snapshot is larger than all state.
+    """
+    if not 0 < snapshot_bytes <= dense_bytes:
+        raise ValueError(f"snapshots of {snapshot_bytes} bytes, of {dense_bytes} bytes of state")
+    compute = dense_bytes / 7
+    if window > 1:
+        compute = max(0.0, (snapshot_bytes - dense_bytes / window) / (1 - 1 / window))
+    part = OperatorCost(
+        "part", OperatorKind.DENSE, dense_bytes // _PARTS, min(int(compute), dense_bytes) // _PARTS
+    )
+    return RankShape((part,) * _PARTS, (1.0,) * _PARTS)
 
 
 def _operators(

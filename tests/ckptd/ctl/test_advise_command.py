@@ -55,6 +55,8 @@ def test_iterations_follow_from_tokens(capsys: pytest.CaptureFixture[str]) -> No
     ("words", "message"),
     [
         (["--iteration", "1s", "--model", "qwen"], "no model 'qwen'; there are deepseek-moe-16b, "),
+        (["job", "run"], "pass either JOB and RUN, or --model"),
+        (["job"], "pass either JOB and RUN, or --model"),
         ([], "pass either --iteration, or --tokens with --tflops"),
         (["--iteration", "1s", "--tokens", "4M"], "pass either --iteration, or --tokens with --tflops"),
         (["--tokens", "4M"], "--tokens needs --tflops, what a GPU reaches; above 0"),

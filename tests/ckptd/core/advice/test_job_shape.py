@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, ModelShape, rank_shape
+from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, ModelShape, measured_shape, rank_shape
 from ckptd.core.snapshot_policy import OperatorKind
 
 # In billions, from the models' own cards: all, and those that a token uses.
@@ -78,3 +78,19 @@ def test_numbers_that_do_not_fit_are_refused(make: object, message: str) -> None
     assert callable(make)
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("window", [2, 4, 16])
+def test_two_sizes_tell_how_much_computes(window: int) -> None:
+    """100 bytes of weights in 700 of state: a snapshot has the weights, and a part of the rest."""
+    found = measured_shape(7_000_000, 1_000_000 + 6_000_000 // window, window)
+    assert found.dense_bytes == pytest.approx(7_000_000, rel=1e-4)
+    assert sum(each.compute_bytes for each in found.operators) == pytest.approx(1_000_000, rel=1e-3)
+
+
+def test_a_window_of_one_tells_nothing_of_the_weights() -> None:
+    found = measured_shape(7_000_000, 7_000_000, 1)
+    assert sum(each.compute_bytes for each in found.operators) == pytest.approx(1_000_000, rel=1e-3)
+    for dense, snapshot in ((0, 0), (100, 0), (100, 200)):
+        with pytest.raises(ValueError, match=f"snapshots of {snapshot} bytes, of {dense} bytes of state"):
+            measured_shape(dense, snapshot, 1)
