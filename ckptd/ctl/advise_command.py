@@ -1,4 +1,4 @@
-"""`ckptctl advise`: rate every policy for a job that is described, or runs on this node, and name the best."""
+"""`ckptctl advise`: rate every policy for a job that is described or runs here, and name the best."""
 
 from __future__ import annotations
 
