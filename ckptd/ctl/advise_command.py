@@ -192,8 +192,8 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOut
     steps = after.step - before.step
     if steps < _STEPS_MIN:
         raise ValueError(
-            f"{steps} iterations within {args.watch:g} s are too few to tell how long one lasts: pass a longer "
-            "--watch"
+            f"{steps} iterations within {args.watch:g} s are too few to tell how long one lasts: pass a "
+            "longer --watch"
         )
     # The trainer reports about once a second: these are the times at which it did.
     iteration_s = args.watch / steps

@@ -216,8 +216,8 @@ def measured_shape(dense_bytes: int, snapshot_bytes: int, window: int) -> RankSh
 
     Args:
         dense_bytes: of all its state.
-        snapshot_bytes: of one snapshot in a sliding window of this length. In a window of 1 it says nothing of
-            the compute weights; then state is taken to be seven times as large, as with bf16 weights.
+        snapshot_bytes: of one snapshot in a sliding window of this length. In a window of 1 it says nothing
+            of the compute weights; then state is taken to be seven times as large, as with bf16 weights.
     Raises:
         ValueError: a snapshot is larger than all state.
     """
