@@ -245,8 +245,14 @@ class Checkpointer:
                 first,
                 total,
             )
-        yield from loop.run(range(first, total))
-        if not loop.over and self._restarts is not None:
+        if self._restarts is None:
+            yield from loop.run(range(first, total))
+            return False
+        with contextlib.closing(loop.run(range(first, total))) as steps:
+            for step in steps:
+                yield step
+                self._restarts.check_used(replaying=loop.replaying.replay is not None)
+        if not loop.over:
             self._restarts.disarm()
         return loop.over
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -221,7 +221,7 @@ class LoopSide:
 
     # -- the steps -------------------------------------------------------------------------------
 
-    def run(self, steps: range) -> Iterator[int]:
+    def run(self, steps: range) -> Generator[int, None, None]:
         """The steps of a protected loop, each after its top; a last top takes the last step's snapshot."""
         for step in self.bodies(steps):
             self._top(step)

@@ -112,6 +112,14 @@ class InProcessRestarts:
         self._modes = self._modes or Modes(model)
         self._line.can_stay(now=True)
 
+    def check_used(self, *, replaying: bool) -> None:
+        """The body of a step is over."""
+        if not self.settled and not replaying and self._next is None:
+            self._refused = True
+            logger.warning(
+                "no restart in this process: the body of the loop is not in `with ckpt.restartable():`"
+            )
+
     def disarm(self) -> None:
         """The loop is over."""
         if self._armed:

@@ -100,6 +100,7 @@ SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from ckptd.client import Checkpointer, RecoveryOptions, RunOptions, SnapshotOptions
 
 mode, hurt = sys.argv[2], Path(sys.argv[3])
@@ -133,6 +134,12 @@ ckpt = Checkpointer(
     recovery=RecoveryOptions(in_process=connect),
 )
 first = net
+data = torch.randn(500, 8, generator=torch.Generator().manual_seed(7)).tolist()
+shuffled = DataLoader(
+    data, batch_size=4, shuffle=True, num_workers=2, collate_fn=torch.tensor,
+    generator=torch.Generator().manual_seed(rank),
+)
+batches = ckpt.batches(shuffled) if mode.startswith("batches") else None
 for step in ckpt.steps(60):
     with ckpt.restartable():
         if step == 30 and rank == 1 and not hurt.exists():
@@ -141,20 +148,26 @@ for step in ckpt.steps(60):
                 raise ValueError("a bad batch")
             os.kill(os.getpid(), 9)
         used = first if mode == "keeps-the-old" else net
-        used(torch.ones(4, 8)).sum().backward()
+        batch = torch.ones(4, 8) if batches is None else next(batches)
+        used(batch).pow(2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.05 if mode == "killed" else 0.01)
-print("complete", rank, os.getpid(), ckpt.resumed_from is not None, float(model.weight.sum()), flush=True)
+bits = hash(bytes(model.weight.detach().numpy().tobytes()))
+sys.stdout.write(f"complete {rank} {os.getpid()} {ckpt.resumed_from is not None} {bits}\\n")
 ckpt.close()
 """
+
+
+# The digests of bytes are those of other processes, too.
+HASHED = {"PYTHONHASHSEED": "0"}
 
 
 def end_of(job: HostedJob, daemon: DaemonProcess, mode: str, **how: bool) -> str:
     """The output of a job that is hurt once, and comes to its end."""
     script = job.folder / "train.py"
     script.write_text(SCRIPT)
-    variables = {"CKPTD_HOST_MAX_RESTARTS": "9"}
+    variables = {"CKPTD_HOST_MAX_RESTARTS": "9", **HASHED}
     job.start(str(script), daemon.endpoint, mode, str(job.folder / "hurt"), env=variables, **how)
     assert job.end() == 0, job.output
     complete = re.findall(r"complete (\d) (\d+) True (.*)", job.output)
@@ -186,6 +199,26 @@ def test_a_restart_that_goes_wrong_ends_the_process(
     assert why in output
     assert stays(job)[0] == (0, 1)
     assert re.search(r"epoch 2 begins: rank 0: exit code 1", output), output
+
+
+@pytest.mark.slow
+def test_batches_go_back_with_the_rest(job: HostedJob, daemon: DaemonProcess, tmp_path: Path) -> None:
+    """A shuffled loader with workers: whoever stays sees the batches that it would have seen."""
+    output = end_of(job, daemon, "batches")
+    assert stays(job) == [(0, 1)], output
+    undisturbed = HostedJob(tmp_path / "undisturbed", RANKS)
+    try:
+        script = undisturbed.folder / "train.py"
+        script.write_text(SCRIPT)
+        (undisturbed.folder / "hurt").touch()
+        undisturbed.start(
+            str(script), daemon.endpoint, "batches-undisturbed", str(undisturbed.folder / "hurt"), env=HASHED
+        )
+        assert undisturbed.end() == 0, undisturbed.output
+        bits = set(re.findall(r"complete \d \d+ \w+ (.*)", undisturbed.output))
+        assert bits == set(re.findall(r"complete \d \d+ \w+ (.*)", output)), undisturbed.output
+    finally:
+        undisturbed.close()
 
 
 @pytest.mark.slow

@@ -125,6 +125,22 @@ def test_a_reason_against_it_is_said_once(
     assert made.epoch_after(RuntimeError()) is None
 
 
+def test_a_body_that_is_not_restartable_is_said_once(
+    line: TrainerEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = InProcessRestarts(lambda: None, line)
+    made.check_used(replaying=True)
+    assert caplog.text == ""
+    for _ in range(3):
+        made.check_used(replaying=False)
+    assert caplog.text.count("the body of the loop is not in `with ckpt.restartable():`") == 1
+    used = InProcessRestarts(lambda: None, line)
+    used.settle(nn.Linear(1, 1), "")
+    used.check_used(replaying=False)
+    assert used.epoch_after(ValueError()) is None
+    assert caplog.text.count("no restart in this process") == 1
+
+
 def test_after_the_loop_it_is_over(host: HostEnd, line: TrainerEnd) -> None:
     made = InProcessRestarts(lambda: None, line)
     made.settle(nn.Linear(1, 1), "")
