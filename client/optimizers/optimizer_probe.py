@@ -197,7 +197,7 @@ class _Experiment:
             if difference := base.difference(self.run(change), slice(None)):
                 reason = f"{name}: the update of one parameter depends on {words} ({difference} differs)"
                 return ProbeResult(False, False, reason, specs)
-        rowwise = self.ndim > 0 and all(s.kind != "tensor" for s in specs) and self.is_rowwise()
+        rowwise = self.ndim > 0 and all(s.kind != "tensor" for s in specs) and self.is_rowwise(base)
         if self.ndim < 2:
             reason = "independent per parameter"
         elif rowwise:
@@ -206,8 +206,8 @@ class _Experiment:
             reason = f"{name}: independent per parameter, not per row"
         return ProbeResult(True, rowwise, reason, specs)
 
-    def is_rowwise(self) -> bool:
-        base, first = self.run("base"), slice(0, 1)
+    def is_rowwise(self, base: _Outcome) -> bool:
+        first = slice(0, 1)
         return all(not base.difference(self.run("base", rows), first) for rows in _OTHER_ROWS)
 
     def run(self, bystanders: str, rows: str = "same") -> _Outcome:
@@ -234,7 +234,11 @@ class _Experiment:
                     g[1:] = g[1:] * of_gradient
         held = [subject] if bystanders == "absent" else [before, subject, after]
         clone = clone_optimizer(self.optimizer, self.group, held)
-        torch.manual_seed(7)
+        if self.device.type == "cpu":
+            # For devices that are not in use torch would only note it, with a formatted stack for each.
+            torch.default_generator.manual_seed(7)
+        else:
+            torch.manual_seed(7)
         with HiddenState([self.optimizer]).aside():
             for g_before, g_subject, g_after in gradients:
                 subject.grad = g_subject.clone()
