@@ -17,7 +17,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Never, Self
 
 import torch
@@ -35,7 +34,7 @@ from ckptd.client.in_process.restarts import InProcessRestarts, in_process_resta
 from ckptd.client.interchange.starting_weights import load_start, start_unprotected
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import is_compiled
-from ckptd.client.model.replicated_params import NOTHING_SHARED, agree_on_sharing
+from ckptd.client.model.replicated_params import NOTHING_SHARED, ReplicatedParams, agree_on_sharing
 from ckptd.client.options import (
     CheckpointerOptions,
     DaemonOptions,
@@ -184,7 +183,9 @@ class Checkpointer:
             self._ranks = self._ranks.on_node(memory.session.node_id)
             if self._identity.world_size > 1:
                 own_bytes = own_share_bytes(shared, self._operators, self._binding, snapshots)
-                self._sharing = agree_on_sharing(self._binding, shared.replicas, own_bytes, self._ranks)
+                self._sharing = agree_on_sharing(
+                    self._binding, shared.replicas, own_bytes, self._ranks, before=self._shared_before
+                )
             self._protect(memory, precision, counter)
             if recovery.rehearse:
                 self._loop.rehearse()
@@ -251,7 +252,7 @@ class Checkpointer:
         with contextlib.closing(loop.run(range(first, total))) as steps:
             for step in steps:
                 yield step
-                self._restarts.check_used(replaying=loop.replaying.replay is not None)
+                self._restarts.check_used()
         if not loop.over:
             self._restarts.disarm()
         return loop.over
@@ -268,9 +269,14 @@ class Checkpointer:
             RuntimeError: the state cannot be restored in this process, which must end.
         """
         restarts = None if self.off else self._restarts
+        if restarts is not None:
+            restarts.used = True
         if restarts is not None and not restarts.settled and self._loop.replaying.replay is None:
             stateful, logs = self._subject.stateful, self._pipeline.log is not None
-            obstacle = why_not(self._model, self._binding, stateful, self._batches, logs=logs)
+            found = bool(self._binding.masters) and self._options.layout.masters is None
+            obstacle = why_not(
+                self._model, self._binding, stateful, self._batches, logs=logs, found_masters=found
+            )
             restarts.settle(self._model, obstacle)
         try:
             yield
@@ -528,6 +534,7 @@ class Checkpointer:
             self._memory = None
 
     _closed = False
+    _shared_before: ReplicatedParams | None = None
     _restarts: InProcessRestarts | None = None
 
     # -- restarts in this process ----------------------------------------------------------------
@@ -545,13 +552,11 @@ class Checkpointer:
         traceback.clear_frames(error.__traceback__)  # activations and gradients of the step
         loop, masters = self._loop, self._binding.masters
         loop.over = True
+        self._shared_before = self._sharing
         self._detach()
         parameters = {**self._binding.params, **{f"master/{n}": m for n, m in masters.items()}}
         returned, told_s = restarts.move_to(epoch, parameters)
         model = returned if isinstance(returned, nn.Module) else self._model
-        # They were found by their values, which an interrupted step may have changed.
-        layout = replace(self._options.layout, masters=masters)
-        self._options = replace(self._options, layout=layout)
         self._begin_loop(loop.ledger)
         self._start(model, PhaseClock.of_restart(told_s))
         if self.resumed_from is None:

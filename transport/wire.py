@@ -76,10 +76,15 @@ class RefusedError(RuntimeError):
 
 
 class RequestTimeout(TimeoutError):
-    """No answer in time; names the endpoint and the request."""
+    """No answer in time; names the endpoint and the request.
 
-    def __init__(self, endpoint: str, request: str, timeout_s: float) -> None:
-        super().__init__(f"no answer from {endpoint} to {request} within {timeout_s:g} s")
+    Args:
+        why: why there will be none, if it was given up before ``timeout_s``.
+    """
+
+    def __init__(self, endpoint: str, request: str, timeout_s: float, why: str = "") -> None:
+        how = f": {why}" if why else f" within {timeout_s:g} s"
+        super().__init__(f"no answer from {endpoint} to {request}{how}")
         self.endpoint = endpoint
         self.request = request
         self.timeout_s = timeout_s
@@ -225,12 +230,16 @@ class ControlClient:
         message_id = next(self._ids)
         if not self._send(message_id, message, deadline):
             raise RequestTimeout(self.endpoint, name, limit_s)
-        ping_id = 0
+        ping_id, why = 0, ""
         while True:
             until = deadline if alive_s is None else min(deadline, time.monotonic() + alive_s)
             received = self._receive(until)
             if received is None:
-                if until >= deadline or ping_id or alive_s is None:
+                if until >= deadline or alive_s is None:
+                    why = ""
+                    break
+                why = f"nor to a ping within {alive_s:g} s"
+                if ping_id:
                     break
                 ping_id = next(self._ids)
                 if not self._send(ping_id, Ping(), until + alive_s):
@@ -238,9 +247,10 @@ class ControlClient:
                 continue
             envelope, answer = received
             if ping_id and envelope.id == ping_id:
-                ping_id = 0
+                ping_id, why = 0, ""
                 if not isinstance(answer, Pong) or not answer.attached:
-                    break  # a restarted daemon
+                    why = "the daemon was restarted"
+                    break
             elif envelope.id != message_id:
                 self._keep_refusal(answer)
             elif isinstance(answer, Refused):
@@ -252,7 +262,7 @@ class ControlClient:
                     "unexpected",
                     f"{self.endpoint} answered {name} with {type(answer).__name__}, not a reply",
                 )
-        raise RequestTimeout(self.endpoint, name, limit_s)
+        raise RequestTimeout(self.endpoint, name, limit_s, why)
 
     def ask(self, message: Request, reply_type: type[ReplyT], *, timeout_s: float | None = None) -> ReplyT:
         """Like `request`, for an answer of the given type."""

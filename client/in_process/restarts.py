@@ -65,6 +65,8 @@ class InProcessRestarts:
         connect: the user's function.
         line: to the host.
         connect_s: if the function lasts longer, it hangs.
+    Attributes:
+        used: the body of a step was in `Checkpointer.restartable`.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class InProcessRestarts:
         self._calls = calls_so_far()
         self._links = RankLinks()
         self._armed = self._refused = False
+        self.used = False
         self._modes: Modes | None = None
         self._told = threading.Condition()
         self._next: NextEpoch | None = None
@@ -88,10 +91,11 @@ class InProcessRestarts:
                 logger.info("no restart in this process: %s", error)
                 return
             if epoch is not None:
+                told_s = time.monotonic()
+                abort_groups(self._links)  # first: those of the next life must not be among them
                 with self._told:
-                    self._next, self._told_s = epoch, time.monotonic()
+                    self._next, self._told_s = epoch, told_s
                     self._told.notify_all()
-                abort_groups(self._links)
 
     def use(self, links: RankLinks) -> None:
         """The process groups of this life are made."""
@@ -112,9 +116,9 @@ class InProcessRestarts:
         self._modes = self._modes or Modes(model)
         self._line.can_stay(now=True)
 
-    def check_used(self, *, replaying: bool) -> None:
+    def check_used(self) -> None:
         """The body of a step is over."""
-        if not self.settled and not replaying and self._next is None:
+        if not self.used and not self._refused:
             self._refused = True
             logger.warning(
                 "no restart in this process: the body of the loop is not in `with ckpt.restartable():`"
@@ -186,6 +190,7 @@ def why_not(
     batches: Sequence[Batches],
     *,
     logs: bool,
+    found_masters: bool,
 ) -> str:
     """What neither a snapshot nor the user's function sets back; "" if there is nothing.
 
@@ -193,9 +198,13 @@ def why_not(
         model: the script's, with its wrappers.
         stateful: what the user has passed as ``state=``.
         logs: whether boundaries of stages are logged.
+        found_masters: master weights were found by their values. A new rank would not find its own: what makes
+            the wrappers (`DistributedDataParallel`) sends it the weights of a rank that has trained on.
     """
     if logs:
         return "boundaries of stages are logged"
+    if found_masters:
+        return "master weights were found by their values; pass layout=LayoutOptions(masters={name: tensor})"
     kinds = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     sharded = any(hasattr(param, "to_local") for param in binding.params.values())
     if sharded or binding.elsewhere or kinds.intersection(_SHARDED):

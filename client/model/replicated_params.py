@@ -68,6 +68,9 @@ class Replicas:
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.ranks))
 
 
+_AS_BEFORE = ""
+
+
 class _RankShare(msgspec.Struct, frozen=True):
     """Bytes that a rank alone captures, and a checksum of its replicated parameters by group."""
 
@@ -91,6 +94,10 @@ class ReplicatedParams:
         """The group whose members all have this operator; None if it is this rank's own."""
         found = {self.replicas.get(member.param) for member in operator.members}
         return found.pop() if len(found) == 1 else None
+
+    def mark_of(self, group: Replicas, names: Sequence[str], rank: int) -> str:
+        """In place of a checksum of these parameters: whether the group has shared them so far."""
+        return _AS_BEFORE if all(self.replicas.get(name) == group for name in names) else f"rank {rank}"
 
     def groups(self, operators: Sequence[Operator]) -> dict[Replicas, list[int]]:
         """Indices of each group's operators; groups have the same order on all ranks."""
@@ -274,19 +281,32 @@ def _spread_by_optimizer(binding: LiveState, name: str) -> bool:
 
 
 def agree_on_sharing(
-    binding: LiveState, replicas: Mapping[str, Replicas], own_bytes: int, ranks: Collectives
+    binding: LiveState,
+    replicas: Mapping[str, Replicas],
+    own_bytes: int,
+    ranks: Collectives,
+    *,
+    before: ReplicatedParams | None = None,
 ) -> ReplicatedParams:
     """The parameters with equal values on all ranks of their group now. A collective call.
 
     Args:
         own_bytes: bytes that this rank captures besides replicated parameters.
+        before: of the last life of this process, whose values are those of a step that was cut off. What was
+            equal then is so again as soon as it is restored.
     """
     by_group = _by_group(replicas)
-    mine = {g.key: checksum(binding, names) for g, names in by_group.items()}
+    mine = {
+        g.key: checksum(binding, names) if before is None else before.mark_of(g, names, ranks.rank)
+        for g, names in by_group.items()
+    }
     found = ranks.gather(_RankShare(own_bytes, mine), _RankShare)
     usable: dict[str, Replicas] = {}
     for group, names in by_group.items():
-        other = [r for r in group.ranks if found[r].groups.get(group.key) != mine[group.key]]
+        told = {r: found[r].groups.get(group.key) for r in group.ranks}
+        known = [text for text in told.values() if text != _AS_BEFORE]
+        reference = known[0] if mine[group.key] == _AS_BEFORE and known else mine[group.key]
+        other = [r for r, text in told.items() if text not in (reference, _AS_BEFORE)]
         if other:
             logger.warning(
                 "%d parameters (%s) should be replicated over %d ranks, but are not the same on "

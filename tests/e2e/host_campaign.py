@@ -493,6 +493,7 @@ def _summary(runs: Sequence[HostRun]) -> str:
         f"{sum(strike.compared for strike in strikes)} tensors compared in replays, {failed} failed runs. "
         f"{Target.HUNG_RANK} (SIGSTOP): its host ended it after the deadline of {DEADLINE_S} s; times count from the "
         f"SIGSTOP. {sum(run.false_alarms for run in runs)} epochs began because a step was slow. "
+        f"{sum(run.stayed for run in runs)} times a rank stayed when another one had failed. "
         f"* stopped by SIGSTOP for {HANG_S:g} s, and ended by the campaign; times count from that SIGKILL."
     )
 

@@ -64,7 +64,7 @@ def test_those_that_are_left_stay_and_end_exactly(
     reaches(job, 16, daemon)
     held = len(os.listdir(f"/proc/{first}/fd"))
     kill(job, 1)  # the same process stays twice
-    assert job.trainer(0) == first
+    assert job.trainer(0) == first, job.output
     assert len(os.listdir(f"/proc/{first}/fd")) <= held + 2, "what the last life held is given back"
     reaches(job, 24, daemon)
     third = job.trainer(1)

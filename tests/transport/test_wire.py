@@ -184,3 +184,33 @@ def test_without_a_daemon_a_request_times_out_and_names_the_endpoint(tmp_path: P
 def test_an_endpoint_that_cannot_be_is_named() -> None:
     with pytest.raises(WireError, match="nonsense"):
         ControlClient("nonsense")
+
+
+def test_a_long_request_to_a_peer_that_hangs_says_so_soon(tmp_path: Path) -> None:
+    """It swallows the request and the ping."""
+
+    def silent(socket: zmq.Socket[bytes]) -> None:
+        socket.recv_multipart()
+        socket.recv_multipart()
+
+    with (
+        peer(tmp_path, silent) as endpoint,
+        ControlClient(endpoint, timeout_s=60.0) as client,
+        pytest.raises(RequestTimeout, match=r"to GetStatus: nor to a ping within 0.2 s"),
+    ):
+        client.request(m.GetStatus(), timeout_s=60.0, alive_s=0.2)
+
+
+def test_a_long_request_to_a_peer_that_was_restarted_says_so_soon(tmp_path: Path) -> None:
+    """It answers pings, and does not know who asks."""
+
+    def restarted(socket: zmq.Socket[bytes]) -> None:
+        socket.recv_multipart()  # the request
+        answer(socket, m.Pong("b", False))
+
+    with (
+        peer(tmp_path, restarted) as endpoint,
+        ControlClient(endpoint, timeout_s=60.0) as client,
+        pytest.raises(RequestTimeout, match=r"to GetStatus: the daemon was restarted"),
+    ):
+        client.request(m.GetStatus(), timeout_s=60.0, alive_s=0.2)

@@ -28,11 +28,11 @@ class Loader(DataLoader[int]):
 
 
 def asked(
-    model: nn.Module | None = None, state: dict[str, Any] | None = None, *batches: Batches, logs: bool = False
+    model: nn.Module | None = None, state: dict[str, Any] | None = None, *batches: Batches, **how: bool
 ) -> str:
     model = model or nn.Linear(2, 2)
     binding = LiveState(model, [torch.optim.AdamW(model.parameters())], None)
-    return why_not(model, binding, state or {}, batches, logs=logs)
+    return why_not(model, binding, state or {}, batches, **{"logs": False, "found_masters": False, **how})
 
 
 def test_an_ordinary_job_can_restart() -> None:
@@ -61,3 +61,7 @@ def test_distributed_tensors_hold_groups_that_end() -> None:
     model = nn.Linear(2, 2)
     vars(model.weight)["to_local"] = lambda: model.weight  # as of a DTensor
     assert "spread over ranks" in asked(model)
+
+
+def test_masters_that_were_found_would_not_be_found_again() -> None:
+    assert asked(found_masters=True).startswith("master weights were found by their values; pass layout=")

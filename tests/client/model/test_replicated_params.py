@@ -366,6 +366,19 @@ class TestAgreeOnSharing:
             assert len(sharing.replicas) == len(list(model.parameters()))
             assert sharing.own_bytes == {0: 7, 1: 7}
 
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_who_restarts_in_its_process_shares_what_it_has_shared(self, shared: bool) -> None:
+        """Its weights are those of a step that was cut off, and a new rank's those of the program."""
+        stays, new = bound(Net()), bound(Net())
+        replicas = dict.fromkeys(stays.params, BOTH)
+        before = ReplicatedParams(replicas if shared else {})
+
+        def work(binding: LiveState, last: ReplicatedParams | None, ranks: Collectives) -> ReplicatedParams:
+            return agree_on_sharing(binding, replicas, 7, ranks, before=last)
+
+        found = outcomes([partial(work, stays, before), partial(work, new, None)])
+        assert [f.replicas for f in found if isinstance(f, ReplicatedParams)] == [before.replicas] * 2
+
     def test_one_bit_that_differs_is_noticed_on_both(self, caplog: pytest.LogCaptureFixture) -> None:
         first, second = Net(), Net()
         second.load_state_dict(first.state_dict())

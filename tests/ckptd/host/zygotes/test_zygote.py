@@ -345,7 +345,7 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-print(life, int(total), os.environ["MASTER_PORT"], flush=True)
+os.write(1, f"{life} {int(total)} {os.environ['MASTER_PORT']}\\n".encode())  # at once, or not at all
 while not os.path.exists("joined"):
     time.sleep(0.01)
 if dist.get_rank() == 1 and life < 2:
