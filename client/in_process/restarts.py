@@ -198,8 +198,8 @@ def why_not(
         model: the script's, with its wrappers.
         stateful: what the user has passed as ``state=``.
         logs: whether boundaries of stages are logged.
-        found_masters: master weights were found by their values. A new rank would not find its own: what makes
-            the wrappers (`DistributedDataParallel`) sends it the weights of a rank that has trained on.
+        found_masters: master weights were found by their values. A new rank would not find its own: what
+            makes the wrappers (`DistributedDataParallel`) sends it the weights of a rank that has trained on.
     """
     if logs:
         return "boundaries of stages are logged"

@@ -245,7 +245,7 @@ def test_a_trainer_that_is_slow_to_come_is_ended(job: HostedJob, daemon: DaemonP
     hosts = job.hosts()
     (pid,) = [pid for name, pid in children_of(hosts[0]).items() if not name.startswith("ckptd-")]
     os.kill(pid, signal.SIGSTOP)
-    assert state_of(pid) is TrainerState.STOPPED
+    job.until(lambda: state_of(pid) is TrainerState.STOPPED, "its stop")
     (other,) = [pid for name, pid in children_of(hosts[1]).items() if not name.startswith("ckptd-")]
     os.kill(other, signal.SIGKILL)
     assert job.end() == 0, job.output
