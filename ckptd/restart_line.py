@@ -72,9 +72,9 @@ class HostEnd:
         assert self._own is not None
         try:
             message: Message = json.loads(self._own.recv(_PACKET_MAX))
-        except BlockingIOError:
-            return None
-        pid = int(message["pid"])
+            pid = int(message["pid"])
+        except (BlockingIOError, ValueError, KeyError, TypeError):
+            return None  # nothing, or what a script has written to a descriptor that is not its own
         if "stays" in message:
             self._ready_pid = pid if message["stays"] else 0
             return None

@@ -13,7 +13,7 @@ from ckptd.config.settings import parse_bytes
 from ckptd.core.advice.advice import Advice, advise, arguments
 from ckptd.core.advice.failure_simulation import mean_ettr
 from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, RankShape, measured_shape, rank_shape
-from ckptd.core.advice.outlook import Conditions, PolicyOutlook, window_outlook
+from ckptd.core.advice.outlook import Conditions, PolicyOutlook, dense_outlook, window_outlook
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
 from ckptd.ctl.command import (
     EXIT_FAILED,
@@ -42,6 +42,7 @@ _RESTART = (
     RecoveryPhase.ATTACH,
     RecoveryPhase.INVENTORY,
 )
+_FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9}
 # Of the time; less is within what is not known.
 _FAR = 0.01
 # Forward and backward, for each parameter that a token uses.
@@ -76,9 +77,11 @@ def add_advise_command(commands: Commands) -> None:
     around.add_argument(
         "--mtbf", type=duration, required=True, metavar="TIME", help="of the whole job, such as 10m or 6h"
     )
-    around.add_argument("--link", type=_rate, help="device to host, a second (default: as measured, or 20GB)")
     around.add_argument(
-        "--network", type=_rate, default="5GB", help="a rank to a peer, a second (default: 5GB)"
+        "--link", type=_bytes, help="device to host, a second (default: as measured, or 20GB)"
+    )
+    around.add_argument(
+        "--network", type=_bytes, default="5GB", help="a rank to a peer, a second (default: 5GB)"
     )
     around.add_argument("--replicas", type=int, default=1, help="copies on other nodes (default: 1)")
     around.add_argument(
@@ -88,7 +91,7 @@ def add_advise_command(commands: Commands) -> None:
         help="until all ranks run again (default: as measured, or 3s)",
     )
     around.add_argument(
-        "--memory", type=_rate, help="of the host for each rank, such as 64GiB (default: enough)"
+        "--memory", type=_bytes, help="of the host for each rank, such as 64GiB (default: enough)"
     )
     around.add_argument(
         "--drag",
@@ -99,19 +102,14 @@ def add_advise_command(commands: Commands) -> None:
 
 
 def _count(text: str) -> int:
-    for unit, factor in (("K", 10**3), ("M", 10**6), ("G", 10**9)):
-        if text.endswith(unit):
-            text, factor_found = text.removesuffix(unit), factor
-            break
-    else:
-        factor_found = 1
+    factor = _FACTORS.get(text[-1:], 1)
     try:
-        return int(float(text) * factor_found)
+        return int(float(text[:-1] if factor > 1 else text) * factor)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4M") from None
 
 
-def _rate(text: str) -> int:
+def _bytes(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -195,7 +193,7 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOut
             f"{steps} iterations within {args.watch:g} s are too few to tell how long one lasts: pass a "
             "longer --watch"
         )
-    # The trainer reports about once a second: these are the times at which it did.
+    # Each look finds a report that is up to a second old: the longer the watch, the less that counts.
     iteration_s = args.watch / steps
     stall_s = metrics.get("stall_ms_sum", 0.0) / 1e3 / max(metrics.get("steps", 0.0), 1.0)
     window = max(1, int(metrics.get("window", 1)))
@@ -206,6 +204,11 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOut
     phases = phases_in_metrics(metrics)
     restart_s = sum(phases.get(phase, 0.0) for phase in _RESTART) or _RESTART_S
     conditions = _conditions(args, max(iteration_s - stall_s, iteration_s / 2), link, restart_s)
+    taken = metrics.get("snapshots", 0.0) - before.metrics.get("snapshots", 0.0)
+    every = round(steps / max(taken, 1.0))
+    if window == 1 and every > 1:
+        return rank, conditions, dense_outlook(rank, conditions, every)
+    # Nothing that the daemon knows tells an aligned window from a sliding one.
     return rank, conditions, window_outlook(rank, conditions, "sliding", window)
 
 

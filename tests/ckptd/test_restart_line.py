@@ -50,6 +50,15 @@ def test_a_trainer_that_can_stay_is_offered_the_next_epoch(host: HostEnd, traine
     assert not host.offer(pid, EPOCH), "its next loop has not begun"
 
 
+@pytest.mark.parametrize("noise", [b"noise", b"[]", b"{}", b'{"pid": null}', b"\xff"])
+def test_what_else_is_written_to_it_says_nothing(host: HostEnd, trainer: TrainerEnd, noise: bytes) -> None:
+    os.write(host.descriptor, noise)
+    trainer.can_stay(now=True)
+    assert host.receive() is None
+    assert host.receive() is None
+    assert host.offer(os.getpid(), EPOCH)
+
+
 def test_a_trainer_may_lose_the_ability(host: HostEnd, trainer: TrainerEnd) -> None:
     for now in (True, False):
         trainer.can_stay(now=now)

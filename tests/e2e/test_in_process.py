@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,24 +12,21 @@ import pytest
 from ckptd.host.hangs.hang_inquiry import TrainerState
 from ckptd.host.hangs.trainer_watch import state_of
 from tests.ckptd.host.hosting import children_of
-from tests.e2e.harness import DaemonProcess, own_daemon
+from tests.e2e.harness import DaemonProcess
 from tests.e2e.hosted_job import HostedJob
-from tests.e2e.test_host import RANKS, STEPS, assert_same_end, open_gate, reaches, train, undisturbed
+from tests.e2e.test_host import (
+    RANKS,
+    STEPS,
+    assert_same_end,
+    daemon,
+    job,
+    open_gate,
+    reaches,
+    train,
+    undisturbed,
+)
 
-__all__ = ["undisturbed"]
-
-
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with own_daemon("--memory", "1GiB") as process:
-        yield process
-
-
-@pytest.fixture
-def job(tmp_path: Path, daemon: DaemonProcess) -> Iterator[HostedJob]:
-    made = HostedJob(tmp_path / "hosted", RANKS)
-    yield made
-    made.close()
+__all__ = ["daemon", "job", "undisturbed"]
 
 
 def kill(job: HostedJob, *ranks: int) -> None:

@@ -7,8 +7,10 @@ import re
 
 import pytest
 
+from ckptd.ctl import advise_command
 from ckptd.ctl.advise_command import failures_at_random
 from ckptd.ctl.main import main
+from ckptd.transport.messages import SessionStatus
 
 JOB = [
     *("advise", "--model", "qwen3-30b-a3b", "--gpus", "16", "--expert-ranks", "8"),
@@ -91,3 +93,34 @@ def test_the_same_seed_draws_the_same_failures() -> None:
     assert first == second != other
     assert first == sorted(first)
     assert 0 < first[0] < first[-1] < 3600.0
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "window", "shown"),
+    [
+        (40, 1, {"policy": "sliding", "window": 1, "every": 1}),
+        (40, 4, {"policy": "sliding", "window": 4, "every": 1}),
+        (4, 1, {"policy": "dense", "window": 1, "every": 10}),
+    ],
+)
+def test_a_job_that_runs_is_rated_as_it_is(
+    snapshots: int,
+    window: int,
+    shown: dict[str, object],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 40 iterations so many had a snapshot; two looks of a stand-in for the daemon."""
+
+    def look(step: int, taken: int) -> SessionStatus:
+        metrics = {"dense_bytes": 7e9, "snapshot_bytes": 7e9 if window == 1 else 2.5e9}
+        metrics |= {"window": window, "snapshots": taken, "steps": step, "stall_ms_sum": 0.0}
+        return SessionStatus("j", "r", 0, 1, 1, step, metrics, 1, 1, 1, 1.0, "pidfd")
+
+    looks = iter([look(100, 50), look(140, 50 + snapshots)])
+    monkeypatch.setattr(advise_command, "_session", lambda args, rank=None: next(looks))
+    assert main(["advise", "j", "r", "--mtbf", "1h", "--watch", "0.4s", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["policies"][0]["name"] == "now"
+    assert answer["policies"][0]["choice"] == shown
+    assert answer["iteration_s"] == pytest.approx(0.01)
