@@ -122,11 +122,13 @@ class _Supervisor:
         self.cell, self._jobs, self._daemon, self._plan, self._rng = cell, jobs, daemon, plan, rng
         self._run = f"{cell.case}-{cell.seed}-{rng.randrange(1 << 30):x}"
         self._progress = jobs.folder / f"{self._run}.progress"
+        self._hold = jobs.folder / f"{self._run}.hold"  # no job ends before all its kills were made
         self._suffix = (-1, -1)
         self._aimed = 0
 
     def run(self, kills: int) -> Path | None:
         """Where the final state is; None if the job ended as it never should."""
+        self._hold.touch()
         while True:
             process, out = self._start()
             self._hurt(process, kills)
@@ -155,10 +157,11 @@ class _Supervisor:
             self.cell.case,
             *("--total", str(self._plan.total), "--step-ms", str(self._plan.step_ms)),
             *("--run", self._run, "--seed", str(seed), "--progress", str(self._progress)),
+            *("--hold", str(self._hold)),
         )
 
     def _hurt(self, process: BaseProcess, kills: int) -> None:
-        """Kill until the trainer is dead, has ended, or every kill was used."""
+        """Kill until the trainer is dead, has ended by itself, or every kill was used."""
         while self._aimed < kills:
             self._wait(process)
             if process.exitcode is not None:
@@ -169,6 +172,7 @@ class _Supervisor:
             self.cell.kills.append(Kill(target, self._moment(step, replaying), step))
             if self._kill(target, process):
                 return
+        self._hold.unlink(missing_ok=True)
 
     def _wait(self, process: BaseProcess) -> None:
         """Until a random moment of the start, of the first steps (a replay, perhaps), or of all of them."""
@@ -233,7 +237,7 @@ class _Supervisor:
 def run_cell(
     case: str, seed: int, kills: int, jobs: Jobs, daemon: DaemonProcess, plan: Plan | None = None
 ) -> Cell:
-    """Hurt one job ``kills`` times (fewer if it ends sooner) and compare its end with an undisturbed run."""
+    """Hurt one job ``kills`` times and compare its end with an undisturbed run."""
     plan = plan or Plan()
     rng = random.Random(f"{case} {seed}")
     cell = Cell(case, seed)

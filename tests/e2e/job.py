@@ -252,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--progress", type=Path)
+    parser.add_argument("--hold", type=Path, help="the last step waits until this file is gone")
     parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
     parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
     parser.add_argument("--store", type=Path, help="one of several ranks, meeting over gloo at this file")
@@ -362,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             time.sleep(_LINGER_S)
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
+        while args.hold is not None and step == args.total - 1 and args.hold.exists():
+            time.sleep(0.01)
         if step < max(args.kill_at, args.patient_until) and ckpt.resumed_from is None:
             let_memory_come(ckpt)
             let_what_is_beside_come(ckpt)
