@@ -32,6 +32,7 @@ __all__ = [
     "held_from_segments",
     "newest_history",
     "operators_id",
+    "policy_of",
 ]
 
 
@@ -101,6 +102,7 @@ def newest_history(seen: RunSeen) -> HeldHistory:
 
 class _Told(msgspec.Struct):
     operators: msgspec.Raw
+    policy: str = ""
 
 
 _decoder = msgspec.msgpack.Decoder(_Told)
@@ -117,6 +119,14 @@ def operators_id(descriptor: SegmentDescriptor) -> str:
     except ValueError:
         table = descriptor.client
     return xxhash.xxh3_128_hexdigest(table)
+
+
+def policy_of(descriptor: SegmentDescriptor) -> str:
+    """The policy of the snapshots in a segment; "" if its trainer recorded none."""
+    try:
+        return unpack(_decoder, descriptor.client).policy
+    except ValueError:
+        return ""
 
 
 def header_record(header: SlotHeader, generation: int, index: int, anchors: bytes) -> SlotRecord:

@@ -4,6 +4,7 @@ from ckptd.client.checkpointer import Checkpointer
 from ckptd.client.options import (
     DaemonOptions,
     LayoutOptions,
+    PartialOptions,
     RecoveryOptions,
     RunOptions,
     SnapshotOptions,
@@ -18,6 +19,7 @@ __all__ = [
     "Checkpointer",
     "DaemonOptions",
     "LayoutOptions",
+    "PartialOptions",
     "RecoveryOptions",
     "ReplayMismatch",
     "RunOptions",

@@ -54,6 +54,7 @@ from ckptd.client.pipeline.stage_hooks import stages_of
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.start import Recovery, newest_window
 from ckptd.client.recovery.verification import Certificate, DenseState, certify
+from ckptd.client.schedule.expert_losses import ExpertLosses, LostUpdates
 from ckptd.client.schedule.measurements import PrecisionProbe, TokenCounter
 from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_bytes
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, describe_table, operator_costs
@@ -413,6 +414,11 @@ class Checkpointer:
             return SilentLog()
         if self._pipeline.log is not None:
             return self._pipeline.log
+        if self._options.snapshots.of_experts is not None:
+            raise ValueError(
+                "boundary logs are for replays, and partial snapshots are not replayed: log nothing, or pass "
+                "another policy"
+            )
         assert self._memory is not None
         log = self._pipeline.open_log(
             self._memory,
@@ -433,6 +439,16 @@ class Checkpointer:
         """Counters since the start: stalls in ms, bytes, snapshots, skipped snapshots by reason."""
         return self._stats.as_dict()
 
+    @property
+    def lost_updates(self) -> LostUpdates | None:
+        """What the recovery with which this process began has lost of experts, of partial snapshots.
+
+        None: nothing was lost. ``lost_updates.tokens`` has the tokens of each expert, with which a model can
+        give more capacity to experts that have lost much (MoEtion, section 6).
+        """
+        recorder = self._loop.recorder
+        return None if recorder is None else recorder.scalars.losses.last
+
     def describe(self) -> str:
         """A table of the operators: kind, bytes anchored and not, phase."""
         if self.off:
@@ -448,6 +464,8 @@ class Checkpointer:
                 plan.schedule,
             )
             window = f"window: {schedule.window} ({schedule.reason})"
+            if plan.lossy:
+                window = f"PARTIAL SNAPSHOTS: a recovery loses updates of experts. {window}"
         head = [
             f"job {identity.job}, run {identity.run}, rank {identity.rank} of {identity.world_size}",
             f"freezing in replay: {self._recovery.freezing} ({self._recovery.freezing_reason})",
@@ -478,6 +496,8 @@ class Checkpointer:
         recorder = loop.recorder
         if recorder is None or memory is None or loop.replaying.replay is not None:
             raise ValueError("verify() needs a running checkpointer that is not replaying")
+        if recorder.plan is not None and recorder.plan.lossy:
+            raise ValueError("verify() replays a window, and no replay leads through partial snapshots")
         if (start := self._pipeline.start) is not None:
             raise ValueError(
                 "verify() needs all ranks, and not all of them run iterations before "
@@ -605,7 +625,8 @@ class Checkpointer:
             sharing=self._sharing,
         )
         stateful = self._subject.stateful
-        scalars = StepScalars(self._binding, stateful, self._loop.tape, self._buckets, self._program)
+        losses = ExpertLosses(counter)
+        scalars = StepScalars(self._binding, stateful, self._loop.tape, self._buckets, self._program, losses)
         self._loop.protect(self._subject, context, Recorder(context, scalars), ranks=self._ranks)
 
     def _begin_parking(self) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
+from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.schedule import Ordering
+from ckptd.core.snapshot_policy import PartialScope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +28,7 @@ __all__ = [
     "DaemonOptions",
     "LayoutOptions",
     "OptionGroups",
+    "PartialOptions",
     "PlacementOptions",
     "RecoveryOptions",
     "RunOptions",
@@ -129,6 +132,47 @@ class DaemonOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartialOptions:
+    """The experts that partial snapshots hold (``SnapshotOptions(policy="partial")``).
+
+    Raises:
+        ValueError: a value is unusable.
+    """
+
+    experts: int | None = None
+    """K: of each layer, the experts in one snapshot. None: as many as can be copied beside training, as
+    ``window=None`` says; ``window=W`` is K = E / W."""
+
+    num_experts: int | None = None
+    """E: the experts of a whole layer, if ranks hold different ones. None: this rank's model has all."""
+
+    scope: Literal["both", "weights", "optimizer"] = "both"
+    """What a snapshot holds of these experts only. ``"optimizer"``: it holds the weights of all experts,
+    and after a failure the others have an older optimizer state. ``"weights"``: it holds the optimizer
+    state of all."""
+
+    lost_tokens_limit: float | None = LOST_TOKENS_LIMIT
+    """The limit of the proportion of lost tokens (PLT). More experts than K are in each snapshot while a
+    failure could exceed the limit: in the first steps of a run, and after failures. None: no limit."""
+
+    def __post_init__(self) -> None:
+        for name, number in (("experts", self.experts), ("num_experts", self.num_experts)):
+            if number is not None and not _is_count(number, 1):
+                raise ValueError(f"{name}={number!r}: pass a number of experts from 1 on, or None")
+        if self.experts is not None and self.num_experts is not None and self.experts > self.num_experts:
+            raise ValueError(
+                f"experts={self.experts}: a layer has num_experts={self.num_experts}; pass at most as many"
+            )
+        _check_choice("scope", self.scope, *map(str, PartialScope))
+        limit = self.lost_tokens_limit
+        if limit is not None and not (_is_number(limit) and 0 <= limit < 1):
+            raise ValueError(
+                f"lost_tokens_limit={limit!r}: pass a share of the tokens, such as {LOST_TOKENS_LIMIT}, "
+                "or None"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotOptions:
     """The content and the cost of snapshots.
 
@@ -136,9 +180,11 @@ class SnapshotOptions:
         ValueError: a value is unusable, or two exclude each other.
     """
 
-    policy: Literal["sliding", "aligned", "dense"] = "sliding"
+    policy: Literal["sliding", "aligned", "dense", "partial"] = "sliding"
     """``"sliding"``: sparse snapshots, of which any ``window`` consecutive ones recover.
-    ``"aligned"``: windows one after the other, as in MoEvement. ``"dense"``: everything in each."""
+    ``"aligned"``: windows one after the other, as in MoEvement. ``"dense"``: everything in each.
+    ``"partial"``: everything but most of the experts, as in MoC-System. A recovery replays nothing and
+    LOSES UPDATES OF EXPERTS (docs/policies.md); with the others it is exact."""
 
     window: int | None = None
     """W, 1 to 64: the number of snapshots over which the whole state is spread. None measures the first
@@ -146,7 +192,11 @@ class SnapshotOptions:
     optimizer's step."""
 
     every: int = 1
-    """The number of iterations between two snapshots. Above 1 with ``policy="dense"`` only."""
+    """The number of iterations between two snapshots. Above 1 with ``policy="dense"`` or ``"partial"``
+    only."""
+
+    partial: PartialOptions | None = None
+    """For ``policy="partial"``: which experts. None: the defaults."""
 
     ordering: Literal["hard", "soft", "decayed", "capacity"] = "hard"
     """The measure of the popularity of experts; popular ones are anchored last. ``"hard"``: tokens
@@ -168,15 +218,17 @@ class SnapshotOptions:
     """Look for NaN in the weights of every n-th snapshot. 0: never."""
 
     def __post_init__(self) -> None:
-        _check_choice("policy", self.policy, "sliding", "aligned", "dense")
+        _check_choice("policy", self.policy, "sliding", "aligned", "dense", "partial")
         _check_choice("ordering", self.ordering, *(str(each) for each in Ordering))
         window, every = self.window, self.every
         if window is not None and not (_is_count(window, 1) and window <= _MOST_SNAPSHOTS):
             raise ValueError(f"window={window!r}: a window has 1 to {_MOST_SNAPSHOTS} snapshots")
-        if not _is_count(every, 1) or (every > 1 and self.policy != "dense"):
+        if not _is_count(every, 1) or (every > 1 and self.policy not in ("dense", "partial")):
             raise ValueError(
-                f"every={every!r}: only policy='dense' takes a snapshot every few iterations (1 or more)"
+                f"every={every!r}: only policy='dense' and 'partial' take a snapshot every few iterations "
+                "(1 or more)"
             )
+        self._check_partial()
         if not _is_number(self.max_overhead) or not self.max_overhead > 0:
             raise ValueError(
                 f"max_overhead={self.max_overhead!r}: pass the share of an iteration, such as 0.01"
@@ -187,9 +239,29 @@ class SnapshotOptions:
                 f"nan_check_every={self.nan_check_every!r}: pass a number of snapshots, or 0 for never"
             )
 
+    def _check_partial(self) -> None:
+        if self.partial is None:
+            return
+        if not isinstance(self.partial, PartialOptions):
+            raise ValueError(  # noqa: TRY004 - one kind of error for all values
+                f"partial={self.partial!r}: pass PartialOptions(...), or None"
+            )
+        if self.policy != "partial":
+            raise ValueError(f"partial= is for policy='partial', and the policy is {self.policy!r}")
+        if self.window is not None and self.partial.experts is not None:
+            raise ValueError(
+                f"window={self.window} and experts={self.partial.experts}: both say how many experts are in "
+                "a snapshot; pass one of them"
+            )
+
     @property
     def dense(self) -> bool:
         return self.policy == "dense"
+
+    @property
+    def of_experts(self) -> PartialOptions | None:
+        """The options of partial snapshots; None for other policies."""
+        return (self.partial or PartialOptions()) if self.policy == "partial" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,10 @@ class Stats:
     `switches`: schedule changes that all ranks made together. `undecided`: snapshots left out because this
     rank did not know in time whether there was one.
 
+    Of partial snapshots, lost by the recovery with which the process began: the updates of this rank's
+    `lost_tokens` (each counted once for each of its experts) in `older_experts`; and `lost_tokens_share`, the
+    PLT of all recoveries of the run on all ranks.
+
     Of the boundary log: logged `log_iterations`, `log_records` and `log_bytes`; its capacity of `log_slots`
     iterations and its `log_memory_bytes`; `log_overrides` iterations overwritten that a recovery together
     with the other ranks may have needed; `log_skipped` iterations without room, `log_failed` that could not
@@ -59,6 +63,9 @@ class Stats:
     daemon_outages: int = 0
     daemon_changes: int = 0
     nan_snapshots: int = 0
+    lost_tokens: int = 0
+    older_experts: int = 0
+    lost_tokens_share: float = 0.0
     replayed_steps: int = 0
     replay_s: float = 0.0
     attach_s: float = 0.0

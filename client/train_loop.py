@@ -34,6 +34,7 @@ from ckptd.client.recovery.rehearsal import Rehearsal
 from ckptd.client.recovery.replay import Replay
 from ckptd.client.recovery.start import ReplayPart, Resumption
 from ckptd.client.schedule.planner import RankContext
+from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.client.stats import Stats
 from ckptd.client.training_state import TrainingState
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
@@ -159,13 +160,14 @@ class LoopSide:
             self._engine.register(segment.memory, segment.regions())
         self.replaying.resume(found)
         self._counter.enabled = False
-        recorder.resume(found.plan, last=replay.end, phase=found.phase, sharing=found.sharing)
+        recorder.resume(found.plan, last=replay.end, ordinal=found.ordinal, sharing=found.sharing)
         if found.apart is not None:
             stages = replay.oldest_scalars.get("stages", {})
             with self._ranks.all_or_none():
                 shapes = self.pipeline.run_isolated(memory.identity.rank, found.apart, stages)
                 recorder.scalars.know_stages(shapes)
         self._new_from = found.new_from
+        lost = "" if found.plan.scope is None else self._note_losses(recorder, replay, found.plan)
         memory.phases.reach(RecoveryPhase.LOADED)
         stats = self._stats
         stats.restore_s = time.perf_counter() - started_s
@@ -177,11 +179,21 @@ class LoopSide:
         text = (
             f"{memory.identity}: resuming at iteration {replay.end}, replay begins at {replay.start}: "
             f"{found.reason}; loaded {replay.bytes_loaded} bytes in {stats.restore_s:.3f} s, "
-            f"freezing: {replay.freezing}{compared}"
+            f"freezing: {replay.freezing}{compared}{lost}"
         )
         # A warning, so that it is seen without any logging set-up: the run does not begin at its beginning.
         logger.warning("%s", text)
         memory.session.notice("info", "restored", text)
+
+    def _note_losses(self, recorder: Recorder, replay: Replay, plan: SnapshotPlan) -> str:
+        """For the log: what this recovery loses; a collective call."""
+        losses, scope = recorder.scalars.losses, plan.scope
+        assert scope is not None
+        lost = losses.resume(plan.operators, *replay.sources, self._ranks, scope)
+        recorder.know_losses(losses.lost_iterations)
+        self._stats.lost_tokens = sum(lost.tokens.values())
+        self._stats.older_experts, self._stats.lost_tokens_share = len(lost.iterations), lost.cumulative_plt
+        return f". {lost.text}"
 
     def _load(self, replay: Replay, buckets: Buckets) -> None:
         with self._ranks.all_or_none():
@@ -321,7 +333,7 @@ class LoopSide:
             if recorder is not None:
                 # Absent in what 0.4 recorded.
                 stride = replay.newest_scalars.get("stride", 1)
-                recorder.go_on(replay.end, found.phase, stride)
+                recorder.go_on(replay.end, found.ordinal, stride)
         self._counter.enabled = True
         if recorder is not None:
             recorder.replayed()

@@ -25,6 +25,7 @@ from ckptd.client.model.replicated_params import ReplicatedParams, find_replicas
 from ckptd.client.optimizers.optimizer_probe import unwrap_optimizer
 from ckptd.client.options import CheckpointerOptions
 from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.schedule.partial_schedule import check_experts
 from ckptd.core.snapshot_policy import OperatorKind
 
 __all__ = ["TrainingState", "check_sharded", "check_state", "examine", "placement_lines"]
@@ -74,6 +75,11 @@ def examine(
     listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     binding = LiveState(model, [unwrap_optimizer(o) for o in listed], layout.masters, listed)
     check_sharded(binding)
+    if options.snapshots.of_experts is not None and options.recovery.park:
+        raise ValueError(
+            "park=True and policy='partial': ranks that are parked go on only where the others are replayed, "
+            "and partial snapshots are not replayed; pass one of them"
+        )
     if not options.snapshots.dense and (reasons := binding.dependent()):
         raise ValueError(
             "sparse snapshots need an optimizer that updates each parameter independently: "
@@ -89,6 +95,7 @@ def examine(
         spread=bool(binding.elsewhere),
     )
     operators = discover_operators(model, rows_allowed=binding.rows_allowed, grouping=layout.operators)
+    check_experts(operators, options.snapshots)
     # One operator for each parameter that only an optimizer knows.
     operators += [
         Operator(n, OperatorKind.DENSE, (ParameterRows(n),), layer="extra")

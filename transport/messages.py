@@ -738,6 +738,7 @@ class RankSnapshots(Struct, frozen=True, tag=True):
     parked: tuple[SlotInfo, ...] = ()  # the slots of its parked states
     # The snapshot from which a replay computes what the suffix begins with; -1: there is none.
     before: int = -1
+    policy: str = ""  # of the newest generation; "" if its trainer recorded none
 
 
 class RankParked(Struct, frozen=True, tag=True):

@@ -1,19 +1,23 @@
 """How a schedule is carried out: which operators, at which level, the snapshot of an iteration records. Pure.
 
 A schedule is periodic: the snapshot of iteration t has phase ``t % window`` (see `Calendar`). Operator ids
-are indices into the sequence of operators that was planned. There are three policies:
+are indices into the sequence of operators that was planned. There are four policies:
 
 * *sliding* (default): the operators of the phase are anchored, of all others the compute weights are
   recorded. Any ``window`` consecutive snapshots are a suffix (DESIGN 4);
 * *aligned*: the paper's windows. An operator is absent once anchored, so only a whole window, from phase 0
   on, is a suffix: its first snapshot begins a chain (``PhaseLevels.begins_chain``);
-* *dense*: everything is anchored, every k iterations.
+* *dense*: everything is anchored, every k iterations;
+* *partial*: MoC-System's. Everything is anchored but the experts, of which each snapshot anchors those of its
+  phase. A recovery takes each expert from its newest snapshot and replays nothing: updates of experts are
+  lost (`ckptd.core.partial_experts`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -25,6 +29,8 @@ __all__ = [
     "Level",
     "OperatorCost",
     "OperatorKind",
+    "PartialPolicy",
+    "PartialScope",
     "PhaseLevels",
     "PolicyKind",
     "Schedule",
@@ -49,6 +55,15 @@ class PolicyKind(StrEnum):
 
     SLIDING = "sliding"
     ALIGNED = "aligned"
+    PARTIAL = "partial"
+
+
+class PartialScope(StrEnum):
+    """What a partial snapshot holds of selected experts only (MoC-System's WO, O and W)."""
+
+    BOTH = "both"  # weights and optimizer state
+    OPTIMIZER = "optimizer"  # the weights of all experts are in every snapshot
+    WEIGHTS = "weights"  # the optimizer state of all experts is
 
 
 class Level(StrEnum):
@@ -56,6 +71,7 @@ class Level(StrEnum):
 
     ANCHOR = "anchor"
     COMPUTE = "compute"
+    STATE = "state"  # the optimizer's state, without weights
     ABSENT = "absent"
 
 
@@ -129,6 +145,7 @@ class PhaseLevels:
     anchored: tuple[int, ...]
     compute: tuple[int, ...]
     begins_chain: bool = False
+    state: tuple[int, ...] = ()
 
 
 class SnapshotPolicy(Protocol):
@@ -221,8 +238,51 @@ class DensePolicy:
         return None if iteration % self.every else self._levels
 
 
+class PartialPolicy:
+    """All but the experts whole, and of the experts those of the phase, every ``every`` iterations.
+
+    Args:
+        always: the operators that every snapshot anchors: those that are no experts.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        always: Sequence[int],
+        *,
+        every: int = 1,
+        scope: PartialScope = PartialScope.BOTH,
+    ) -> None:
+        self.schedule, self.every, self._scope = schedule, every, scope
+        self._always = frozenset(always)
+
+    @property
+    def window(self) -> int:
+        """How many snapshots it takes until every expert is in one."""
+        return self.schedule.window
+
+    @property
+    def num_slots(self) -> int:
+        """The newest of every expert, one slot being filled, one being digested."""
+        return self.window + 2
+
+    def levels_for(self, iteration: int) -> PhaseLevels | None:
+        """What the snapshot of ``iteration`` records; None if it is no multiple of ``every``."""
+        if iteration % self.every:
+            return None
+        phase = iteration // self.every % self.window
+        anchored = self._always.union(self.schedule.phases[phase])
+        rest = tuple(i for i in range(self.schedule.num_operators) if i not in anchored)
+        return PhaseLevels(
+            phase,
+            tuple(sorted(anchored)),
+            rest if self._scope is PartialScope.OPTIMIZER else (),
+            state=rest if self._scope is PartialScope.WEIGHTS else (),
+        )
+
+
 def policy_for(schedule: Schedule) -> SlidingPolicy | AlignedPolicy:
-    """The policy that carries out ``schedule``."""
+    """The sparse policy that carries out ``schedule`` without losing anything."""
     if schedule.policy is PolicyKind.ALIGNED:
         return AlignedPolicy(schedule)
     return SlidingPolicy(schedule)

@@ -128,13 +128,14 @@ _ANSWERING = (Stage.PREPARING, Stage.READY, Stage.PROMISED)
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     """A proposed change; defaults mean no change.
 
+    ``policy``: of the snapshots.
     ``order``: the operators of the table with the digest ``table``, in the order of their anchors.
     ``stride``: the iterations between two boundaries at which a snapshot can be taken.
     """
 
     why: str
     window: int = 0
-    dense: bool = False
+    policy: str = ""
     stride: int = 0
     order: tuple[int, ...] = ()
     table: str = ""

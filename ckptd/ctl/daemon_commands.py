@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.recovery.quarantine import describe_failure
 from ckptd.core.recovery.recovery_phases import describe_phases, phases_in_metrics
+from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.ctl.command import (
     CONNECT_S,
     EXIT_FAILED,
@@ -313,6 +314,8 @@ def _rank(rank: m.RankSnapshots, *, operators: bool, verify_iterations: int) -> 
         f"{rank.job}/{rank.run} rank {rank.rank} of {rank.world_size}: window {rank.window}, "
         f"{rank.num_operators} operators"
     )
+    if rank.policy == _LOSSY:
+        title += "; PARTIAL: a recovery loses updates of experts"
     lines = [title, format_table(_SLOT_HEADER, [_slot(slot, rank) for slot in used])]
     if free:
         lines.append(f"and {free} free slots")
@@ -326,6 +329,7 @@ def _rank(rank: m.RankSnapshots, *, operators: bool, verify_iterations: int) -> 
     return "\n".join(lines)
 
 
+_LOSSY = str(PolicyKind.PARTIAL)
 _SLOT_HEADER = (
     "iteration",
     "size",
@@ -348,7 +352,7 @@ def _slot(slot: m.SlotInfo, rank: m.RankSnapshots) -> tuple[object, ...]:
         slot.iteration,
         format_bytes(slot.image_len),
         count if known else "-",
-        rank.num_operators - count if known else "-",
+        rank.num_operators - count if known and rank.policy != _LOSSY else "-",
         slot.state,
         "-",
         "-",
@@ -367,6 +371,8 @@ def _recoverable(rank: m.RankSnapshots, verify_iterations: int) -> str:
     start, end = rank.suffix
     if start < 0:
         return f"not recoverable yet: {rank.reason}"
+    if rank.policy == _LOSSY:
+        return f"recoverable: iteration {end}, with experts from {start} on, without a replay ({rank.reason})"
     more = start - rank.before if rank.before >= 0 else 0
     if more > verify_iterations:
         more = 0

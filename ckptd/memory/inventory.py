@@ -19,7 +19,7 @@ from ckptd.core.slots.segment_format import (
     pack_slot_header,
 )
 from ckptd.core.slots.slots import NO_EPOCHS, SlotRecord, SlotState
-from ckptd.holdings import header_record, operators_id
+from ckptd.holdings import header_record, operators_id, policy_of
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
@@ -103,6 +103,7 @@ def rank_snapshots(segments: Sequence[Segment], *, operators: bool) -> RankSnaps
         before=_before(records, suffix, descriptor.num_operators),
         reason=suffix.reason,
         operators=names,
+        policy=policy_of(descriptor),
     )
 
 

@@ -204,7 +204,9 @@ class Recorder:
         self._provision = Provision(
             context,
             self._pace,
-            scalars_sample=lambda: scalars.sample(len(context.operators)),
+            scalars_sample=lambda: scalars.sample(
+                len(context.operators), lossy=context.options.of_experts is not None
+            ),
             switched=self._switched,
         )
         self._changes = self._provision.changes
@@ -342,19 +344,27 @@ class Recorder:
         else:
             self._pace.device_waited(waited)
 
-    def resume(self, plan: SnapshotPlan, *, last: int, phase: int, sharing: ReplicatedParams) -> None:
-        """Continue after a restore: snapshot ``last`` exists, the next one follows it in the chain."""
+    def resume(self, plan: SnapshotPlan, *, last: int, ordinal: int, sharing: ReplicatedParams) -> None:
+        """Continue after a restore: snapshot ``last`` exists, the next one follows it in the chain.
+
+        Args:
+            ordinal: the number of ``last`` in the schedule.
+        """
         self._provision.resume(plan, sharing)
         self._draws.watches = plan.shares
-        self._ordinal = phase
-        self.go_on(last, phase, stride=1)
+        self._ordinal = ordinal
+        self.go_on(last, ordinal, stride=1)
         self._start_capture()
         self._chain.resume(last)
 
-    def go_on(self, last: int, phase: int, stride: int) -> None:
-        """The recorded iterations between two snapshots are known; ``last`` had this phase."""
+    def know_losses(self, lost_iterations: float) -> None:
+        """What failures have lost of partial snapshots, as iterations of all experts' tokens."""
+        self._provision.lost_iterations = lost_iterations
+
+    def go_on(self, last: int, ordinal: int, stride: int) -> None:
+        """The recorded iterations between two snapshots are known; ``last`` had this number."""
         if self._changes is not None:
-            self._changes.resume(last, phase, stride)
+            self._changes.resume(last, ordinal, stride)
 
     def replayed(self) -> None:
         """The state is dense again: updates of replayed steps do not count."""
@@ -456,7 +466,7 @@ class Recorder:
             return
         if self._ordinal % self.plan.schedule.window == 0:
             provision.maybe_reorder()
-        provision.maybe_widen(step)
+        provision.maybe_change(step)
         if not self._captures_everything(step):
             self._leave_out()
             return

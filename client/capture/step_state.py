@@ -22,6 +22,7 @@ from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
 from ckptd.client.optimizers.value_trees import plain
 from ckptd.client.rng_state import capture_rng
+from ckptd.client.schedule.expert_losses import RECORDED, ExpertLosses
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class StepScalars:
     Attributes:
         tape: records what the steps ask for.
         program: the program whose options, script and data the run follows.
+        losses: what failures have lost of partial snapshots.
     """
 
     def __init__(
@@ -72,12 +74,13 @@ class StepScalars:
         tape: Tape,
         buckets: Buckets,
         program: Program,
+        losses: ExpertLosses,
     ) -> None:
         self._binding, self._stateful = binding, stateful
         self._buckets = buckets
         self._stages: list[Any] = []
         self._stage_shapes: Mapping[int, StageShapes] = {}
-        self.tape, self.program = tape, program
+        self.tape, self.program, self.losses = tape, program, losses
 
     def follow_stages(self, stages: Sequence[Any]) -> None:
         """Keep the shapes that these logged pipeline stages find out."""
@@ -101,7 +104,7 @@ class StepScalars:
         """
         kept = self._binding.kept
         stages = {int(stage.stage_index): stage for stage in self._stages}
-        return {
+        found = {
             "rng": capture_rng(),
             "groups": gather_groups(self._binding),
             "state": gather_state(self._stateful),
@@ -116,10 +119,15 @@ class StepScalars:
             "stages": {i: shapes_of(stage) or self._stage_shapes.get(i) for i, stage in stages.items()},
             "program": self.program,
         }
+        if plan.lossy:
+            found[RECORDED] = self.losses.record()
+        return found
 
-    def sample(self, num_operators: int) -> dict[str, Any]:
+    def sample(self, num_operators: int, *, lossy: bool = False) -> dict[str, Any]:
         """Scalars of about the expected size.
 
+        Args:
+            lossy: of partial snapshots.
         Raises:
             NotCapturable: an optimizer keeps something that no snapshot can hold.
         """
@@ -133,6 +141,7 @@ class StepScalars:
             "kept": kept.gather(),
             "buckets": [list(range(len(self._binding.params)))],
             "phases": list(range(num_operators * 2)),
+            RECORDED: [self.losses.record()] * 2 if lossy else None,
             "program": self.program,
         }
 

@@ -44,7 +44,7 @@ from ckptd.core.slots.segment_format import (
 from ckptd.core.slots.slots import SlotRecord, SlotState
 from ckptd.cuda.engine import HostMemory
 from ckptd.errors import SegmentError
-from ckptd.holdings import header_record, operators_id
+from ckptd.holdings import header_record, operators_id, policy_of
 from ckptd.memory import locks
 from ckptd.storage.image import ImageView, seal
 from ckptd.storage.image_format import ImageError
@@ -465,12 +465,13 @@ class Generations:
         return []
 
     def of_another_window(self, used: MappedSegment) -> list[MappedSegment]:
-        """Those newer than ``used`` that were made for another window: snapshots that follow those in
-        ``used`` would not fit their slots.
+        """Those newer than ``used`` that were made for another window or policy: snapshots that follow those
+        in ``used`` would not fit their slots.
         """
 
-        def made_for(segment: MappedSegment) -> tuple[int, int]:
-            return segment.descriptor.window, segment.geometry.slot_bytes
+        def made_for(segment: MappedSegment) -> tuple[int, int, str]:
+            descriptor = segment.descriptor
+            return descriptor.window, segment.geometry.slot_bytes, policy_of(descriptor)
 
         newer = self._segments[self._segments.index(used) + 1 :]
         return [segment for segment in newer if made_for(segment) != made_for(used)]

@@ -20,6 +20,7 @@ from ckptd.client import values
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.optimizers.optimizer_probe import StateSpec
+from ckptd.core.snapshot_policy import Level
 from ckptd.storage.image import ImageLayout
 from ckptd.storage.image_format import TensorEntry
 
@@ -145,8 +146,7 @@ def member_bytes(
     binding: LiveState,
     member: ParameterRows,
     compute_dtypes: Mapping[str, torch.dtype],
-    *,
-    anchored: bool,
+    level: Level,
 ) -> int:
     """Bytes of this member in a snapshot at this level."""
     name = member.param
@@ -155,11 +155,17 @@ def member_bytes(
     if member.start is not None:
         assert member.stop is not None
         share = (member.stop - member.start) / max(tensor.shape[0], 1)
-    if not (anchored or name in binding.elsewhere | binding.inseparable):
+    if name in binding.elsewhere | binding.inseparable:
+        level = Level.ANCHOR  # whatever the plan says
+    if level is Level.ABSENT:
+        return 0
+    if level is Level.COMPUTE:
         return round(tensor.numel() * share) * compute_dtypes.get(name, tensor.dtype).itemsize
-    total = tensor.numel() * tensor.dtype.itemsize
-    if name in binding.masters:
-        total += tensor.numel() * binding.masters[name].dtype.itemsize
+    total = 0
+    if level is Level.ANCHOR:
+        total += tensor.numel() * tensor.dtype.itemsize
+        if name in binding.masters:
+            total += tensor.numel() * binding.masters[name].dtype.itemsize
     for spec in binding.specs(name):
         if spec.kind == "like" and spec.dtype is not None:
             total += tensor.numel() * spec.dtype.itemsize
@@ -207,28 +213,31 @@ def build_phase(
     identity: Mapping[str, str],
     scalars_capacity: int,
     left_out: frozenset[int] = frozenset(),
+    states: Iterable[int] = (),
 ) -> PhasePlan:
     """The plan of a snapshot that anchors some operators and holds the compute weights of others.
 
     Args:
+        states: operators of which it holds the optimizer's state alone.
         left_out: operators that another rank captures at the same levels
             (``ckptd.client.model.replicated_params``).
     """
-    levels: dict[str, list[tuple[int, int, bool]]] = {}
+    levels: dict[str, list[_RowsAtLevel]] = {}
     anchored = frozenset(anchored)
-    for index in (*anchored, *compute):
-        for m in operators[index].members if index not in left_out else ():
-            start, stop = m.range(binding.num_rows(m.param))
-            levels.setdefault(m.param, []).append((start, stop, index in anchored))
+    for level, indices in ((Level.ANCHOR, anchored), (Level.COMPUTE, compute), (Level.STATE, states)):
+        for index in indices:
+            for m in operators[index].members if index not in left_out else ():
+                start, stop = m.range(binding.num_rows(m.param))
+                levels.setdefault(m.param, []).append((start, stop, level))
     # An update by another rank, or by all ranks together, cannot be recomputed from an older anchor
     # here: such parameters are in every snapshot.
     always = binding.elsewhere | binding.inseparable
-    levels.update({n: [(0, binding.num_rows(n), True)] for n in always})
+    levels.update({n: [(0, binding.num_rows(n), Level.ANCHOR)] for n in always})
     pairs: list[tuple[TensorEntry, EntrySource | None]] = []
     for name in (n for n in binding.params if n in levels):
-        for start, stop, full in _merge_levels(levels[name]):
-            dtype = None if full else compute_dtypes.get(name)
-            pairs += _entries_of(binding, state, name, start, stop, full, dtype)
+        for start, stop, level in _merge_levels(levels[name]):
+            dtype = compute_dtypes.get(name) if level is Level.COMPUTE else None
+            pairs += _entries_of(binding, state, name, start, stop, level, dtype)
     for name, buffer in binding.buffers().items():
         data = local(buffer)
         pairs.append(_pair(EntrySource("buffer", name, dtype=data.dtype), data.shape))
@@ -256,13 +265,16 @@ def build_phase(
     )
 
 
-def _merge_levels(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    merged: list[tuple[int, int, bool]] = []
-    for start, stop, full in sorted(ranges):
-        if merged and merged[-1][1] == start and merged[-1][2] == full:
-            merged[-1] = (merged[-1][0], stop, full)
+_RowsAtLevel = tuple[int, int, Level]
+
+
+def _merge_levels(ranges: list[_RowsAtLevel]) -> list[_RowsAtLevel]:
+    merged: list[_RowsAtLevel] = []
+    for start, stop, level in sorted(ranges):
+        if merged and merged[-1][1] == start and merged[-1][2] == level:
+            merged[-1] = (merged[-1][0], stop, level)
         else:
-            merged.append((start, stop, full))
+            merged.append((start, stop, level))
     return merged
 
 
@@ -272,10 +284,10 @@ def _entries_of(
     name: str,
     start: int,
     stop: int,
-    full: bool,
+    level: Level,
     dtype: torch.dtype | None,
 ) -> list[tuple[TensorEntry, EntrySource]]:
-    """Rows of a parameter in ``dtype`` (None: its own); ``full``: with masters and optimizer state."""
+    """Rows of a parameter in ``dtype`` (None: its own), at a level; an anchor has masters and state."""
     param = local(binding.params[name])
     whole = param.ndim == 0 or (start == 0 and stop == param.shape[0])
     if not (whole or 0 <= start < stop <= param.shape[0]):
@@ -283,10 +295,12 @@ def _entries_of(
         raise ValueError(f"{name}[{start}:{stop}] is not in a tensor of {tuple(param.shape)}")
     a, b = (None, None) if whole else (start, stop)
     shape = tuple(param.shape) if whole else (stop - start, *param.shape[1:])
-    pairs = [_pair(EntrySource("param", name, "", a, b, dtype or param.dtype), shape)]
-    if not full:
+    pairs = []
+    if level is not Level.STATE:
+        pairs.append(_pair(EntrySource("param", name, "", a, b, dtype or param.dtype), shape))
+    if level is Level.COMPUTE:
         return pairs
-    if name in binding.masters:
+    if name in binding.masters and level is not Level.STATE:
         pairs.append(_pair(EntrySource("master", name, "", a, b, binding.masters[name].dtype), shape))
     for spec in state.specs.get(name, ()):
         if spec.kind == "like" and spec.dtype is not None:

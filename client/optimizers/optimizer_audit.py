@@ -381,6 +381,14 @@ class KeptState:
                 if not left_alone(node):
                     group[key] = TreeReader(self._find_known).put(node, group.get(key))
             self._load_foreign(keeper, foreign)
+        self._load_names(kept, names)
+
+    def load_entries(self, packed: bytes | None, names: Iterable[str]) -> None:
+        """Put back the recorded state of these parameters alone."""
+        if packed is not None:
+            self._load_names(values.unpack(packed), names)
+
+    def _load_names(self, kept: Mapping[str, Any], names: Iterable[str]) -> None:
         for name in names:
             self._load_entries(name, kept["entries"].get(name, ()))
             if name in kept["keys"]:

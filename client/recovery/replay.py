@@ -174,6 +174,8 @@ class Replay(ReplayProgress):
             snapshot is loaded and nothing is frozen.
         begins_dense: the oldest image anchors everything, on all ranks: nothing is frozen, not even
             what another rank updates.
+        older: of partial snapshots, those before the only one in ``images``, newest first: they have the
+            experts that it lacks.
     Attributes:
         compared: how many tensors were.
         mismatches: what was recomputed otherwise than it was recorded, in words.
@@ -188,12 +190,13 @@ class Replay(ReplayProgress):
         tape: Tape,
         freezing: str,
         begins_dense: bool = False,
+        older: Sequence[SnapshotImage] = (),
     ) -> None:
         super().__init__([image.iteration for image in images])
         self._loader, self._binding, self._activity = loader, loader.binding, loader.activity
         self._images, self._stateful, self._tape = list(images), stateful, tape
         self.freezing = freezing
-        self._begins_dense = begins_dense
+        self._begins_dense, self._older = begins_dense, list(older)
         self._known_scalars: dict[int, dict[str, Any]] = {}
         self._limiter = BackwardLimiter(self._activity.split_params)
         self._first_forward_done = False
@@ -229,6 +232,12 @@ class Replay(ReplayProgress):
         found: list[str] | None = self._scalars(0).get("senders")
         return found
 
+    @property
+    def sources(self) -> tuple[dict[int, dict[str, Any]], dict[int, int]]:
+        """Of partial snapshots: step scalars by iteration, and the iteration from which each operator is."""
+        images = {image.iteration: image.scalars() for image in (*self._images, *self._older)}
+        return images, self._loader.anchored_at
+
     @validated
     def load_state(self) -> None:
         """Load the oldest snapshot's group options and the user's state; clear the optimizers' state."""
@@ -254,6 +263,8 @@ class Replay(ReplayProgress):
         """
         self.on(ReplayEvent.LOAD_TENSORS)
         self._loader.load(self._images[0], self._scalars(0), everything=True)
+        for image in self._older:
+            self._loader.fill(image, image.scalars())
         self._activity.begin(dense=self._begins_dense)
         if not self._activity.frozen_rows:
             self.freezing = "none"

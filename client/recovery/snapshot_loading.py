@@ -28,9 +28,18 @@ from ckptd.client.model.snapshot_layout import (
     rows_within,
 )
 from ckptd.client.recovery.replica_broadcast import Piece, ReplicaBroadcast
+from ckptd.core.snapshot_policy import PartialScope
 from ckptd.cuda.engine import CopyEngine, CopyItem
 
 __all__ = ["Activity", "SnapshotLoader"]
+
+_EVERY_KIND = frozenset({"param", "master", "optim", "buffer", "packed"})
+# What older partial snapshots have of an expert that newer ones lack.
+_KINDS = {
+    PartialScope.BOTH: _EVERY_KIND,
+    PartialScope.OPTIMIZER: frozenset({"optim"}),
+    PartialScope.WEIGHTS: frozenset({"param", "master"}),
+}
 
 
 class Activity:
@@ -113,8 +122,10 @@ class SnapshotLoader:
     Args:
         broadcast: between the ranks that share replicated operators; None if each rank has recorded
             all of its own.
+        scope: of partial snapshots; None: of others.
     Attributes:
         bytes_loaded: from this rank's snapshots and from other ranks.
+        anchored_at: of partial snapshots: the iteration from which each operator was loaded.
     """
 
     def __init__(
@@ -123,8 +134,14 @@ class SnapshotLoader:
         operators: Sequence[Operator],
         engine: CopyEngine,
         broadcast: ReplicaBroadcast | None = None,
+        scope: PartialScope | None = None,
     ) -> None:
         self.binding, self.operators, self._engine = binding, operators, engine
+        self._scope = scope
+        # What is captured of an operator that is not anchored.
+        self._of_frozen = {"param", "optim"} if scope is PartialScope.WEIGHTS else {"param"}
+        self.anchored_at: dict[int, int] = {}
+        self._begun: set[str] = set()  # names of parameters of which partial snapshots gave some rows
         self.broadcast = broadcast or ReplicaBroadcast(-1, ())
         self.activity = Activity(binding, operators)
         self.bytes_loaded = 0
@@ -150,9 +167,38 @@ class SnapshotLoader:
             binding.keeper(name).state.pop(binding.held(name), None)
         self._round_frozen_masters()
         kept = binding.owner.keys() - binding.elsewhere
-        self._load_scalar_state(image, scalars, [n for n in wanted if n in kept and n not in absent])
-        binding.kept.load(scalars.get("kept"), [n for n in wanted if n in kept])
-        zero_grads(binding, scalars["grads"], wanted)
+        stateful = kept if self._scope is PartialScope.WEIGHTS else kept & wanted.keys()
+        names = [n for n in binding.owner if n in stateful]
+        self._load_scalar_state(image, scalars, [n for n in names if n not in absent])
+        binding.kept.load(scalars.get("kept"), names)
+        zero_grads(binding, scalars["grads"], binding.params if self._scope else wanted)
+        self._note_anchors(image, fresh)
+        self._begun.update(wanted)
+
+    def fill(self, image: SnapshotImage, scalars: Mapping[str, Any]) -> None:
+        """Load from an older partial snapshot what newer ones lack. A collective call as `load`."""
+        activity, binding, scope = self.activity, self.binding, self._scope
+        fresh = activity.activate(image.view.anchors)
+        wanted, absent = activity.rows_of(fresh), set(scalars["absent"])
+        kinds = _KINDS[scope] if scope is not None else frozenset()
+        self.bytes_loaded += self._restore(image, wanted, {}, absent, everything=False, kinds=kinds)
+        absent |= self.broadcast.hand(
+            lambda of: self._to_send(image, of, fresh, 0, scalars["absent"], None, kinds), self.take
+        )
+        # Of a fused tensor, the newest snapshot with some of its rows has what is not per row.
+        names = [n for n in wanted if n not in self._begun and n in binding.owner.keys() - binding.elsewhere]
+        if scope is not PartialScope.WEIGHTS:
+            for name in absent.intersection(names):
+                binding.keeper(name).state.pop(binding.held(name), None)
+            self._load_scalar_state(image, scalars, [n for n in names if n not in absent])
+            binding.kept.load_entries(scalars.get("kept"), names)
+        self._note_anchors(image, fresh)
+        self._begun.update(wanted)
+
+    def _note_anchors(self, image: SnapshotImage, fresh: int) -> None:
+        if self._scope is not None:
+            found = (i for i in range(len(self.operators)) if fresh >> i & 1)
+            self.anchored_at.update(dict.fromkeys(found, image.iteration))
 
     def load_updated(self, image: SnapshotImage, optimizer: int) -> None:
         """Load the frozen weights that this optimizer would have updated; a collective call like `load`.
@@ -217,12 +263,19 @@ class SnapshotLoader:
             also = {n: rows for n, rows in frozen.items() if n in binding.elsewhere}
             return [(p, binding.masters[source.name]) for p in self.pieces(source, wanted, also)]
         if source.kind == "optim":
-            pieces = self.pieces(source, wanted, {})
+            pieces = self.pieces(source, wanted, frozen if "optim" in self._of_frozen else {})
             return [(p, self._state_tensor(source, image.tensor(entry))) for p in pieces]
         return []
 
     def _restore(
-        self, image: SnapshotImage, wanted: Rows, frozen: Rows, absent: set[str], *, everything: bool
+        self,
+        image: SnapshotImage,
+        wanted: Rows,
+        frozen: Rows,
+        absent: set[str],
+        *,
+        everything: bool,
+        kinds: frozenset[str] = _EVERY_KIND,
     ) -> int:
         """Copy anchors of ``wanted`` rows and compute weights of ``frozen`` ones; returns how many bytes.
 
@@ -232,6 +285,7 @@ class SnapshotLoader:
         items = [
             _copy_item(image, piece, source, entry, live)
             for source, entry in image.sources()
+            if source.kind in kinds
             if source.kind != "optim" or source.name not in absent
             for piece, live in self.targets(image, source, entry, wanted, frozen, everything=everything)
         ]
@@ -246,6 +300,7 @@ class SnapshotLoader:
         frozen: int,
         absent: Sequence[str],
         only: frozenset[str] | None,
+        kinds: frozenset[str] = _EVERY_KIND,
     ) -> tuple[list[Piece], set[str]]:
         """What an image holds of some operators, for the ranks that share them.
 
@@ -264,7 +319,8 @@ class SnapshotLoader:
             for n, rows in also.items()
             if only is None or n in only
         }
-        return list(self._recorded_pieces(image, wanted, also, absent)), {n for n in absent if n in wanted}
+        pieces = [p for p in self._recorded_pieces(image, wanted, also, absent) if p[0].kind in kinds]
+        return pieces, {n for n in absent if n in wanted}
 
     def _recorded_pieces(
         self, image: SnapshotImage, wanted: Rows, also: Rows, absent: Sequence[str]
@@ -274,7 +330,7 @@ class SnapshotLoader:
                 continue
             if source.kind == "optim" and source.name in absent:
                 continue
-            pieces = self.pieces(source, wanted, also if source.kind == "param" else {})
+            pieces = self.pieces(source, wanted, also if source.kind in self._of_frozen else {})
             if pieces:
                 recorded = image.tensor(entry)
                 yield from ((piece, rows_within(recorded, piece, source)) for piece in pieces)

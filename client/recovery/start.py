@@ -59,7 +59,7 @@ class Resumption:
     """A run that can go on.
 
     Attributes:
-        phase: of its newest snapshot.
+        ordinal: the number of its newest snapshot in the schedule.
         unverified: why the newest snapshot is loaded and not compared; "" if it is compared.
         new_from: no snapshot shows that this iteration, or a later one, was done before.
         apart: after a localized recovery: which rank begins where.
@@ -67,7 +67,7 @@ class Resumption:
 
     replay: Replay
     plan: SnapshotPlan
-    phase: int
+    ordinal: int
     reason: str
     sharing: ReplicatedParams
     verification: Verification
@@ -138,7 +138,8 @@ class Recovery:
 
         def settled() -> int:
             memory.settle_filled(_SEAL_WAIT_S)
-            return options.verify_iterations
+            # Nothing leads from one partial snapshot to the next.
+            return 0 if _lossy(memory) else options.verify_iterations
 
         verify_iterations = min(ranks.agree(settled, int))
         begun = None
@@ -162,9 +163,15 @@ class Recovery:
             plan, changed = self._agree_on_snapshots(memory, ranks)
             with ranks.all_or_none():
                 alone = localized is not None and not localized.replays
-                replay = self.replay_of(found.images, plan, ranks, alone=alone, dense=found.dense)
+                images, older = found.images, found.images[:0]
+                if plan.lossy:
+                    # Each expert from the newest snapshot that has it; nothing is replayed.
+                    images, older = found.images[-1:], found.images[-2::-1]
+                replay = self.replay_of(
+                    images, plan, ranks, alone=alone, dense=found.dense or plan.lossy, older=older
+                )
                 # The first snapshot must have arrived. Replay waits for the others.
-                _ = found.images[0].view
+                _ = images[0].view
                 memory.phases.reach(RecoveryPhase.FIRST_BYTES)
             undo.pop_all()
         verification = Verification(
@@ -179,11 +186,11 @@ class Recovery:
         return Resumption(
             replay,
             plan,
-            found.images[-1].phase,
+            plan.ordinal_of(found.images[-1].phase),
             found.reason,
             subject.sharing,
             verification,
-            found.unverified,
+            "snapshots are partial" if plan.lossy else found.unverified,
             found.new_from,
             localized,
         )
@@ -249,12 +256,14 @@ class Recovery:
         *,
         alone: bool = False,
         dense: bool = False,
+        older: Sequence[SnapshotImage] = (),
     ) -> Replay:
         """A replay of these snapshots, oldest first; a collective call if there are several ranks.
 
         Args:
             alone: the images have everything that this rank has; it receives nothing from others.
             dense: the oldest one anchors everything, on all ranks.
+            older: partial snapshots before the only one of ``images``, newest first.
         Raises:
             ValueError: no rank that this rank can reach has recorded what both share.
         """
@@ -262,13 +271,21 @@ class Recovery:
         if subject.identity.world_size > 1:
             broadcast = arrange(subject.sharing, plan.operators, plan.owners, ranks)
         return Replay(
-            SnapshotLoader(subject.binding, plan.operators, self._engine, None if alone else broadcast),
+            SnapshotLoader(
+                subject.binding, plan.operators, self._engine, None if alone else broadcast, plan.scope
+            ),
             images,
             stateful=subject.stateful,
             tape=self._tape,
             freezing=self.freezing,
             begins_dense=dense,
+            older=older,
         )
+
+
+def _lossy(memory: RankMemory) -> bool:
+    """Whether this rank's newest snapshots are partial."""
+    return memory.descriptor is not None and bool(values.unpack(memory.descriptor.client).get("scope"))
 
 
 def _changed_since(memory: RankMemory) -> str:

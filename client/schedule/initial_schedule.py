@@ -17,7 +17,8 @@ from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.replicated_params import Replicas
 from ckptd.client.ranks.store_agreement import StoreAgreement
 from ckptd.client.ranks.store_barrier import job_store
-from ckptd.client.schedule.planner import MAX_WINDOW, Planner
+from ckptd.client.schedule.partial_schedule import MAX_WINDOW
+from ckptd.client.schedule.planner import Planner
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.snapshot_policy import Calendar

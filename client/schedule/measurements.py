@@ -233,8 +233,9 @@ def _tensors(value: Any) -> list[Tensor]:
 class TokenCounter:
     """Counts tokens (``soft``: gate probabilities) per expert with forward hooks.
 
-    Counts only decide the order in which experts are anchored (popular ones late: they stay frozen
-    longest in replay, MoEvement §3.5), so they need not be exact; they must be cheap.
+    Counts decide the order in which experts are anchored (popular ones late: they stay frozen longest in
+    replay, MoEvement §3.5), and say what a failure loses of partial snapshots. They are those of training: a
+    forward of a module in evaluation mode, without gradients, does not count.
     """
 
     def __init__(
@@ -250,6 +251,7 @@ class TokenCounter:
         # Counts by container: of experts that are modules, and of experts that are rows of one tensor.
         self._listed: dict[str, list[float]] = {}
         self._fused: dict[str, Tensor | None] = {}
+        self._begins: dict[str, list[float]] = {}  # counts of fused experts in earlier lives
         self._seen: dict[str, list[float]] = {}
         self._smoothed: list[float] = []
         self._at_last_order: list[float] | None = None
@@ -269,7 +271,7 @@ class TokenCounter:
                 for key, child in module.named_children():  # of an elastic layer some only
                     self._hook(child, self._count_child(name, int(key)))
             elif module is not None:
-                self._fused[name] = None
+                self._fused[name], self._begins[name] = None, [0.0] * size
                 self._hook(module, self._count_fused(name, size))
 
     def _hook(self, module: nn.Module, count: Callable[..., None]) -> None:
@@ -277,6 +279,8 @@ class TokenCounter:
             # A forward inside a backward is checkpointing's recomputation: already counted.
             if self._broken or not self.enabled or torch._C._current_graph_task_id() != -1:
                 return
+            if not (args[0].training or torch.is_grad_enabled()):
+                return  # an evaluation
             try:
                 count(*args)
             except Exception as error:  # noqa: BLE001 - the user's forward must survive
@@ -293,6 +297,19 @@ class TokenCounter:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def totals(self) -> dict[str, Any]:
+        """Counts by container since the run began: a list, or of fused experts a tensor on their device."""
+        fused = {n: self._begins[n] if t is None else t.clone() for n, t in self._fused.items()}
+        return {n: list(v) for n, v in self._listed.items()} | fused
+
+    def resume(self, totals: Mapping[str, Sequence[float]]) -> None:
+        """Go on from the counts of an earlier life."""
+        for name, counts in totals.items():
+            if name in self._listed:
+                self._listed[name][:] = counts
+            elif name in self._fused:
+                self._fused[name], self._begins[name] = None, list(counts)
 
     def popularity(self, operators: Sequence[Operator]) -> list[float]:
         """Tokens per operator since the start (``decayed``: a moving average); 0 for non-experts."""
@@ -373,17 +390,19 @@ class TokenCounter:
             with torch.inference_mode(False), torch.no_grad():
                 total = self._fused[name]
                 if total is None:
-                    total = self._fused[name] = torch.zeros(size, device=index.device)
+                    begins = torch.tensor(self._begins[name], dtype=torch.float64)
+                    total = self._fused[name] = begins.to(index.device)
                 flat = index.reshape(-1).long()
                 weights = None
                 if self._ordering is Ordering.SOFT:
                     weights = next(
                         (t for t in tensors if t.is_floating_point() and t.shape == index.shape), None
                     )
+                # Exact for counts up to 2^53.
                 ones = (
-                    torch.ones_like(flat, dtype=torch.float32)
+                    torch.ones_like(flat, dtype=torch.float64)
                     if weights is None
-                    else weights.detach().reshape(-1).float()
+                    else weights.detach().reshape(-1).double()
                 )
                 if flat.numel():
                     # Experts of other ranks have indices beyond those that are counted.

@@ -24,6 +24,7 @@ from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, Rep
 from ckptd.client.model.snapshot_layout import member_bytes
 from ckptd.client.options import SnapshotOptions
 from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
+from ckptd.client.schedule.partial_schedule import MAX_WINDOW, PartialTurns, scope_of
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.stats import Stats
 from ckptd.core.schedule import (
@@ -37,12 +38,11 @@ from ckptd.core.schedule import (
     plan_schedule,
     worthwhile_window,
 )
-from ckptd.core.snapshot_policy import OperatorCost, Schedule
+from ckptd.core.snapshot_policy import Level, OperatorCost, PartialScope, Schedule
 from ckptd.core.window_control import Shortage
 from ckptd.cuda.engine import CopyEngine, measure_bandwidth
 
 __all__ = [
-    "MAX_WINDOW",
     "PlanInputs",
     "Planner",
     "RankContext",
@@ -57,7 +57,6 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-MAX_WINDOW = 64
 # Shared operators are cut until each rank's share has this many pieces, so that shares come out
 # equal; but into no more than _MAX_PIECES altogether (each is named in every step's scalars), and
 # into none smaller than _MIN_PIECE_BYTES. The window does not matter: owners outlive its changes.
@@ -107,6 +106,7 @@ class PlanInputs:
         before: the plan that this one follows. Other ranks may adopt theirs at another iteration,
             or not at all. So owners (and, with the same window, phases) stay, and if operators are
             cut otherwise than before, every rank captures all of them.
+        turns: of partial snapshots; None for other policies.
     """
 
     policy: str
@@ -123,6 +123,12 @@ class PlanInputs:
     sharing: ReplicatedParams = NOTHING_SHARED
     before: SnapshotPlan | None = None
     iteration_s: float = 0.0
+    turns: PartialTurns | None = None
+
+    @property
+    def scope(self) -> PartialScope | None:
+        """What partial snapshots hold of selected experts only; None for other policies."""
+        return None if self.turns is None else PartialScope(self.turns.options.scope)
 
     @property
     def tight(self) -> PlanInputs:
@@ -148,7 +154,7 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
         ValueError: no window's ring fits ``available_bytes``; the message has the numbers.
     """
     fixed = fixed_bytes(binding, inputs.scalars_capacity)
-    whole = operator_costs(binding, operators, inputs.compute_dtypes)
+    whole = operator_costs(binding, operators, inputs.compute_dtypes, inputs.scope)
     worthwhile = inputs.window_where_none_fits(inputs.sharing.mean_costs(operators, whole), fixed)
     wanted = 1 if inputs.policy == "dense" else inputs.window
     tried = []
@@ -179,11 +185,16 @@ def _plan_once(
     binding: LiveState, operators: Sequence[Operator], inputs: PlanInputs, window: int | None
 ) -> SnapshotPlan:
     compute_dtypes, sharing, before = inputs.compute_dtypes, inputs.sharing, inputs.before
+    scope = inputs.scope
     fixed = fixed_bytes(binding, inputs.scalars_capacity)
     popularity = inputs.popularity or [0.0] * len(operators)
 
     def scheduled(parts: Sequence[Operator], popular: Sequence[float]) -> tuple[list[OperatorCost], Schedule]:
-        costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes))
+        costs = sharing.mean_costs(parts, operator_costs(binding, parts, compute_dtypes, scope))
+        if inputs.turns is not None:
+            return costs, inputs.turns.schedule(
+                parts, costs, fixed_bytes=fixed, budget_bytes=inputs.budget_bytes, window=window
+            )
         aligned = inputs.policy == "aligned"
         planner = plan_aligned if aligned else plan_schedule
         return costs, planner(
@@ -197,7 +208,9 @@ def _plan_once(
 
     parts = list(operators)
     costs, schedule = scheduled(parts, popularity)
-    limit = max_piece_bytes(costs, _split_window(costs, schedule, fixed, inputs.budget_bytes), fixed)
+    limit = None  # the parts of an expert would be of different iterations
+    if scope is None:
+        limit = max_piece_bytes(costs, _split_window(costs, schedule, fixed, inputs.budget_bytes), fixed)
     if (limit is not None and schedule.window > 1) or sharing.replicas:
         alone = limit if schedule.window > 1 else None
         parts = _split(binding, parts, alone, compute_dtypes, sharing)
@@ -219,9 +232,10 @@ def _plan_once(
         inputs.every,
         slack=inputs.slack,
         budget_bytes=inputs.budget_bytes,
+        scope=scope,
     )
     if before is None:
-        whole = operator_costs(binding, parts, compute_dtypes)
+        whole = operator_costs(binding, parts, compute_dtypes, scope)
         plan.owners = sharing.owners(parts, whole, schedule.phases)
     else:
         plan.owners = _owners_as_before(before, parts)
@@ -280,7 +294,7 @@ def _split(
     shapes = {name: tuple(local(p).shape) for name, p in binding.params.items()}
 
     def anchored(member: ParameterRows) -> int:
-        return member_bytes(binding, member, compute_dtypes, anchored=True)
+        return member_bytes(binding, member, compute_dtypes, Level.ANCHOR)
 
     def stored(member: ParameterRows) -> int:
         # Not the bytes of an anchor: all ranks must cut in the same places, also a rank that has
@@ -316,7 +330,7 @@ def plan_together(
     Args:
         coming: phases that the ranks have agreed to adopt later; slots have room for them, too.
     """
-    whole = operator_costs(binding, plan.operators, plan.compute_dtypes)
+    whole = operator_costs(binding, plan.operators, plan.compute_dtypes, plan.scope)
     costs = sharing.mean_costs(plan.operators, whole)
     fixed = fixed_bytes(binding, scalars_capacity)
     now, *later = (
@@ -374,6 +388,7 @@ class Planner:
 
     Attributes:
         policy: that of the next plan.
+        turns: of partial snapshots; None for other policies.
         sharing: what one of several ranks captures; after a restore, as recorded.
         limits: bytes per step and bytes of memory that several ranks agreed on before their first
             plan; None: as measured here.
@@ -388,6 +403,7 @@ class Planner:
         self._context, self._pace, self._scalars_sample = context, pace, scalars_sample
         self._binding, self._operators = context.binding, list(context.operators)
         self.policy: str = context.options.policy
+        self.turns = PartialTurns.of(context.options, self._operators, context.memory.identity.rank)
         self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
 
@@ -395,6 +411,16 @@ class Planner:
     def dense(self) -> bool:
         """True if the next plan takes dense snapshots."""
         return self.policy == "dense"
+
+    @property
+    def lossy(self) -> bool:
+        """True if the next plan takes partial snapshots."""
+        return self.policy == "partial"
+
+    @property
+    def window(self) -> int | None:
+        """The user's window; None: the smallest that fits."""
+        return self._context.options.window or (None if self.turns is None else self.turns.window)
 
     def measured(self) -> tuple[int, int, int]:
         """Bytes that this rank can copy per step, bytes of memory for it, its number of operators."""
@@ -426,7 +452,7 @@ class Planner:
             budget = shortage.affordable_bytes
         inputs = PlanInputs(
             policy=policy or self.policy,
-            window=None if "dense" in (policy, self.policy) else window or options.window,
+            window=None if "dense" in (policy, self.policy) else window or self.window,
             every=options.every,
             budget_bytes=budget,
             available_bytes=available,
@@ -440,8 +466,10 @@ class Planner:
             sharing=self.sharing,
             before=before,
             iteration_s=0.0 if shortage is None else shortage.iteration_s,
+            turns=self.turns if (policy or self.policy) == "partial" else None,
         )
         plan = make_plan(self._binding, self._operators, inputs)
+        plan.asked = options.policy
         if context.memory.persists:
             plan.make_room_for_uploads(available)
         logger.info(
@@ -505,7 +533,7 @@ def needed_memory(
     sharing: ReplicatedParams,
 ) -> MemoryNeed:
     """The least memory that protects this rank, and its derivation; the daemon checks it at the attach."""
-    costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}))
+    costs = sharing.mean_costs(operators, operator_costs(binding, operators, {}, scope_of(options)))
     anchor, compute = sum(c.anchor_bytes for c in costs), sum(c.compute_bytes for c in costs)
     windows = [1] if options.dense else [options.window or 0]
     if windows == [0]:
@@ -524,7 +552,7 @@ def own_share_bytes(
 ) -> int:
     """Bytes of every snapshot of this rank besides what it shares with others."""
     shared = {i for indices in sharing.groups(operators).values() for i in indices}
-    costs = operator_costs(binding, operators, {})
+    costs = operator_costs(binding, operators, {}, scope_of(options))
     return fixed_bytes(binding, 0) + sum(
         cost.anchor_bytes if options.dense else cost.compute_bytes
         for i, cost in enumerate(costs)

@@ -8,6 +8,7 @@ together (`ScheduleChanges`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.schedule.initial_schedule import FirstPlan
 from ckptd.client.schedule.measurements import StepTiming
-from ckptd.client.schedule.planner import MAX_WINDOW, Planner, RankContext, note_prepared
+from ckptd.client.schedule.partial_schedule import MAX_WINDOW, PartialTurns
+from ckptd.client.schedule.planner import Planner, RankContext, note_prepared
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.slots.ring import most_slots
@@ -185,6 +187,7 @@ class Provision:
 
     Attributes:
         control: judges the snapshots that are taken; the recorder tells it what each step cost.
+        lost_iterations: what failures have lost of partial snapshots, as iterations of all experts.
     """
 
     def __init__(
@@ -210,9 +213,11 @@ class Provision:
             bound=_TOLERATED_ON_DEVICE if on_device else _TOLERATED_STALL, regular=on_device
         )
         self._told_misfit = False
-        self._uncaptured = self._announced = ""
+        self._uncaptured = self._announced = self._announced_policy = ""
         self._group_key = self._binding.group_key()
         self._lagging = 0
+        self.lost_iterations = 0.0
+        self._look_again_at = 0
 
     def resume(self, plan: SnapshotPlan, sharing: ReplicatedParams) -> None:
         """Continue with the plan of an earlier life.
@@ -243,8 +248,8 @@ class Provision:
         """
         if stepped:
             self._first.look(draws=draws)
-        fixed = self._options.window is not None or self._options.dense
-        if most_updates > 1:
+        fixed = self._planner.window is not None or self._options.dense
+        if most_updates > 1 and not self._planner.lossy:
             # Between two updates in a step, frozen operators would have to change.
             self._planner.policy = "dense"
         if (
@@ -273,15 +278,28 @@ class Provision:
         if step < self._slots.retry_at or not self._memory.session.connected:
             return None
         try:
+            if self.plan is None and window is None and (turns := self._planner.turns) is not None:
+                return self._first_partial(turns, step)
             return self._planner.make(self.plan, window=window)
         except ValueError as error:
             self._slots.failed(step, why, error)
             return None
 
+    def _first_partial(self, turns: PartialTurns, step: int) -> SnapshotPlan:
+        """The first plan of partial snapshots; with a longer window if there is no memory for the best."""
+        wanted = self._planner.window or turns.longest
+        within = turns.window_within(step, 0.0, wanted)
+        if within < wanted:
+            try:
+                return self._planner.make(None, window=within)
+            except ValueError as error:
+                logger.warning("the limit of lost tokens needs a window of %d: %s", within, error)
+        return self._planner.make(None)
+
     def maybe_reorder(self) -> None:
         """Move one step closer to today's popularity; call it where a window begins."""
         plan = self.plan
-        if plan is None or plan.schedule.window == 1 or plan.policy_name == "dense":
+        if plan is None or plan.schedule.window == 1 or plan.policy_name == "dense" or plan.lossy:
             return
         if self.changes is not None:
             self.changes.wish_for_order(every=_REORDER_STEPS)
@@ -291,30 +309,99 @@ class Provision:
             plan.use(schedule)
             self._stats.reorders += 1
 
-    def maybe_widen(self, step: int) -> None:
-        """Make snapshots smaller if they cost training time or peers cannot keep up (DESIGN 5.3)."""
+    def maybe_change(self, step: int) -> None:
+        """Change the policy or the window if there is a reason to."""
         plan = self.plan
-        if plan is None or self._options.window is not None or plan.policy_name == "dense":
+        if plan is None or self._slots.coming or self._slots.pending:
             return
-        if self._slots.coming or self._slots.pending or not self.control.due(step):
+        if plan.asked not in ("", self._options.policy):
+            self._change_policy(plan, step)
+        elif plan.lossy and (turns := self._planner.turns) is not None:
+            self._keep_within_limit(plan, turns, step)
+        elif self._planner.window is None and plan.policy_name != "dense":
+            self._maybe_widen(plan, step, min(MAX_WINDOW, self._first.longest))
+
+    def _change_policy(self, plan: SnapshotPlan, step: int) -> None:
+        """The script asks for another policy than the one with which the run began."""
+        policy = self._options.policy
+        why = f"the script asks for {policy} snapshots, and they are {plan.policy_name} so far"
+        if plan.lossy:
+            why += (
+                "; until a whole window of the new ones is there, a failure goes back to those, and loses "
+                "updates of experts"
+            )
+        self._replace(plan, step, why, policy=policy)
+
+    def _keep_within_limit(self, plan: SnapshotPlan, turns: PartialTurns, step: int) -> None:
+        """Anchor more experts per snapshot while a failure could exceed the limit of lost tokens."""
+        window, chosen = plan.schedule.window, self._planner.window
+        within = turns.window_within(step, self.lost_iterations, chosen or turns.longest)
+        if chosen is None and within > window:
+            self._maybe_widen(plan, step, within)
+        if within != window and not self._slots.coming:
+            why = f"as far as a failure now stays within the limit of lost tokens: window {window} -> "
+            self._replace(plan, step, why, window=within, smallest=within > window and chosen is None)
+
+    def _replace(
+        self,
+        plan: SnapshotPlan,
+        step: int,
+        why: str,
+        *,
+        window: int | None = None,
+        policy: str = "",
+        smallest: bool = False,
+    ) -> None:
+        """Change to another policy or window once in a while, if there is memory for it.
+
+        Args:
+            smallest: to a shorter window if that suffices for copies.
+        """
+        if step < self._look_again_at:
+            return
+        self._look_again_at = step + _RETRY_STEPS
+        try:
+            if smallest and window is not None:
+                window = min(window, self._planner.make(plan).schedule.window)
+                if window <= plan.schedule.window:
+                    return
+            self._change_to(self._planner.make(plan, window=window, policy=policy), step, why, policy)
+        except ValueError as error:
+            logger.warning("%s: %s", why, error)
+
+    def _change_to(self, other: SnapshotPlan, step: int, why: str, policy: str = "") -> None:
+        """Use this plan as soon as its slots are there, on all ranks at once if there are several."""
+        window = other.schedule.window
+        if not policy:
+            why += str(window)
+        elif why != self._announced_policy:
+            self._announced_policy = why
+            level = logging.INFO if self._memory.identity.rank else logging.WARNING
+            logger.log(level, "%s", why)
+        if self.changes is not None:
+            if not self.changes.wish(Change(why, window=window, policy=policy)):
+                self._look_again_at = step + 1
+            return
+        logger.info("%s", why)
+        self._memory.session.notice("info", "schedule_changed", why)
+        self._planner.policy = other.policy_name
+        self._slots.ask(other, step, why, optional=True)
+
+    def _maybe_widen(self, plan: SnapshotPlan, step: int, longest: int) -> None:
+        """Make snapshots smaller if they cost training time or peers cannot keep up (DESIGN 5.3)."""
+        if not self.control.due(step):
             return
         shortage = self.control.shortage()
-        wide = self._wider(plan, shortage)
+        wide = self._wider(plan, shortage, longest)
         self.control.looked(step, in_vain=shortage is not None and wide is None)
         if wide is None:
             return
-        if self.changes is not None:
-            why = f"snapshots cost too much: window {plan.schedule.window} -> {wide.schedule.window}"
-            self.changes.wish(Change(why, window=wide.schedule.window))
-        else:
-            logger.info("window %d -> %d", plan.schedule.window, wide.schedule.window)
-            self._slots.ask(wide, step, "a wider window", optional=True)
+        self._change_to(wide, step, f"snapshots cost too much: window {plan.schedule.window} -> ")
 
-    def _wider(self, plan: SnapshotPlan, shortage: Shortage | None) -> SnapshotPlan | None:
+    def _wider(self, plan: SnapshotPlan, shortage: Shortage | None, longest: int) -> SnapshotPlan | None:
         """The plan of a wider window, if there is a reason for one, and it helps."""
         window, behind = plan.schedule.window, self._memory.table.ring_hint.behind
         self._lagging = self._lagging + 1 if behind > window else 0
-        longest = min(MAX_WINDOW, self._first.longest)
         try:
             if shortage is not None:
                 why = str(shortage)
@@ -365,7 +452,7 @@ class Provision:
         if key != self._group_key:
             found = "a parameter group"
             self._binding.refresh()
-        if not self._planner.dense and most_updates > 1:
+        if not (self._planner.dense or self._planner.lossy) and most_updates > 1:
             # Frozen operators would need the weights between the two updates, which no snapshot holds.
             found = "a second update by one optimizer within a step (only dense snapshots can be exact)"
             self._planner.policy = "dense"
@@ -388,7 +475,7 @@ class Provision:
     def _replan_together(self, plan: SnapshotPlan, changes: ScheduleChanges, why: str, step: int) -> None:
         """Plan anew by the schedule of all ranks; to dense snapshots they change together."""
         if self._planner.dense and plan.policy_name != "dense":
-            changes.wish(Change(why, dense=True))
+            changes.wish(Change(why, policy="dense"))
             return
         if changes.open:
             changes.unable(f"a rank must plan anew: {why}")
@@ -405,13 +492,12 @@ class Provision:
         return self._slots.coming
 
     def plan_for(self, change: Change) -> SnapshotPlan:
-        """A plan with another window, or with dense snapshots.
+        """A plan with another window or policy.
 
         Raises:
             ValueError: no such plan is possible.
         """
-        policy = "dense" if change.dense else ""
-        return self._planner.make(self.plan, window=change.window or None, policy=policy)
+        return self._planner.make(self.plan, window=change.window or None, policy=change.policy)
 
     def adopt(self, plan: SnapshotPlan) -> None:
         """Use this plan, as all ranks do from now on; its memory is the newest generation."""
@@ -423,7 +509,7 @@ class Provision:
 
     def only_dense(self, why: str) -> None:
         """Plan dense snapshots next time: no sparse one could be exact."""
-        if not self._planner.dense:
+        if not (self._planner.dense or self._planner.lossy):
             self._planner.policy, self._uncaptured = "dense", why
 
     # -- generations -----------------------------------------------------------------------------

@@ -343,7 +343,7 @@ class ScheduleChanges:
 
     def _prepare(self, change: Change) -> None:
         if self._state is Preparation.WAITING:
-            if (change.window or change.dense) and self._plans.reserves:
+            if (change.window or change.policy) and self._plans.reserves:
                 return  # later: one thing at a time
             try:
                 self._ready = self._made_ready(change, self._plan())
@@ -363,12 +363,12 @@ class ScheduleChanges:
             if any(plan.takes(self._binding, phases) > plan.slot_bytes for phases in orders):
                 raise ValueError("its slots are too small for that order")
             return _Ready(orders=orders)
-        if not (change.window or change.dense):
+        if not (change.window or change.policy):
             return _Ready()
         if not self._memory.session.connected:
             raise ValueError("the daemon is away")
         other = self._plans.plan_for(change)
-        wanted = 1 if change.dense else change.window
+        wanted = 1 if change.policy == "dense" else change.window
         if other.schedule.window != wanted:
             raise ValueError(f"it can only have a window of {other.schedule.window}")
         return _Ready(plan=other)
@@ -476,8 +476,8 @@ def table_digest(plan: SnapshotPlan) -> str:
 
 
 def _orders(plan: SnapshotPlan, order: Sequence[int]) -> tuple[Phases, ...]:
-    if plan.policy_name == "dense":
-        raise ValueError("its snapshots are dense")
+    if plan.policy_name in ("dense", "partial"):
+        raise ValueError(f"its snapshots are {plan.policy_name}")
     return orders_towards(plan.schedule, plan.costs, order, capacity_bytes=plan.order_capacity)
 
 

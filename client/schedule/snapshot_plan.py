@@ -24,8 +24,11 @@ from ckptd.core.slots.segment_format import SegmentGeometry
 from ckptd.core.snapshot_policy import (
     AlignedPolicy,
     DensePolicy,
+    Level,
     OperatorCost,
     OperatorKind,
+    PartialPolicy,
+    PartialScope,
     PolicyKind,
     Schedule,
     SlidingPolicy,
@@ -48,6 +51,11 @@ __all__ = [
 ]
 
 _SLOT_SLACK = 64 << 10
+_OF_OTHER_EXPERTS = {
+    PartialScope.BOTH: Level.ABSENT,
+    PartialScope.OPTIMIZER: Level.COMPUTE,
+    PartialScope.WEIGHTS: Level.STATE,
+}
 _STATE_ROW = re.compile(r"optimizer state (.*) of")
 
 
@@ -74,6 +82,10 @@ class SnapshotPlan:
     """Bytes that may be copied per step, measured or agreed on; decides where large operators are split."""
     owners: list[int] = field(default_factory=list)
     """The rank that captures each operator; empty: this rank captures all."""
+    scope: PartialScope | None = None
+    """What partial snapshots hold of selected experts only; None: the policy loses nothing."""
+    asked: str = ""
+    """The policy that the script asked for, also where only dense snapshots are exact; "" if unknown."""
     _policy: SnapshotPolicy | None = None
     _phases: dict[int, tuple[PhasePlan, bool] | None] = field(default_factory=dict)
     _state: StateTable | None = None
@@ -85,6 +97,9 @@ class SnapshotPlan:
                 self._policy = AlignedPolicy(self.schedule)
             elif self.policy_name == "dense":
                 self._policy = DensePolicy(len(self.operators), self.every)
+            elif self.scope is not None:
+                always = [i for i, op in enumerate(self.operators) if op.expert is None]
+                self._policy = PartialPolicy(self.schedule, always, every=self.every, scope=self.scope)
             else:
                 self._policy = SlidingPolicy(self.schedule)
         return self._policy
@@ -103,7 +118,18 @@ class SnapshotPlan:
     @property
     def span(self) -> int:
         """The number of snapshots after which the phases repeat."""
-        return self.every if self.policy_name == "dense" else self.schedule.window
+        if self.policy_name == "dense":
+            return self.every
+        return self.schedule.window * (self.every if self.lossy else 1)
+
+    @property
+    def lossy(self) -> bool:
+        """True if a recovery from these snapshots loses updates of experts."""
+        return self.scope is not None
+
+    def ordinal_of(self, phase: int) -> int:
+        """The number of a snapshot of this phase in the schedule."""
+        return phase * self.every if self.lossy else phase
 
     @property
     def order_capacity(self) -> int:
@@ -117,7 +143,7 @@ class SnapshotPlan:
     def takes(self, binding: LiveState, phases: Sequence[Sequence[int]]) -> int:
         """Bytes of this rank's largest snapshot under these phases."""
         left_out = self.left_out
-        whole = operator_costs(binding, self.operators, self.compute_dtypes)
+        whole = operator_costs(binding, self.operators, self.compute_dtypes, self.scope)
         extra = [0 if i in left_out else c.anchor_bytes - c.compute_bytes for i, c in enumerate(whole)]
         always = max(
             p.layout.image_len - sum(extra[i] for i in p.anchored) for p in self._phase_plans(binding)
@@ -149,7 +175,9 @@ class SnapshotPlan:
             levels = self.policy.levels_for(ordinal)
             self._phases[key] = None
             if levels is not None:
-                layout = self._layout(binding, levels.phase, levels.anchored, levels.compute, self.left_out)
+                layout = self._layout(
+                    binding, levels.phase, levels.anchored, levels.compute, self.left_out, levels.state
+                )
                 self._phases[key] = layout, levels.begins_chain
         return self._phases[key]
 
@@ -173,6 +201,7 @@ class SnapshotPlan:
         anchored: Iterable[int],
         compute: Iterable[int],
         left_out: frozenset[int],
+        states: Iterable[int] = (),
     ) -> PhasePlan:
         if self._state is None:
             self._state = StateTable.of(binding)
@@ -187,6 +216,7 @@ class SnapshotPlan:
             identity=self.identity,
             scalars_capacity=self.scalars_capacity,
             left_out=left_out,
+            states=states,
         )
 
     def measure_slots(self, binding: LiveState) -> None:
@@ -227,6 +257,8 @@ class SnapshotPlan:
                 "phases": [list(p) for p in self.schedule.phases],
                 "policy": self.policy_name,
                 "every": self.every,
+                "asked": self.asked,
+                "scope": None if self.scope is None else str(self.scope),
                 "budget_bytes": self.budget_bytes,
                 "compute_dtypes": {k: str(v)[6:] for k, v in self.compute_dtypes.items()},
                 "scalars_capacity": self.scalars_capacity,
@@ -262,7 +294,9 @@ def plan_from_payload(
     binding.recall(recorded_specs(binding, recorded["signature"]))
     operators = [_unpacked_operator(packed) for packed in recorded["operators"]]
     compute_dtypes = {k: getattr(torch, v) for k, v in recorded["compute_dtypes"].items()}
-    costs = sharing.mean_costs(operators, operator_costs(binding, operators, compute_dtypes))
+    scope = recorded.get("scope")  # absent in what 0.4 recorded
+    scope = None if scope is None else PartialScope(scope)
+    costs = sharing.mean_costs(operators, operator_costs(binding, operators, compute_dtypes, scope))
     capacity, policy = recorded["scalars_capacity"], recorded["policy"]
     return SnapshotPlan(
         operators,
@@ -277,6 +311,8 @@ def plan_from_payload(
         geometry.num_slots,
         budget_bytes=recorded["budget_bytes"],
         owners=list(recorded.get("owners", ())),
+        scope=scope,
+        asked=recorded.get("asked", ""),  # absent in what 0.4 recorded
     )
 
 
@@ -293,23 +329,37 @@ def captured_once(payload: bytes) -> bool:
 
 
 def operator_costs(
-    binding: LiveState, operators: Sequence[Operator], compute_dtypes: Mapping[str, torch.dtype]
+    binding: LiveState,
+    operators: Sequence[Operator],
+    compute_dtypes: Mapping[str, torch.dtype],
+    scope: PartialScope | None = None,
 ) -> list[OperatorCost]:
-    """Bytes of each operator in a snapshot, anchored and not."""
+    """Bytes of each operator in a snapshot: anchored, and as it is captured in other phases than its own.
 
-    def size(op: Operator, *, anchored: bool) -> int:
-        return sum(member_bytes(binding, m, compute_dtypes, anchored=anchored) for m in op.members)
+    Args:
+        scope: of partial snapshots; None: what is not anchored is captured as compute weights.
+    """
+
+    def size(op: Operator, level: Level) -> int:
+        return sum(member_bytes(binding, m, compute_dtypes, level) for m in op.members)
 
     return [
         OperatorCost(
             name=op.name,
             kind=op.kind,
-            anchor_bytes=size(op, anchored=True),
-            compute_bytes=size(op, anchored=False),
+            anchor_bytes=size(op, Level.ANCHOR),
+            compute_bytes=size(op, _level_otherwise(op, scope)),
             group=op.group,
         )
         for op in operators
     ]
+
+
+def _level_otherwise(op: Operator, scope: PartialScope | None) -> Level:
+    """How an operator is captured in other phases than its own."""
+    if scope is None:
+        return Level.COMPUTE
+    return Level.ANCHOR if op.expert is None else _OF_OTHER_EXPERTS[scope]
 
 
 def fixed_bytes(binding: LiveState, scalars_capacity: int) -> int:
@@ -335,7 +385,7 @@ def schedule_of(
         dense_bytes=fixed + sum(c.anchor_bytes for c in costs),
         fits=True,
         reason="as recorded in the segment",
-        policy=PolicyKind.ALIGNED if policy == "aligned" else PolicyKind.SLIDING,
+        policy=PolicyKind(policy) if policy in tuple(PolicyKind) else PolicyKind.SLIDING,
     )
 
 

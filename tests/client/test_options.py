@@ -18,12 +18,14 @@ from ckptd.client import (
     Checkpointer,
     DaemonOptions,
     LayoutOptions,
+    PartialOptions,
     RecoveryOptions,
     RunOptions,
     SnapshotOptions,
 )
 from ckptd.client import options as module
 from ckptd.client.options import CheckpointerOptions, PlacementOptions
+from ckptd.client.training_state import examine
 from tests.option_groups import grouped
 
 KINDS = (
@@ -85,6 +87,14 @@ def made(**keywords: Any) -> Checkpointer:
         ({"window": True}, "window=True: a window has 1 to 64 snapshots"),
         ({"window": "4"}, "window='4': a window has"),
         ({"every": "2", "policy": "dense"}, "every='2': only policy='dense'"),
+        ({"every": 2}, "only policy='dense' and 'partial'"),
+        ({"policy": "some"}, "policy='some': choose 'sliding', 'aligned', 'dense' or 'partial'"),
+        ({"partial": 3, "policy": "partial"}, r"partial=3: pass PartialOptions"),
+        ({"partial": PartialOptions()}, "partial= is for policy='partial', and the policy is 'sliding'"),
+        (
+            {"partial": PartialOptions(experts=2), "window": 2, "policy": "partial"},
+            "window=2 and experts=2: both say how many experts",
+        ),
         ({"max_overhead": 0}, "max_overhead=0: pass the share of an iteration"),
         ({"inline_copy": "yes"}, "inline_copy='yes': pass True, False, or None"),
         ({"nan_check_every": -1}, "nan_check_every=-1: pass a number of snapshots"),
@@ -192,3 +202,36 @@ def test_every_field_is_documented_where_it_is_defined() -> None:
             and isinstance(text.value, ast.Constant)
         }
         assert documented == {field.name for field in dataclasses.fields(kind)}, kind
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts": 0}, "experts=0: pass a number of experts from 1 on"),
+        ({"num_experts": "8"}, "num_experts='8': pass a number of experts"),
+        ({"experts": 9, "num_experts": 8}, "experts=9: a layer has num_experts=8"),
+        ({"scope": "all"}, "scope='all': choose 'both', 'optimizer' or 'weights'"),
+        ({"lost_tokens_limit": 1}, "lost_tokens_limit=1: pass a share of the tokens, such as 0.0375"),
+    ],
+)
+def test_unusable_choices_of_experts_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PartialOptions(**fields)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({}, "policy='partial' leaves experts out of snapshots, and no experts were found"),
+        ({"park": True}, "park=True and policy='partial'"),
+    ],
+)
+def test_partial_snapshots_need_experts_and_park_nothing(keywords: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=message):
+        examine(
+            model,
+            torch.optim.SGD(model.parameters()),
+            None,
+            options=CheckpointerOptions.of(grouped(policy="partial", **keywords)),
+        )

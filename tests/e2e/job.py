@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -252,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--progress", type=Path)
+    parser.add_argument("--states", type=Path, help="keep the state at the top of each step in this folder")
     parser.add_argument("--hold", type=Path, help="the last step waits until this file is gone")
     parser.add_argument("--stats", type=Path, help="keep the Checkpointer's counters in this file")
     parser.add_argument("--nan-at", type=int, default=-1, help="make a weight NaN after that step")
@@ -300,6 +302,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     np.random.seed(99)
     options = {k: json.loads(v) for k, v in (pair.split("=", 1) for pair in args.set)}
     options = {"window": 4, "job": "e2e", "run": args.run, **job.options, **options}
+    if "partial" in options:
+        from ckptd.client import PartialOptions
+
+        options["partial"] = PartialOptions(**options["partial"])
     if args.daemon == "none":
         options["daemon"] = None
     else:
@@ -340,6 +346,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.kill_begun:
             args.kill_at, args.kill_begun = step + args.kill_begun - 1, 0
         trace(f"begin {step} {int(ckpt.replaying)}")
+        if args.states is not None:
+            torch.save(final_state(job), args.states / f"{step}.pt")
         maybe_die(step, "top")
         replayed_with_frozen += ckpt.replaying
         if step == args.break_at:
@@ -388,6 +396,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "describe": ckpt.describe(),
         **ckpt.stats(),
     }
+    if (lost := ckpt.lost_updates) is not None:
+        report["lost"] = dataclasses.asdict(lost)
     if args.verify:
         certificate = ckpt.verify(lambda step: job.step(step, lambda point: None))
         report["identical"] = certificate.identical

@@ -194,7 +194,8 @@ def test_a_restart_that_goes_wrong_ends_the_process(
     output = end_of(job, daemon, mode)
     assert why in output
     assert stays(job)[0] == (0, 1)
-    assert re.search(r"epoch 2 begins: rank 0: exit code 1", output), output
+    # The other rank fails, too, when this one has left, and may be noticed first.
+    assert re.search(r"epoch 2 begins: rank \d: exit code 1", output), output
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_after_a_change_the_next_may_come_at_once() -> None:
 def test_somebody_elses_proposal_takes_the_place_of_ones_own() -> None:
     rank = Rank()
     rank.wish(WIDER, margin_s=1.0, now_s=0)
-    other = Change("dense", dense=True)
+    other = Change("dense", policy="dense")
     rank.hears(Proposed(1, other, 1.0))
     assert rank.begins(1) == [Prepare(1, other)]
 

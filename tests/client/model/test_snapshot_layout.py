@@ -25,7 +25,7 @@ from ckptd.client.model.snapshot_layout import (
     member_bytes,
     parse_entry_name,
 )
-from ckptd.core.snapshot_policy import OperatorKind
+from ckptd.core.snapshot_policy import Level, OperatorKind
 
 PART = st.text("abcz_0123456789", min_size=1, max_size=6)
 NAMES = st.lists(PART, min_size=1, max_size=4).map(".".join)
@@ -190,13 +190,16 @@ def test_plans_of_one_phase_are_the_same_layout_and_of_others_are_not() -> None:
     assert plan(bound, {0}).layout.layout_id != plan(bound, {1}).layout.layout_id
 
 
-@pytest.mark.parametrize("anchored", [True, False])
-def test_sizes_of_members_add_up_to_the_entries(anchored: bool) -> None:
+@pytest.mark.parametrize("level", [Level.ANCHOR, Level.COMPUTE, Level.STATE])
+def test_sizes_of_members_add_up_to_the_entries(level: Level) -> None:
     bound = binding()
     every = range(len(OPERATORS))
-    found = plan(bound, every if anchored else ())
+    levels: dict[str, Any] = {"compute": every if level is Level.COMPUTE else ()}
+    if level is Level.STATE:
+        levels["states"] = every
+    found = plan(bound, every if level is Level.ANCHOR else (), **levels)
     held = sum(e.nbytes for e in found.layout.entries if not e.name.startswith(("buffer/", "ckptd.")))
-    told = sum(member_bytes(bound, m, {}, anchored=anchored) for op in OPERATORS for m in op.members)
+    told = sum(member_bytes(bound, m, {}, level) for op in OPERATORS for m in op.members)
     assert told == held
 
 

@@ -201,6 +201,7 @@ def _in_rank(work: Callable[[int], None], rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+        dist.barrier()  # whoever leaves at once would break the connections that others are making
         work(rank)
     except BaseException:
         Path(folder, f"failed{rank}").write_text(traceback.format_exc())

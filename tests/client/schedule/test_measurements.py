@@ -414,6 +414,30 @@ def test_choices_of_experts_on_other_ranks_count_for_none_here() -> None:
     assert counts(found) == {"0": 3.0, "1": 1.0}
 
 
+@pytest.mark.parametrize("model", [Listed(), Fused()])
+def test_an_evaluation_does_not_count(model: nn.Module) -> None:
+    found = counter(model)
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+    assert set(counts(found).values()) == {0.0}
+
+
+@pytest.mark.parametrize("make", [Listed, Fused])
+def test_counts_go_on_from_those_of_an_earlier_life(make: type[nn.Module]) -> None:
+    """And many tokens are counted exactly."""
+    before, _ = counter(make())
+    before.resume({"experts": [2.0**40, 0.0, 1.0]})
+    model = make()
+    after, _ = counter(model)
+    after.resume(before.totals())
+    model(torch.ones(3, 4))
+    plain, _ = counter(fresh := make())
+    fresh(torch.ones(3, 4))
+    counted = [float(n) for n in plain.totals()["experts"]]
+    assert [float(n) for n in after.totals()["experts"]] == [2.0**40 + counted[0], counted[1], 1 + counted[2]]
+
+
 def test_soft_counts_are_the_gates_weights() -> None:
     model = Fused()
     found = counter(model, Ordering.SOFT)

@@ -11,6 +11,8 @@ from torch import nn
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.optimizers.optimizer_probe import StateSpec
+from ckptd.client.options import PartialOptions, SnapshotOptions
+from ckptd.client.schedule.partial_schedule import PartialTurns
 from ckptd.client.schedule.planner import PlanInputs, TrainingSpeed, make_plan, plan_together
 from ckptd.client.schedule.snapshot_plan import (
     SnapshotPlan,
@@ -143,6 +145,55 @@ class TestWindow:
             phases = [plan.phase_plan(binding, start + i) for i in range(5)]
             anchored = [i for p in phases if p is not None for i in p[0].anchored]
             assert sorted(anchored) == list(range(len(plan.operators)))
+
+
+def partial_turns(binding: LiveState, scope: str = "both") -> PartialTurns:
+    operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
+    options = SnapshotOptions(policy="partial", partial=PartialOptions(scope=scope))  # type: ignore[arg-type]
+    found = PartialTurns.of(options, operators, 0)
+    assert found is not None
+    return found
+
+
+class TestPartial:
+    @pytest.mark.parametrize("scope", ["both", "weights", "optimizer"])
+    def test_plans_know_the_bytes_of_their_snapshots(self, scope: str) -> None:
+        binding = bound()
+        turns = partial_turns(binding, scope)
+        plan = planned(binding, policy="partial", window=4, turns=turns)
+        layouts = [found[0].layout for i in range(4) if (found := plan.phase_plan(binding, i))]
+        sizes = [layout.image_len for layout in layouts]
+        headers = [size - told for size, told in zip(sizes, plan.schedule.phase_bytes, strict=True)]
+        assert max(headers) < 12_288
+        assert max(headers) - min(headers) < 64
+        both = planned(binding, policy="partial", window=4, turns=partial_turns(binding))
+        assert plan.schedule.peak_bytes >= both.schedule.peak_bytes
+        assert plan.schedule.peak_bytes < plan.schedule.dense_bytes
+
+    def test_experts_stay_whole_however_small_the_budget(self) -> None:
+        binding = bound(dense=1)
+        plan = planned(binding, policy="partial", budget_bytes=1000, turns=partial_turns(binding))
+        assert plan.schedule.window > 1
+        assert len(plan.operators) == 10
+
+    def test_a_fresh_process_reads_it_back(self) -> None:
+        binding = bound()
+        turns = partial_turns(binding, "optimizer")
+        plan = planned(binding, policy="partial", window=4, every=3, turns=turns)
+        plan.asked = "partial"
+        geometry = plan_geometry(plan.num_slots, plan.slot_bytes, 4096)
+        found = plan_from_payload(binding, plan.payload(binding), IDENTITY, geometry)
+        assert found.scope == plan.scope == "optimizer"
+        assert (found.lossy, found.asked, found.span) == (True, "partial", 12)
+        assert found.schedule.phases == plan.schedule.phases
+        assert found.schedule.phase_bytes == plan.schedule.phase_bytes
+        assert found.ordinal_of(2) == 6
+        layouts = [
+            [None if (p := each.phase_plan(binding, i)) is None else p[0].layout.layout_id for i in range(12)]
+            for each in (plan, found)
+        ]
+        assert layouts[0] == layouts[1]
+        assert sum(layout is not None for layout in layouts[0]) == 4
 
 
 @pytest.mark.parametrize("policy", ["sliding", "aligned", "dense"])

@@ -178,7 +178,7 @@ def test_all_go_over_at_one_iteration(ranks: list[Rank]) -> None:
 
 def test_two_that_wish_get_one_after_the_other(ranks: list[Rank]) -> None:
     """Whoever comes second takes part in the first one's, and may wish again."""
-    others = Change("dense", dense=True)
+    others = Change("dense", policy="dense")
     assert ranks[0].switches.wish(WIDER)
     assert ranks[1].switches.wish(others)
     train_until(ranks, lambda: all(r.applied for r in ranks), "changed")

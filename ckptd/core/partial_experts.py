@@ -1,0 +1,179 @@
+"""Partial experts: which ones each snapshot anchors, and what a failure loses by that. Pure.
+
+A snapshot of a *partial* policy holds everything but the experts, and of each layer's E experts about
+K = E / window. So a recovery finds each expert as it was up to ``window - 1`` snapshots ago, and the updates
+since then are lost. The *proportion of lost tokens* (PLT) is the mean over layers of the tokens whose updates
+of experts were lost in all failures so far, over all tokens that the layer's experts were given.
+
+While the windows are short enough, a failure cannot raise the PLT above a limit (`window_within`): this is
+known before the failure. MoC-System raises K after the failure that exceeded the limit.
+
+Source: MoC-System (ASPLOS '25), sections 3 (equations 6 and 7) and 5.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from ckptd.core.snapshot_policy import OperatorCost, PolicyKind, Schedule
+
+__all__ = [
+    "LOST_TOKENS_LIMIT",
+    "LayerTokens",
+    "experts_of_layers",
+    "plan_partial",
+    "proportion_lost",
+    "rotation",
+    "window_for",
+    "window_within",
+]
+
+LOST_TOKENS_LIMIT = 0.0375
+"""The PLT below which MoC-System found no effect on the loss (section 3.1.2)."""
+
+# (container, index) of an operator that is an expert; None of one that is not.
+Expert = tuple[str, int] | None
+
+
+def experts_of_layers(experts: Sequence[Expert]) -> dict[str, int]:
+    """The number of experts in each container, in the order of the model."""
+    found: dict[str, set[int]] = {}
+    for expert in experts:
+        if expert is not None:
+            found.setdefault(expert[0], set()).add(expert[1])
+    return {name: len(indices) for name, indices in found.items()}
+
+
+def window_for(experts: int, selected: int) -> int:
+    """The snapshots until each of a layer's experts was selected, ``selected`` at a time."""
+    return math.ceil(experts / min(selected, experts))
+
+
+def rotation(
+    experts: Sequence[Expert], window: int, *, first: int = 0, num_experts: int | None = None
+) -> list[int]:
+    """The phase of each operator: experts take turns, those of other layers and ranks interleaved.
+
+    In each phase a layer has E / window experts (rounded up or down) on all of its ranks together. They are
+    on different ranks as far as possible, and the turns of each layer begin where those of the one before
+    end, so that the ranks' shares of a phase differ by one expert at most (MoC-System, 3.2 and figure 4).
+
+    Args:
+        first: the number of this rank's first expert among those of a layer.
+        num_experts: of a whole layer; None: this rank has all of them.
+    Returns:
+        Phases below ``window``; 0 for operators that are no experts.
+    """
+    here = experts_of_layers(experts)
+    layers = {name: number for number, name in enumerate(here)}
+    places: dict[str, dict[int, int]] = {name: {} for name in here}
+    for name, index in sorted(e for e in experts if e is not None):
+        places[name].setdefault(index, len(places[name]))
+    phases = [0] * len(experts)
+    for i, expert in enumerate(experts):
+        if expert is not None:
+            name, index = expert
+            total, place = num_experts or here[name], places[name][index]
+            if total % here[name]:  # ranks have different numbers of experts
+                position = first + place
+            else:
+                ranks = total // here[name]
+                position = place * ranks + first // here[name] % ranks
+            position = (position + layers[name] * total // window) % total
+            phases[i] = position * window // total
+    return phases
+
+
+def plan_partial(
+    costs: Sequence[OperatorCost],
+    phases: Sequence[int],
+    window: int,
+    *,
+    fixed_bytes: int,
+    budget_bytes: int | None,
+) -> Schedule:
+    """The schedule in which operator i is in phase ``phases[i]``.
+
+    Args:
+        costs: of an expert, ``compute_bytes`` is what is captured of it while it is not selected; of another
+            operator both sizes are those of an anchor.
+        fixed_bytes: the bytes of every snapshot besides operators.
+        budget_bytes: the bytes that can be copied per snapshot; None for no limit.
+    """
+    members: list[list[int]] = [[] for _ in range(window)]
+    for i, phase in enumerate(phases):
+        members[phase].append(i)
+    floor = fixed_bytes + sum(cost.compute_bytes for cost in costs)
+    sizes = [floor + sum(costs[i].anchor_bytes - costs[i].compute_bytes for i in phase) for phase in members]
+    peak = max(sizes)
+    fits = budget_bytes is None or peak <= budget_bytes
+    compared = "" if budget_bytes is None else f", {'fits' if fits else 'does not fit'} {budget_bytes:,}"
+    return Schedule(
+        window=window,
+        phases=tuple(map(tuple, members)),
+        phase_bytes=tuple(sizes),
+        peak_bytes=peak,
+        dense_bytes=fixed_bytes + sum(cost.anchor_bytes for cost in costs),
+        fits=fits,
+        reason=f"each expert in one of {window} snapshots: the largest has {peak:,} bytes{compared}",
+        policy=PolicyKind.PARTIAL,
+    )
+
+
+# -- what is lost ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTokens:
+    """Of one layer: tokens that its experts were given, each counted once for each of its experts, and those
+    of them whose updates were lost.
+    """
+
+    given: float
+    lost: float
+
+
+def proportion_lost(ranks: Sequence[Mapping[str, LayerTokens]]) -> float:
+    """The PLT (equation 7), from what each rank has counted in its own experts.
+
+    Layers without tokens do not count.
+    """
+    layers = dict.fromkeys(chain.from_iterable(ranks))
+    shares = []
+    for layer in layers:
+        found = [rank[layer] for rank in ranks if layer in rank]
+        given = sum(tokens.given for tokens in found)
+        if given:
+            shares.append(sum(tokens.lost for tokens in found) / given)
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def window_within(limit: float, iteration: int, *, lost_iterations: float, every: int, longest: int) -> int:
+    """The longest window with which a failure at ``iteration`` keeps the PLT within ``limit``; at least 1.
+
+    If tokens are spread evenly over iterations, a failure loses ``every * (window - 1) / 2`` iterations of
+    all experts' tokens. Windows are halved or doubled (as K is in section 5.3), since each change takes a
+    further ring.
+
+    Args:
+        limit: of the PLT, such as 0.0375.
+        lost_iterations: what earlier failures have lost, as iterations of all experts' tokens.
+        every: iterations between two snapshots.
+        longest: the window that is wanted otherwise.
+    """
+    window = 1
+    for candidate in _halvings(longest):
+        if lost_iterations + every * (candidate - 1) / 2 <= limit * iteration:
+            window = max(window, candidate)
+    return window
+
+
+def _halvings(window: int) -> list[int]:
+    """The window, half of it (rounded up), and so on down to 1."""
+    found = [window]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 2))
+    return found

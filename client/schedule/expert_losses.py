@@ -1,0 +1,179 @@
+"""What a run with partial snapshots has lost: tokens whose updates of experts are gone, by expert.
+
+An expert's count of *given* tokens grows with each step, and is recorded in every snapshot with the count of
+those that were *lost*. A recovery at iteration e takes an expert from its snapshot of iteration i <= e. It
+loses the tokens that the expert was given from i to e, less those of them that an earlier recovery has lost
+already. Replicas of an expert count their own tokens; the sums over ranks are exact.
+
+Source: MoC-System (ASPLOS '25), section 3.1.2. With the counts by expert a model can give more capacity to
+experts that have lost much (MoEtion, section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from ckptd.client.model.operators import Operator
+from ckptd.client.ranks.collectives import Collectives
+from ckptd.client.schedule.measurements import TokenCounter
+from ckptd.core.partial_experts import LayerTokens, proportion_lost
+from ckptd.core.snapshot_policy import PartialScope
+
+__all__ = ["RECORDED", "ExpertLosses", "LostUpdates"]
+
+RECORDED = "experts"
+"""Its place in the step scalars; absent in snapshots that lose nothing."""
+
+_WHAT = {
+    PartialScope.BOTH: "weights and optimizer state",
+    PartialScope.OPTIMIZER: "the optimizer state",
+    PartialScope.WEIGHTS: "the weights",
+}
+
+Counts = dict[str, list[float]]  # by container, of each of its experts
+
+
+class _RankLoss(msgspec.Struct, frozen=True):
+    """Of one rank: by layer, tokens that were given and lost so far, and those lost by this recovery."""
+
+    layers: dict[str, tuple[float, float, float]]
+    experts: int
+    older: int
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
+class LostUpdates:
+    """What one recovery has lost.
+
+    Attributes:
+        tokens: by operator: the tokens of this rank whose updates of that expert are lost.
+        iterations: by operator, the iteration of which it is; of experts that lost something.
+        plt: the proportion of lost tokens that this recovery adds, and with all before it; of all ranks.
+    """
+
+    tokens: Mapping[str, int]
+    iterations: Mapping[str, int]
+    plt: float
+    cumulative_plt: float
+    text: str
+
+
+class ExpertLosses:
+    """Counts what is lost over the life of a run.
+
+    Attributes:
+        lost_iterations: the PLT so far in iterations of all experts' tokens.
+        last: of the recovery with which this process began; None: it lost nothing.
+        cumulative_plt: the proportion of lost tokens of all recoveries so far.
+    """
+
+    def __init__(self, counter: TokenCounter) -> None:
+        self._counter = counter
+        self._lost: Counts = {}
+        self.lost_iterations = 0.0
+        self.cumulative_plt = 0.0
+        self.last: LostUpdates | None = None
+
+    def record(self) -> dict[str, Any]:
+        """For a snapshot's step scalars; the counts of fused experts are tensors on their device."""
+        return {
+            "given": self._counter.totals(),
+            "lost": self._lost,
+            "lost_iterations": self.lost_iterations,
+            "plt": self.cumulative_plt,
+        }
+
+    def resume(
+        self,
+        operators: Sequence[Operator],
+        scalars: Mapping[int, Mapping[str, Any]],
+        anchored: Mapping[int, int],
+        ranks: Collectives,
+        scope: PartialScope,
+    ) -> LostUpdates:
+        """What is lost by a recovery; a collective call.
+
+        Args:
+            scalars: the step scalars of the snapshots that were loaded, by iteration.
+            anchored: the iteration from which each operator was loaded.
+        """
+        end = max(scalars)
+        recorded = {iteration: _counts(found[RECORDED]) for iteration, found in scalars.items()}
+        given, lost = recorded[end]
+        self._counter.resume(given)
+        tokens: dict[str, float] = {}
+        seen: set[tuple[str, int]] = set()
+        fresh: dict[str, float] = dict.fromkeys(given, 0.0)
+        for i, op in enumerate(operators):
+            if op.expert is None or op.expert in seen or op.expert[0] not in given:
+                continue  # parts of an expert are of one iteration
+            seen.add(op.expert)
+            name, index = op.expert
+            then_given, then_lost = recorded[anchored[i]]
+            now = given[name][index] - lost[name][index]
+            # What an earlier recovery lost between these snapshots is lost already.
+            gone = now - (then_given.get(name, given[name])[index] - then_lost.get(name, lost[name])[index])
+            tokens[op.name] = gone
+            lost[name][index] += gone
+            fresh[name] += gone
+        self._lost = lost
+        older = {op.name: anchored[i] for i, op in enumerate(operators) if op.expert and anchored[i] < end}
+        mine = _RankLoss(
+            {name: (sum(given[name]), sum(lost[name]), fresh[name]) for name in given},
+            len(seen),
+            len(older),
+            min(older.values(), default=end),
+        )
+        found = ranks.gather(mine, _RankLoss)
+        return self._sum(end, found, tokens, older, scalars[end][RECORDED], scope)
+
+    def _sum(
+        self,
+        end: int,
+        found: Sequence[_RankLoss],
+        tokens: Mapping[str, float],
+        older: Mapping[str, int],
+        recorded: Mapping[str, Any],
+        scope: PartialScope,
+    ) -> LostUpdates:
+        cumulative = proportion_lost([_tokens(rank, 1) for rank in found])
+        this = proportion_lost([_tokens(rank, 2) for rank in found])
+        counted = any(given for rank in found for given, _, _ in rank.layers.values())
+        oldest = min(rank.oldest for rank in found)
+        if not counted:
+            # Nobody counts in a compiled model; as if each iteration had given every expert the same.
+            this = (end - oldest) / 2 / max(end, 1)
+            cumulative = recorded["plt"] + this
+        self.cumulative_plt = cumulative
+        self.lost_iterations = cumulative * end
+        gone = sum(layer[2] for rank in found for layer in rank.layers.values())
+        amount = f"{gone:,.0f} tokens" if counted else "an estimate, since tokens cannot be counted here"
+        text = (
+            f"PARTIAL SNAPSHOTS: {_WHAT[scope]} of {sum(rank.older for rank in found)} of "
+            f"{sum(rank.experts for rank in found)} experts are those of earlier iterations, from {oldest} "
+            f"on; updates by {amount} are lost: PLT {this:.4%}, with earlier failures {cumulative:.4%}"
+        )
+        counts = {name: int(lost) for name, lost in tokens.items() if lost}
+        self.last = LostUpdates(counts, dict(older), this, cumulative, text)
+        return self.last
+
+
+def _tokens(rank: _RankLoss, which: int) -> dict[str, LayerTokens]:
+    return {name: LayerTokens(layer[0], layer[which]) for name, layer in rank.layers.items()}
+
+
+def _counts(recorded: Mapping[str, Any]) -> tuple[Counts, Counts]:
+    """Tokens that were given and lost, of a snapshot; nothing was lost before the first recovery."""
+    given = {name: _listed(counts) for name, counts in recorded["given"].items()}
+    lost = {name: list(recorded["lost"].get(name) or [0.0] * len(counts)) for name, counts in given.items()}
+    return given, lost
+
+
+def _listed(counts: Any) -> list[float]:
+    return list(counts.tolist() if isinstance(counts, Tensor) else counts)

@@ -1,0 +1,137 @@
+"""Partial snapshots of one rank: its turns among the experts of a layer, and how long windows may be.
+
+`ckptd.core.partial_experts` has the rules. All ranks follow them with the same numbers, so that their windows
+are equal without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptd.client.model.operators import Operator
+from ckptd.client.options import PartialOptions, SnapshotOptions
+from ckptd.core.partial_experts import (
+    experts_of_layers,
+    plan_partial,
+    rotation,
+    window_for,
+    window_within,
+)
+from ckptd.core.snapshot_policy import OperatorCost, PartialScope, Schedule
+
+__all__ = ["MAX_WINDOW", "PartialTurns", "check_experts", "scope_of"]
+
+MAX_WINDOW = 64
+
+
+def scope_of(options: SnapshotOptions) -> PartialScope | None:
+    """What partial snapshots hold of selected experts only; None for other policies."""
+    of_experts = options.of_experts
+    return None if of_experts is None else PartialScope(of_experts.scope)
+
+
+def check_experts(operators: Sequence[Operator], options: SnapshotOptions) -> None:
+    """Check that the model has the experts that the options name.
+
+    Raises:
+        ValueError: it has none, or fewer in a layer.
+    """
+    of_experts = options.of_experts
+    if of_experts is None:
+        return
+    layers = experts_of_layers([op.expert for op in operators])
+    if not layers:
+        raise ValueError(
+            "policy='partial' leaves experts out of snapshots, and no experts were found in this model "
+            "(ckpt.describe() lists operators; LayoutOptions(operators=...) names others): use 'sliding'"
+        )
+    name, found = max(layers.items(), key=lambda item: item[1])
+    total = of_experts.num_experts or found
+    if total < found:
+        raise ValueError(
+            f"num_experts={total}: {name} has {found} experts on this rank alone; pass the number of the "
+            "whole layer, or None if each rank has all of them"
+        )
+    for layer, here in layers.items():
+        if of_experts.experts is not None and of_experts.experts > (of_experts.num_experts or here):
+            raise ValueError(
+                f"experts={of_experts.experts}: {layer} has {here} experts; pass at most as many, or "
+                "num_experts= if other ranks have more of them"
+            )
+
+
+@dataclass(frozen=True)
+class PartialTurns:
+    """The turns of this rank's experts.
+
+    Args:
+        every: iterations between two snapshots.
+        rank: this one's number; ranks with consecutive numbers hold consecutive experts.
+    """
+
+    options: PartialOptions
+    operators: Sequence[Operator]
+    every: int
+    rank: int
+
+    @classmethod
+    def of(cls, options: SnapshotOptions, operators: Sequence[Operator], rank: int) -> PartialTurns | None:
+        """None for other policies."""
+        found = options.of_experts
+        return None if found is None else cls(found, operators, options.every, rank)
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of the largest layer, on all ranks."""
+        return self.options.num_experts or max(self._here.values())
+
+    @property
+    def window(self) -> int | None:
+        """The window of the user's K; None: not chosen."""
+        selected = self.options.experts
+        return None if selected is None else min(MAX_WINDOW, window_for(self.num_experts, selected))
+
+    @property
+    def longest(self) -> int:
+        """The window in which each snapshot has one expert of a layer."""
+        return min(MAX_WINDOW, self.num_experts)
+
+    def window_within(self, iteration: int, lost_iterations: float, wanted: int) -> int:
+        """The longest window up to ``wanted`` with which a failure now keeps the PLT within the limit."""
+        limit = self.options.lost_tokens_limit
+        if limit is None:
+            return wanted
+        return window_within(
+            limit, iteration, lost_iterations=lost_iterations, every=self.every, longest=wanted
+        )
+
+    def schedule(
+        self,
+        operators: Sequence[Operator],
+        costs: Sequence[OperatorCost],
+        *,
+        fixed_bytes: int,
+        budget_bytes: int | None,
+        window: int | None,
+    ) -> Schedule:
+        """The smallest window whose largest snapshot fits the budget, or this window.
+
+        Args:
+            operators: as the plan cuts them.
+        """
+        experts = [op.expert for op in operators]
+        total = self.options.num_experts
+        first = 0 if total is None else self.rank * max(self._here.values()) % total
+        for candidate in range(1, self.longest + 1) if window is None else [window]:
+            phases = rotation(experts, candidate, first=first, num_experts=total)
+            schedule = plan_partial(
+                costs, phases, candidate, fixed_bytes=fixed_bytes, budget_bytes=budget_bytes
+            )
+            if schedule.fits:
+                break
+        return schedule
+
+    @property
+    def _here(self) -> dict[str, int]:
+        return experts_of_layers([op.expert for op in self.operators])

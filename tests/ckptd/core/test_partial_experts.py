@@ -1,0 +1,163 @@
+"""Turns of experts, sizes, and what is lost: against counts by hand and exhaustive enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.core.partial_experts import (
+    LayerTokens,
+    experts_of_layers,
+    plan_partial,
+    proportion_lost,
+    rotation,
+    window_for,
+    window_within,
+)
+from ckptd.core.snapshot_policy import OperatorCost, OperatorKind, PartialPolicy, PartialScope
+
+
+def model(layers: int, experts: int) -> list[tuple[str, int] | None]:
+    """Of each layer one operator that is no expert, then its experts."""
+    found: list[tuple[str, int] | None] = []
+    for layer in range(layers):
+        found += [None, *((f"layer {layer}", index) for index in range(experts))]
+    return found
+
+
+class TestTurns:
+    @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 12))
+    def test_each_layer_has_k_experts_in_each_phase(self, layers: int, experts: int, selected: int) -> None:
+        window = window_for(experts, selected)
+        everything = model(layers, experts)
+        phases = rotation(everything, window)
+        of = Counter((e[0], p) for e, p in zip(everything, phases, strict=True) if e is not None)
+        # Phases of equal size, if K divides E; else they differ by one expert at most.
+        sizes = {of[f"layer {layer}", phase] for layer in range(layers) for phase in range(window)}
+        assert sizes <= {experts // window, -(-experts // window)}
+        assert max(sizes) <= min(selected, experts)
+
+    @pytest.mark.parametrize(
+        ("ranks", "local", "layers", "selected"), [(4, 2, 4, 1), (2, 4, 3, 2), (8, 1, 8, 1), (4, 2, 8, 4)]
+    )
+    def test_ranks_have_their_share_of_every_phase(
+        self, ranks: int, local: int, layers: int, selected: int
+    ) -> None:
+        """As in MoC-System's figure 4: layers are shifted, so that no rank copies what all layers select."""
+        total = ranks * local
+        window = window_for(total, selected)
+        busy = Counter[tuple[int, int]]()
+        of_layer = Counter[tuple[str, int]]()
+        for rank in range(ranks):
+            mine = model(layers, local)
+            phases = rotation(mine, window, first=rank * local, num_experts=total)
+            for expert, phase in zip(mine, phases, strict=True):
+                if expert is not None:
+                    busy[rank, phase] += 1
+                    of_layer[expert[0], phase] += 1
+        assert {*of_layer.values()} == {selected}
+        each = [busy[rank, phase] for rank in range(ranks) for phase in range(window)]
+        assert max(each) - min(each) <= 1, each
+
+    def test_numbers_need_not_be_consecutive(self) -> None:
+        """An elastic layer has some of the experts only."""
+        experts = [("layer", 3), ("layer", 7), ("layer", 5)]
+        assert sorted(rotation(experts, 3)) == [0, 1, 2]
+        assert experts_of_layers(experts) == {"layer": 3}
+
+
+def costs(layers: int, experts: int, *, anchor: int, otherwise: int) -> list[OperatorCost]:
+    return [
+        OperatorCost(f"{i}", OperatorKind.DENSE, 1000, 1000)
+        if expert is None
+        else OperatorCost(f"{i}", OperatorKind.EXPERT, anchor, otherwise)
+        for i, expert in enumerate(model(layers, experts))
+    ]
+
+
+class TestSizes:
+    @pytest.mark.parametrize(("experts", "selected"), list(itertools.product([4, 8, 16], [1, 2, 4])))
+    def test_snapshots_have_the_bytes_of_equation_6(self, experts: int, selected: int) -> None:
+        layers, anchor = 3, 1600
+        window = window_for(experts, selected)
+        schedule = plan_partial(
+            costs(layers, experts, anchor=anchor, otherwise=0),
+            rotation(model(layers, experts), window),
+            window,
+            fixed_bytes=0,
+            budget_bytes=None,
+        )
+        equation_6 = layers * 1000 + selected / experts * layers * experts * anchor
+        assert set(schedule.phase_bytes) == {equation_6}
+        assert schedule.dense_bytes == layers * (1000 + experts * anchor)
+
+    def test_a_budget_that_is_not_met_is_said(self) -> None:
+        schedule = plan_partial(
+            costs(1, 2, anchor=500, otherwise=100), [0, 0, 1], 2, fixed_bytes=7, budget_bytes=1600
+        )
+        assert schedule.phase_bytes == (1607, 1607)
+        assert not schedule.fits
+        assert "does not fit 1,600" in schedule.reason
+
+
+@pytest.mark.parametrize("scope", PartialScope)
+@pytest.mark.parametrize("every", [1, 3])
+def test_any_window_of_snapshots_has_every_expert(scope: PartialScope, every: int) -> None:
+    experts = model(2, 5)
+    window = 3
+    schedule = plan_partial(
+        costs(2, 5, anchor=10, otherwise=0),
+        rotation(experts, window),
+        window,
+        fixed_bytes=0,
+        budget_bytes=None,
+    )
+    always = [i for i, expert in enumerate(experts) if expert is None]
+    policy = PartialPolicy(schedule, always, every=every, scope=scope)
+    taken = [i for i in range(40) if policy.levels_for(i) is not None]
+    assert taken == list(range(0, 40, every))
+    for start in range(len(taken) - window):
+        anchored: set[int] = set()
+        for iteration in taken[start : start + window]:
+            levels = policy.levels_for(iteration)
+            assert levels is not None
+            assert set(always) <= {*levels.anchored}
+            rest = {*range(len(experts))} - {*levels.anchored}
+            assert {*levels.compute} == (rest if scope is PartialScope.OPTIMIZER else set())
+            assert {*levels.state} == (rest if scope is PartialScope.WEIGHTS else set())
+            anchored |= {*levels.anchored}
+        assert anchored == {*range(len(experts))}
+
+
+class TestLoss:
+    def test_the_share_is_the_mean_over_layers_of_all_ranks_together(self) -> None:
+        ranks = [
+            {"a": LayerTokens(100, 10), "b": LayerTokens(50, 0)},
+            {"a": LayerTokens(300, 30), "c": LayerTokens(0, 0)},
+        ]
+        assert proportion_lost(ranks) == (40 / 400 + 0) / 2
+        assert proportion_lost([]) == 0.0
+
+    @given(st.floats(0, 0.2), st.integers(0, 3000), st.floats(0, 50), st.integers(1, 9), st.integers(1, 64))
+    def test_a_failure_never_exceeds_the_limit_if_tokens_are_even(
+        self, limit: float, iteration: int, lost: float, every: int, longest: int
+    ) -> None:
+        """By enumeration of what each expert loses: those of phase p are p snapshots old."""
+        window = window_within(limit, iteration, lost_iterations=lost, every=every, longest=longest)
+        ages = [every * age for age in range(window)]
+        mean = sum(ages) / len(ages)
+        assert window == 1 or lost + mean <= limit * iteration
+        longer = 2 * window
+        if longer <= longest:
+            assert lost + every * (longer - 1) / 2 > limit * iteration or longest % longer
+
+    def test_windows_are_halves_of_the_one_that_is_wanted(self) -> None:
+        windows = [window_within(0.0375, i, lost_iterations=0, every=1, longest=12) for i in range(200)]
+        assert sorted({*windows}) == [1, 2, 3, 6, 12]
+        assert windows == sorted(windows)
+        assert windows[13] == 1
+        assert windows[14] == 2

@@ -1,0 +1,94 @@
+"""Which experts a rank's partial snapshots hold, and options that no model can meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptd.client.model.operators import Operator, ParameterRows
+from ckptd.client.options import PartialOptions, SnapshotOptions
+from ckptd.client.schedule.partial_schedule import PartialTurns, check_experts, scope_of
+from ckptd.core.snapshot_policy import OperatorCost, OperatorKind, PartialScope
+
+
+def operators(experts: int, layers: int = 2) -> list[Operator]:
+    found = [Operator("dense", OperatorKind.DENSE, (ParameterRows("dense"),))]
+    for layer in range(layers):
+        found += [
+            Operator(
+                f"{layer}.{i}", OperatorKind.EXPERT, (ParameterRows(f"{layer}.{i}"),), expert=(f"{layer}", i)
+            )
+            for i in range(experts)
+        ]
+    return found
+
+
+def options(**partial: Any) -> SnapshotOptions:
+    return SnapshotOptions(policy="partial", partial=PartialOptions(**partial))
+
+
+def turns(number: int, rank: int = 0, **partial: Any) -> PartialTurns:
+    found = PartialTurns.of(options(**partial), operators(number), rank)
+    assert found is not None
+    return found
+
+
+def test_other_policies_have_no_turns() -> None:
+    assert PartialTurns.of(SnapshotOptions(), operators(4), 0) is None
+    assert scope_of(SnapshotOptions()) is None
+    assert scope_of(options(scope="weights")) is PartialScope.WEIGHTS
+    check_experts(operators(0), SnapshotOptions())
+
+
+@pytest.mark.parametrize(
+    ("experts", "partial", "message"),
+    [
+        (0, {}, "no experts were found in this model"),
+        (4, {"experts": 5}, "experts=5: 0 has 4 experts; pass at most as many"),
+        (4, {"num_experts": 3}, "num_experts=3: 0 has 4 experts on this rank alone"),
+    ],
+)
+def test_what_no_model_can_meet_is_refused(experts: int, partial: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_experts(operators(experts), options(**partial))
+
+
+def test_k_may_exceed_the_experts_of_one_rank() -> None:
+    check_experts(operators(2), options(experts=4, num_experts=8))
+
+
+@pytest.mark.parametrize(
+    ("partial", "window"),
+    [({}, None), ({"experts": 1}, 8), ({"experts": 3}, 3), ({"experts": 2, "num_experts": 64}, 32)],
+)
+def test_k_is_a_window(partial: dict[str, Any], window: int | None) -> None:
+    assert turns(8, **partial).window == window
+
+
+def test_without_a_limit_the_wanted_window_is_used_at_once() -> None:
+    assert turns(8, lost_tokens_limit=None).window_within(0, 99.0, 8) == 8
+    assert turns(8).window_within(0, 0.0, 8) == 1
+    assert turns(8).window_within(10_000, 0.0, 8) == 8
+    assert turns(8).window_within(10_000, 375.0, 8) == 1
+
+
+def planned(found: PartialTurns, budget: int | None, window: int | None = None) -> Any:
+    parts = found.operators
+    costs = [OperatorCost(op.name, op.kind, 100, 100 if op.expert is None else 0) for op in parts]
+    return found.schedule(parts, costs, fixed_bytes=0, budget_bytes=budget, window=window)
+
+
+def test_the_smallest_window_whose_snapshots_fit() -> None:
+    assert planned(turns(8), None).window == 1
+    assert planned(turns(8), 500).window == 4
+    nothing_fits = planned(turns(8), 50)
+    assert nothing_fits.window == 8
+    assert not nothing_fits.fits
+    assert planned(turns(8), 50, window=2).window == 2
+
+
+def test_ranks_with_other_experts_take_turns() -> None:
+    one, other = (planned(turns(2, rank, num_experts=4), None, window=4) for rank in range(2))
+    assert one.phases != other.phases
+    assert {len(phase) for phase in other.phases[1:]} == {1}

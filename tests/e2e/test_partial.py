@@ -1,0 +1,259 @@
+"""Partial snapshots: after a kill each expert is that of its newest snapshot, everything else is the newest
+state, and what is lost is counted to the token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.cases import EXPERTS, LAYERS
+from tests.e2e.compare import same_values
+from tests.e2e.harness import Jobs
+from tests.e2e.ranks import Ranks
+from tests.long import long
+
+TOTAL = 24
+ONE_EACH = {"experts": 1, "lost_tokens_limit": None}
+
+
+def _options(scope: str = "both", every: int = 1, **changes: Any) -> list[str]:
+    partial = {**ONE_EACH, "scope": scope, **changes}
+    chosen = {"policy": "partial", "window": None, "partial": partial, "every": every}
+    return [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
+
+
+def _states(jobs: Jobs, name: str) -> Path:
+    folder = jobs.folder / name
+    folder.mkdir()
+    return folder
+
+
+def _experts_in(key: str, value: Any, names: list[str]) -> list[tuple[str, Any]]:
+    """The experts to which an entry of a final state belongs, by the name of its parameter, each with the
+    index of its rows; ``*`` for what fused experts have in common; empty for other entries.
+    """
+    kind, _, rest = key.partition("/")
+    if kind in ("held", "optim"):
+        rest = names[int(rest.split(".")[2])]
+    container, found, below = rest.removeprefix("module.").partition(".experts.")
+    if not found or kind == "buffer":
+        return []
+    head = below.split(".")[0]
+    if head.isdigit():
+        return [(f"{container}.experts.{head}", ...)]
+    if not value.ndim:
+        return [(f"{container}.experts.*", ...)]
+    return [(f"{container}.experts.{row}", row) for row in range(len(value))]
+
+
+def _check(
+    resumed: dict[str, Any],
+    timeline: dict[int, dict[str, Any]],
+    end: int,
+    lost: dict[str, Any],
+    scope: str = "both",
+    *,
+    experts_seen: int = EXPERTS * LAYERS,
+) -> None:
+    """The state at the top of ``end`` is put together of those that a job had at ``lost['iterations']``."""
+    names = [k.removeprefix("param/") for k in resumed if k.startswith("param/")]
+    seen = set()
+    for key, value in resumed.items():
+        experts = _experts_in(key, value, names)
+        if not experts:
+            assert same_values(value, timeline[end][key]), f"{key} is not that of iteration {end}"
+        for expert, rows in experts:
+            older = scope == "both" or key.startswith("optim/") == (scope == "optimizer")
+            if expert.endswith("*"):  # from the newest snapshot with any of them
+                several = [f"{expert[:-1]}{i}" for i in range(experts_seen // LAYERS)]
+                known = [lost["iterations"].get(e, end) for e in several if e in seen]
+                at = max(known) if older else end
+            else:
+                seen.add(expert)
+                at = lost["iterations"].get(expert, end) if older else end
+            was = timeline[at][key][rows]
+            if scope == "optimizer" and key.startswith("held/") and expert in lost["iterations"]:
+                # A master, which is optimizer state to the papers, follows the newest weight.
+                name = names[int(key.split(".")[2])]
+                was = timeline[end][f"param/{name}"][rows].to(was.dtype)
+            assert same_values(value[rows], was), f"{key} of {expert} is not that of iteration {at}"
+    assert len(seen) == experts_seen
+
+
+def _lost(timeline: dict[int, dict[str, Any]], layer: int, expert: int, first: int, end: int) -> int:
+    """The tokens that an expert was given in these steps; each top shows those of the step before."""
+    loads = [timeline[step + 1][f"buffer/blocks.{layer}.moe.load"][expert] for step in range(first, end)]
+    return int(sum(loads))
+
+
+def _load(folder: Path) -> dict[int, dict[str, Any]]:
+    return {int(p.stem): torch.load(p, weights_only=False) for p in folder.glob("*.pt")}
+
+
+@pytest.mark.parametrize(
+    ("case", "scope", "every"),
+    [
+        ("plain", "both", 1),
+        ("fused", "both", 1),
+        pytest.param("fused", "optimizer", 1, marks=long),
+        pytest.param("fused", "weights", 1, marks=long),
+        ("masters", "both", 1),
+        pytest.param("masters", "optimizer", 1, marks=long),
+        pytest.param("plain", "optimizer", 1, marks=long),
+        ("plain", "weights", 1),
+        ("plain", "both", 2),
+    ],
+)
+def test_two_kills_lose_what_was_counted_and_nothing_else(
+    jobs: Jobs, case: str, scope: str, every: int
+) -> None:
+    options = [*_options(scope, every), "--run", f"p-{case}-{scope}-{every}"]
+    first, second, third = (_states(jobs, name) for name in ("first", "second", "third"))
+    kill = ("--kill-sealed", "--patient-until", "12")
+    jobs.run(
+        case, *options, "--states", str(first), "--total", "40", "--kill-at", "17", *kill, expect_killed=True
+    )
+    jobs.run(
+        case,
+        *(*options, "--states", str(second), "--seed", "1000", "--total", "40"),
+        *("--kill-begun", "3", "--kill-sealed"),
+        expect_killed=True,
+    )
+    out = jobs.run(case, *options, "--states", str(third), "--seed", "1001", "--total", str(TOTAL))
+    report = jobs.report(out)
+    lost = report["lost"]
+
+    timeline = _load(first)
+    once = _load(second)
+    end = min(once)
+    assert end <= 17
+    timeline = {step: state for step, state in timeline.items() if step <= end} | {
+        step: state for step, state in once.items() if step > end
+    }
+    again = _load(third)
+    resumed = min(again)
+    assert resumed == report["resumed_from"] > end
+    _check(again[resumed], timeline, resumed, lost, scope)
+    assert len(lost["iterations"]) == (EXPERTS - 1) * LAYERS
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, every: int) -> None:
+    """PLT as logged equals an independent count over the recorded assignments, exactly."""
+    options = [*_options("both", every), "--run", f"count-{every}"]
+    first, second = _states(jobs, "first"), _states(jobs, "second")
+    kill = ("--kill-sealed", "--patient-until", "12", "--kill-at", "17")
+    jobs.run("plain", *options, "--states", str(first), *kill, "--total", "40", expect_killed=True)
+    out = jobs.run("plain", *options, "--states", str(second), "--seed", "1000", "--total", str(TOTAL))
+    report, timeline = jobs.report(out), _load(first)
+    end, lost = report["resumed_from"], report["lost"]
+    _check(_load(second)[end], timeline, end, lost)
+    shares = []
+    for layer in range(LAYERS):
+        given = gone = 0
+        for expert in range(EXPERTS):
+            name = f"blocks.{layer}.moe.experts.{expert}"
+            count = _lost(timeline, layer, expert, lost["iterations"].get(name, end), end)
+            assert lost["tokens"].get(name, 0) == count
+            given, gone = given + _lost(timeline, layer, expert, 0, end), gone + count
+        shares.append(gone / given)
+    assert lost["plt"] == lost["cumulative_plt"] == sum(shares) / LAYERS
+    assert sum(shares) > 0
+    assert "PARTIAL SNAPSHOTS: weights and optimizer state of 6 of 8 experts" in jobs.log(out)
+
+
+def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: Jobs) -> None:
+    """Nothing is lost while a failure would lose too much, whatever K is."""
+    options = [*_options(lost_tokens_limit=0.0375), "--run", "limit"]
+    jobs.run("plain", *options, "--kill-at", "9", "--kill-sealed", "--total", "40", expect_killed=True)
+    out = jobs.run("plain", *options, "--seed", "1000", "--total", "12")
+    report = jobs.report(out)
+    assert report["lost"]["tokens"] == {}
+    assert report["lost"]["plt"] == 0.0
+    assert report["window"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "changes", "experts"),
+    [
+        ("plain", {}, EXPERTS * LAYERS),
+        pytest.param("expert/by_hand", {"num_experts": 4}, 4, marks=long),
+        ("expert/fused", {"num_experts": 4}, 4),
+    ],
+)
+def test_ranks_come_back_together(jobs: Jobs, case: str, changes: dict[str, Any], experts: int) -> None:
+    """Replicated experts, which one rank captures, and experts of each rank's own."""
+    run = f"ranks-{case.replace('/', '-')}"
+    options = _options(**changes)
+    before = {rank: ("--states", str(_states(jobs, f"first-{rank}"))) for rank in range(2)}
+    after = {rank: ("--states", str(_states(jobs, f"second-{rank}"))) for rank in range(2)}
+    first = Ranks(jobs, run, *options, case=case, killed=1, kill_at=14, total=20, each=before)
+    first.end_by_the_death_of(1)
+    outs = Ranks(jobs, run, *options, "--seed", "7", case=case, total=18, each=after).end()
+    reports = [jobs.report(out) for out in outs]
+    assert len({report["resumed_from"] for report in reports}) == 1
+    for rank, report in enumerate(reports):
+        end, lost = report["resumed_from"], report["lost"]
+        states, resumed = (_load(Path(each[rank][1])) for each in (before, after))
+        _check(resumed[end], states, end, lost, experts_seen=experts)
+        assert lost["plt"] == reports[0]["lost"]["plt"] > 0
+        assert len(lost["iterations"]) >= experts / 2
+
+
+@pytest.mark.slow
+def test_windows_grow_as_far_as_the_limit_allows_on_one_rank_and_on_several(jobs: Jobs) -> None:
+    """With K = 1 of 4 experts: a window of 2 from iteration 14 on, one of 4 from 40 on."""
+    options = [*_options(lost_tokens_limit=0.0375), "--patient-until", "120"]
+    alone = jobs.run("plain", *options, "--run", "grows", "--total", "120")
+    assert jobs.report(alone)["window"] == EXPERTS
+    outs = Ranks(jobs, "grow", *options, case="plain", total=120).end()
+    for out in outs:
+        report = jobs.report(out)
+        assert report["window"] == EXPERTS, jobs.log(out)
+        assert report["switches"] == 2
+
+
+@pytest.mark.slow
+def test_another_policy_takes_over_after_a_restart(jobs: Jobs) -> None:
+    """An exact snapshot is continued by partial ones exactly; partial ones by exact ones, from then on."""
+    run = ("--run", "other", "--total", "400", "--step-ms", "5")
+    sliding = ["--set", 'policy="sliding"', "--set", "window=3"]
+    reference = _states(jobs, "reference")
+    jobs.run("plain", "--states", str(reference), "--total", "40", daemon="none")
+    jobs.run("plain", *sliding, *run, "--kill-at", "9", "--kill-sealed", expect_killed=True)
+
+    second = _states(jobs, "second")
+    out = jobs.run(
+        "plain",
+        *(*_options(), *run, "--seed", "1000", "--states", str(second)),
+        *("--kill-after-new-window", "6"),
+        expect_killed=True,
+    )
+    assert "the script asks for partial snapshots, and they are sliding so far" in jobs.log(out)
+    timeline = _load(reference)
+    for step, state in _load(second).items():
+        if 9 < step < 40:
+            assert all(same_values(state[key], timeline[step][key]) for key in state), f"at {step}"
+
+    third = _states(jobs, "third")
+    out = jobs.run(
+        "plain",
+        *(*sliding, *run, "--seed", "1001", "--states", str(third), "--kill-after-new-window", "6"),
+        expect_killed=True,
+    )
+    log = jobs.log(out)
+    assert "PARTIAL SNAPSHOTS" in log
+    assert "the script asks for sliding snapshots, and they are partial so far; until a whole window" in log
+    exact = _states(jobs, "exact")
+    options = [*sliding, *run, "--seed", "1002", "--states", str(exact)]
+    out = jobs.run("plain", *options, "--total", str(max(_load(third)) + 6))
+    assert "lost" not in jobs.report(out)
+    assert "PARTIAL" not in jobs.log(out)
+    before, end = _load(third), jobs.report(out)["resumed_from"]
+    assert all(same_values(value, before[end][key]) for key, value in _load(exact)[end].items())
