@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
-from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
+from ckptd.core.partial_experts import LOST_TOKENS_LIMIT, Selection
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.schedule import Ordering
 from ckptd.core.snapshot_policy import PartialScope
@@ -146,6 +146,12 @@ class PartialOptions:
     num_experts: int | None = None
     """E: the experts of a whole layer, if ranks hold different ones. None: this rank's model has all."""
 
+    selection: Literal["turns", "layer", "model"] = "turns"
+    """``"turns"``: experts take turns. ``"layer"``: half of each snapshot is for the experts of each layer with
+    the most tokens since they were in a snapshot last (MoC-System's load-aware selection). ``"model"``: the
+    same over all layers; one with more tokens at risk has more experts in the snapshot (MoEtion's). Experts
+    of which other ranks may hold replicas take turns."""
+
     scope: Literal["both", "weights", "optimizer"] = "both"
     """What a snapshot holds of these experts only. ``"optimizer"``: it holds the weights of all experts,
     and after a failure the others have an older optimizer state. ``"weights"``: it holds the optimizer
@@ -164,6 +170,7 @@ class PartialOptions:
                 f"experts={self.experts}: a layer has num_experts={self.num_experts}; pass at most as many"
             )
         _check_choice("scope", self.scope, *map(str, PartialScope))
+        _check_choice("selection", self.selection, *map(str, Selection))
         limit = self.lost_tokens_limit
         if limit is not None and not (_is_number(limit) and 0 <= limit < 1):
             raise ValueError(
@@ -180,11 +187,12 @@ class SnapshotOptions:
         ValueError: a value is unusable, or two exclude each other.
     """
 
-    policy: Literal["sliding", "aligned", "dense", "partial"] = "sliding"
+    policy: Literal["sliding", "aligned", "dense", "partial", "selected"] = "sliding"
     """``"sliding"``: sparse snapshots, of which any ``window`` consecutive ones recover.
     ``"aligned"``: windows one after the other, as in MoEvement. ``"dense"``: everything in each.
     ``"partial"``: everything but most of the experts, as in MoC-System. A recovery replays nothing and
-    LOSES UPDATES OF EXPERTS (docs/policies.md); with the others it is exact."""
+    LOSES UPDATES OF EXPERTS (docs/policies.md). ``"selected"``: the same with the experts that have the
+    most tokens at risk, as in MoEtion. With the other policies it is exact."""
 
     window: int | None = None
     """W, 1 to 64: the number of snapshots over which the whole state is spread. None measures the first
@@ -192,11 +200,11 @@ class SnapshotOptions:
     optimizer's step."""
 
     every: int = 1
-    """The number of iterations between two snapshots. Above 1 with ``policy="dense"`` or ``"partial"``
-    only."""
+    """The number of iterations between two snapshots. Above 1 with ``"dense"``, ``"partial"`` and
+    ``"selected"`` only."""
 
     partial: PartialOptions | None = None
-    """For ``policy="partial"``: which experts. None: the defaults."""
+    """For ``policy="partial"`` and ``"selected"``: which experts. None: the defaults."""
 
     ordering: Literal["hard", "soft", "decayed", "capacity"] = "hard"
     """The measure of the popularity of experts; popular ones are anchored last. ``"hard"``: tokens
@@ -218,15 +226,15 @@ class SnapshotOptions:
     """Look for NaN in the weights of every n-th snapshot. 0: never."""
 
     def __post_init__(self) -> None:
-        _check_choice("policy", self.policy, "sliding", "aligned", "dense", "partial")
+        _check_choice("policy", self.policy, "sliding", "aligned", "dense", "partial", "selected")
         _check_choice("ordering", self.ordering, *(str(each) for each in Ordering))
         window, every = self.window, self.every
         if window is not None and not (_is_count(window, 1) and window <= _MOST_SNAPSHOTS):
             raise ValueError(f"window={window!r}: a window has 1 to {_MOST_SNAPSHOTS} snapshots")
-        if not _is_count(every, 1) or (every > 1 and self.policy not in ("dense", "partial")):
+        if not _is_count(every, 1) or (every > 1 and self.policy in ("sliding", "aligned")):
             raise ValueError(
-                f"every={every!r}: only policy='dense' and 'partial' take a snapshot every few iterations "
-                "(1 or more)"
+                f"every={every!r}: only policy='dense', 'partial' and 'selected' take a snapshot every few "
+                "iterations (1 or more)"
             )
         self._check_partial()
         if not _is_number(self.max_overhead) or not self.max_overhead > 0:
@@ -246,8 +254,10 @@ class SnapshotOptions:
             raise ValueError(  # noqa: TRY004 - one kind of error for all values
                 f"partial={self.partial!r}: pass PartialOptions(...), or None"
             )
-        if self.policy != "partial":
-            raise ValueError(f"partial= is for policy='partial', and the policy is {self.policy!r}")
+        if self.policy not in ("partial", "selected"):
+            raise ValueError(
+                f"partial= is for policy='partial' and 'selected', and the policy is {self.policy!r}"
+            )
         if self.window is not None and self.partial.experts is not None:
             raise ValueError(
                 f"window={self.window} and experts={self.partial.experts}: both say how many experts are in "
@@ -259,9 +269,27 @@ class SnapshotOptions:
         return self.policy == "dense"
 
     @property
+    def asked(self) -> str:
+        """The policy in words; a run that resumes with other words changes to it."""
+        found = self.of_experts
+        if found is None:
+            return self.policy
+        kind = "partial" if found.selection == "turns" else f"selected (by {found.selection})"
+        return kind + (f" ({found.scope})" if found.scope != "both" else "")
+
+    @property
     def of_experts(self) -> PartialOptions | None:
         """The options of partial snapshots; None for other policies."""
-        return (self.partial or PartialOptions()) if self.policy == "partial" else None
+        if self.policy not in ("partial", "selected"):
+            return None
+        found = self.partial or PartialOptions()
+        by_risk = self.policy == "selected" and found.selection == "turns"
+        return replace(found, selection="model") if by_risk else found
+
+    @property
+    def planned(self) -> str:
+        """The policy of the plans: of partial snapshots there are several kinds."""
+        return "partial" if self.of_experts is not None else self.policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ def examine(
     check_sharded(binding)
     if options.snapshots.of_experts is not None and options.recovery.park:
         raise ValueError(
-            "park=True and policy='partial': ranks that are parked go on only where the others are replayed, "
+            f"park=True and policy={options.snapshots.policy!r}: ranks that are parked go on only where the others are replayed, "
             "and partial snapshots are not replayed; pass one of them"
         )
     if not options.snapshots.dense and (reasons := binding.dependent()):

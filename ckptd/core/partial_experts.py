@@ -8,14 +8,20 @@ of experts were lost in all failures so far, over all tokens that the layer's ex
 While the windows are short enough, a failure cannot raise the PLT above a limit (`window_within`): this is
 known before the failure. MoC-System raises K after the failure that exceeded the limit.
 
-Source: MoC-System (ASPLOS '25), sections 3 (equations 6 and 7) and 5.3.
+Experts take turns (`rotation`). They may be selected by tokens at risk, too (`select_by_risk`): those that an
+expert was given since it was in a snapshot last. One half of each snapshot still goes to those whose turn it
+is, in windows that are twice as long, so that none is left out for longer than the ring can wait.
+
+Source: MoC-System (ASPLOS '25), sections 3 (equations 6 and 7) and 5.3; MoEtion, section 4.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import chain
 
 from ckptd.core.snapshot_policy import OperatorCost, PolicyKind, Schedule
@@ -23,10 +29,13 @@ from ckptd.core.snapshot_policy import OperatorCost, PolicyKind, Schedule
 __all__ = [
     "LOST_TOKENS_LIMIT",
     "LayerTokens",
+    "RiskedExpert",
+    "Selection",
     "experts_of_layers",
     "plan_partial",
     "proportion_lost",
     "rotation",
+    "select_by_risk",
     "window_for",
     "window_within",
 ]
@@ -53,7 +62,12 @@ def window_for(experts: int, selected: int) -> int:
 
 
 def rotation(
-    experts: Sequence[Expert], window: int, *, first: int = 0, num_experts: int | None = None
+    experts: Sequence[Expert],
+    window: int,
+    *,
+    first: int = 0,
+    num_experts: int | None = None,
+    shifts: int | None = None,
 ) -> list[int]:
     """The phase of each operator: experts take turns, those of other layers and ranks interleaved.
 
@@ -64,6 +78,7 @@ def rotation(
     Args:
         first: the number of this rank's first expert among those of a layer.
         num_experts: of a whole layer; None: this rank has all of them.
+        shifts: the window by which layers are shifted against each other; None: ``window``.
     Returns:
         Phases below ``window``; 0 for operators that are no experts.
     """
@@ -82,7 +97,7 @@ def rotation(
             else:
                 ranks = total // here[name]
                 position = place * ranks + first // here[name] % ranks
-            position = (position + layers[name] * total // window) % total
+            position = (position + layers[name] * total // (shifts or window)) % total
             phases[i] = position * window // total
     return phases
 
@@ -177,3 +192,78 @@ def _halvings(window: int) -> list[int]:
     while found[-1] > 1:
         found.append(-(-found[-1] // 2))
     return found
+
+
+# -- by tokens at risk -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RiskedExpert:
+    """An expert that may be selected.
+
+    Args:
+        operator: its number.
+        layer: of which it is.
+        tokens: that it was given since it was in a snapshot last.
+    """
+
+    operator: int
+    layer: str
+    tokens: float
+
+
+class Selection(StrEnum):
+    """Which experts a snapshot has."""
+
+    TURNS = "turns"  # all in turn (MoC-System's sequential selection)
+    LAYER = "layer"  # of each layer those with the most tokens at risk (MoC-System's load-aware selection)
+    MODEL = "model"  # more of the layers that have more tokens at risk (MoEtion, algorithm 1)
+
+
+def select_by_risk(
+    experts: Sequence[RiskedExpert], rooms: Mapping[str, int], selection: Selection
+) -> list[int]:
+    """The operators of the experts with the most tokens at risk, besides those whose turn it is.
+
+    Args:
+        experts: those whose turn it is not.
+        rooms: by layer, how many there is room for.
+        selection: by layer, or over all layers: then each gets a part of all rooms in proportion to its
+            tokens at risk. What exceeds a layer's experts goes to the other layers.
+    Source: MoC-System (ASPLOS '25), section 3.2; MoEtion, section 4.3 and algorithm 1, corrected: a layer's
+    share is limited to its experts, and the rest is given to the others.
+    """
+    by_layer: dict[str, list[RiskedExpert]] = {layer: [] for layer in rooms}
+    for expert in experts:
+        if expert.tokens > 0:
+            by_layer[expert.layer].append(expert)
+    counts = dict(rooms)
+    if selection is Selection.MODEL:
+        risks = {layer: sum(e.tokens for e in found) for layer, found in by_layer.items()}
+        most = {layer: len(found) for layer, found in by_layer.items()}
+        counts = _shares(risks, most, sum(rooms.values()))
+    chosen: list[int] = []
+    for layer, found in by_layer.items():
+        best = heapq.nsmallest(counts[layer], found, key=lambda e: (-e.tokens, e.operator))
+        chosen += [expert.operator for expert in best]
+    return chosen
+
+
+def _shares(risks: Mapping[str, float], most: Mapping[str, int], total: int) -> dict[str, int]:
+    """``total`` divided in proportion to ``risks``, at most ``most`` for each; the rest to the largest
+    remainders.
+    """
+    given = dict.fromkeys(risks, 0)
+    left = min(total, sum(most.values()))
+    while left:
+        open_ = {layer: risk for layer, risk in risks.items() if given[layer] < most[layer]}
+        whole = sum(open_.values())
+        exact = {layer: left * risk / whole for layer, risk in open_.items()}
+        step = {layer: min(int(exact[layer]), most[layer] - given[layer]) for layer in open_}
+        if not any(step.values()):
+            order = sorted(open_, key=lambda layer: (-exact[layer], layer))
+            step = dict.fromkeys(order[:left], 1)
+        for layer, count in step.items():
+            given[layer] += count
+        left -= sum(step.values())
+    return given

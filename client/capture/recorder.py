@@ -26,6 +26,8 @@ from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
 from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.rng_state import Draws, capture_rng
+from ckptd.client.schedule.expert_losses import RECORDED
+from ckptd.client.schedule.expert_selection import ExpertSelection
 from ckptd.client.schedule.measurements import CopyModeChooser, StepTiming
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.provision import Provision
@@ -212,6 +214,7 @@ class Recorder:
         self._changes = self._provision.changes
         self._draws = Draws(watches=bool(context.sharing.replicas))
         self._parking: TopListener | None = None
+        self._selection: ExpertSelection | None = None  # of partial snapshots
 
     def set_top_listener(self, listener: TopListener) -> None:
         """From now on ``listener`` hears of the top of each step."""
@@ -475,7 +478,7 @@ class Recorder:
             self._tape.put_back(self._chain.last.tape)
         capture, plan = self._capture, self.plan
         assert capture is not None
-        phase = plan.phase_plan(self._binding, self._ordinal)
+        phase = plan.phase_plan(self._binding, self._ordinal, self._selected(plan))
         if phase is None and self._parking is None:
             self._tape.take()
             return
@@ -491,11 +494,22 @@ class Recorder:
         if not begun:
             self._missed(step, capture.need_generation)
             return
+        if plan.lossy:
+            assert self._selection is not None
+            self._selection.begun(step, self._ordinal, layout.anchored, scalars[RECORDED]["given"])
         self._chain.take(Taken(step, previous, self._tape.last))
         self._taken_bytes = layout.layout.image_len
         self._in_a_row = 0
         self._drop_unneeded()
         provision.maybe_grow(step, crowded=capture.crowded)
+
+    def _selected(self, plan: SnapshotPlan) -> frozenset[int]:
+        """The operators that this top's snapshot anchors besides those of its phase."""
+        if not plan.lossy:
+            return frozenset()
+        if self._selection is None or self._selection.plan is not plan:
+            self._selection = ExpertSelection(self._binding, plan)
+        return self._selection.extras(self._ordinal)
 
     def _in_step(self, changes: ScheduleChanges, step: int) -> bool:
         """Make agreed changes of the schedule; True if this rank knows the schedule of ``step``."""
@@ -573,6 +587,8 @@ class Recorder:
 
     def _was_filled(self, segment: MappedSegment, index: int, step: int) -> None:
         """A slot is filled (session's thread): the daemon seals it, or we do while it is away."""
+        if self._selection is not None:
+            self._selection.filled(step)
         session = self._memory.session
         if session.connected:
             session.filled(segment.generation, index, step)

@@ -7,11 +7,13 @@ are equal without a message.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptd.client.model.operators import Operator
+from ckptd.client.model.replicated_params import EVERY_RANK
 from ckptd.client.options import PartialOptions, SnapshotOptions
 from ckptd.core.partial_experts import (
+    Selection,
     experts_of_layers,
     plan_partial,
     rotation,
@@ -43,7 +45,7 @@ def check_experts(operators: Sequence[Operator], options: SnapshotOptions) -> No
     layers = experts_of_layers([op.expert for op in operators])
     if not layers:
         raise ValueError(
-            "policy='partial' leaves experts out of snapshots, and no experts were found in this model "
+            f"policy={options.policy!r} leaves experts out of snapshots, and no experts were found in this model "
             "(ckpt.describe() lists operators; LayoutOptions(operators=...) names others): use 'sliding'"
         )
     name, found = max(layers.items(), key=lambda item: item[1])
@@ -74,12 +76,20 @@ class PartialTurns:
     operators: Sequence[Operator]
     every: int
     rank: int
+    world_size: int
 
     @classmethod
-    def of(cls, options: SnapshotOptions, operators: Sequence[Operator], rank: int) -> PartialTurns | None:
+    def of(
+        cls, options: SnapshotOptions, operators: Sequence[Operator], rank: int, world_size: int
+    ) -> PartialTurns | None:
         """None for other policies."""
         found = options.of_experts
-        return None if found is None else cls(found, operators, options.every, rank)
+        return None if found is None else cls(found, operators, options.every, rank, world_size)
+
+    @property
+    def selection(self) -> Selection:
+        """Which experts a snapshot has."""
+        return Selection(self.options.selection)
 
     @property
     def num_experts(self) -> int:
@@ -90,12 +100,16 @@ class PartialTurns:
     def window(self) -> int | None:
         """The window of the user's K; None: not chosen."""
         selected = self.options.experts
-        return None if selected is None else min(MAX_WINDOW, window_for(self.num_experts, selected))
+        return None if selected is None else min(self._most, window_for(self.num_experts, selected))
 
     @property
     def longest(self) -> int:
         """The window in which each snapshot has one expert of a layer."""
-        return min(MAX_WINDOW, self.num_experts)
+        return min(self._most, self.num_experts)
+
+    @property
+    def _most(self) -> int:
+        return MAX_WINDOW if self.selection is Selection.TURNS else MAX_WINDOW // 2
 
     def window_within(self, iteration: int, lost_iterations: float, wanted: int) -> int:
         """The longest window up to ``wanted`` with which a failure now keeps the PLT within the limit."""
@@ -130,7 +144,37 @@ class PartialTurns:
             )
             if schedule.fits:
                 break
-        return schedule
+        if self.selection is Selection.TURNS or schedule.window == 1:
+            return schedule
+        # Half of each snapshot is for turns, in windows that are twice as long.
+        halves = rotation(
+            experts, 2 * schedule.window, first=first, num_experts=total, shifts=schedule.window
+        )
+        members: list[list[int]] = [[] for _ in range(2 * schedule.window)]
+        for i, phase in enumerate(halves):
+            members[phase].append(i)
+        sizes = (size for size in schedule.phase_bytes for _ in range(2))
+        return replace(
+            schedule,
+            window=len(members),
+            phases=tuple(map(tuple, members)),
+            phase_bytes=tuple(sizes),
+            reason=f"{schedule.reason}, half of them by tokens at risk",
+        )
+
+    def selectable(self, operators: Sequence[Operator], owners: Sequence[int]) -> frozenset[int]:
+        """The experts that are certain to be on no other rank.
+
+        Args:
+            owners: as of a plan: the rank that captures each operator, if several hold it.
+        """
+        if self.selection is Selection.TURNS:
+            return frozenset()
+        here, total = max(self._here.values()), self.options.num_experts
+        if self.world_size > 1 and (total is None or here * self.world_size != total):
+            return frozenset()
+        shared = {i for i, owner in enumerate(owners) if owner != EVERY_RANK}
+        return frozenset(i for i, op in enumerate(operators) if op.expert is not None and i not in shared)
 
     @property
     def _here(self) -> dict[str, int]:

@@ -164,7 +164,7 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
         plan = _plan_once(binding, operators, inputs.tight if candidate is None else inputs, candidate)
         if candidate is None and not plan.schedule.fits:
             plan = _plan_once(binding, operators, inputs, None)
-        if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
+        if candidate is None and not plan.schedule.fits and plan.chosen_window > worthwhile:
             # The largest was planned: most of its length saves next to nothing and lengthens recovery.
             logger.info("%s; window %d is used", plan.schedule.reason, worthwhile)
             candidates.insert(0, worthwhile)
@@ -173,7 +173,7 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
         if inputs.available_bytes is None or needed <= inputs.available_bytes:
             return plan
         tried.append(f"W={plan.schedule.window}: {plan.num_slots} slots of {plan.slot_bytes} bytes")
-        if wanted is None and plan.schedule.window >= len(operators):
+        if wanted is None and plan.chosen_window >= len(operators):
             break
     raise ValueError(
         f"no ring fits the {inputs.available_bytes} bytes that the daemon has left "
@@ -239,6 +239,9 @@ def _plan_once(
         plan.owners = sharing.owners(parts, whole, schedule.phases)
     else:
         plan.owners = _owners_as_before(before, parts)
+    if inputs.turns is not None:
+        plan.selection = inputs.turns.selection
+        plan.selectable = inputs.turns.selectable(parts, plan.owners)
     plan.measure_slots(binding)
     return plan
 
@@ -402,8 +405,9 @@ class Planner:
     ) -> None:
         self._context, self._pace, self._scalars_sample = context, pace, scalars_sample
         self._binding, self._operators = context.binding, list(context.operators)
-        self.policy: str = context.options.policy
-        self.turns = PartialTurns.of(context.options, self._operators, context.memory.identity.rank)
+        self.policy: str = context.options.planned
+        identity = context.memory.identity
+        self.turns = PartialTurns.of(context.options, self._operators, identity.rank, identity.world_size)
         self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
 
@@ -469,7 +473,7 @@ class Planner:
             turns=self.turns if (policy or self.policy) == "partial" else None,
         )
         plan = make_plan(self._binding, self._operators, inputs)
-        plan.asked = options.policy
+        plan.asked = options.asked
         if context.memory.persists:
             plan.make_room_for_uploads(available)
         logger.info(

@@ -369,8 +369,8 @@ class ScheduleChanges:
             raise ValueError("the daemon is away")
         other = self._plans.plan_for(change)
         wanted = 1 if change.policy == "dense" else change.window
-        if other.schedule.window != wanted:
-            raise ValueError(f"it can only have a window of {other.schedule.window}")
+        if other.chosen_window != wanted:
+            raise ValueError(f"it can only have a window of {other.chosen_window}")
         return _Ready(plan=other)
 
     def _reserve(self, ready: _Ready) -> bool:

@@ -20,6 +20,7 @@ from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, member_bytes
 from ckptd.client.optimizers.optimizer_probe import StateSpec
+from ckptd.core.partial_experts import Selection
 from ckptd.core.slots.segment_format import SegmentGeometry
 from ckptd.core.snapshot_policy import (
     AlignedPolicy,
@@ -84,10 +85,14 @@ class SnapshotPlan:
     """The rank that captures each operator; empty: this rank captures all."""
     scope: PartialScope | None = None
     """What partial snapshots hold of selected experts only; None: the policy loses nothing."""
+    selection: Selection = Selection.TURNS
+    """Which experts a partial snapshot has."""
+    selectable: frozenset[int] = frozenset()
+    """The experts that may be selected by tokens at risk; the others take turns."""
     asked: str = ""
-    """The policy that the script asked for, also where only dense snapshots are exact; "" if unknown."""
+    """What the script asked for, also where only dense snapshots are exact; "" if unknown."""
     _policy: SnapshotPolicy | None = None
-    _phases: dict[int, tuple[PhasePlan, bool] | None] = field(default_factory=dict)
+    _phases: dict[tuple[int, frozenset[int]], tuple[PhasePlan, bool] | None] = field(default_factory=dict)
     _state: StateTable | None = None
 
     @property
@@ -127,6 +132,31 @@ class SnapshotPlan:
         """True if a recovery from these snapshots loses updates of experts."""
         return self.scope is not None
 
+    @property
+    def chosen_window(self) -> int:
+        """The window that was chosen; turns take twice as long if the rest of a snapshot is selected."""
+        window = self.schedule.window
+        return window if self.selection is Selection.TURNS or window == 1 else window // 2
+
+    def turns(self, ordinal: int) -> tuple[int, ...]:
+        """The experts whose turn the ``ordinal``-th snapshot is."""
+        phase = ordinal // self.every % self.schedule.window
+        return tuple(i for i in self.schedule.phases[phase] if self.operators[i].expert is not None)
+
+    def next_turns(self, ordinal: int) -> frozenset[int]:
+        """Of the phases, each two are one of a window half as long: the turns of the other one."""
+        phase = ordinal // self.every % self.schedule.window ^ 1
+        return frozenset(self.turns(phase * self.every))
+
+    def rooms(self, ordinal: int) -> dict[str, int]:
+        """By container, how many experts fit beside the turns of the ``ordinal``-th snapshot."""
+        found: dict[str, int] = {}
+        for i in self.next_turns(ordinal):
+            expert = self.operators[i].expert
+            assert expert is not None
+            found[expert[0]] = found.get(expert[0], 0) + 1
+        return found
+
     def ordinal_of(self, phase: int) -> int:
         """The number of a snapshot of this phase in the schedule."""
         return phase * self.every if self.lossy else phase
@@ -165,24 +195,48 @@ class SnapshotPlan:
         fixed = floor - sum(c.compute_bytes for c in costs)
         self.use(schedule_of(costs, phases, fixed, self.policy_name))
 
-    def phase_plan(self, binding: LiveState, ordinal: int) -> tuple[PhasePlan, bool] | None:
+    def phase_plan(
+        self, binding: LiveState, ordinal: int, extras: frozenset[int] = frozenset()
+    ) -> tuple[PhasePlan, bool] | None:
         """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it.
 
         None if the policy takes no snapshot there.
+
+        Args:
+            extras: operators that it anchors besides those of its phase.
         """
-        key = ordinal % self.span
+        key = ordinal % self.span, extras
         if key not in self._phases:
             levels = self.policy.levels_for(ordinal)
-            self._phases[key] = None
+            found = None
             if levels is not None:
                 layout = self._layout(
-                    binding, levels.phase, levels.anchored, levels.compute, self.left_out, levels.state
+                    binding,
+                    levels.phase,
+                    extras.union(levels.anchored),
+                    [i for i in levels.compute if i not in extras],
+                    self.left_out,
+                    [i for i in levels.state if i not in extras],
                 )
-                self._phases[key] = layout, levels.begins_chain
+                found = layout, levels.begins_chain
+            if extras and len(self._phases) > 2 * self.span:  # selections rarely come again
+                self._phases.clear()
+            self._phases[key] = found
+            return found
         return self._phases[key]
 
     def _phase_plans(self, binding: LiveState) -> list[PhasePlan]:
-        return [found[0] for i in range(self.span) if (found := self.phase_plan(binding, i)) is not None]
+        """Of each phase the largest plan."""
+        plans = (self.phase_plan(binding, i, self._largest_extras(i)) for i in range(self.span))
+        return [found[0] for found in plans if found is not None]
+
+    def _largest_extras(self, ordinal: int) -> frozenset[int]:
+        if self.chosen_window == self.schedule.window:
+            return frozenset()
+        number, turns = sum(self.rooms(ordinal).values()), {*self.turns(ordinal)}
+        others = [i for i in self.selectable | self.next_turns(ordinal) if i not in turns]
+        others.sort(key=lambda i: (self.costs[i].compute_bytes - self.costs[i].anchor_bytes, i))
+        return frozenset(others[:number])
 
     def everything(self, binding: LiveState) -> PhasePlan:
         """The layout of an image that anchors all operators of this rank, for parked state."""
@@ -258,6 +312,8 @@ class SnapshotPlan:
                 "policy": self.policy_name,
                 "every": self.every,
                 "asked": self.asked,
+                "selection": str(self.selection),
+                "selectable": sorted(self.selectable),
                 "scope": None if self.scope is None else str(self.scope),
                 "budget_bytes": self.budget_bytes,
                 "compute_dtypes": {k: str(v)[6:] for k, v in self.compute_dtypes.items()},
@@ -312,7 +368,10 @@ def plan_from_payload(
         budget_bytes=recorded["budget_bytes"],
         owners=list(recorded.get("owners", ())),
         scope=scope,
-        asked=recorded.get("asked", ""),  # absent in what 0.4 recorded
+        # Absent in what 0.4 recorded.
+        asked=recorded.get("asked", ""),
+        selection=Selection(recorded.get("selection", Selection.TURNS)),
+        selectable=frozenset(recorded.get("selectable", ())),
     )
 
 

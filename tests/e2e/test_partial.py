@@ -21,9 +21,9 @@ TOTAL = 24
 ONE_EACH = {"experts": 1, "lost_tokens_limit": None}
 
 
-def _options(scope: str = "both", every: int = 1, **changes: Any) -> list[str]:
+def _options(scope: str = "both", every: int = 1, *, policy: str = "partial", **changes: Any) -> list[str]:
     partial = {**ONE_EACH, "scope": scope, **changes}
-    chosen = {"policy": "partial", "window": None, "partial": partial, "every": every}
+    chosen = {"policy": policy, "window": None, "partial": partial, "every": every}
     return [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
 
 
@@ -142,10 +142,19 @@ def test_two_kills_lose_what_was_counted_and_nothing_else(
     assert len(lost["iterations"]) == (EXPERTS - 1) * LAYERS
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, every: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "every", "selection"),
+    [
+        ("partial", 1, "turns"),
+        pytest.param("partial", 2, "turns", marks=long),
+        ("selected", 1, "model"),
+        pytest.param("selected", 2, "layer", marks=long),
+    ],
+)
+def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, policy: str, every: int, selection: str) -> None:
     """PLT as logged equals an independent count over the recorded assignments, exactly."""
-    options = [*_options("both", every), "--run", f"count-{every}"]
+    chosen = _options("both", every, policy=policy, selection=selection)
+    options = [*chosen, "--run", f"count-{policy}-{selection}-{every}"]
     first, second = _states(jobs, "first"), _states(jobs, "second")
     kill = ("--kill-sealed", "--patient-until", "12", "--kill-at", "17")
     jobs.run("plain", *options, "--states", str(first), *kill, "--total", "40", expect_killed=True)
@@ -165,6 +174,7 @@ def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, every: int) -> None:
     assert lost["plt"] == lost["cumulative_plt"] == sum(shares) / LAYERS
     assert sum(shares) > 0
     assert "PARTIAL SNAPSHOTS: weights and optimizer state of 6 of 8 experts" in jobs.log(out)
+    assert (report["window"], len(lost["iterations"])) == (EXPERTS if policy == "partial" else 2 * EXPERTS, 6)
 
 
 def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: Jobs) -> None:
@@ -185,11 +195,13 @@ def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: 
         ("plain", {}, EXPERTS * LAYERS),
         pytest.param("expert/by_hand", {"num_experts": 4}, 4, marks=long),
         ("expert/fused", {"num_experts": 4}, 4),
+        ("expert/by_hand", {"num_experts": 4, "policy": "selected"}, 4),
+        pytest.param("plain", {"policy": "selected"}, EXPERTS * LAYERS, marks=long),
     ],
 )
 def test_ranks_come_back_together(jobs: Jobs, case: str, changes: dict[str, Any], experts: int) -> None:
     """Replicated experts, which one rank captures, and experts of each rank's own."""
-    run = f"ranks-{case.replace('/', '-')}"
+    run = f"ranks-{case.replace('/', '-')}-{changes.get('policy', '')}"
     options = _options(**changes)
     before = {rank: ("--states", str(_states(jobs, f"first-{rank}"))) for rank in range(2)}
     after = {rank: ("--states", str(_states(jobs, f"second-{rank}"))) for rank in range(2)}

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from ckptd.core.partial_experts import (
     LayerTokens,
+    RiskedExpert,
+    Selection,
     experts_of_layers,
     plan_partial,
     proportion_lost,
     rotation,
+    select_by_risk,
     window_for,
     window_within,
 )
@@ -161,3 +164,61 @@ class TestLoss:
         assert windows == sorted(windows)
         assert windows[13] == 1
         assert windows[14] == 2
+
+
+risks = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+class TestSelection:
+    @given(st.lists(risks, min_size=1, max_size=3), st.integers(0, 3))
+    def test_of_each_layer_those_with_the_most_tokens(self, layers: list[list[int]], room: int) -> None:
+        """Against all choices of as many experts."""
+        experts = risked(layers)
+        rooms = {f"{n}": room for n in range(len(layers))}
+        chosen = select_by_risk(experts, rooms, Selection.LAYER)
+        tokens = {e.operator: e.tokens for e in experts}
+        for number, layer in enumerate(layers):
+            mine = [i for i in chosen if experts[i].layer == f"{number}"]
+            best = max(sum(some) for some in itertools.combinations(layer + [0] * room, room))
+            assert sum(tokens[i] for i in mine) == best
+            assert len(mine) <= room
+
+    @given(st.lists(risks, min_size=1, max_size=4), st.integers(0, 6))
+    def test_layers_share_in_proportion_to_what_is_at_risk(self, layers: list[list[int]], room: int) -> None:
+        experts = risked(layers)
+        rooms = {f"{n}": room if n == 0 else 0 for n in range(len(layers))}
+        chosen = select_by_risk(experts, rooms, Selection.MODEL)
+        with_risk = [sum(tokens > 0 for tokens in layer) for layer in layers]
+        assert len(chosen) == len({*chosen}) == min(room, sum(with_risk))
+        counts = [sum(experts[i].layer == f"{n}" for i in chosen) for n in range(len(layers))]
+        assert all(count <= most for count, most in zip(counts, with_risk, strict=True))
+        total = sum(map(sum, layers))
+        exact = [room * sum(layer) / max(total, 1) for layer in layers]
+        if all(share <= most for share, most in zip(exact, with_risk, strict=True)):
+            # No layer is full: nobody gets less than its share, or one more than that at most.
+            assert all(
+                int(share) <= count <= int(share) + 1 for share, count in zip(exact, counts, strict=True)
+            )
+        for number, layer in enumerate(layers):
+            mine = sorted(experts[i].tokens for i in chosen if experts[i].layer == f"{number}")
+            assert mine == sorted(layer)[len(layer) - len(mine) :]
+
+    def test_what_exceeds_a_layers_experts_goes_to_others(self) -> None:
+        chosen = select_by_risk(risked([[100], [1, 1, 1]]), {"0": 3, "1": 0}, Selection.MODEL)
+        assert len(chosen) == 3
+        assert 0 in chosen
+
+    @pytest.mark.parametrize("selection", [Selection.LAYER, Selection.MODEL])
+    def test_a_large_model_is_quick_to_select_from(self, selection: Selection) -> None:
+        """61 layers of 256 experts; bench.policies measures it."""
+        experts = risked([[(31 * n + layer) % 97 for n in range(256)] for layer in range(61)])
+        assert len(select_by_risk(experts, {f"{n}": 8 for n in range(61)}, selection)) == 61 * 8
+
+
+def risked(layers: list[list[int]]) -> list[RiskedExpert]:
+    numbers = itertools.count()
+    return [
+        RiskedExpert(next(numbers), f"{layer}", tokens)
+        for layer, found in enumerate(layers)
+        for tokens in found
+    ]

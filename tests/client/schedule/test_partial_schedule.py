@@ -28,14 +28,14 @@ def options(**partial: Any) -> SnapshotOptions:
     return SnapshotOptions(policy="partial", partial=PartialOptions(**partial))
 
 
-def turns(number: int, rank: int = 0, **partial: Any) -> PartialTurns:
-    found = PartialTurns.of(options(**partial), operators(number), rank)
+def turns(number: int, rank: int = 0, world_size: int = 1, **partial: Any) -> PartialTurns:
+    found = PartialTurns.of(options(**partial), operators(number), rank, world_size)
     assert found is not None
     return found
 
 
 def test_other_policies_have_no_turns() -> None:
-    assert PartialTurns.of(SnapshotOptions(), operators(4), 0) is None
+    assert PartialTurns.of(SnapshotOptions(), operators(4), 0, 1) is None
     assert scope_of(SnapshotOptions()) is None
     assert scope_of(options(scope="weights")) is PartialScope.WEIGHTS
     check_experts(operators(0), SnapshotOptions())
@@ -92,3 +92,30 @@ def test_ranks_with_other_experts_take_turns() -> None:
     one, other = (planned(turns(2, rank, num_experts=4), None, window=4) for rank in range(2))
     assert one.phases != other.phases
     assert {len(phase) for phase in other.phases[1:]} == {1}
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_half_of_a_selected_snapshot_is_for_turns(window: int) -> None:
+    found = planned(turns(8, selection="layer"), None, window)
+    if window == 1:
+        assert found.window == 1
+        return
+    plain = planned(turns(8), None, window)
+    assert found.window == 2 * window
+    assert found.peak_bytes == plain.peak_bytes
+    for phase in range(0, 2 * window, 2):
+        both = {*found.phases[phase], *found.phases[phase + 1]}
+        assert both == {*plain.phases[phase // 2]}
+    assert turns(64, selection="model", experts=1).window == 32
+
+
+def test_only_experts_that_no_other_rank_has_are_selected() -> None:
+    def selectable(found: PartialTurns, owners: list[int] | None = None) -> int:
+        return len(found.selectable(found.operators, owners or []))
+
+    assert selectable(turns(4)) == 0
+    assert selectable(turns(4, selection="model")) == 8
+    assert selectable(turns(4, world_size=2, selection="model")) == 0
+    assert selectable(turns(4, world_size=2, selection="model", num_experts=8)) == 8
+    assert selectable(turns(4, world_size=4, selection="model", num_experts=8)) == 0
+    assert selectable(turns(4, selection="model"), [-1, 0, 1, *[-1] * 6]) == 6

@@ -150,7 +150,7 @@ class TestWindow:
 def partial_turns(binding: LiveState, scope: str = "both") -> PartialTurns:
     operators = discover_operators(binding.model, rows_allowed=binding.rows_allowed)
     options = SnapshotOptions(policy="partial", partial=PartialOptions(scope=scope))  # type: ignore[arg-type]
-    found = PartialTurns.of(options, operators, 0)
+    found = PartialTurns.of(options, operators, 0, 1)
     assert found is not None
     return found
 
