@@ -11,6 +11,7 @@
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-host  seeded kills of ranks, zygotes and hosts of a job under hosts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
+#   make demo-policies   watch the same kills under four policies, two of which lose updates of experts (minutes)
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-elastic  seeded kills of elastic jobs, most of all while an incarnation starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-matrix   every kind of parallelism, optimizer and precision through a kill, and what make test leaves out (long)
@@ -37,7 +38,7 @@ GPU_PYTHON ?=
 GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage demo-policies bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -97,6 +98,9 @@ demo-pipeline: $(STAMP)
 
 demo-elastic: $(STAMP)
 	$(BIN)/python -m examples.moe_elastic.demo $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
+
+demo-policies: $(STAMP)
+	$(BIN)/python -m examples.moe_text.policies
 
 demo-storage: $(STAMP)
 	$(BIN)/python -m examples.moe_text.storage $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

@@ -147,10 +147,10 @@ class PartialOptions:
     """E: the experts of a whole layer, if ranks hold different ones. None: this rank's model has all."""
 
     selection: Literal["turns", "layer", "model"] = "turns"
-    """``"turns"``: experts take turns. ``"layer"``: half of each snapshot is for the experts of each layer with
-    the most tokens since they were in a snapshot last (MoC-System's load-aware selection). ``"model"``: the
-    same over all layers; one with more tokens at risk has more experts in the snapshot (MoEtion's). Experts
-    of which other ranks may hold replicas take turns."""
+    """``"turns"``: experts take turns. ``"layer"``: a snapshot has those of each layer with the most tokens
+    since they were in one last (MoC-System's load-aware selection). ``"model"``: the same over all layers
+    together (as MoEtion). Experts of which other ranks may hold replicas take turns. The ring has slots for
+    two windows then."""
 
     scope: Literal["both", "weights", "optimizer"] = "both"
     """What a snapshot holds of these experts only. ``"optimizer"``: it holds the weights of all experts,

@@ -77,8 +77,8 @@ def examine(
     check_sharded(binding)
     if options.snapshots.of_experts is not None and options.recovery.park:
         raise ValueError(
-            f"park=True and policy={options.snapshots.policy!r}: ranks that are parked go on only where the others are replayed, "
-            "and partial snapshots are not replayed; pass one of them"
+            f"park=True and policy={options.snapshots.policy!r}: ranks that are parked go on only where the "
+            "others are replayed, and partial snapshots are not replayed; pass one of them"
         )
     if not options.snapshots.dense and (reasons := binding.dependent()):
         raise ValueError(

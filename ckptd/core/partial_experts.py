@@ -8,28 +8,26 @@ of experts were lost in all failures so far, over all tokens that the layer's ex
 While the windows are short enough, a failure cannot raise the PLT above a limit (`window_within`): this is
 known before the failure. MoC-System raises K after the failure that exceeded the limit.
 
-Experts take turns (`rotation`). They may be selected by tokens at risk, too (`select_by_risk`): those that an
-expert was given since it was in a snapshot last. One half of each snapshot still goes to those whose turn it
-is, in windows that are twice as long, so that none is left out for longer than the ring can wait.
+Experts take turns (`rotation`), or are selected by tokens at risk (`select_by_risk`): those that an expert
+was given since it was in a snapshot last. None is left out for longer than two windows, which the ring holds.
 
 Source: MoC-System (ASPLOS '25), sections 3 (equations 6 and 7) and 5.3; MoEtion, section 4.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 
 from ckptd.core.snapshot_policy import OperatorCost, PolicyKind, Schedule
 
 __all__ = [
     "LOST_TOKENS_LIMIT",
     "LayerTokens",
-    "RiskedExpert",
     "Selection",
     "experts_of_layers",
     "plan_partial",
@@ -67,7 +65,6 @@ def rotation(
     *,
     first: int = 0,
     num_experts: int | None = None,
-    shifts: int | None = None,
 ) -> list[int]:
     """The phase of each operator: experts take turns, those of other layers and ranks interleaved.
 
@@ -78,7 +75,6 @@ def rotation(
     Args:
         first: the number of this rank's first expert among those of a layer.
         num_experts: of a whole layer; None: this rank has all of them.
-        shifts: the window by which layers are shifted against each other; None: ``window``.
     Returns:
         Phases below ``window``; 0 for operators that are no experts.
     """
@@ -97,7 +93,7 @@ def rotation(
             else:
                 ranks = total // here[name]
                 position = place * ranks + first // here[name] % ranks
-            position = (position + layers[name] * total // (shifts or window)) % total
+            position = (position + layers[name] * total // window) % total
             phases[i] = position * window // total
     return phases
 
@@ -156,7 +152,7 @@ def proportion_lost(ranks: Sequence[Mapping[str, LayerTokens]]) -> float:
 
     Layers without tokens do not count.
     """
-    layers = dict.fromkeys(chain.from_iterable(ranks))
+    layers = dict.fromkeys(itertools.chain.from_iterable(ranks))
     shares = []
     for layer in layers:
         found = [rank[layer] for rank in ranks if layer in rank]
@@ -197,73 +193,57 @@ def _halvings(window: int) -> list[int]:
 # -- by tokens at risk -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RiskedExpert:
-    """An expert that may be selected.
-
-    Args:
-        operator: its number.
-        layer: of which it is.
-        tokens: that it was given since it was in a snapshot last.
-    """
-
-    operator: int
-    layer: str
-    tokens: float
-
-
 class Selection(StrEnum):
     """Which experts a snapshot has."""
 
     TURNS = "turns"  # all in turn (MoC-System's sequential selection)
     LAYER = "layer"  # of each layer those with the most tokens at risk (MoC-System's load-aware selection)
-    MODEL = "model"  # more of the layers that have more tokens at risk (MoEtion, algorithm 1)
+    MODEL = "model"  # of all layers together those with the most (as MoEtion)
 
 
 def select_by_risk(
-    experts: Sequence[RiskedExpert], rooms: Mapping[str, int], selection: Selection
+    tokens: Sequence[float], ages: Sequence[int], capacities: Sequence[int], longest: int
 ) -> list[int]:
-    """The operators of the experts with the most tokens at risk, besides those whose turn it is.
+    """The experts with the most tokens at risk for which a snapshot has room.
+
+    The sum of the selected tokens is the largest that leaves it possible for every later snapshot to keep the
+    rule of ``longest``. To that end, of the experts that must be in one of the next D + 1 snapshots, as many
+    are selected now as the next D have no room for; each such bound limits how many of the others are.
 
     Args:
-        experts: those whose turn it is not.
-        rooms: by layer, how many there is room for.
-        selection: by layer, or over all layers: then each gets a part of all rooms in proportion to its
-            tokens at risk. What exceeds a layer's experts goes to the other layers.
-    Source: MoC-System (ASPLOS '25), section 3.2; MoEtion, section 4.3 and algorithm 1, corrected: a layer's
-    share is limited to its experts, and the rest is given to the others.
+        tokens: by expert, those that it was given since it was in a snapshot last.
+        ages: by expert, the number of snapshots since then; 1: the last one had it.
+        capacities: how many experts this snapshot has room for, and those that follow, in turn.
+        longest: any so many consecutive snapshots have every expert.
+    Returns:
+        The numbers of the selected experts. Of those with equal tokens, older ones come first.
+    Source: MoC-System (ASPLOS '25), section 3.2; MoEtion, section 4.3. Its algorithm 1 divides the room over
+    layers in proportion to their tokens at risk; over all experts together no fewer tokens are selected.
     """
-    by_layer: dict[str, list[RiskedExpert]] = {layer: [] for layer in rooms}
-    for expert in experts:
-        if expert.tokens > 0:
-            by_layer[expert.layer].append(expert)
-    counts = dict(rooms)
-    if selection is Selection.MODEL:
-        risks = {layer: sum(e.tokens for e in found) for layer, found in by_layer.items()}
-        most = {layer: len(found) for layer, found in by_layer.items()}
-        counts = _shares(risks, most, sum(rooms.values()))
+    here = min(capacities[0], len(ages))
+    counts = Counter(ages)
+    # By how many snapshots D some can wait: how many may be selected of those that can wait for longer. Most
+    # D bind nobody.
+    rooms: dict[int, int] = {}
+    later = due = 0
+    for wait in range(longest):
+        age = longest - wait
+        due += counts[age] if wait else sum(n for each, n in counts.items() if each >= age)
+        if due > later:
+            rooms[wait] = here - min(here, due - later)
+        later += capacities[(wait + 1) % len(capacities)]
+    # Sorts are stable: the second one keeps the order of the first among equals.
+    order = sorted(range(len(ages)), key=ages.__getitem__, reverse=True)
+    order.sort(key=tokens.__getitem__, reverse=True)
+    if not rooms:
+        return order[:here]
     chosen: list[int] = []
-    for layer, found in by_layer.items():
-        best = heapq.nsmallest(counts[layer], found, key=lambda e: (-e.tokens, e.operator))
-        chosen += [expert.operator for expert in best]
+    for expert in order:
+        if len(chosen) == here:
+            break
+        bound = [wait for wait in rooms if wait < longest - ages[expert]]
+        if all(rooms[wait] > 0 for wait in bound):
+            chosen.append(expert)
+            for wait in bound:
+                rooms[wait] -= 1
     return chosen
-
-
-def _shares(risks: Mapping[str, float], most: Mapping[str, int], total: int) -> dict[str, int]:
-    """``total`` divided in proportion to ``risks``, at most ``most`` for each; the rest to the largest
-    remainders.
-    """
-    given = dict.fromkeys(risks, 0)
-    left = min(total, sum(most.values()))
-    while left:
-        open_ = {layer: risk for layer, risk in risks.items() if given[layer] < most[layer]}
-        whole = sum(open_.values())
-        exact = {layer: left * risk / whole for layer, risk in open_.items()}
-        step = {layer: min(int(exact[layer]), most[layer] - given[layer]) for layer in open_}
-        if not any(step.values()):
-            order = sorted(open_, key=lambda layer: (-exact[layer], layer))
-            step = dict.fromkeys(order[:left], 1)
-        for layer, count in step.items():
-            given[layer] += count
-        left -= sum(step.values())
-    return given

@@ -243,6 +243,8 @@ class PartialPolicy:
 
     Args:
         always: the operators that every snapshot anchors: those that are no experts.
+        longest: any so many consecutive snapshots have every expert, if they are selected otherwise than by
+            phases; 0: a window.
     """
 
     def __init__(
@@ -252,14 +254,16 @@ class PartialPolicy:
         *,
         every: int = 1,
         scope: PartialScope = PartialScope.BOTH,
+        longest: int = 0,
     ) -> None:
         self.schedule, self.every, self._scope = schedule, every, scope
+        self._longest = longest or schedule.window
         self._always = frozenset(always)
 
     @property
     def window(self) -> int:
-        """How many snapshots it takes until every expert is in one."""
-        return self.schedule.window
+        """How many snapshots it takes at most until every expert is in one."""
+        return self._longest
 
     @property
     def num_slots(self) -> int:
@@ -270,7 +274,7 @@ class PartialPolicy:
         """What the snapshot of ``iteration`` records; None if it is no multiple of ``every``."""
         if iteration % self.every:
             return None
-        phase = iteration // self.every % self.window
+        phase = iteration // self.every % self.schedule.window
         anchored = self._always.union(self.schedule.phases[phase])
         rest = tuple(i for i in range(self.schedule.num_operators) if i not in anchored)
         return PhaseLevels(

@@ -496,20 +496,21 @@ class Recorder:
             return
         if plan.lossy:
             assert self._selection is not None
-            self._selection.begun(step, self._ordinal, layout.anchored, scalars[RECORDED]["given"])
+            given = scalars[RECORDED]["given"]
+            self._selection.begun(step, self._ordinal, layout.anchored, given, follows=previous >= 0)
         self._chain.take(Taken(step, previous, self._tape.last))
         self._taken_bytes = layout.layout.image_len
         self._in_a_row = 0
         self._drop_unneeded()
         provision.maybe_grow(step, crowded=capture.crowded)
 
-    def _selected(self, plan: SnapshotPlan) -> frozenset[int]:
-        """The operators that this top's snapshot anchors besides those of its phase."""
+    def _selected(self, plan: SnapshotPlan) -> frozenset[int] | None:
+        """The experts of this top's snapshot; None: those whose turn it is, if it is partial."""
         if not plan.lossy:
-            return frozenset()
+            return None
         if self._selection is None or self._selection.plan is not plan:
-            self._selection = ExpertSelection(self._binding, plan)
-        return self._selection.extras(self._ordinal)
+            self._selection = ExpertSelection(self._binding, plan, self.scalars.losses.captured)
+        return self._selection.experts(self._ordinal)
 
     def _in_step(self, changes: ScheduleChanges, step: int) -> bool:
         """Make agreed changes of the schedule; True if this rank knows the schedule of ``step``."""

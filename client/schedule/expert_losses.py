@@ -71,6 +71,7 @@ class ExpertLosses:
         lost_iterations: the PLT so far in iterations of all experts' tokens.
         last: of the recovery with which this process began; None: it lost nothing.
         cumulative_plt: the proportion of lost tokens of all recoveries so far.
+        captured: the tokens of each expert in the snapshot from which it was recovered.
     """
 
     def __init__(self, counter: TokenCounter) -> None:
@@ -79,6 +80,7 @@ class ExpertLosses:
         self.lost_iterations = 0.0
         self.cumulative_plt = 0.0
         self.last: LostUpdates | None = None
+        self.captured: dict[tuple[str, int], float] = {}
 
     def record(self) -> dict[str, Any]:
         """For a snapshot's step scalars; the counts of fused experts are tensors on their device."""
@@ -117,6 +119,7 @@ class ExpertLosses:
             name, index = op.expert
             then_given, then_lost = recorded[anchored[i]]
             now = given[name][index] - lost[name][index]
+            self.captured[op.expert] = then_given.get(name, given[name])[index]
             # What an earlier recovery lost between these snapshots is lost already.
             gone = now - (then_given.get(name, given[name])[index] - then_lost.get(name, lost[name])[index])
             tokens[op.name] = gone

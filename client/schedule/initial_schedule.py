@@ -204,7 +204,7 @@ class FirstPlan:
             self._own_is_dense = planner.dense
             self._compare(self._own)
         agreed_on = windows.first(
-            min(self._own.chosen_window, self.longest),
+            min(self._own.schedule.window, self.longest),
             dense=planner.dense,
             stride=changes.strides.shortest,
         )
@@ -216,8 +216,8 @@ class FirstPlan:
             window = 1
         changes.calendar = Calendar(stride=stride)
         plan = self._with_window(self._own, window, dense, make)
-        if plan is not None and plan.chosen_window != window:
-            error = ValueError(f"the ranks agreed on {window}, this one can only have {plan.chosen_window}")
+        if plan is not None and plan.schedule.window != window:
+            error = ValueError(f"the ranks agreed on {window}, this one can only have {plan.schedule.window}")
             self._failed(step, why, error)
             return None
         return plan
@@ -231,7 +231,7 @@ class FirstPlan:
             logger.info("dense snapshots, since no others are exact on every rank")
             self._planner.policy = "dense"
             return make(None)
-        if not dense and window != own.chosen_window:
+        if not dense and window != own.schedule.window:
             logger.info("the ranks agreed on a window of %d", window)
             return make(window)
         return own

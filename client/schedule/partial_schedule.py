@@ -7,7 +7,7 @@ are equal without a message.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK
@@ -45,8 +45,9 @@ def check_experts(operators: Sequence[Operator], options: SnapshotOptions) -> No
     layers = experts_of_layers([op.expert for op in operators])
     if not layers:
         raise ValueError(
-            f"policy={options.policy!r} leaves experts out of snapshots, and no experts were found in this model "
-            "(ckpt.describe() lists operators; LayoutOptions(operators=...) names others): use 'sliding'"
+            f"policy={options.policy!r} leaves experts out of snapshots, and no experts were found in this "
+            "model (ckpt.describe() lists operators; LayoutOptions(operators=...) names others): use "
+            "'sliding'"
         )
     name, found = max(layers.items(), key=lambda item: item[1])
     total = of_experts.num_experts or found
@@ -100,16 +101,12 @@ class PartialTurns:
     def window(self) -> int | None:
         """The window of the user's K; None: not chosen."""
         selected = self.options.experts
-        return None if selected is None else min(self._most, window_for(self.num_experts, selected))
+        return None if selected is None else min(MAX_WINDOW, window_for(self.num_experts, selected))
 
     @property
     def longest(self) -> int:
         """The window in which each snapshot has one expert of a layer."""
-        return min(self._most, self.num_experts)
-
-    @property
-    def _most(self) -> int:
-        return MAX_WINDOW if self.selection is Selection.TURNS else MAX_WINDOW // 2
+        return min(MAX_WINDOW, self.num_experts)
 
     def window_within(self, iteration: int, lost_iterations: float, wanted: int) -> int:
         """The longest window up to ``wanted`` with which a failure now keeps the PLT within the limit."""
@@ -144,23 +141,7 @@ class PartialTurns:
             )
             if schedule.fits:
                 break
-        if self.selection is Selection.TURNS or schedule.window == 1:
-            return schedule
-        # Half of each snapshot is for turns, in windows that are twice as long.
-        halves = rotation(
-            experts, 2 * schedule.window, first=first, num_experts=total, shifts=schedule.window
-        )
-        members: list[list[int]] = [[] for _ in range(2 * schedule.window)]
-        for i, phase in enumerate(halves):
-            members[phase].append(i)
-        sizes = (size for size in schedule.phase_bytes for _ in range(2))
-        return replace(
-            schedule,
-            window=len(members),
-            phases=tuple(map(tuple, members)),
-            phase_bytes=tuple(sizes),
-            reason=f"{schedule.reason}, half of them by tokens at risk",
-        )
+        return schedule
 
     def selectable(self, operators: Sequence[Operator], owners: Sequence[int]) -> frozenset[int]:
         """The experts that are certain to be on no other rank.

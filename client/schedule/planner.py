@@ -164,7 +164,7 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
         plan = _plan_once(binding, operators, inputs.tight if candidate is None else inputs, candidate)
         if candidate is None and not plan.schedule.fits:
             plan = _plan_once(binding, operators, inputs, None)
-        if candidate is None and not plan.schedule.fits and plan.chosen_window > worthwhile:
+        if candidate is None and not plan.schedule.fits and plan.schedule.window > worthwhile:
             # The largest was planned: most of its length saves next to nothing and lengthens recovery.
             logger.info("%s; window %d is used", plan.schedule.reason, worthwhile)
             candidates.insert(0, worthwhile)
@@ -173,7 +173,7 @@ def make_plan(binding: LiveState, operators: Sequence[Operator], inputs: PlanInp
         if inputs.available_bytes is None or needed <= inputs.available_bytes:
             return plan
         tried.append(f"W={plan.schedule.window}: {plan.num_slots} slots of {plan.slot_bytes} bytes")
-        if wanted is None and plan.chosen_window >= len(operators):
+        if wanted is None and plan.schedule.window >= len(operators):
             break
     raise ValueError(
         f"no ring fits the {inputs.available_bytes} bytes that the daemon has left "

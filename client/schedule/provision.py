@@ -153,7 +153,7 @@ class NewSlots:
             plan.slot_bytes,
             request.slots,
             patient=self._in_use() is None,
-            window=plan.schedule.window,
+            window=plan.policy.window,
             num_operators=len(plan.operators),
             payload=plan.payload(self._binding),
         )
@@ -334,7 +334,7 @@ class Provision:
 
     def _keep_within_limit(self, plan: SnapshotPlan, turns: PartialTurns, step: int) -> None:
         """Anchor more experts per snapshot while a failure could exceed the limit of lost tokens."""
-        window, chosen = plan.chosen_window, self._planner.window
+        window, chosen = plan.schedule.window, self._planner.window
         within = turns.window_within(step, self.lost_iterations, chosen or turns.longest)
         if chosen is None and within > window:
             self._maybe_widen(plan, step, within)
@@ -362,8 +362,8 @@ class Provision:
         self._look_again_at = step + _RETRY_STEPS
         try:
             if smallest and window is not None:
-                window = min(window, self._planner.make(plan).chosen_window)
-                if window <= plan.chosen_window:
+                window = min(window, self._planner.make(plan).schedule.window)
+                if window <= plan.schedule.window:
                     return
             self._change_to(self._planner.make(plan, window=window, policy=policy), step, why, policy)
         except ValueError as error:
@@ -371,7 +371,7 @@ class Provision:
 
     def _change_to(self, other: SnapshotPlan, step: int, why: str, policy: str = "") -> None:
         """Use this plan as soon as its slots are there, on all ranks at once if there are several."""
-        window = other.chosen_window
+        window = other.schedule.window
         if not policy:
             why += str(window)
         elif why != self._announced_policy:
@@ -396,18 +396,18 @@ class Provision:
         self.control.looked(step, in_vain=shortage is not None and wide is None)
         if wide is None:
             return
-        self._change_to(wide, step, f"snapshots cost too much: window {plan.chosen_window} -> ")
+        self._change_to(wide, step, f"snapshots cost too much: window {plan.schedule.window} -> ")
 
     def _wider(self, plan: SnapshotPlan, shortage: Shortage | None, longest: int) -> SnapshotPlan | None:
         """The plan of a wider window, if there is a reason for one, and it helps."""
-        window, behind = plan.chosen_window, self._memory.table.ring_hint.behind
+        window, behind = plan.schedule.window, self._memory.table.ring_hint.behind
         self._lagging = self._lagging + 1 if behind > window else 0
         try:
             if shortage is not None:
                 why = str(shortage)
                 wide = self._planner.make(plan, shortage=shortage)
                 self._tell_misfit(wide, shortage)
-                if wide.chosen_window > longest:
+                if wide.schedule.window > longest:
                     wide = self._planner.make(plan, window=longest)
             elif self._lagging >= _LAGGING_LOOKS:
                 why = f"a peer is {behind} iterations behind, and was when last looked at"
@@ -417,7 +417,7 @@ class Provision:
         except ValueError as error:
             logger.warning("%s, but the window stays: %s", why, error)
             return None
-        if wide.chosen_window <= window or wide.slot_bytes >= plan.slot_bytes:
+        if wide.schedule.window <= window or wide.slot_bytes >= plan.slot_bytes:
             return None
         logger.info("%s: a wider window would help", why)
         self._lagging = 0
@@ -466,7 +466,7 @@ class Provision:
         if self.changes is not None:
             self._replan_together(self.plan, self.changes, found, step)
         elif not self._slots.coming:
-            window = None if self._planner.dense else self.plan.chosen_window
+            window = None if self._planner.dense else self.plan.schedule.window
             plan = self._try_plan(found, step, window=window)
             if plan is not None:
                 self._slots.ask(plan, step, found)
@@ -540,7 +540,7 @@ class Provision:
         longer = needed > table.segments[-1].geometry.num_slots
         if not (longer or crowded) or request.coming or self._making_room() or request.pending:
             return
-        most = most_slots(plan.schedule.window, span, plan.slack, returned=table.returned)
+        most = most_slots(plan.policy.window, span, plan.slack, returned=table.returned)
         more = max(plan.num_slots, min(plan.num_slots + _MORE_SLOTS, most))
         slots = needed if longer else more
         why = "another rank's window is longer" if longer else "another rank lags behind"

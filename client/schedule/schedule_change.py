@@ -369,8 +369,8 @@ class ScheduleChanges:
             raise ValueError("the daemon is away")
         other = self._plans.plan_for(change)
         wanted = 1 if change.policy == "dense" else change.window
-        if other.chosen_window != wanted:
-            raise ValueError(f"it can only have a window of {other.chosen_window}")
+        if other.schedule.window != wanted:
+            raise ValueError(f"it can only have a window of {other.schedule.window}")
         return _Ready(plan=other)
 
     def _reserve(self, ready: _Ready) -> bool:
@@ -383,7 +383,7 @@ class ScheduleChanges:
             ready.segment = self._memory.reserve(
                 plan.slot_bytes,
                 plan.num_slots,
-                window=plan.schedule.window,
+                window=plan.policy.window,
                 num_operators=len(plan.operators),
                 payload=plan.payload(self._binding),
                 patient=False,

@@ -92,7 +92,9 @@ class SnapshotPlan:
     asked: str = ""
     """What the script asked for, also where only dense snapshots are exact; "" if unknown."""
     _policy: SnapshotPolicy | None = None
-    _phases: dict[tuple[int, frozenset[int]], tuple[PhasePlan, bool] | None] = field(default_factory=dict)
+    _phases: dict[tuple[int, frozenset[int] | None], tuple[PhasePlan, bool] | None] = field(
+        default_factory=dict
+    )
     _state: StateTable | None = None
 
     @property
@@ -104,7 +106,10 @@ class SnapshotPlan:
                 self._policy = DensePolicy(len(self.operators), self.every)
             elif self.scope is not None:
                 always = [i for i, op in enumerate(self.operators) if op.expert is None]
-                self._policy = PartialPolicy(self.schedule, always, every=self.every, scope=self.scope)
+                longest = (2 if self.selectable else 1) * self.schedule.window
+                self._policy = PartialPolicy(
+                    self.schedule, always, every=self.every, scope=self.scope, longest=longest
+                )
             else:
                 self._policy = SlidingPolicy(self.schedule)
         return self._policy
@@ -132,30 +137,10 @@ class SnapshotPlan:
         """True if a recovery from these snapshots loses updates of experts."""
         return self.scope is not None
 
-    @property
-    def chosen_window(self) -> int:
-        """The window that was chosen; turns take twice as long if the rest of a snapshot is selected."""
-        window = self.schedule.window
-        return window if self.selection is Selection.TURNS or window == 1 else window // 2
-
     def turns(self, ordinal: int) -> tuple[int, ...]:
         """The experts whose turn the ``ordinal``-th snapshot is."""
         phase = ordinal // self.every % self.schedule.window
         return tuple(i for i in self.schedule.phases[phase] if self.operators[i].expert is not None)
-
-    def next_turns(self, ordinal: int) -> frozenset[int]:
-        """Of the phases, each two are one of a window half as long: the turns of the other one."""
-        phase = ordinal // self.every % self.schedule.window ^ 1
-        return frozenset(self.turns(phase * self.every))
-
-    def rooms(self, ordinal: int) -> dict[str, int]:
-        """By container, how many experts fit beside the turns of the ``ordinal``-th snapshot."""
-        found: dict[str, int] = {}
-        for i in self.next_turns(ordinal):
-            expert = self.operators[i].expert
-            assert expert is not None
-            found[expert[0]] = found.get(expert[0], 0) + 1
-        return found
 
     def ordinal_of(self, phase: int) -> int:
         """The number of a snapshot of this phase in the schedule."""
@@ -196,47 +181,48 @@ class SnapshotPlan:
         self.use(schedule_of(costs, phases, fixed, self.policy_name))
 
     def phase_plan(
-        self, binding: LiveState, ordinal: int, extras: frozenset[int] = frozenset()
+        self, binding: LiveState, ordinal: int, experts: frozenset[int] | None = None
     ) -> tuple[PhasePlan, bool] | None:
         """The copy plan of the ``ordinal``-th snapshot, and whether a chain begins with it.
 
         None if the policy takes no snapshot there.
 
         Args:
-            extras: operators that it anchors besides those of its phase.
+            experts: that a partial snapshot anchors; None: those whose turn it is.
         """
-        key = ordinal % self.span, extras
-        if key not in self._phases:
-            levels = self.policy.levels_for(ordinal)
-            found = None
-            if levels is not None:
-                layout = self._layout(
-                    binding,
-                    levels.phase,
-                    extras.union(levels.anchored),
-                    [i for i in levels.compute if i not in extras],
-                    self.left_out,
-                    [i for i in levels.state if i not in extras],
-                )
-                found = layout, levels.begins_chain
-            if extras and len(self._phases) > 2 * self.span:  # selections rarely come again
-                self._phases.clear()
-            self._phases[key] = found
-            return found
-        return self._phases[key]
+        key = ordinal % self.span, experts
+        if key in self._phases:
+            return self._phases[key]
+        levels = self.policy.levels_for(ordinal)
+        found = None
+        if levels is not None:
+            anchored, compute, state = levels.anchored, levels.compute, levels.state
+            if experts is not None:
+                every = {i for i, op in enumerate(self.operators) if op.expert is not None}
+                anchored = tuple(every.symmetric_difference(range(len(self.operators))) | experts)
+                rest = tuple(every - experts)
+                compute, state = (rest if each else () for each in (compute, state))
+            layout = self._layout(binding, levels.phase, anchored, compute, self.left_out, state)
+            found = layout, levels.begins_chain
+        if experts is not None and len(self._phases) > 2 * self.span:  # selections rarely come again
+            self._phases.clear()
+        self._phases[key] = found
+        return found
 
     def _phase_plans(self, binding: LiveState) -> list[PhasePlan]:
         """Of each phase the largest plan."""
-        plans = (self.phase_plan(binding, i, self._largest_extras(i)) for i in range(self.span))
+        plans = (self.phase_plan(binding, i, self._largest_experts(i)) for i in range(self.span))
         return [found[0] for found in plans if found is not None]
 
-    def _largest_extras(self, ordinal: int) -> frozenset[int]:
-        if self.chosen_window == self.schedule.window:
-            return frozenset()
-        number, turns = sum(self.rooms(ordinal).values()), {*self.turns(ordinal)}
-        others = [i for i in self.selectable | self.next_turns(ordinal) if i not in turns]
-        others.sort(key=lambda i: (self.costs[i].compute_bytes - self.costs[i].anchor_bytes, i))
-        return frozenset(others[:number])
+    def _largest_experts(self, ordinal: int) -> frozenset[int] | None:
+        if not self.selectable:
+            return None
+        turns = self.turns(ordinal)
+        number = sum(i in self.selectable for i in turns)
+        extra = [
+            (c.compute_bytes - c.anchor_bytes, i) for i, c in enumerate(self.costs) if i in self.selectable
+        ]
+        return frozenset(i for _, i in sorted(extra)[:number]).union(set(turns) - self.selectable)
 
     def everything(self, binding: LiveState) -> PhasePlan:
         """The layout of an image that anchors all operators of this rank, for parked state."""

@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ByteLoader", "load_corpus"]
+__all__ = ["ByteLoader", "load_corpus", "load_held_out"]
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 MIN_CORPUS_BYTES = 256 * 1024
+CORPUS_BYTES, HELD_OUT_BYTES = 4_000_000, 400_000
 
 
-def load_corpus(max_bytes: int = 4_000_000) -> Tensor:
+def load_held_out() -> Tensor:
+    """What follows the corpus in the library, or of a small library its end."""
+    return load_corpus(CORPUS_BYTES + HELD_OUT_BYTES)[-HELD_OUT_BYTES:]
+
+
+def load_corpus(max_bytes: int = CORPUS_BYTES) -> Tensor:
     """The standard library's sources as one uint8 tensor `[num_bytes]`, at most `max_bytes` long.
 
     Raises:

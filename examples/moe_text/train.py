@@ -32,13 +32,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from ckptd.client import Checkpointer, LayoutOptions, RecoveryOptions, RunOptions, SnapshotOptions
-from examples.moe_text.data import ByteLoader, load_corpus
+from ckptd.client import (
+    Checkpointer,
+    LayoutOptions,
+    PartialOptions,
+    RecoveryOptions,
+    RunOptions,
+    SnapshotOptions,
+)
+from examples.moe_text.data import ByteLoader, load_corpus, load_held_out
 from examples.moe_text.model import MoEConfig, MoETransformer
 
 __all__ = ["final_state", "main"]
 
 WARMUP_STEPS = 20
+CONTEXT = 128
 
 
 def build_model(init_seed: int) -> tuple[MoETransformer, dict[str, Tensor]]:
@@ -84,6 +92,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--run", default="r1")
     parser.add_argument("--daemon", default="auto", help="auto, none, or an endpoint")
     parser.add_argument("--window", type=int, help="snapshots per window; default: measured")
+    parser.add_argument(
+        "--policy", default="sliding", help="sliding, aligned, dense, partial or selected (docs/policies.md)"
+    )
+    parser.add_argument("--every", type=int, default=1, help="iterations between two snapshots")
+    parser.add_argument(
+        "--experts", type=int, help="of each layer in a partial snapshot, however many tokens a failure loses"
+    )
+    parser.add_argument(
+        "--validate", type=int, default=0, metavar="N", help="batches of other text to try at the end"
+    )
     parser.add_argument("--ddp", action="store_true", help="data parallel, under torchrun")
     parser.add_argument(
         "--in-process", action="store_true", help="with --ddp: stay when another rank has failed"
@@ -141,7 +159,10 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
 
     optimizer = torch.optim.AdamW(list(masters.values()), lr=2e-3, weight_decay=0.05)
     sched = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(args.steps))
-    loader = ByteLoader(load_corpus(), batch_size=args.batch_size, context=128, seed=7 + rank)
+    loader = ByteLoader(load_corpus(), batch_size=args.batch_size, context=CONTEXT, seed=7 + rank)
+    partial = None
+    if args.experts is not None:
+        partial = PartialOptions(experts=args.experts, lost_tokens_limit=None)
 
     ckpt = Checkpointer(
         model,
@@ -149,11 +170,17 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         state={"sched": sched, "loader": loader},
         run=RunOptions(job=args.job, name=args.run),
         daemon=None if args.daemon == "none" else args.daemon,
-        snapshots=SnapshotOptions(window=args.window),
+        snapshots=SnapshotOptions(policy=args.policy, window=args.window, every=args.every, partial=partial),
         layout=LayoutOptions(masters=masters),
         recovery=RecoveryOptions(in_process=connect if args.in_process else None),
     )
-    log.write("attached", init_seed=args.init_seed)
+    lost = ckpt.lost_updates
+    log.write(
+        "attached",
+        init_seed=args.init_seed,
+        lost_tokens=0 if lost is None else sum(lost.tokens.values()),
+        plt=0.0 if lost is None else lost.cumulative_plt,
+    )
     phases: dict[str, float] = {}
     for step in ckpt.steps(args.steps):
         with ckpt.restartable():
@@ -169,10 +196,23 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
             log.write("step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying))
             if phases != (phases := phase_counters(ckpt)):
                 log.write("back", phases=phases)
+    if args.validate:
+        log.write("validated", loss=validation_loss(model, args.validate, args.batch_size))
     log.write("finished", resumed_from=ckpt.resumed_from, stats=ckpt.stats())
     state = final_state(model, masters, optimizer, {"sched": sched, "loader": loader})
     ckpt.close()
     return state
+
+
+def validation_loss(model: MoETransformer, batches: int, batch_size: int) -> float:
+    """The mean loss on text that is not trained on; changes nothing that training depends on."""
+    loader = ByteLoader(load_held_out(), batch_size=batch_size, context=CONTEXT, seed=11)
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(11)  # the gates' noise
+        losses = [float(model(*next(loader))) for _ in range(batches)]
+    model.train()
+    return sum(losses) / len(losses)
 
 
 def phase_counters(ckpt: Checkpointer) -> dict[str, float]:

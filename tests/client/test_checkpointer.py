@@ -114,7 +114,10 @@ class Halves(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "slide"}, "policy='slide': choose 'sliding', 'aligned', 'dense' or 'partial'"),
+        (
+            {"policy": "slide"},
+            "policy='slide': choose 'sliding', 'aligned', 'dense', 'partial' or 'selected'",
+        ),
         ({"window": 0}, "window=0: a window has 1 to 64 snapshots"),
         ({"window": 65}, "window=65"),
         ({"every": 0}, "every=0"),

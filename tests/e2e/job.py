@@ -276,6 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=0,
         help="die so many steps after the window has become wider",
     )
+    parser.add_argument("--until-window", type=int, default=0, help="leave the loop at this window")
     parser.add_argument("--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then")
     parser.add_argument("--tear-at", type=int, default=-1, help="record something wrong in that snapshot")
     parser.add_argument("--hidden", help="a state that no snapshot holds (see hidden.py)")
@@ -357,6 +358,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace_text(args.progress, f"{step} {int(ckpt.replaying)}")
         if args.stats is not None:
             replace_text(args.stats, json.dumps({"step": step, **ckpt.stats()}))
+        if args.until_window and int(ckpt.stats()["window"]) >= args.until_window:
+            break
         last_change = args.kill_after_new_window or args.kill_after_wider_window
         if last_change:
             window = int(ckpt.stats()["window"])

@@ -174,7 +174,7 @@ def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, policy: str, every: i
     assert lost["plt"] == lost["cumulative_plt"] == sum(shares) / LAYERS
     assert sum(shares) > 0
     assert "PARTIAL SNAPSHOTS: weights and optimizer state of 6 of 8 experts" in jobs.log(out)
-    assert (report["window"], len(lost["iterations"])) == (EXPERTS if policy == "partial" else 2 * EXPERTS, 6)
+    assert (report["window"], len(lost["iterations"])) == (EXPERTS, 6)
 
 
 def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: Jobs) -> None:
@@ -221,10 +221,10 @@ def test_ranks_come_back_together(jobs: Jobs, case: str, changes: dict[str, Any]
 @pytest.mark.slow
 def test_windows_grow_as_far_as_the_limit_allows_on_one_rank_and_on_several(jobs: Jobs) -> None:
     """With K = 1 of 4 experts: a window of 2 from iteration 14 on, one of 4 from 40 on."""
-    options = [*_options(lost_tokens_limit=0.0375), "--patient-until", "120"]
-    alone = jobs.run("plain", *options, "--run", "grows", "--total", "120")
+    options = [*_options(lost_tokens_limit=0.0375), "--until-window", str(EXPERTS), "--step-ms", "5"]
+    alone = jobs.run("plain", *options, "--run", "grows", "--total", "4000")
     assert jobs.report(alone)["window"] == EXPERTS
-    outs = Ranks(jobs, "grow", *options, case="plain", total=120).end()
+    outs = Ranks(jobs, "grow", *options, case="plain", total=4000).end()
     for out in outs:
         report = jobs.report(out)
         assert report["window"] == EXPERTS, jobs.log(out)

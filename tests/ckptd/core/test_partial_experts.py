@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptd.core.partial_experts import (
     LayerTokens,
-    RiskedExpert,
-    Selection,
     experts_of_layers,
     plan_partial,
     proportion_lost,
@@ -166,59 +165,73 @@ class TestLoss:
         assert windows[14] == 2
 
 
-risks = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+def possible(ages: dict[int, int], capacities: list[int], longest: int) -> bool:
+    """Whether every rule can be kept from here on, by playing earliest deadline first for some windows."""
+    ages = dict(ages)
+    for n in range(3 * longest):
+        if any(age > longest for age in ages.values()):
+            return False
+        room = capacities[n % len(capacities)]
+        for operator in sorted(ages, key=lambda i: -ages[i])[:room]:
+            ages[operator] = 0
+        ages = {operator: age + 1 for operator, age in ages.items()}
+    return all(age <= longest for age in ages.values())
 
 
 class TestSelection:
-    @given(st.lists(risks, min_size=1, max_size=3), st.integers(0, 3))
-    def test_of_each_layer_those_with_the_most_tokens(self, layers: list[list[int]], room: int) -> None:
+    @given(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), min_size=1, max_size=6),
+        st.lists(st.integers(0, 3), min_size=1, max_size=3),
+        st.integers(1, 8),
+    )
+    def test_the_most_tokens_that_leave_every_rule_possible(
+        self, experts: list[tuple[int, int]], capacities: list[int], longest: int
+    ) -> None:
         """Against all choices of as many experts."""
-        experts = risked(layers)
-        rooms = {f"{n}": room for n in range(len(layers))}
-        chosen = select_by_risk(experts, rooms, Selection.LAYER)
-        tokens = {e.operator: e.tokens for e in experts}
-        for number, layer in enumerate(layers):
-            mine = [i for i in chosen if experts[i].layer == f"{number}"]
-            best = max(sum(some) for some in itertools.combinations(layer + [0] * room, room))
-            assert sum(tokens[i] for i in mine) == best
-            assert len(mine) <= room
+        ages = {i: age for i, (_, age) in enumerate(experts)}
+        assume(possible(ages, capacities, longest))
+        following = capacities[1:] + capacities[:1]
 
-    @given(st.lists(risks, min_size=1, max_size=4), st.integers(0, 6))
-    def test_layers_share_in_proportion_to_what_is_at_risk(self, layers: list[list[int]], room: int) -> None:
-        experts = risked(layers)
-        rooms = {f"{n}": room if n == 0 else 0 for n in range(len(layers))}
-        chosen = select_by_risk(experts, rooms, Selection.MODEL)
-        with_risk = [sum(tokens > 0 for tokens in layer) for layer in layers]
-        assert len(chosen) == len({*chosen}) == min(room, sum(with_risk))
-        counts = [sum(experts[i].layer == f"{n}" for i in chosen) for n in range(len(layers))]
-        assert all(count <= most for count, most in zip(counts, with_risk, strict=True))
-        total = sum(map(sum, layers))
-        exact = [room * sum(layer) / max(total, 1) for layer in layers]
-        if all(share <= most for share, most in zip(exact, with_risk, strict=True)):
-            # No layer is full: nobody gets less than its share, or one more than that at most.
-            assert all(
-                int(share) <= count <= int(share) + 1 for share, count in zip(exact, counts, strict=True)
-            )
-        for number, layer in enumerate(layers):
-            mine = sorted(experts[i].tokens for i in chosen if experts[i].layer == f"{number}")
-            assert mine == sorted(layer)[len(layer) - len(mine) :]
+        def kept(some: tuple[int, ...]) -> bool:
+            after = {i: 1 if i in some else age + 1 for i, age in ages.items()}
+            return possible(after, following, longest)
 
-    def test_what_exceeds_a_layers_experts_goes_to_others(self) -> None:
-        chosen = select_by_risk(risked([[100], [1, 1, 1]]), {"0": 3, "1": 0}, Selection.MODEL)
-        assert len(chosen) == 3
-        assert 0 in chosen
+        room = min(capacities[0], len(experts))
+        sums = [
+            sum(experts[i][0] for i in some)
+            for some in itertools.combinations(range(len(experts)), room)
+            if kept(some)
+        ]
+        tokens, given_ages = zip(*experts, strict=True)
+        chosen = select_by_risk(tokens, given_ages, capacities, longest)
+        assert len(chosen) == len({*chosen}) == room
+        assert kept(tuple(chosen))
+        assert sum(experts[i][0] for i in chosen) == max(sums)
 
-    @pytest.mark.parametrize("selection", [Selection.LAYER, Selection.MODEL])
-    def test_a_large_model_is_quick_to_select_from(self, selection: Selection) -> None:
-        """61 layers of 256 experts; bench.policies measures it."""
-        experts = risked([[(31 * n + layer) % 97 for n in range(256)] for layer in range(61)])
-        assert len(select_by_risk(experts, {f"{n}": 8 for n in range(61)}, selection)) == 61 * 8
+    @given(st.integers(2, 9), st.integers(1, 3), st.randoms(use_true_random=False))
+    def test_none_is_left_out_for_longer_than_two_windows(
+        self, number: int, selected: int, rng: random.Random
+    ) -> None:
+        window = window_for(number, selected)
+        turns = Counter(rotation([("layer", i) for i in range(number)], window))
+        capacities = [turns[phase] for phase in range(window)]
+        popular = [rng.random() ** 4 for _ in range(number)]
+        tokens = [0.0] * number
+        last = [-(window - phase) for phase in rotation([("layer", i) for i in range(number)], window)]
+        for n in range(60):
+            tokens = [t + p for t, p in zip(tokens, popular, strict=True)]
+            rooms = [capacities[(n + ahead) % window] for ahead in range(window)]
+            for i in select_by_risk(tokens, [n - each for each in last], rooms, 2 * window):
+                tokens[i], last[i] = 0.0, n
+            assert all(n - each < 2 * window for each in last)
 
+    def test_with_even_tokens_experts_take_turns(self) -> None:
+        """So nothing is lost by selecting where there is nothing to gain."""
+        assert select_by_risk([40.0, 30.0, 20.0, 10.0], [4, 3, 2, 1], [1], 8) == [0]
+        assert select_by_risk([0.0] * 4, [1, 3, 4, 2], [2], 8) == [2, 1]
 
-def risked(layers: list[list[int]]) -> list[RiskedExpert]:
-    numbers = itertools.count()
-    return [
-        RiskedExpert(next(numbers), f"{layer}", tokens)
-        for layer, found in enumerate(layers)
-        for tokens in found
-    ]
+    def test_a_large_model_is_selected_from(self) -> None:
+        """61 layers of 256 experts, each by itself and all together; bench.policies measures the time."""
+        tokens, ages = [float(31 * i % 97) for i in range(61 * 256)], [1 + i % 32 for i in range(61 * 256)]
+        assert len(select_by_risk(tokens[:256], ages[:256], [8], 64)) == 8
+        assert len(select_by_risk(tokens, ages, [61 * 8], 64)) == 61 * 8

@@ -94,21 +94,6 @@ def test_ranks_with_other_experts_take_turns() -> None:
     assert {len(phase) for phase in other.phases[1:]} == {1}
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_half_of_a_selected_snapshot_is_for_turns(window: int) -> None:
-    found = planned(turns(8, selection="layer"), None, window)
-    if window == 1:
-        assert found.window == 1
-        return
-    plain = planned(turns(8), None, window)
-    assert found.window == 2 * window
-    assert found.peak_bytes == plain.peak_bytes
-    for phase in range(0, 2 * window, 2):
-        both = {*found.phases[phase], *found.phases[phase + 1]}
-        assert both == {*plain.phases[phase // 2]}
-    assert turns(64, selection="model", experts=1).window == 32
-
-
 def test_only_experts_that_no_other_rank_has_are_selected() -> None:
     def selectable(found: PartialTurns, owners: list[int] | None = None) -> int:
         return len(found.selectable(found.operators, owners or []))

@@ -1,0 +1,159 @@
+"""The experts of one snapshot after another, selected by what was counted at the top of the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptd.client.model.live_state import LiveState
+from ckptd.client.model.operators import discover_operators
+from ckptd.client.options import PartialOptions, SnapshotOptions
+from ckptd.client.schedule.expert_selection import ExpertSelection
+from ckptd.client.schedule.partial_schedule import PartialTurns
+from ckptd.client.schedule.planner import PlanInputs, make_plan
+from ckptd.core.schedule import Ordering
+
+WINDOW, EXPERTS, LAYERS = 4, 4, 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(EXPERTS))
+
+
+class Run:
+    """Snapshots of a rank, one at a time; ``given`` has the tokens so far, by container."""
+
+    def __init__(self, selection: str, *, every: int = 1, captured: Any = None) -> None:
+        model = nn.ModuleList(Layer() for _ in range(LAYERS))
+        binding = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None)
+        operators = discover_operators(model, rows_allowed=binding.rows_allowed)
+        of: Any = {"selection": selection, "lost_tokens_limit": None}
+        options = SnapshotOptions(policy="partial", every=every, partial=PartialOptions(**of))
+        inputs = PlanInputs(
+            policy="partial",
+            window=WINDOW,
+            every=every,
+            budget_bytes=None,
+            available_bytes=None,
+            popularity=None,
+            ordering=Ordering.HARD,
+            compute_dtypes={},
+            identity={"job": "j", "run": "r", "rank": "0", "world_size": "1"},
+            scalars_capacity=4096,
+            turns=PartialTurns.of(options, operators, 0, 1),
+        )
+        self.plan = make_plan(binding, operators, inputs)
+        self.found = ExpertSelection(binding, self.plan, captured or {})
+        self.binding, self.every = binding, every
+        self.given = {f"{layer}.experts": [0.0] * EXPERTS for layer in range(LAYERS)}
+        self.step = 0
+
+    def snapshot(self, *, filled: bool = True, follows: bool = True) -> set[str]:
+        """The experts of the next snapshot."""
+        ordinal = self.step
+        chosen = self.found.experts(ordinal)
+        layout = self.plan.phase_plan(self.binding, ordinal, chosen)
+        assert layout is not None
+        anchored = layout[0].anchored
+        given = {name: torch.tensor(counts) for name, counts in self.given.items()}
+        self.found.begun(self.step, ordinal, anchored, given, follows=follows and self.step > 0)
+        if filled:
+            self.found.filled(self.step)
+        self.step += self.every
+        operators = self.plan.operators
+        return {op.name for i, op in enumerate(operators) if i in anchored and op.expert is not None}
+
+    def first_window(self) -> list[set[str]]:
+        return [self.snapshot() for _ in range(WINDOW)]
+
+
+def test_first_every_expert_has_its_turn() -> None:
+    run = Run("model")
+    run.given["0.experts"][3] = 1e6
+    found = run.first_window()
+    assert len(set().union(*found)) == EXPERTS * LAYERS
+    assert all(len(each) == LAYERS for each in found)
+
+
+def test_then_those_with_the_most_tokens_since_they_were_captured() -> None:
+    run = Run("model")
+    run.first_window()
+    run.given["0.experts"] = [0.0, 100.0, 0.0, 90.0]
+    run.snapshot()  # was chosen before these were counted
+    assert run.snapshot() == {"0.experts.1", "0.experts.3"}
+    run.given["1.experts"][2] = 5.0
+    run.snapshot()
+    assert "1.experts.2" in run.snapshot()
+
+
+def test_of_each_layer_as_many_as_take_turns() -> None:
+    run = Run("layer")
+    run.first_window()
+    run.given = {"0.experts": [0.0, 100.0, 0.0, 90.0], "1.experts": [1.0, 0.0, 2.0, 0.0]}
+    run.snapshot()
+    assert run.snapshot() == {"0.experts.1", "1.experts.2"}
+
+
+def test_none_is_left_out_for_longer_than_the_ring_holds() -> None:
+    run = Run("model", every=2)
+    snapshots = run.first_window()
+    for _ in range(40):
+        run.given["0.experts"][0] += 50
+        run.given["0.experts"][1] += 40
+        snapshots.append(run.snapshot())
+    longest = run.plan.policy.window
+    assert longest == 2 * WINDOW
+    assert run.plan.num_slots == longest + 2
+    for start in range(len(snapshots) - longest):
+        assert len(set().union(*snapshots[start : start + longest])) == EXPERTS * LAYERS
+    assert sum("0.experts.0" in each for each in snapshots) > 20
+
+
+def test_a_snapshot_that_comes_before_the_last_one_is_complete_is_chosen_at_once() -> None:
+    run = Run("model")
+    run.first_window()
+    run.given["0.experts"] = [0.0, 100.0, 0.0, 90.0]
+    run.snapshot()
+    before = run.snapshot(filled=False)
+    assert before == {"0.experts.1", "0.experts.3"}
+    # It is as old as the others now, though what it held was not counted.
+    assert len(run.snapshot()) == LAYERS
+
+
+def test_a_chain_that_begins_anew_has_every_expert_first() -> None:
+    run = Run("model")
+    run.first_window()
+    run.given["0.experts"][0] = 1e6
+    again = [run.snapshot(follows=False), *(run.snapshot() for _ in range(WINDOW - 1))]
+    assert len(set().union(*again)) == EXPERTS * LAYERS
+
+
+def test_tokens_count_from_where_a_recovery_took_the_expert() -> None:
+    """After it, what was lost is not at risk any more."""
+    run = Run("model", captured={("0.experts", 1): 100.0})
+    run.given["0.experts"] = [0.0, 100.0, 50.0, 0.0]
+    run.first_window()
+    run.given["0.experts"] = [0.0, 110.0, 70.0, 0.0]
+    run.snapshot()
+    assert run.snapshot() == {"0.experts.1", "0.experts.2"}
+
+
+def test_slots_are_large_enough_for_any_selection() -> None:
+    run = Run("model")
+    for phase in range(WINDOW):
+        layout = run.plan.phase_plan(run.binding, phase, frozenset())
+        assert layout is not None
+        assert layout[0].layout.image_len < run.plan.slot_bytes
+    run.first_window()
+    for _ in range(20):
+        run.given["0.experts"][run.step % EXPERTS] += 10
+        run.snapshot()
+    assert (
+        max(found[0].layout.image_len for found in run.plan._phases.values() if found is not None)
+        <= run.plan.slot_bytes
+    )
