@@ -128,6 +128,7 @@ class SnapshotFacts:
         groups: (optimizer, group) of each parameter of an optimizer; empty if unknown.
         shares: the rows that other ranks capture for this one.
         aligned: windows are known to be aligned: only the first snapshot of a window is whole.
+        partial: it has some of the experts only, or their weights or state.
     """
 
     dense: bool = False
@@ -138,6 +139,7 @@ class SnapshotFacts:
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     shares: tuple[SharedRows, ...] = ()
     aligned: bool = True
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,11 @@ def _check_complete(wholes: Mapping[str, Whole], facts: SnapshotFacts) -> None:
         ranks = {share.rank for share in facts.shares if share.param in missing}
         nor = f", and the tensors that {named_ranks(ranks)} captured for it do not complete it" * bool(ranks)
         why = ": only the first snapshot of an aligned window contains the whole model" * facts.aligned
+        if facts.partial:
+            why = (
+                ": a partial snapshot has the weights of all experts with PartialOptions(scope='optimizer') "
+                "only"
+            )
         raise ExportError(
             f"the snapshot does not contain {first_of(missing, _MOST_NAMED)}{nor}{why}; choose "
             "another iteration"

@@ -109,6 +109,7 @@ def facts_of(client: bytes, rank: int) -> SnapshotFacts:
         groups=recorded.groups,
         shares=_shares(recorded, rank),
         aligned=recorded.policy == "aligned",
+        partial=recorded.policy == "partial",
     )
 
 

@@ -5,15 +5,22 @@ state, and what is lost is counted to the token.
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.stores.open_store import open_store
+from tests.ckptd.running import eventually
 from tests.e2e.cases import EXPERTS, LAYERS
 from tests.e2e.compare import same_values
-from tests.e2e.harness import Jobs
+from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.ranks import Ranks
 from tests.long import long
 
@@ -269,3 +276,62 @@ def test_another_policy_takes_over_after_a_restart(jobs: Jobs) -> None:
     assert "PARTIAL" not in jobs.log(out)
     before, end = _load(third), jobs.report(out)["resumed_from"]
     assert all(same_values(value, before[end][key]) for key, value in _load(exact)[end].items())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def storing_daemon(store: Path) -> Iterator[DaemonProcess]:
+    """One that persists often, to a folder."""
+    often = ("--persist-every", "5", "--persist-every-s", "0")
+    with own_daemon("--memory", "256MiB", "--store", f"file://{store}", *often) as process:
+        yield process
+
+
+@pytest.mark.slow
+def test_storage_has_every_expert(tmp_path: Path, storing_daemon: DaemonProcess, store: Path) -> None:
+    """All memory is lost: each expert comes from the newest durable snapshot that has it."""
+    jobs = Jobs(tmp_path, storing_daemon.endpoint)
+    options = [*_options(), "--run", "stored"]
+    first, second = _states(jobs, "first"), _states(jobs, "second")
+    jobs.run(
+        "plain", *options, "--states", str(first), "--kill-at", "30", "--total", "40", expect_killed=True
+    )
+
+    def committed() -> list[int]:
+        return [c.id.end for c in read_catalog(open_store(f"file://{store}"), "e2e", "stored").committed]
+
+    eventually(lambda: bool(store.exists() and committed()), "a durable checkpoint", timeout_s=30)
+    storing_daemon.kill()
+    shutil.rmtree(storing_daemon.segment_dir)
+    storing_daemon.segment_dir.mkdir(mode=0o700)
+    newest = committed()[0]
+    storing_daemon.start()
+    out = jobs.run("plain", *options, "--states", str(second), "--seed", "77", "--total", "36")
+    report = jobs.report(out)
+    assert report["resumed_from"] == newest
+    _check(_load(second)[newest], _load(first), newest, report["lost"])
+    assert len(report["lost"]["iterations"]) == (EXPERTS - 1) * LAYERS
+
+
+@pytest.mark.slow
+def test_the_daemon_and_exports_say_that_snapshots_are_partial(jobs: Jobs, daemon: DaemonProcess) -> None:
+    for scope in ("both", "optimizer"):
+        jobs.run("plain", *_options(scope), "--run", f"shown-{scope}", "--total", "12")
+
+    def ctl(*arguments: str) -> str:
+        command = [sys.executable, "-m", "ckptd.ctl", *arguments, "--endpoint", daemon.endpoint]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout + done.stderr
+
+    told = ctl("snapshots", "--job", "e2e", "--run", "shown-both")
+    assert "PARTIAL: a recovery loses updates of experts" in told, told
+    assert "with experts from 9 on, without a replay" in told, told
+    whole = jobs.folder / "whole.safetensors"
+    told = ctl("export", "--job", "e2e", "--run", "shown-optimizer", "--to", str(whole))
+    assert whole.exists(), told
+    told = ctl("export", "--job", "e2e", "--run", "shown-both", "--to", str(jobs.folder / "none.safetensors"))
+    assert "a partial snapshot has the weights of all experts with" in told

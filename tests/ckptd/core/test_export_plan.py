@@ -107,6 +107,13 @@ def test_tensors_are_read_rank_by_rank() -> None:
     assert [p.name for p in plan_export(found.tensors, found.facts).pieces] == ["z", "a", "c", "b"]
 
 
+def test_partial_snapshots_are_called_so() -> None:
+    facts = SnapshotFacts(rows={"w": 6, "v": 0}, aligned=False, partial=True)
+    with pytest.raises(ExportError, match=r"does not contain v: a partial snapshot has the weights of all"):
+        plan_export(image("w"), facts)
+    assert facts_of(msgspec.msgpack.encode({"policy": "partial"}), rank=0).partial
+
+
 def test_only_aligned_windows_are_called_so() -> None:
     for aligned in (True, False):
         facts = SnapshotFacts(rows={"w": 6, "v": 0}, aligned=aligned)
