@@ -7,14 +7,29 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from ckptd.config.settings import parse_bytes
 from ckptd.core.advice.advice import Advice, advise, arguments
 from ckptd.core.advice.failure_simulation import mean_ettr
-from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, RankShape, measured_shape, rank_shape
-from ckptd.core.advice.outlook import Conditions, PolicyOutlook, dense_outlook, window_outlook
+from ckptd.core.advice.job_shape import (
+    MODELS,
+    PRECISIONS,
+    Layout,
+    RankShape,
+    measured_partial_shape,
+    measured_shape,
+    rank_shape,
+)
+from ckptd.core.advice.outlook import (
+    Conditions,
+    PolicyOutlook,
+    dense_outlook,
+    partial_outlook,
+    window_outlook,
+)
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
+from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.ctl.command import (
     EXIT_FAILED,
     EXIT_REFUSED,
@@ -129,6 +144,8 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
     rated = [("best", advice.best), *advice.others]
     if now is not None:
         rated.insert(0, ("now", now))
+    if advice.lossy is not None:
+        rated.append(("loses updates", advice.lossy))
     played = {name: _played(outlook, conditions) for name, outlook in rated}
     answer = {
         "iteration_s": conditions.iteration_s,
@@ -199,17 +216,27 @@ def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOut
     window = max(1, int(metrics.get("window", 1)))
     snapshot = int(metrics.get("snapshot_bytes", 0))
     state = max(int(metrics.get("dense_bytes", 0)), snapshot)  # an image has a header, too
-    rank = measured_shape(state, snapshot, window)
+    policy = _policy(args, after.rank)
+    partial = policy == PolicyKind.PARTIAL and window > 1
+    rank = (measured_partial_shape if partial else measured_shape)(state, snapshot, window)
     link = metrics.get("capture_gb_per_s", 0.0) * 1e9 or _LINK_BPS
     phases = phases_in_metrics(metrics)
     restart_s = sum(phases.get(phase, 0.0) for phase in _RESTART) or _RESTART_S
     conditions = _conditions(args, max(iteration_s - stall_s, iteration_s / 2), link, restart_s)
     taken = metrics.get("snapshots", 0.0) - before.metrics.get("snapshots", 0.0)
     every = round(steps / max(taken, 1.0))
+    if partial:
+        return rank, conditions, partial_outlook(rank, conditions, window, every)
     if window == 1 and every > 1:
         return rank, conditions, dense_outlook(rank, conditions, every)
-    # Nothing that the daemon knows tells an aligned window from a sliding one.
-    return rank, conditions, window_outlook(rank, conditions, "sliding", window)
+    kind: Literal["sliding", "aligned"] = "aligned" if policy == PolicyKind.ALIGNED else "sliding"
+    return rank, conditions, window_outlook(rank, conditions, kind, window)
+
+
+def _policy(args: argparse.Namespace, rank: int) -> str:
+    """Of the rank's snapshots; "" if it is not known."""
+    found = ask(args, m.GetSnapshots(args.job, args.run, rank), m.Snapshots).ranks
+    return found[0].policy if found else ""
 
 
 def _session(args: argparse.Namespace, rank: int | None = None) -> m.SessionStatus:
@@ -276,13 +303,20 @@ def _text(
     far = ""
     if name == "now" and best.ettr - now.ettr > _FAR:
         far = f"The job's settings ({now.choice}) lose {100 * (best.ettr - now.ettr):.1f} points of its time."
+    lossy = ""
+    if (lost := advice.lossy) is not None:
+        lossy = (
+            f"{lost.choice} is not exact: failures lose {lost.lost_share:.2%} of all experts' updates, if tokens "
+            f"are even. To take it all the same, pass {arguments(lost)}"
+        )
     parts = [
         job,
         format_table(header, rows),
         failure + loses,
         *([far] if far else []),
         *([f"Left out: {advice.rejected}."] if advice.rejected else []),
-        f"All of these are exact. Pass:\n    {arguments(best)}",
+        *([lossy] if lossy else []),
+        f"All {'others ' if lossy else 'of these '}are exact. Pass:\n    {arguments(best)}",
     ]
     return "\n\n".join(parts)
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptd.core.advice.job_shape import RankShape
-from ckptd.core.advice.outlook import Choice, Conditions, PolicyOutlook, dense_outlook, window_outlook
+from ckptd.core.advice.outlook import (
+    Choice,
+    Conditions,
+    PolicyOutlook,
+    dense_outlook,
+    partial_outlook,
+    window_outlook,
+)
+from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
+from ckptd.core.snapshot_policy import OperatorKind
 from ckptd.units import format_bytes
 
 __all__ = [
@@ -34,11 +44,14 @@ class Advice:
         others: the best of each policy, and dense snapshots at the intervals that papers choose, with their
             names; the best first, each choice once, and not ``best``.
         rejected: how many choices do not fit, and why; "" if all do.
+        lossy: the best partial snapshots whose losses stay within the limit; None if there are none. They are
+            never ``best``.
     """
 
     best: PolicyOutlook | None
     others: tuple[tuple[str, PolicyOutlook], ...]
     rejected: str
+    lossy: PolicyOutlook | None = None
 
 
 def interval_of_bounded_stall(rank: RankShape, conditions: Conditions, bound: float = _STALL_BOUND) -> int:
@@ -104,7 +117,25 @@ def advise(
     best = _best(list(best_of.values())) if best_of else None
     others = list(best_of.items())
     others += [(name, dense_outlook(rank, conditions, every)) for name, every in named.items()]
-    return Advice(best, _once(others, best), _rejected(everything, too_large, memory_bytes))
+    lossy = [
+        each
+        for each in _partial(rank, conditions, longest)
+        if not each.behind and (memory_bytes is None or each.memory_bytes <= memory_bytes)
+    ]
+    return Advice(
+        best,
+        _once(others, best),
+        _rejected(everything, too_large, memory_bytes),
+        _best(lossy) if lossy else None,
+    )
+
+
+def _partial(rank: RankShape, conditions: Conditions, longest: int) -> list[PolicyOutlook]:
+    """Of every window in which each snapshot has an expert of a layer, and which loses within the limit."""
+    layers = Counter(op.layer for op in rank.operators if op.kind is OperatorKind.EXPERT)
+    windows = range(2, min(longest, max(layers.values(), default=0)) + 1)
+    found = [partial_outlook(rank, conditions, window) for window in windows]
+    return [each for each in found if each.lost_share <= LOST_TOKENS_LIMIT]
 
 
 def _once(
@@ -144,7 +175,8 @@ def arguments(outlook: PolicyOutlook) -> str:
     if choice.policy == "dense":
         return f'snapshots=SnapshotOptions(policy="dense", every={choice.every})'
     policy = "" if choice.policy == "sliding" else f'policy="{choice.policy}", '
-    return f"snapshots=SnapshotOptions({policy}window={choice.window})"
+    every = f"every={choice.every}, " if choice.every > 1 else ""
+    return f"snapshots=SnapshotOptions({policy}{every}window={choice.window})"
 
 
 def _intervals(first: int) -> list[int]:

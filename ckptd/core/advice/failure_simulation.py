@@ -87,5 +87,7 @@ def _restorable(outlook: PolicyOutlook, done: int, step_s: float) -> int:
     """The newest iteration to which the job can go back after so many."""
     choice = outlook.choice
     arrived = max(0, done - round(outlook.lag_s / step_s))
-    whole = {"sliding": 1, "aligned": choice.window, "dense": choice.every}[choice.policy]
+    whole = {"sliding": 1, "aligned": choice.window, "dense": choice.every, "partial": choice.every}[
+        choice.policy
+    ]
     return arrived // whole * whole

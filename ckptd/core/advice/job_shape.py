@@ -21,6 +21,7 @@ __all__ = [
     "ModelShape",
     "Precision",
     "RankShape",
+    "measured_partial_shape",
     "measured_shape",
     "rank_shape",
 ]
@@ -230,6 +231,23 @@ def measured_shape(dense_bytes: int, snapshot_bytes: int, window: int) -> RankSh
         "part", OperatorKind.DENSE, dense_bytes // _PARTS, min(int(compute), dense_bytes) // _PARTS
     )
     return RankShape((part,) * _PARTS, (1.0,) * _PARTS)
+
+
+def measured_partial_shape(dense_bytes: int, snapshot_bytes: int, window: int) -> RankShape:
+    """A rank with partial snapshots of which two sizes are known: what every snapshot has, and experts.
+
+    Args:
+        dense_bytes: of all its state.
+        snapshot_bytes: of one snapshot, with one of ``window`` parts of the experts; ``window`` is above 1.
+    Raises:
+        ValueError: a snapshot is larger than all state.
+    """
+    if not 0 < snapshot_bytes <= dense_bytes:
+        raise ValueError(f"snapshots of {snapshot_bytes} bytes, of {dense_bytes} bytes of state")
+    experts = min(dense_bytes, math.ceil((dense_bytes - snapshot_bytes) * window / (window - 1)))
+    always = OperatorCost("always", OperatorKind.DENSE, dense_bytes - experts, 0)
+    expert = OperatorCost("expert", OperatorKind.EXPERT, experts // _PARTS, 0, layer=0)
+    return RankShape((always, *(expert,) * _PARTS), (1.0,) * (1 + _PARTS))
 
 
 def _operators(

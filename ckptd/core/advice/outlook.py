@@ -8,7 +8,7 @@ iteration, and R seconds that a failure costs on average, of the time
 is spent on iterations that count (MoEvement, NSDI '26, 2.4 and appendix C). R is the sum of
 
     lost      iterations that no restorable snapshot has: half of an iteration (sliding), of a window
-              (aligned), of an interval (dense); and what had not reached the peer yet
+              (aligned), of an interval (dense, partial); and what had not reached the peer yet
     restart   until all ranks run again
     load      of the rank that was lost, over the network
     replay    W - 1 iterations of a window of W. A frozen operator computes no gradients of its weights, which
@@ -24,14 +24,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptd.core.advice.job_shape import RankShape
 from ckptd.core.schedule import order_operators, plan_aligned, plan_schedule
-from ckptd.core.snapshot_policy import PolicyKind, Schedule, policy_for
+from ckptd.core.snapshot_policy import OperatorKind, PolicyKind, Schedule, policy_for
 
-__all__ = ["Choice", "Conditions", "PolicyOutlook", "dense_outlook", "ettr", "replay_share", "window_outlook"]
+__all__ = [
+    "Choice",
+    "Conditions",
+    "PolicyOutlook",
+    "dense_outlook",
+    "ettr",
+    "partial_outlook",
+    "replay_share",
+    "window_outlook",
+]
 
 # Of an iteration, before the optimizer's step: until then a snapshot's copy is hidden.
 _HIDDEN = 0.9
@@ -79,14 +88,16 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy with its window, or for dense snapshots with its interval."""
+    """A policy with its window, or for dense and partial snapshots with their interval."""
 
-    policy: Literal["sliding", "aligned", "dense"]
+    policy: Literal["sliding", "aligned", "dense", "partial"]
     window: int = 1
     every: int = 1
 
     def __str__(self) -> str:
-        return f"dense, every {self.every}" if self.policy == "dense" else f"{self.policy}, W={self.window}"
+        if self.policy == "dense":
+            return f"dense, every {self.every}"
+        return f"{self.policy}, W={self.window}" + (f", every {self.every}" if self.every > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +113,7 @@ class PolicyOutlook:
         replication_Bps: sent to peers.
         behind: peers cannot keep up: snapshots come faster than they are sent.
         ettr: the part of the time that counts.
+        lost_share: of partial snapshots: of all experts' updates, those that failures lose (the PLT).
     """
 
     choice: Choice
@@ -117,6 +129,7 @@ class PolicyOutlook:
     replication_Bps: float
     behind: bool
     ettr: float
+    lost_share: float = 0.0
 
     @property
     def recovery_s(self) -> float:
@@ -148,6 +161,31 @@ def window_outlook(
         replay_s=(window - 1) * iteration_s * replay_share(schedule, rank.compute),
         slots=policy_for(schedule).num_slots,
     )
+
+
+def partial_outlook(rank: RankShape, conditions: Conditions, window: int, every: int = 1) -> PolicyOutlook:
+    """The costs of partial snapshots: each expert in one of ``window``, and everything else in each.
+
+    A failure loses ``every * (window - 1) / 2`` iterations of all experts' updates, if tokens are even.
+
+    Raises:
+        ValueError: the rank has no experts.
+    """
+    experts = sum(op.anchor_bytes for op in rank.operators if op.kind is OperatorKind.EXPERT)
+    if not experts:
+        raise ValueError("partial snapshots leave experts out, and this rank has none")
+    taken = rank.dense_bytes - experts + math.ceil(experts / window)
+    found = _outlook(
+        Choice("partial", window, every),
+        (taken, *[0] * (every - 1)),
+        conditions,
+        lost_iterations=every / 2,
+        load_bytes=rank.dense_bytes,
+        replay_s=0.0,
+        slots=window + 2,
+    )
+    lost_s = every * (window - 1) / 2 * conditions.iteration_s
+    return replace(found, lost_share=lost_s / (conditions.mtbf_s + lost_s))
 
 
 def dense_outlook(rank: RankShape, conditions: Conditions, every: int) -> PolicyOutlook:

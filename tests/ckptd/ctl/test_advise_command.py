@@ -38,8 +38,10 @@ def test_it_names_the_best_and_what_to_pass(capsys: pytest.CaptureFixture[str]) 
 
 def test_json_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(asked(capsys, "--iteration", "1s", "--json"))
-    best, *others = answer["policies"]
+    best, *others, lossy = answer["policies"]
     assert best["name"] == "best"
+    assert (lossy["name"], lossy["choice"]["policy"]) == ("loses updates", "partial")
+    assert 0 < lossy["lost_share"] < 0.0375
     assert best["ettr"] > max(other["ettr"] for other in others)
     assert abs(best["played_ettr"] - best["ettr"]) < 0.01
     assert best["recovery_s"] == pytest.approx(
@@ -101,6 +103,8 @@ def test_the_same_seed_draws_the_same_failures() -> None:
         (40, 1, {"policy": "sliding", "window": 1, "every": 1}),
         (40, 4, {"policy": "sliding", "window": 4, "every": 1}),
         (4, 1, {"policy": "dense", "window": 1, "every": 10}),
+        (40, 4, {"policy": "aligned", "window": 4, "every": 1}),
+        (20, 4, {"policy": "partial", "window": 4, "every": 2}),
     ],
 )
 def test_a_job_that_runs_is_rated_as_it_is(
@@ -119,6 +123,7 @@ def test_a_job_that_runs_is_rated_as_it_is(
 
     looks = iter([look(100, 50), look(140, 50 + snapshots)])
     monkeypatch.setattr(advise_command, "_session", lambda args, rank=None: next(looks))
+    monkeypatch.setattr(advise_command, "_policy", lambda args, rank: shown["policy"])
     assert main(["advise", "j", "r", "--mtbf", "1h", "--watch", "0.4s", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["policies"][0]["name"] == "now"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, ModelShape, measured_shape, rank_shape
+from ckptd.core.advice.job_shape import (
+    MODELS,
+    PRECISIONS,
+    Layout,
+    ModelShape,
+    measured_partial_shape,
+    measured_shape,
+    rank_shape,
+)
 from ckptd.core.snapshot_policy import OperatorKind
 
 # In billions, from the models' own cards: all, and those that a token uses.
@@ -18,6 +26,15 @@ PUBLISHED = {
     "qwen3-235b-a22b": (235, 22),
 }
 TINY = ModelShape(layers=4, dense=100, other=40, experts=8, active=2, expert=30, router=6)
+
+
+def test_sizes_of_partial_snapshots_tell_the_experts() -> None:
+    """1,000 bytes in each, and an eighth of 8,000 of experts."""
+    found = measured_partial_shape(9000, 2000, 8)
+    kinds = [sum(op.anchor_bytes for op in found.operators if op.kind is kind) for kind in OperatorKind]
+    assert dict(zip(OperatorKind, kinds, strict=True)) == {"expert": 8000, "gate": 0, "dense": 1000}
+    with pytest.raises(ValueError, match="snapshots of 10000 bytes, of 9000 bytes of state"):
+        measured_partial_shape(9000, 10000, 8)
 
 
 def test_each_model_is_known() -> None:

@@ -14,6 +14,7 @@ from ckptd.core.advice.outlook import (
     Conditions,
     dense_outlook,
     ettr,
+    partial_outlook,
     replay_share,
     window_outlook,
 )
@@ -37,6 +38,32 @@ def test_dense_by_hand() -> None:
     assert not found.behind
     assert found.ettr == pytest.approx(1 / (1 + 1e-5) / (1 + found.recovery_s / 600))
     assert dense_outlook(EIGHT, CONDITIONS, 2).behind
+
+
+MIXED = RankShape((OperatorCost("dense", OperatorKind.DENSE, 1000, 100), *EIGHT.operators), (1.0,) * 9)
+
+
+def test_partial_by_hand() -> None:
+    """MoC-System's equation 6: everything but the experts, and K / E of these."""
+    found = partial_outlook(MIXED, CONDITIONS, 4, every=2)
+    assert (found.snapshot_bytes, found.mean_bytes) == (1000 + 2 / 8 * 5600, 1200.0)
+    assert (found.load_s, found.replay_s) == (6.6, 0.0)
+    assert found.lost_s == 2 / 2 * 2.0 + found.lag_s
+    assert found.memory_bytes == (4 + 2) * 2400 * 2
+    # A failure every 600 s loses the updates of 2 * (4 - 1) / 2 iterations of 2 s.
+    assert found.lost_share == 6 / 606
+    assert str(found.choice) == "partial, W=4, every 2"
+    dense = RankShape((OperatorCost("dense", OperatorKind.DENSE, 1000, 100),), (1.0,))
+    with pytest.raises(ValueError, match="this rank has none"):
+        partial_outlook(dense, CONDITIONS, 2)
+
+
+def test_fewer_experts_are_quicker_and_lose_more() -> None:
+    """The shape of MoC-System's figure 15: each halving of K about doubles what is lost."""
+    found = [partial_outlook(MIXED, CONDITIONS, window) for window in (1, 2, 4, 8)]
+    assert [each.lost_share for each in found] == sorted(each.lost_share for each in found)
+    assert found[0].lost_share == 0.0
+    assert [each.snapshot_bytes for each in found] == [6600, 3800, 2400, 1700]
 
 
 def test_sliding_by_hand() -> None:
