@@ -12,13 +12,16 @@ from ckptd.client.options import (
 from ckptd.client.phase_clock import note_imported
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.client.recovery.verification import Certificate
+from ckptd.client.schedule.expert_losses import CapacityBoost, LostUpdates
 from ckptd.saved import SavedIteration, saved_iterations
 
 __all__ = [
+    "CapacityBoost",
     "Certificate",
     "Checkpointer",
     "DaemonOptions",
     "LayoutOptions",
+    "LostUpdates",
     "PartialOptions",
     "RecoveryOptions",
     "ReplayMismatch",

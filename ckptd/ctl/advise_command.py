@@ -306,8 +306,8 @@ def _text(
     lossy = ""
     if (lost := advice.lossy) is not None:
         lossy = (
-            f"{lost.choice} is not exact: failures lose {lost.lost_share:.2%} of all experts' updates, if tokens "
-            f"are even. To take it all the same, pass {arguments(lost)}"
+            f"{lost.choice} is not exact: failures lose {lost.lost_share:.2%} of all experts' updates, if "
+            f"tokens are even. To take it all the same, pass {arguments(lost)}"
         )
     parts = [
         job,

@@ -11,6 +11,7 @@ experts that have lost much (MoEtion, section 6).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from ckptd.client.schedule.measurements import TokenCounter
 from ckptd.core.partial_experts import LayerTokens, proportion_lost
 from ckptd.core.snapshot_policy import PartialScope
 
-__all__ = ["RECORDED", "ExpertLosses", "LostUpdates"]
+__all__ = ["RECORDED", "CapacityBoost", "ExpertLosses", "LostUpdates"]
 
 RECORDED = "experts"
 """Its place in the step scalars; absent in snapshots that lose nothing."""
@@ -180,3 +181,69 @@ def _counts(recorded: Mapping[str, Any]) -> tuple[Counts, Counts]:
 
 def _listed(counts: Any) -> list[float]:
     return list(counts.tolist() if isinstance(counts, Tensor) else counts)
+
+
+# -- making up for it -------------------------------------------------------------------------------
+
+
+class CapacityBoost:
+    """The capacity of each expert, larger while it has lost tokens to make up for (MoEtion, section 6).
+
+    A model whose experts have a capacity asks for it in its gate. After a failure of a run with partial
+    snapshots training is not exact anyway. Pass it in ``state=``, so that what is left of it survives a
+    failure, and `add` what the recovery has lost::
+
+        boost = CapacityBoost()
+        ckpt = Checkpointer(model, optimizer, state={"boost": boost, ...},
+                            snapshots=SnapshotOptions(policy="partial"))
+        boost.add(ckpt.lost_updates)
+        ...
+        capacity = boost.capacity("layers.3.experts.7", base)          # in the gate
+        boost.processed("layers.3.experts.7", num_tokens, base)
+
+    Args:
+        share: of its capacity that an expert gets more; MoEtion takes a tenth.
+    Raises:
+        ValueError: ``share`` is not above 0.
+    """
+
+    def __init__(self, share: float = 0.1) -> None:
+        if not (share > 0 and math.isfinite(share)):
+            raise ValueError(f"share={share:g}: pass the part of a capacity that is added, such as 0.1")
+        self._share = share
+        self._left: dict[str, int] = {}
+
+    @property
+    def left(self) -> Mapping[str, int]:
+        """By expert, the tokens that it has still to make up for."""
+        return self._left
+
+    def add(self, lost: LostUpdates | None) -> None:
+        """Note what a recovery has lost; None: nothing."""
+        for name, tokens in ({} if lost is None else lost.tokens).items():
+            self._left[name] = self._left.get(name, 0) + tokens
+
+    def capacity(self, expert: str, base: int) -> int:
+        """The tokens that an expert may take in this step.
+
+        Args:
+            expert: the name of its operator, as in ``ckpt.describe()``.
+            base: its capacity otherwise.
+        """
+        return base + min(math.ceil(self._share * base), self._left.get(expert, 0))
+
+    def processed(self, expert: str, tokens: int, base: int) -> None:
+        """An expert has taken so many tokens: those beyond ``base`` make up for lost ones."""
+        left = self._left.get(expert, 0) - max(0, tokens - base)
+        if left > 0:
+            self._left[expert] = left
+        else:
+            self._left.pop(expert, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a snapshot."""
+        return dict(self._left)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As it was at the snapshot."""
+        self._left = {name: int(tokens) for name, tokens in state.items()}

@@ -451,6 +451,8 @@ class Planner:
         """
         started = time.perf_counter()
         context, options = self._context, self._context.options
+        if (policy or self.policy) == "partial" and self.turns is None:
+            raise ValueError("this rank's script does not ask for partial snapshots")
         budget, available = self._limits(before)
         if shortage is not None:
             budget = shortage.affordable_bytes
@@ -542,9 +544,13 @@ def needed_memory(
     windows = [1] if options.dense else [options.window or 0]
     if windows == [0]:
         windows = list(range(1, MAX_WINDOW + 1))
-    sizes = {w: (w + 2) * (compute + (anchor - compute) // w + _MIN_SCALARS) for w in windows}
+    # Selected experts may be as old as two windows.
+    of_experts = options.of_experts
+    rings = 2 if of_experts is not None and of_experts.selection != "turns" else 1
+    sizes = {w: (rings * w + 2) * (compute + (anchor - compute) // w + _MIN_SCALARS) for w in windows}
     best = min(sizes, key=lambda w: sizes[w])
-    text = f"{best + 2} slots of {sizes[best] // (best + 2)} bytes for a window of {best}"
+    slots = rings * best + 2
+    text = f"{slots} slots of {sizes[best] // slots} bytes for a window of {best}"
     return MemoryNeed(sizes[best], text)
 
 

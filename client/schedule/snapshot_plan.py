@@ -167,9 +167,13 @@ class SnapshotPlan:
 
     def use(self, schedule: Schedule) -> None:
         """Continue with another order of the same operators."""
-        self.schedule = schedule
-        self._policy = self._state = None
-        self._phases.clear()
+        before, self.schedule, self._policy = self.schedule, schedule, None
+        pairs = enumerate(zip(before.phases, schedule.phases, strict=False))
+        same = {phase for phase, (old, new) in pairs if {*old} == {*new}}
+        if self.policy_name != "sliding" or before.window != schedule.window:
+            same = set()  # a phase is more than the operators that it anchors
+        # Copy plans of the others stay: to make them anew takes milliseconds on the training thread.
+        self._phases = {key: found for key, found in self._phases.items() if key[0] in same}
 
     def use_phases(self, phases: Sequence[Sequence[int]]) -> None:
         """Continue with recorded phases, which a reorder made after the segment was created."""

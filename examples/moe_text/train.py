@@ -106,6 +106,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--in-process", action="store_true", help="with --ddp: stay when another rank has failed"
     )
+    parser.add_argument(
+        "--period-ms", type=float, default=0.0, help="a step takes at least so long, as on a device"
+    )
+    parser.add_argument("--stats-every", type=int, default=0, metavar="N", help="log counters every N steps")
     parser.add_argument("--log", type=Path, help="append one JSON line per event to this file")
     parser.add_argument("--final", type=Path, help="write the whole final state to this file")
     return parser.parse_args()
@@ -184,6 +188,7 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     phases: dict[str, float] = {}
     for step in ckpt.steps(args.steps):
         with ckpt.restartable():
+            ends_s = time.monotonic() + args.period_ms / 1e3
             inputs, targets = next(loader)
             loss = net(inputs, targets)
             loss.backward()
@@ -193,7 +198,11 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
             masters_to_model(model, masters)
             sched.step()
             model.zero_grad()
+            if args.period_ms:
+                time.sleep(max(0.0, ends_s - time.monotonic()))
             log.write("step", step=step, loss=loss.item(), norm=float(norm), replaying=bool(ckpt.replaying))
+            if args.stats_every and step % args.stats_every == 0:
+                log.write("stats", stats=ckpt.stats())
             if phases != (phases := phase_counters(ckpt)):
                 log.write("back", phases=phases)
     if args.validate:

@@ -11,8 +11,9 @@ is spent on iterations that count (MoEvement, NSDI '26, 2.4 and appendix C). R i
               (aligned), of an interval (dense, partial); and what had not reached the peer yet
     restart   until all ranks run again
     load      of the rank that was lost, over the network
-    replay    W - 1 iterations of a window of W. A frozen operator computes no gradients of its weights, which
-              are a third of its work.
+    replay    W - 1 iterations of a window of W, and those that a resume repeats only to compare: one with
+              sliding windows, an interval with dense snapshots. A frozen operator computes no gradients of
+              its weights, which are a third of its work.
 
 The paper takes 3/2 W iterations for all of it (aligned), and half of an interval (dense); its printed tables
 contain restarts, which it does not tell. What is not here: pipelines that replay on their own (localized
@@ -60,6 +61,8 @@ class Conditions:
         network_Bps: bytes a second of a rank to a peer.
         replicas: peers that keep a copy of each snapshot; at least one.
         restart_s: from a failure until all ranks run again.
+        verify_iterations: the most iterations that a resume replays only to compare (a trainer's default is
+            16; that is a choice beside the policy).
         drag: seconds that training loses in each second in which a copy runs beside it, for the link, the
             copy engine and memory are shared.
 
@@ -74,6 +77,7 @@ class Conditions:
     replicas: int = 1
     restart_s: float = 3.0
     drag: float = 0.0
+    verify_iterations: int = 0
 
     def __post_init__(self) -> None:
         for name in ("iteration_s", "mtbf_s", "link_Bps", "network_Bps", "replicas"):
@@ -151,14 +155,16 @@ def window_outlook(
     order = order_operators(rank.operators, [0.0] * len(rank.operators), dense_last=aligned)
     schedule = planner(rank.operators, budget_bytes=None, order=order, window=window)
     window = schedule.window
-    iteration_s = conditions.iteration_s
+    # From one snapshot earlier, if there is one that leads to the first.
+    more = int(not aligned and conditions.verify_iterations >= 1)
+    replayed = window - 1 + more
     return _outlook(
         Choice(policy, window),
         schedule.phase_bytes,
         conditions,
         lost_iterations=window / 2 if aligned else 0.5,
-        load_bytes=sum(schedule.phase_bytes),
-        replay_s=(window - 1) * iteration_s * replay_share(schedule, rank.compute),
+        load_bytes=sum(schedule.phase_bytes) + more * schedule.peak_bytes,
+        replay_s=replayed * conditions.iteration_s * replay_share(schedule, rank.compute, replayed),
         slots=policy_for(schedule).num_slots,
     )
 
@@ -190,33 +196,35 @@ def partial_outlook(rank: RankShape, conditions: Conditions, window: int, every:
 
 def dense_outlook(rank: RankShape, conditions: Conditions, every: int) -> PolicyOutlook:
     """The costs of a snapshot of all state every few iterations."""
+    more = int(every <= conditions.verify_iterations)
     return _outlook(
         Choice("dense", 1, every),
         (rank.dense_bytes, *[0] * (every - 1)),
         conditions,
         lost_iterations=every / 2,
-        load_bytes=rank.dense_bytes,
-        replay_s=0.0,
+        load_bytes=(1 + more) * rank.dense_bytes,
+        replay_s=more * every * conditions.iteration_s,
         slots=3,
     )
 
 
-def replay_share(schedule: Schedule, compute: Sequence[float]) -> float:
-    """The compute of a replayed iteration, as a part of a full one: the mean of W - 1 iterations, and for
-    sliding windows over the phases at which a failure may come.
+def replay_share(schedule: Schedule, compute: Sequence[float], replayed: int) -> float:
+    """The compute of a replayed iteration, as a part of a full one: the mean over a replay, and for sliding
+    windows over the phases at which a failure may come.
 
     Args:
         compute: of each operator.
+        replayed: the iterations of a replay, at most W.
     """
     window, total = schedule.window, sum(compute)
-    if window == 1 or not total:
+    if window == 1 or not total or not replayed:
         return 1.0
     shares = [sum(compute[i] for i in phase) / total for phase in schedule.phases]
     begins = (0,) if schedule.policy is PolicyKind.ALIGNED else range(window)
     active = [
         thawed
         for first in begins
-        for thawed in itertools.accumulate(shares[(first + n) % window] for n in range(window - 1))
+        for thawed in itertools.accumulate(shares[(first + n) % window] for n in range(replayed))
     ]
     return 1.0 - _WEIGHT_GRADIENTS * (1.0 - sum(active) / len(active))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptd.client.model.operators import Operator, ParameterRows
-from ckptd.client.schedule.expert_losses import RECORDED, ExpertLosses
+from ckptd.client.schedule.expert_losses import RECORDED, CapacityBoost, ExpertLosses, LostUpdates
 from ckptd.core.snapshot_policy import OperatorKind, PartialScope
 
 OPERATORS = [
@@ -116,3 +116,30 @@ def test_without_counts_each_iteration_counts_alike() -> None:
     found, _ = recovered(losses, taken, (10, 12, 12))
     assert found.plt == 2 / 2 / 12
     assert "an estimate" in found.text
+
+
+class TestCapacityBoost:
+    def test_a_tenth_more_until_the_lost_tokens_are_made_up_for(self) -> None:
+        boost = CapacityBoost()
+        boost.add(None)
+        boost.add(LostUpdates({"experts.0": 15}, {"experts.0": 3}, 0.1, 0.1, ""))
+        assert boost.capacity("experts.0", 100) == 110
+        assert boost.capacity("experts.1", 100) == 100
+        boost.processed("experts.0", 80, 100)
+        assert boost.left == {"experts.0": 15}
+        boost.processed("experts.0", 110, 100)
+        assert boost.capacity("experts.0", 100) == 105
+        boost.processed("experts.0", 105, 100)
+        assert boost.left == {}
+
+    def test_what_is_left_survives_a_failure_that_loses_more(self) -> None:
+        boost, after = CapacityBoost(0.5), CapacityBoost(0.5)
+        boost.add(LostUpdates({"a": 4}, {"a": 1}, 0.1, 0.1, ""))
+        after.load_state_dict(boost.state_dict())
+        after.add(LostUpdates({"a": 3, "b": 2}, {"a": 1, "b": 1}, 0.1, 0.2, ""))
+        assert after.left == {"a": 7, "b": 2}
+
+    @pytest.mark.parametrize("share", [0.0, -1.0, float("nan")])
+    def test_a_share_of_nothing_is_refused(self, share: float) -> None:
+        with pytest.raises(ValueError, match="pass the part of a capacity that is added"):
+            CapacityBoost(share)

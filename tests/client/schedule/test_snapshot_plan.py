@@ -9,11 +9,39 @@ from torch import nn
 
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows
-from ckptd.client.schedule.snapshot_plan import describe_table, export_facts, human
+from ckptd.client.schedule.snapshot_plan import (
+    SnapshotPlan,
+    describe_table,
+    export_facts,
+    human,
+    operator_costs,
+    schedule_of,
+)
 from ckptd.core.schedule import plan_schedule
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
 from ckptd.export.source import facts_of
 from tests.client.exporting import make_adamw, make_model
+
+IDENTITY = {"job": "j", "run": "r", "rank": "0", "world_size": "1"}
+
+
+def test_another_order_keeps_the_copy_plans_of_phases_that_stay() -> None:
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+    binding = LiveState(model, [torch.optim.AdamW(model.parameters())], None)
+    operators = [
+        Operator(f"{i}", OperatorKind.DENSE, (ParameterRows(f"{i}.weight"), ParameterRows(f"{i}.bias")))
+        for i in range(6)
+    ]
+    costs = operator_costs(binding, operators, {})
+    phases = [[0, 1], [2, 3], [4, 5]]
+    for policy, kept in (("sliding", [True, False, False]), ("aligned", [False] * 3)):
+        schedule = schedule_of(costs, phases, 0, policy)
+        plan = SnapshotPlan(operators, costs, schedule, policy, {}, IDENTITY, 1024)
+        before = [plan.phase_plan(binding, i) for i in range(3)]
+        plan.use(schedule_of(costs, [[1, 0], [2, 4], [3, 5]], 0, policy))
+        after = [plan.phase_plan(binding, i) for i in range(3)]
+        assert [a is b for a, b in zip(before, after, strict=True)] == kept
+        assert [found[0].anchored for found in after if found] == [{0, 1}, {2, 4}, {3, 5}]
 
 
 def test_transient_buffers_ties_and_groups_are_told_and_understood() -> None:

@@ -114,13 +114,26 @@ def test_aligned_replays_less_where_dense_parts_thaw_last() -> None:
     aligned = plan_aligned(QWEN.operators, budget_bytes=None, order=order, window=6)
     sliding = plan_schedule(QWEN.operators, budget_bytes=None, order=order, window=6)
     dense_last = window_outlook(QWEN, CONDITIONS, "aligned", 6).replay_s / (5 * 2.0)
-    assert 2 / 3 < dense_last < replay_share(sliding, QWEN.compute) < replay_share(aligned, QWEN.compute) < 1
+    shares = [replay_share(schedule, QWEN.compute, 5) for schedule in (sliding, aligned)]
+    assert 2 / 3 < dense_last < shares[0] < shares[1] < 1
 
 
 def test_nothing_is_replayed_without_a_window() -> None:
     alone = plan_schedule(QWEN.operators, budget_bytes=None, order=range(len(QWEN.operators)), window=1)
-    assert replay_share(alone, QWEN.compute) == 1.0
-    assert replay_share(alone, [0.0] * len(QWEN.compute)) == 1.0
+    assert replay_share(alone, QWEN.compute, 1) == 1.0
+    assert replay_share(alone, [0.0] * len(QWEN.compute), 1) == 1.0
+
+
+def test_what_is_replayed_to_compare_only() -> None:
+    """A sliding window begins one snapshot earlier, a dense snapshot at the one before; aligned ones do not."""
+    comparing = replace(CONDITIONS, verify_iterations=4)
+    plain, more = (window_outlook(EIGHT, c, "sliding", 4) for c in (CONDITIONS, comparing))
+    # Of 1, 2, 3 and at last all 4 phases, frozen operators save a third.
+    assert more.replay_s == pytest.approx(2.0 * sum(1 - (1 - n / 4) / 3 for n in (1, 2, 3, 4)))
+    assert plain.replay_s == pytest.approx(2.0 * sum(1 - (1 - n / 4) / 3 for n in (1, 2, 3)))
+    assert more.load_s == plain.load_s + 2.0
+    assert window_outlook(EIGHT, comparing, "aligned", 4) == window_outlook(EIGHT, CONDITIONS, "aligned", 4)
+    assert [dense_outlook(EIGHT, comparing, every).replay_s for every in (1, 4, 5)] == [2.0, 8.0, 0.0]
 
 
 # MoEvement's table 3: the window, the overhead, and the ETTR for MTBFs of 2 h to 10 min. Its seconds of an
