@@ -86,7 +86,9 @@ def examine(
             f"{'; '.join(reasons)}. "
             "Pass snapshots=SnapshotOptions(policy='dense') to capture everything in every snapshot"
         )
-    identity = agreed_identity(identify(run.job, run.name, run.rank, run.world_size))
+    snapshots = options.snapshots
+    lossy = snapshots.asked if snapshots.of_experts is not None else ""
+    identity = agreed_identity(identify(run.job, run.name, run.rank, run.world_size), lossy)
     freezing = choose_freezing(
         model,
         masters=bool(binding.masters),
@@ -112,13 +114,15 @@ def _has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def agreed_identity(mine: Identity) -> Identity:
+def agreed_identity(mine: Identity, lossy: str = "") -> Identity:
     """This rank with the names of rank 0: a script may lie in another place on another node.
 
     A collective call if there are several ranks.
 
+    Args:
+        lossy: the policy of partial snapshots, which all ranks take or none: no replay leads through them.
     Raises:
-        ValueError: ranks were passed different names; on every rank.
+        ValueError: ranks were passed different names, or such policies; on every rank.
         DaemonUnavailable: a rank did not come.
     """
     # The first collective call reports a process group that several ranks lack.
@@ -126,9 +130,14 @@ def agreed_identity(mine: Identity) -> Identity:
         return mine
     # Under one name whatever the ranks are called, so that all come to the same barrier.
     ranks = Collectives.of_job(replace(mine, job="ckptd", run="names"), node=platform.node())
-    found = ranks.gather((mine.job, mine.run, mine.origin), tuple[str, str, str])
-    job, run, how = found[0]
-    for rank, (other_job, other_run, other_how) in enumerate(found):
+    found = ranks.gather((mine.job, mine.run, mine.origin, lossy), tuple[str, str, str, str])
+    job, run, how, policy = found[0]
+    for rank, (other_job, other_run, other_how, other_policy) in enumerate(found):
+        if other_policy != policy:
+            raise ValueError(
+                f"rank 0 takes {policy or 'exact'} snapshots, and rank {rank} {other_policy or 'exact'} "
+                "ones: pass all ranks the same policy= and partial="
+            )
         if (other_job, other_run) != (job, run) and not other_how:
             raise ValueError(
                 f"rank 0 is of job {job}, run {run}, and rank {rank} of job {other_job}, run "

@@ -199,12 +199,21 @@ class Recovery:
         """The plan of the newest snapshots, and how this machine differs from theirs; a collective call."""
         plan, changed = None, ""
 
-        def looked() -> int:
+        def looked() -> tuple[int, bool]:
             nonlocal plan, changed
             plan, changed = self._plan_of(memory), _changed_since(memory)
-            return memory.hint
+            return memory.hint, plan.lossy
 
-        self._heed(ranks.agree(looked, int))
+        seen = ranks.agree(looked, tuple[int, bool])
+        if len({lossy for _, lossy in seen}) > 1:  # some would replay, and wait for the others in vain
+            partial = [rank for rank, (_, lossy) in enumerate(seen) if lossy]
+            raise AttachRefused(
+                "policies_differ",
+                f"the newest snapshots of ranks {partial} are partial, and those of the others are not",
+                "recovery=RecoveryOptions(resume_at=...) goes back to an earlier iteration "
+                "(`ckptctl iterations`); nothing was changed",
+            )
+        self._heed([hint for hint, _ in seen])
         assert plan is not None
         return plan, changed
 

@@ -136,6 +136,11 @@ SUBJECTS = [
         },
     ),
     (
+        "policies",
+        ["--length", "4", "--mtbf", "2", "--configurations", "1"],
+        {"predicted_vs_measured_ettr_max_error", "select_8_of_256_in_61_layers_ms"},
+    ),
+    (
         "rendezvous",
         ["--rounds", "1", "--variants", "quick"],
         {"rendezvous_quick_s", "rendezvous_quick_vs_settings"},
@@ -162,6 +167,7 @@ SLOW = {
     "persist",
     "sharing",
     "logging",
+    "policies",
     "replication",
     "recovery",
     "recovery_host",

@@ -278,6 +278,29 @@ def test_another_policy_takes_over_after_a_restart(jobs: Jobs) -> None:
     assert all(same_values(value, before[end][key]) for key, value in _load(exact)[end].items())
 
 
+@pytest.mark.slow
+def test_several_ranks_change_their_policy_together(jobs: Jobs) -> None:
+    sliding = ("--set", 'policy="sliding"', "--set", "window=3")
+    Ranks(jobs, "together", *sliding, case="plain", killed=1, total=20).end_by_the_death_of(1)
+    options = [*_options(), "--until-window", str(EXPERTS), "--step-ms", "5", "--seed", "7"]
+    after = Ranks(jobs, "together", *options, case="plain", total=4000)
+    outs = after.end()
+    for out in outs:
+        assert jobs.report(out)["window"] == EXPERTS
+        assert "lost" not in jobs.report(out)
+    told = [
+        jobs.log(out).count("the script asks for partial snapshots, and they are sliding") for out in outs
+    ]
+    assert told == [1, 0], after.logs
+
+
+@pytest.mark.slow
+def test_all_ranks_take_partial_snapshots_or_none(jobs: Jobs) -> None:
+    mixed = {0: tuple(_options()), 1: ("--set", 'policy="sliding"', "--set", "window=4")}
+    told = Ranks(jobs, "mixed", case="plain", total=20, each=mixed).end_by_a_failure()
+    assert "rank 0 takes partial snapshots, and rank 1 exact ones: pass all ranks the same policy=" in told
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
