@@ -72,7 +72,7 @@ class ExpertLosses:
         lost_iterations: the PLT so far in iterations of all experts' tokens.
         last: of the recovery with which this process began; None: it lost nothing.
         cumulative_plt: the proportion of lost tokens of all recoveries so far.
-        captured: the tokens of each expert in the snapshot from which it was recovered.
+        captured: the tokens of each expert at the recovery: what it was given before is not at risk.
     """
 
     def __init__(self, counter: TokenCounter) -> None:
@@ -120,7 +120,7 @@ class ExpertLosses:
             name, index = op.expert
             then_given, then_lost = recorded[anchored[i]]
             now = given[name][index] - lost[name][index]
-            self.captured[op.expert] = then_given.get(name, given[name])[index]
+            self.captured[op.expert] = given[name][index]
             # What an earlier recovery lost between these snapshots is lost already.
             gone = now - (then_given.get(name, given[name])[index] - then_lost.get(name, lost[name])[index])
             tokens[op.name] = gone
@@ -128,10 +128,12 @@ class ExpertLosses:
             fresh[name] += gone
         self._lost = lost
         older = {op.name: anchored[i] for i, op in enumerate(operators) if op.expert and anchored[i] < end}
+        # Of experts that are captured in parts, each counts once.
+        num_older = len({op.expert for op in operators if op.name in older})
         mine = _RankLoss(
             {name: (sum(given[name]), sum(lost[name]), fresh[name]) for name in given},
             len(seen),
-            len(older),
+            num_older,
             min(older.values(), default=end),
         )
         found = ranks.gather(mine, _RankLoss)
@@ -160,8 +162,8 @@ class ExpertLosses:
         amount = f"{gone:,.0f} tokens" if counted else "an estimate, since tokens cannot be counted here"
         text = (
             f"PARTIAL SNAPSHOTS: {_WHAT[scope]} of {sum(rank.older for rank in found)} of "
-            f"{sum(rank.experts for rank in found)} experts are those of earlier iterations, from {oldest} "
-            f"on; updates by {amount} are lost: PLT {this:.4%}, with earlier failures {cumulative:.4%}"
+            f"{sum(rank.experts for rank in found)} experts{' of all ranks' if len(found) > 1 else ''} are "
+            f"those of earlier iterations, from {oldest} on; updates by {amount} are lost: PLT {this:.4%}, with earlier failures {cumulative:.4%}"
         )
         counts = {name: int(lost) for name, lost in tokens.items() if lost}
         self.last = LostUpdates(counts, dict(older), this, cumulative, text)

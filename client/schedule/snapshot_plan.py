@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 _SLOT_SLACK = 64 << 10
+_UNKNOWN: Any = object()
 _OF_OTHER_EXPERTS = {
     PartialScope.BOTH: Level.ABSENT,
     PartialScope.OPTIMIZER: Level.COMPUTE,
@@ -194,9 +195,11 @@ class SnapshotPlan:
         Args:
             experts: that a partial snapshot anchors; None: those whose turn it is.
         """
+        phases = self._phases  # a thread beside training prepares the plans of selected experts
         key = ordinal % self.span, experts
-        if key in self._phases:
-            return self._phases[key]
+        known: tuple[PhasePlan, bool] | None = phases.get(key, _UNKNOWN)
+        if known is not _UNKNOWN:
+            return known
         levels = self.policy.levels_for(ordinal)
         found = None
         if levels is not None:
@@ -208,9 +211,9 @@ class SnapshotPlan:
                 compute, state = (rest if each else () for each in (compute, state))
             layout = self._layout(binding, levels.phase, anchored, compute, self.left_out, state)
             found = layout, levels.begins_chain
-        if experts is not None and len(self._phases) > 2 * self.span:  # selections rarely come again
-            self._phases.clear()
-        self._phases[key] = found
+        if experts is not None and len(phases) > 2 * self.span:  # selections rarely come again
+            phases = self._phases = {}
+        phases[key] = found
         return found
 
     def _phase_plans(self, binding: LiveState) -> list[PhasePlan]:

@@ -85,6 +85,7 @@ def test_two_recoveries_count_no_token_twice(fused: bool) -> None:
     assert found.plt == found.cumulative_plt == 11 / 30
     assert losses.lost_iterations == 10 * 11 / 30
     assert counter.counts == [20, 4, 6]
+    assert losses.captured == {("experts", 0): 20, ("experts", 1): 4, ("experts", 2): 6}
     assert (
         "weights and optimizer state of 2 of 3 experts are those of earlier iterations, from 8 on"
         in found.text
