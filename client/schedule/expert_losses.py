@@ -160,9 +160,10 @@ class ExpertLosses:
         self.lost_iterations = cumulative * end
         gone = sum(layer[2] for rank in found for layer in rank.layers.values())
         amount = f"{gone:,.0f} tokens" if counted else "an estimate, since tokens cannot be counted here"
+        whose = " of all ranks" if len(found) > 1 else ""
         text = (
             f"PARTIAL SNAPSHOTS: {_WHAT[scope]} of {sum(rank.older for rank in found)} of "
-            f"{sum(rank.experts for rank in found)} experts{' of all ranks' if len(found) > 1 else ''} are "
+            f"{sum(rank.experts for rank in found)} experts{whose} are "
             f"those of earlier iterations, from {oldest} on; updates by {amount} are lost: PLT {this:.4%}, with earlier failures {cumulative:.4%}"
         )
         counts = {name: int(lost) for name, lost in tokens.items() if lost}

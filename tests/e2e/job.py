@@ -348,7 +348,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.kill_at, args.kill_begun = step + args.kill_begun - 1, 0
         trace(f"begin {step} {int(ckpt.replaying)}")
         if args.states is not None:
-            torch.save(final_state(job), args.states / f"{step}.pt")
+            torch.save(final_state(job), args.states / "new")
+            (args.states / "new").rename(args.states / f"{step}.pt")  # whole, whenever this rank is killed
         maybe_die(step, "top")
         replayed_with_frozen += ckpt.replaying
         if step == args.break_at:
