@@ -164,7 +164,8 @@ class ExpertLosses:
         text = (
             f"PARTIAL SNAPSHOTS: {_WHAT[scope]} of {sum(rank.older for rank in found)} of "
             f"{sum(rank.experts for rank in found)} experts{whose} are "
-            f"those of earlier iterations, from {oldest} on; updates by {amount} are lost: PLT {this:.4%}, with earlier failures {cumulative:.4%}"
+            f"those of earlier iterations, from {oldest} on; updates by {amount} are lost: PLT {this:.4%}, "
+            f"with earlier failures {cumulative:.4%}"
         )
         counts = {name: int(lost) for name, lost in tokens.items() if lost}
         self.last = LostUpdates(counts, dict(older), this, cumulative, text)
