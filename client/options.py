@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINTER_GROUPS",
+    "MAX_WINDOW",
     "CheckpointerOptions",
     "DaemonOptions",
     "LayoutOptions",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MOST_SNAPSHOTS = 64
+MAX_WINDOW = 64
 _SHOWN_CHARACTERS = 60
 _PAGE = "docs/integration.md"
 
@@ -229,8 +230,8 @@ class SnapshotOptions:
         _check_choice("policy", self.policy, "sliding", "aligned", "dense", "partial", "selected")
         _check_choice("ordering", self.ordering, *(str(each) for each in Ordering))
         window, every = self.window, self.every
-        if window is not None and not (_is_count(window, 1) and window <= _MOST_SNAPSHOTS):
-            raise ValueError(f"window={window!r}: a window has 1 to {_MOST_SNAPSHOTS} snapshots")
+        if window is not None and not (_is_count(window, 1) and window <= MAX_WINDOW):
+            raise ValueError(f"window={window!r}: a window has 1 to {MAX_WINDOW} snapshots")
         if not _is_count(every, 1) or (every > 1 and self.policy in ("sliding", "aligned")):
             raise ValueError(
                 f"every={every!r}: only policy='dense', 'partial' and 'selected' take a snapshot every few "

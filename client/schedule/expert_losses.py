@@ -25,7 +25,7 @@ from ckptd.client.schedule.measurements import TokenCounter
 from ckptd.core.partial_experts import LayerTokens, proportion_lost
 from ckptd.core.snapshot_policy import PartialScope
 
-__all__ = ["RECORDED", "CapacityBoost", "ExpertLosses", "LostUpdates"]
+__all__ = ["RECORDED", "CapacityBoost", "ExpertLosses", "LostUpdates", "listed"]
 
 RECORDED = "experts"
 """Its place in the step scalars; absent in snapshots that lose nothing."""
@@ -53,9 +53,11 @@ class LostUpdates:
     """What one recovery has lost.
 
     Attributes:
-        tokens: by operator: the tokens of this rank whose updates of that expert are lost.
-        iterations: by operator, the iteration of which it is; of experts that lost something.
-        plt: the proportion of lost tokens that this recovery adds, and with all before it; of all ranks.
+        tokens: by operator, the tokens of this rank whose updates of that expert are lost.
+        iterations: by operator, the iteration from which an expert was recovered, if it is an older one.
+        plt: the proportion of lost tokens of this recovery, on all ranks.
+        cumulative_plt: the same of all recoveries of the run.
+        text: all of that in words.
     """
 
     tokens: Mapping[str, int]
@@ -178,12 +180,13 @@ def _tokens(rank: _RankLoss, which: int) -> dict[str, LayerTokens]:
 
 def _counts(recorded: Mapping[str, Any]) -> tuple[Counts, Counts]:
     """Tokens that were given and lost, of a snapshot; nothing was lost before the first recovery."""
-    given = {name: _listed(counts) for name, counts in recorded["given"].items()}
+    given = {name: listed(counts) for name, counts in recorded["given"].items()}
     lost = {name: list(recorded["lost"].get(name) or [0.0] * len(counts)) for name, counts in given.items()}
     return given, lost
 
 
-def _listed(counts: Any) -> list[float]:
+def listed(counts: Any) -> list[float]:
+    """The counts of one container as numbers; of fused experts they are a tensor on its device."""
     return list(counts.tolist() if isinstance(counts, Tensor) else counts)
 
 

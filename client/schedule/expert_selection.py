@@ -13,13 +13,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ckptd.client.model.live_state import LiveState
+from ckptd.client.schedule.expert_losses import listed
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.partial_experts import Selection, select_by_risk
 
 __all__ = ["ExpertSelection"]
+
+_PENDING = 4  # snapshots that may be on their way
 
 
 class ExpertSelection:
@@ -66,7 +67,9 @@ class ExpertSelection:
                 self._last.clear()
             self._number += 1
             self._last.update(dict.fromkeys(anchored & self.plan.selectable, self._number))
-            self._pending = {step: (self._number, ordinal, anchored, given)}
+            self._pending[step] = self._number, ordinal, anchored, given
+            while len(self._pending) > _PENDING:  # what is that old was never complete
+                self._pending.pop(min(self._pending))
 
     def filled(self, step: int) -> None:
         """It is complete: choose for the next one (beside training)."""
@@ -75,7 +78,7 @@ class ExpertSelection:
         if pending is None:
             return
         number, ordinal, anchored, given = pending
-        counts = {name: _listed(each) for name, each in given.items()}
+        counts = {name: listed(each) for name, each in given.items()}
         with self._lock:
             self._counts = counts
             for i in anchored:
@@ -127,8 +130,3 @@ class ExpertSelection:
         name, index = expert
         now = self._counts[name][index] if name in self._counts else 0.0
         return max(0.0, now - self._captured.get(expert, 0.0))
-
-
-def _listed(counts: Any) -> Sequence[float]:
-    found: Sequence[float] = counts.tolist() if isinstance(counts, Tensor) else counts
-    return found

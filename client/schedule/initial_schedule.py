@@ -15,9 +15,9 @@ from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.replicated_params import Replicas
+from ckptd.client.options import MAX_WINDOW
 from ckptd.client.ranks.store_agreement import StoreAgreement
 from ckptd.client.ranks.store_barrier import job_store
-from ckptd.client.schedule.partial_schedule import MAX_WINDOW
 from ckptd.client.schedule.planner import Planner
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan

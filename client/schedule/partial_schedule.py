@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK
-from ckptd.client.options import PartialOptions, SnapshotOptions
+from ckptd.client.options import MAX_WINDOW, PartialOptions, SnapshotOptions
 from ckptd.core.partial_experts import (
     Selection,
     experts_of_layers,
@@ -22,9 +22,7 @@ from ckptd.core.partial_experts import (
 )
 from ckptd.core.snapshot_policy import OperatorCost, PartialScope, Schedule
 
-__all__ = ["MAX_WINDOW", "PartialTurns", "check_experts", "scope_of"]
-
-MAX_WINDOW = 64
+__all__ = ["PartialTurns", "check_experts", "scope_of"]
 
 
 def scope_of(options: SnapshotOptions) -> PartialScope | None:

@@ -22,9 +22,9 @@ from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator, ParameterRows, split_operator
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
 from ckptd.client.model.snapshot_layout import member_bytes
-from ckptd.client.options import SnapshotOptions
+from ckptd.client.options import MAX_WINDOW, SnapshotOptions
 from ckptd.client.schedule.measurements import PrecisionProbe, StepTiming, TokenCounter
-from ckptd.client.schedule.partial_schedule import MAX_WINDOW, PartialTurns, scope_of
+from ckptd.client.schedule.partial_schedule import PartialTurns, scope_of
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, fixed_bytes, operator_costs, schedule_of
 from ckptd.client.stats import Stats
 from ckptd.core.schedule import (

@@ -16,9 +16,10 @@ from typing import Any
 
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import ReplicatedParams
+from ckptd.client.options import MAX_WINDOW
 from ckptd.client.schedule.initial_schedule import FirstPlan
 from ckptd.client.schedule.measurements import StepTiming
-from ckptd.client.schedule.partial_schedule import MAX_WINDOW, PartialTurns
+from ckptd.client.schedule.partial_schedule import PartialTurns
 from ckptd.client.schedule.planner import Planner, RankContext, note_prepared
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
@@ -218,6 +219,7 @@ class Provision:
         self._lagging = 0
         self.lost_iterations = 0.0
         self._look_again_at = 0
+        self._suffices_for = 0  # the window that the limit allows, and that copies do not need
 
     def resume(self, plan: SnapshotPlan, sharing: ReplicatedParams) -> None:
         """Continue with the plan of an earlier life.
@@ -338,7 +340,7 @@ class Provision:
         within = turns.window_within(step, self.lost_iterations, chosen or turns.longest)
         if chosen is None and within > window:
             self._maybe_widen(plan, step, within)
-        if within != window and not self._slots.coming:
+        if within not in (window, self._suffices_for) and not self._slots.coming:
             why = f"as far as a failure now stays within the limit of lost tokens: window {window} -> "
             self._replace(plan, step, why, window=within, smallest=within > window and chosen is None)
 
@@ -362,8 +364,9 @@ class Provision:
         self._look_again_at = step + _RETRY_STEPS
         try:
             if smallest and window is not None:
-                window = min(window, self._planner.make(plan).schedule.window)
+                allowed, window = window, min(window, self._planner.make(plan).schedule.window)
                 if window <= plan.schedule.window:
+                    self._suffices_for = allowed
                     return
             self._change_to(self._planner.make(plan, window=window, policy=policy), step, why, policy)
         except ValueError as error:
