@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
-from tests.ckptd.host.hosting import FOREIGN, ROOT
+from tests.examples.playing import play
 
 pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)")
 
@@ -19,19 +16,9 @@ SHORT = ["--steps", "36", "--kills", "1", "--window", "2", "--batch-size", "1", 
 
 
 def _play(folder: Path, *options: str) -> str:
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.moe_text.demo", *SHORT, "--out", str(folder), *options],
-        cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = play("moe_text.demo", *SHORT, "--out", str(folder), *options)
     assert (folder / "demo.png").exists()
-    return done.stdout
+    return output
 
 
 def _seeds(output: str) -> list[int]:

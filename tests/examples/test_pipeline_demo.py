@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from examples.moe_pipeline.demo import plan_losses
-from tests.ckptd.host.hosting import FOREIGN, ROOT
+from tests.examples.playing import play
 from tests.long import long
 
 SHORT = ["--stages", "2", "--replicas", "1", "--steps", "32", "--window", "2", "--seed", "3"]
@@ -32,21 +29,11 @@ def test_losses_come_in_order_and_take_whole_stages(seed: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=long)])
 def test_the_demo_is_exact_and_names_the_phases(plain: bool) -> None:
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.moe_pipeline.demo", *SHORT, *["--plain"] * plain],
-        cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "IDENTICAL: every tensor" in done.stdout
-    assert done.stdout.count("--> SIGKILL to rank") == 6
-    assert done.stdout.count(" came last: ") == 6
-    rows = re.findall(r"^(\w+) +[\d -]+$", done.stdout.partition("phase, ms")[2], re.MULTILINE)
+    output = play("moe_pipeline.demo", *SHORT, *["--plain"] * plain)
+    assert "IDENTICAL: every tensor" in output
+    assert output.count("--> SIGKILL to rank") == 6
+    assert output.count(" came last: ") == 6
+    rows = re.findall(r"^(\w+) +[\d -]+$", output.partition("phase, ms")[2], re.MULTILINE)
     assert rows[-2:] == ["rest", "back"]
     assert set(rows[:-2]) <= {*map(str, RecoveryPhase)}
     assert {RecoveryPhase.ATTACH, RecoveryPhase.LOADED, RecoveryPhase.FIRST_NEW_STEP} <= set(rows)

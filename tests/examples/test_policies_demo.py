@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ckptd.host.hosting import FOREIGN, ROOT
+from tests.examples.playing import play
 from tests.long import long
 
 pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)")
@@ -20,22 +17,12 @@ pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_exact_policies_are_exact_and_others_lose_tokens(tmp_path: Path) -> None:
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
     short = ["--steps", "34", "--kill-after", "24", "--batch-size", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.moe_text.policies", *short, "--out", str(tmp_path)],
-        cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = play("moe_text.policies", *short, "--out", str(tmp_path))
     assert (tmp_path / "policies.png").exists()
     rows = re.findall(
         r"^(sliding|dense|partial|selected).* (\d+) +([\d.]+)% .*?(identical|differ)$",
-        done.stdout,
+        output,
         re.MULTILINE,
     )
     assert [(name, end) for name, _, _, end in rows] == [
