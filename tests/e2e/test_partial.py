@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from ckptd.client import Checkpointer, SnapshotOptions
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.running import eventually
 from tests.e2e.cases import EXPERTS, LAYERS
 from tests.e2e.compare import same_values
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
+from tests.e2e.job import make_job
 from tests.e2e.ranks import Ranks
 from tests.long import long
 
@@ -299,6 +301,25 @@ def test_all_ranks_take_partial_snapshots_or_none(jobs: Jobs) -> None:
     mixed = {0: tuple(_options()), 1: ("--set", 'policy="sliding"', "--set", "window=4")}
     told = Ranks(jobs, "mixed", case="plain", total=20, each=mixed).end_by_a_failure()
     assert "rank 0 takes partial snapshots, and rank 1 exact ones: pass all ranks the same policy=" in told
+
+
+@pytest.mark.slow
+def test_what_needs_a_replay_is_refused(jobs: Jobs, daemon: DaemonProcess) -> None:
+    process, out = jobs.start("plain", *_options(), "--run", "unverified", "--total", "12", "--verify")
+    process.join(120)
+    assert process.exitcode == 1
+    assert "verify() replays a window, and no replay leads through partial snapshots" in jobs.log(out)
+    job = make_job("plain", 1, None)
+    snapshots = SnapshotOptions(policy="partial")
+    with (
+        Checkpointer(
+            job.model, job.optimizers, job.state, run="unlogged", daemon=daemon.endpoint, snapshots=snapshots
+        ) as ckpt,
+        pytest.raises(
+            ValueError, match="boundary logs are for replays, and partial snapshots are not replayed"
+        ),
+    ):
+        ckpt.boundary_log()
 
 
 @pytest.fixture
