@@ -5,12 +5,14 @@ Each group is frozen and checks itself when it is made. All of its fields are ke
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
+from ckptd.core.interval_control import IntervalRule
 from ckptd.core.partial_experts import LOST_TOKENS_LIMIT, Selection
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.schedule import Ordering
@@ -200,9 +202,18 @@ class SnapshotOptions:
     steps and chooses the smallest window whose snapshots fit between the top of the loop and the
     optimizer's step."""
 
-    every: int = 1
+    every: int | Literal["checkfreq", "gemini", "young-daly"] = 1
     """The number of iterations between two snapshots. Above 1 with ``"dense"``, ``"partial"`` and
-    ``"selected"`` only."""
+    ``"selected"`` only. With ``"dense"`` also a rule, by which the interval follows from what snapshots
+    cost, and changes while the job runs. ``"checkfreq"``: stalls take ``max_stall`` of the time.
+    ``"gemini"``: as often as copies to the host and to peers allow. ``"young-daly"``: the least loss by
+    stalls and by failures every ``mtbf_s``."""
+
+    max_stall: float = 0.03
+    """For ``every="checkfreq"``: the largest share of the time that snapshots may cost."""
+
+    mtbf_s: float | None = None
+    """For ``every="young-daly"``: the mean seconds between two failures of the job."""
 
     partial: PartialOptions | None = None
     """For ``policy="partial"`` and ``"selected"``: which experts. None: the defaults."""
@@ -232,7 +243,9 @@ class SnapshotOptions:
         window, every = self.window, self.every
         if window is not None and not (_is_count(window, 1) and window <= MAX_WINDOW):
             raise ValueError(f"window={window!r}: a window has 1 to {MAX_WINDOW} snapshots")
-        if not _is_count(every, 1) or (every > 1 and self.policy in ("sliding", "aligned")):
+        if self.interval_rule is not None:
+            self._check_rule(self.interval_rule)
+        elif not _is_count(every, 1) or (every != 1 and self.policy in ("sliding", "aligned")):
             raise ValueError(
                 f"every={every!r}: only policy='dense', 'partial' and 'selected' take a snapshot every few "
                 "iterations (1 or more)"
@@ -246,6 +259,20 @@ class SnapshotOptions:
         if not _is_count(self.nan_check_every):
             raise ValueError(
                 f"nan_check_every={self.nan_check_every!r}: pass a number of snapshots, or 0 for never"
+            )
+
+    def _check_rule(self, rule: IntervalRule) -> None:
+        if self.policy != "dense":
+            raise ValueError(
+                f"every={rule!s}: only dense snapshots have an interval by a rule; pass a number"
+            )
+        if not _is_number(self.max_stall) or not 0 < self.max_stall < 1:
+            raise ValueError(f"max_stall={self.max_stall!r}: pass a share of the time, such as 0.03")
+        mtbf_s = self.mtbf_s
+        if rule is IntervalRule.YOUNG_DALY and not (_is_number(mtbf_s) and 0 < (mtbf_s or 0) < math.inf):
+            raise ValueError(
+                f"mtbf_s={mtbf_s!r}: every='young-daly' needs the seconds between two failures of the job, "
+                "such as mtbf_s=3600"
             )
 
     def _check_partial(self) -> None:
@@ -268,6 +295,16 @@ class SnapshotOptions:
     @property
     def dense(self) -> bool:
         return self.policy == "dense"
+
+    @property
+    def interval_rule(self) -> IntervalRule | None:
+        """The rule by which the interval follows from costs; None: ``every`` is a number."""
+        return IntervalRule(str(self.every)) if self.every in (*IntervalRule,) else None
+
+    @property
+    def first_every(self) -> int:
+        """The interval of the first snapshots."""
+        return self.every if isinstance(self.every, int) else 1
 
     @property
     def asked(self) -> str:

@@ -29,6 +29,7 @@ class Stats:
 
     `floor_overrides`: overwritten snapshots that a recovery together with the other ranks may have needed.
     `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
+    `every`: iterations between two snapshots now.
     `switches`: schedule changes that all ranks made together. `undecided`: snapshots left out because this
     rank did not know in time whether there was one.
 
@@ -51,6 +52,7 @@ class Stats:
     snapshot_bytes: int = 0
     dense_bytes: int = 0
     window: int = 0
+    every: int = 0
     failed: int = 0
     torn: int = 0
     no_slot: int = 0

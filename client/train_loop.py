@@ -160,7 +160,8 @@ class LoopSide:
             self._engine.register(segment.memory, segment.regions())
         self.replaying.resume(found)
         self._counter.enabled = False
-        recorder.resume(found.plan, last=replay.end, ordinal=found.ordinal, sharing=found.sharing)
+        ordinal = found.plan.ordinal_of(found.phase)
+        recorder.resume(found.plan, last=replay.end, ordinal=ordinal, sharing=found.sharing)
         if found.apart is not None:
             stages = replay.oldest_scalars.get("stages", {})
             with self._ranks.all_or_none():
@@ -329,11 +330,12 @@ class LoopSide:
         if found is not None:
             # Only now is the newest snapshot certain to be here: it may have come from another node
             # meanwhile.
-            found.plan.use_phases(replay.newest_scalars["phases"])
+            scalars, plan = replay.newest_scalars, found.plan
+            plan.use_phases(scalars["phases"])
+            plan.use_interval(scalars.get("every", plan.every))  # absent in what 0.4 recorded
             if recorder is not None:
-                # Absent in what 0.4 recorded.
-                stride = replay.newest_scalars.get("stride", 1)
-                recorder.go_on(replay.end, found.ordinal, stride)
+                ordinal = plan.ordinal_of(found.phase)
+                recorder.go_on(replay.end, ordinal, scalars.get("stride", 1))
         self._counter.enabled = True
         if recorder is not None:
             recorder.replayed()

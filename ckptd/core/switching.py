@@ -131,12 +131,14 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     ``policy``: of the snapshots.
     ``order``: the operators of the table with the digest ``table``, in the order of their anchors.
     ``stride``: the iterations between two boundaries at which a snapshot can be taken.
+    ``every``: the iterations between two snapshots.
     """
 
     why: str
     window: int = 0
     policy: str = ""
     stride: int = 0
+    every: int = 0
     order: tuple[int, ...] = ()
     table: str = ""
 

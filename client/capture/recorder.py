@@ -256,7 +256,7 @@ class Recorder:
         if last is not None:
             self._stats.note_stall(boundary, waited)
             if self._memory.session.connected:
-                self._provision.control.note(self._reading(last, waited, sealing))
+                self._provision.note(self._reading(last, waited, sealing))
             self._choose_copy_mode(last)
         self._taken_bytes = 0
         pending = self._pending_gradients()
@@ -355,7 +355,6 @@ class Recorder:
         """
         self._provision.resume(plan, sharing)
         self._draws.watches = plan.shares
-        self._ordinal = ordinal
         self.go_on(last, ordinal, stride=1)
         self._start_capture()
         self._chain.resume(last)
@@ -366,6 +365,7 @@ class Recorder:
 
     def go_on(self, last: int, ordinal: int, stride: int) -> None:
         """The recorded iterations between two snapshots are known; ``last`` had this number."""
+        self._ordinal = ordinal
         if self._changes is not None:
             self._changes.resume(last, ordinal, stride)
 
@@ -469,7 +469,9 @@ class Recorder:
             return
         if self._ordinal % self.plan.schedule.window == 0:
             provision.maybe_reorder()
+        self._ordinal = provision.maybe_change_interval(step, self._ordinal)
         provision.maybe_change(step)
+        self._stats.every = self.plan.every
         if not self._captures_everything(step):
             self._leave_out()
             return

@@ -116,6 +116,7 @@ class StepScalars:
             "senders": self._buckets.senders(),
             "phases": [list(p) for p in plan.schedule.phases],
             "stride": stride,
+            "every": plan.every,
             "stages": {i: shapes_of(stage) or self._stage_shapes.get(i) for i, stage in stages.items()},
             "program": self.program,
         }

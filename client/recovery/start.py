@@ -59,7 +59,7 @@ class Resumption:
     """A run that can go on.
 
     Attributes:
-        ordinal: the number of its newest snapshot in the schedule.
+        phase: of its newest snapshot.
         unverified: why the newest snapshot is loaded and not compared; "" if it is compared.
         new_from: no snapshot shows that this iteration, or a later one, was done before.
         apart: after a localized recovery: which rank begins where.
@@ -67,7 +67,7 @@ class Resumption:
 
     replay: Replay
     plan: SnapshotPlan
-    ordinal: int
+    phase: int
     reason: str
     sharing: ReplicatedParams
     verification: Verification
@@ -186,7 +186,7 @@ class Recovery:
         return Resumption(
             replay,
             plan,
-            plan.ordinal_of(found.images[-1].phase),
+            found.images[-1].phase,
             found.reason,
             subject.sharing,
             verification,

@@ -56,16 +56,18 @@ class InitialSchedule:
         found = self._agreed().largest("limits")
         return None if found is None else (-found[0], -found[1], -found[2])
 
-    def first(self, mine: int, *, dense: bool, stride: int) -> tuple[int, bool, int] | None:
-        """The first window of all ranks, whether snapshots are dense, and the iterations between two.
+    def first(self, mine: int, *, dense: bool, stride: int, every: int) -> tuple[int, bool, int, int] | None:
+        """The first window of all ranks, whether snapshots are dense, their stride, and their interval.
 
         Args:
             dense: only dense snapshots are exact on this rank; then all ranks take dense ones.
-            stride: as seen by this rank; the shortest counts, since a rank may have missed a boundary.
+            stride: iterations between two boundaries, as seen by this rank; the shortest counts, since a
+                rank may have missed a boundary.
+            every: iterations between two snapshots; the longest counts.
         """
-        self._propose("window", mine, int(dense), -stride)
+        self._propose("window", mine, int(dense), -stride, every)
         found = self._agreed().largest("window")
-        return None if found is None else (found[0], bool(found[1]), -found[2])
+        return None if found is None else (found[0], bool(found[1]), -found[2], found[3])
 
     def shares_agree(self, window: int, fingerprints: Mapping[Replicas, int]) -> bool | None:
         """True if, in each group, the plans of all members have this rank's fingerprint.
@@ -207,11 +209,12 @@ class FirstPlan:
             min(self._own.schedule.window, self.longest),
             dense=planner.dense,
             stride=changes.strides.shortest,
+            every=self._own.every,
         )
         if agreed_on is None:
             windows.waits(step)
             return None
-        window, dense, stride = agreed_on
+        window, dense, stride, every = agreed_on
         if dense:
             window = 1
         changes.calendar = Calendar(stride=stride)
@@ -220,6 +223,8 @@ class FirstPlan:
             error = ValueError(f"the ranks agreed on {window}, this one can only have {plan.schedule.window}")
             self._failed(step, why, error)
             return None
+        if plan is not None:
+            plan.use_interval(every)
         return plan
 
     def _with_window(

@@ -67,13 +67,11 @@ class PartialTurns:
     """The turns of this rank's experts.
 
     Args:
-        every: iterations between two snapshots.
         rank: this one's number; ranks with consecutive numbers hold consecutive experts.
     """
 
     options: PartialOptions
     operators: Sequence[Operator]
-    every: int
     rank: int
     world_size: int
 
@@ -83,7 +81,7 @@ class PartialTurns:
     ) -> PartialTurns | None:
         """None for other policies."""
         found = options.of_experts
-        return None if found is None else cls(found, operators, options.every, rank, world_size)
+        return None if found is None else cls(found, operators, rank, world_size)
 
     @property
     def selection(self) -> Selection:
@@ -106,14 +104,16 @@ class PartialTurns:
         """The window in which each snapshot has one expert of a layer."""
         return min(MAX_WINDOW, self.num_experts)
 
-    def window_within(self, iteration: int, lost_iterations: float, wanted: int) -> int:
-        """The longest window up to ``wanted`` with which a failure now keeps the PLT within the limit."""
+    def window_within(self, iteration: int, lost_iterations: float, wanted: int, *, every: int) -> int:
+        """The longest window up to ``wanted`` with which a failure now keeps the PLT within the limit.
+
+        Args:
+            every: iterations between two snapshots.
+        """
         limit = self.options.lost_tokens_limit
         if limit is None:
             return wanted
-        return window_within(
-            limit, iteration, lost_iterations=lost_iterations, every=self.every, longest=wanted
-        )
+        return window_within(limit, iteration, lost_iterations=lost_iterations, every=every, longest=wanted)
 
     def schedule(
         self,

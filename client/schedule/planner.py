@@ -8,6 +8,7 @@ until the optimizer's step, not the iteration), and whose ring fits the memory t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ class PlanInputs:
 
     Attributes:
         window: None: the smallest that fits.
-        every: iterations between two snapshots of a dense policy.
+        every: iterations between two snapshots.
         budget_bytes: the most that may be copied per step; None: no limit.
         iteration_s: of an iteration without snapshots, if larger ones were measured to cost time; else 0.
         available_bytes: memory for the ring; None: no limit.
@@ -459,7 +460,7 @@ class Planner:
         inputs = PlanInputs(
             policy=policy or self.policy,
             window=None if "dense" in (policy, self.policy) else window or self.window,
-            every=options.every,
+            every=self._every(before, policy or self.policy),
             budget_bytes=budget,
             available_bytes=available,
             # Each rank counts its own tokens, and all must have one order.
@@ -490,6 +491,17 @@ class Planner:
         note_prepared(self._pace, context.stats, started)
         return plan
 
+    def _every(self, before: SnapshotPlan | None, policy: str) -> int:
+        """The interval in use stays, unless it is that of another policy. By a rule: what copies need."""
+        if before is not None and before.policy_name == policy:
+            return before.every
+        options = self._context.options
+        if options.interval_rule is None:
+            return options.first_every
+        costs = self.sharing.mean_costs(self._operators, operator_costs(self._binding, self._operators, {}))
+        copied = self._speed().bandwidth * self._pace.iteration_s
+        return max(1, math.ceil(sum(c.anchor_bytes for c in costs) / copied)) if copied else 1
+
     def make_common(self, plan: SnapshotPlan, orders: Sequence[Sequence[Sequence[int]]]) -> SnapshotPlan:
         """A plan with the schedule of another one, for what this rank has to capture now.
 
@@ -513,10 +525,12 @@ class Planner:
         return self._measured_budget() if budget is None else budget, available
 
     def _measured_budget(self) -> int:
+        on_cpu = all(local(p).device.type == "cpu" for p in self._binding.params.values())
+        return self._speed().budget_bytes(self._context.options.max_overhead if on_cpu else None)
+
+    def _speed(self) -> TrainingSpeed:
         tensors = [local(p) for p in self._binding.params.values()]
-        speed = TrainingSpeed(self._pace.copy_window_s, self._pace.iteration_s, measure_bandwidth(tensors))
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-        return speed.budget_bytes(self._context.options.max_overhead if on_cpu else None)
+        return TrainingSpeed(self._pace.copy_window_s, self._pace.iteration_s, measure_bandwidth(tensors))
 
     def _scalars_capacity(self) -> int:
         """Room for step scalars, which hold each operator's number (of a shared one, each piece's)."""

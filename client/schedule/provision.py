@@ -23,9 +23,10 @@ from ckptd.client.schedule.partial_schedule import PartialTurns
 from ckptd.client.schedule.planner import Planner, RankContext, note_prepared
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
+from ckptd.core.interval_control import IntervalControl
 from ckptd.core.slots.ring import most_slots
 from ckptd.core.switching import Change
-from ckptd.core.window_control import Shortage, WindowControl
+from ckptd.core.window_control import Shortage, SnapshotReading, WindowControl
 from ckptd.errors import AttachRefused, DaemonUnavailable
 
 __all__ = ["Provision"]
@@ -187,7 +188,7 @@ class Provision:
         switched: called when a further generation is in use, with True if its plan is another one.
 
     Attributes:
-        control: judges the snapshots that are taken; the recorder tells it what each step cost.
+        control: judges the size of the snapshots that are taken.
         lost_iterations: what failures have lost of partial snapshots, as iterations of all experts.
     """
 
@@ -213,12 +214,18 @@ class Provision:
         self.control = WindowControl(
             bound=_TOLERATED_ON_DEVICE if on_device else _TOLERATED_STALL, regular=on_device
         )
+        options = context.options
+        rule = options.interval_rule
+        # Of dense snapshots whose interval follows a rule.
+        self._interval = (
+            None if rule is None else IntervalControl(rule, bound=options.max_stall, mtbf_s=options.mtbf_s)
+        )
         self._told_misfit = False
         self._uncaptured = self._announced = self._announced_policy = ""
         self._group_key = self._binding.group_key()
         self._lagging = 0
         self.lost_iterations = 0.0
-        self._look_again_at = 0
+        self._look_again_at = self._interval_at = 0
         self._suffices_for = 0  # the window that the limit allows, and that copies do not need
 
     def resume(self, plan: SnapshotPlan, sharing: ReplicatedParams) -> None:
@@ -231,6 +238,13 @@ class Provision:
         self.plan = plan
         if plan.shares:
             self._planner.sharing = sharing
+
+    def note(self, reading: SnapshotReading) -> None:
+        """Add what the step that ended cost."""
+        self.control.note(reading)
+        if self._interval is not None and self.plan is not None:
+            behind = self._memory.table.ring_hint.behind
+            self._interval.note(reading, behind=behind, every=self.plan.every)
 
     def close(self) -> None:
         """Stop waiting for other ranks."""
@@ -290,7 +304,7 @@ class Provision:
     def _first_partial(self, turns: PartialTurns, step: int) -> SnapshotPlan:
         """The first plan of partial snapshots; with a longer window if there is no memory for the best."""
         wanted = self._planner.window or turns.longest
-        within = turns.window_within(step, 0.0, wanted)
+        within = turns.window_within(step, 0.0, wanted, every=self._options.first_every)
         if within < wanted:
             try:
                 return self._planner.make(None, window=within)
@@ -334,10 +348,52 @@ class Provision:
             )
         self._replace(plan, step, why, policy=policy)
 
+    def maybe_change_interval(self, step: int, ordinal: int) -> int:
+        """Change the interval if there is a reason to; it needs no memory.
+
+        Returns the number of this step's snapshot in the schedule: ``ordinal``, or another one if the
+        interval changes now. Several ranks change it later, together.
+        """
+        plan = self.plan
+        if plan is None or step < self._interval_at or plan.policy_name != self._options.planned:
+            return ordinal  # of another policy until that changes, or because only dense snapshots are exact
+        every = self._interval_wanted(plan)
+        if every == plan.every:
+            return ordinal
+        self._interval_at = step + _RETRY_STEPS
+        why = self._why_interval(plan, every)
+        if self.changes is not None:
+            if not self.changes.wish(Change(why, every=every)):
+                self._interval_at = step + 1
+            return ordinal
+        logger.info("%s", why)
+        self._memory.session.notice("info", "schedule_changed", why)
+        number = plan.next_ordinal(ordinal, every)
+        self.use_interval(every)
+        return number
+
+    def _interval_wanted(self, plan: SnapshotPlan) -> int:
+        """What the rule, or the script, asks for now."""
+        if self._interval is None:  # if ranks ask for different ones, that of rank 0 counts
+            return self._options.first_every if self._memory.identity.rank == 0 else plan.every
+        wanted = self._interval.needed(plan.every)
+        # Where one rank needs a longer interval, all get it; rank 0 asks whether a shorter one will do.
+        return wanted if self._memory.identity.rank == 0 else max(wanted, plan.every)
+
+    def _why_interval(self, plan: SnapshotPlan, every: int) -> str:
+        by = f"every={self._options.every!r}"
+        cost = None if self._interval is None else self._interval.cost
+        if cost is not None:
+            by += (
+                f": a snapshot stalls training for {cost.stall_s * 1e3:.1f} ms, and takes "
+                f"{cost.busy_s * 1e3:.1f} ms; an iteration takes {cost.iteration_s * 1e3:.1f} ms"
+            )
+        return f"a snapshot every {every} iterations instead of {plan.every} ({by})"
+
     def _keep_within_limit(self, plan: SnapshotPlan, turns: PartialTurns, step: int) -> None:
         """Anchor more experts per snapshot while a failure could exceed the limit of lost tokens."""
         window, chosen = plan.schedule.window, self._planner.window
-        within = turns.window_within(step, self.lost_iterations, chosen or turns.longest)
+        within = turns.window_within(step, self.lost_iterations, chosen or turns.longest, every=plan.every)
         if chosen is None and within > window:
             self._maybe_widen(plan, step, within)
         if within not in (window, self._suffices_for) and not self._slots.coming:
@@ -501,6 +557,27 @@ class Provision:
             ValueError: no such plan is possible.
         """
         return self._planner.make(self.plan, window=change.window or None, policy=change.policy)
+
+    def check_interval(self, every: int) -> None:
+        """Whether this rank can take snapshots so often.
+
+        Raises:
+            ValueError: they would cost it too much.
+        """
+        plan = self.plan
+        needed = 1 if self._interval is None or plan is None else self._interval.needed(plan.every)
+        if plan is not None and every < min(needed, plan.every):
+            raise ValueError(
+                f"here snapshots cost too much to take one every {every} iterations, not {needed}"
+            )
+
+    def use_interval(self, every: int) -> None:
+        """Take a snapshot every so many iterations, as all ranks do from now on."""
+        if self.plan is None:
+            return
+        self.plan.use_interval(every)
+        if self._interval is not None:
+            self._interval.changed()
 
     def adopt(self, plan: SnapshotPlan) -> None:
         """Use this plan, as all ranks do from now on; its memory is the newest generation."""

@@ -363,6 +363,8 @@ class ScheduleChanges:
             if any(plan.takes(self._binding, phases) > plan.slot_bytes for phases in orders):
                 raise ValueError("its slots are too small for that order")
             return _Ready(orders=orders)
+        if change.every:
+            self._plans.check_interval(change.every)
         if not (change.window or change.policy):
             return _Ready()
         if not self._memory.session.connected:
@@ -432,6 +434,10 @@ class ScheduleChanges:
         elif change.stride:
             phase = self.calendar.ordinal(effect.at) % self._plan().span
             self.calendar = self.calendar.from_here(effect.at, phase=phase, stride=change.stride)
+        elif change.every:
+            ordinal = self._plan().next_ordinal(self.calendar.ordinal(effect.at), change.every)
+            self.calendar = self.calendar.from_here(effect.at, phase=ordinal)
+            self._plans.use_interval(change.every)
         else:
             self._order = ()
             self.calendar = self.calendar.ordered(ready.orders, effect.at)
@@ -534,12 +540,11 @@ def of_parked(iteration: int, phase: int, scalars: dict[str, Any], payload: byte
     """
     plan = values.unpack(payload)
     dense = plan["policy"] == "dense"
+    every = int(scalars.get("every", plan["every"]))  # absent in what 0.4 recorded
     window = len(scalars["phases"])
     if window != len(plan["phases"]):
         return ScheduleStart()  # its ring is already that of another window, or not yet
-    return ScheduleStart(
-        [(iteration, phase)], plan["every"] if dense else window, int(scalars.get("stride", 1))
-    )
+    return ScheduleStart([(iteration, phase)], every if dense else window, int(scalars.get("stride", 1)))
 
 
 def differing(starts: Sequence[ScheduleStart]) -> str:

@@ -52,7 +52,6 @@ __all__ = [
 ]
 
 _SLOT_SLACK = 64 << 10
-_UNKNOWN: Any = object()
 _OF_OTHER_EXPERTS = {
     PartialScope.BOTH: Level.ABSENT,
     PartialScope.OPTIMIZER: Level.COMPUTE,
@@ -93,9 +92,7 @@ class SnapshotPlan:
     asked: str = ""
     """What the script asked for, also where only dense snapshots are exact; "" if unknown."""
     _policy: SnapshotPolicy | None = None
-    _phases: dict[tuple[int, frozenset[int] | None], tuple[PhasePlan, bool] | None] = field(
-        default_factory=dict
-    )
+    _phases: dict[tuple[int, frozenset[int] | None], tuple[PhasePlan, bool]] = field(default_factory=dict)
     _state: StateTable | None = None
 
     @property
@@ -147,6 +144,15 @@ class SnapshotPlan:
         """The number of a snapshot of this phase in the schedule."""
         return phase * self.every if self.lossy else phase
 
+    def use_interval(self, every: int) -> None:
+        """Take a snapshot every so many iterations."""
+        if every != self.every:
+            self.every, self._policy, self._phases = every, None, {}
+
+    def next_ordinal(self, ordinal: int, every: int) -> int:
+        """The number of the next snapshot if the interval becomes ``every`` instead of the ``ordinal``-th."""
+        return -(-ordinal // self.every) * every
+
     @property
     def order_capacity(self) -> int:
         """The most bytes, by `costs`, of a phase in another order.
@@ -195,22 +201,23 @@ class SnapshotPlan:
         Args:
             experts: that a partial snapshot anchors; None: those whose turn it is.
         """
+        if ordinal % self.every:
+            return None
         phases = self._phases  # a thread beside training prepares the plans of selected experts
         key = ordinal % self.span, experts
-        known: tuple[PhasePlan, bool] | None = phases.get(key, _UNKNOWN)
-        if known is not _UNKNOWN:
+        known = phases.get(key)
+        if known is not None:
             return known
         levels = self.policy.levels_for(ordinal)
-        found = None
-        if levels is not None:
-            anchored, compute, state = levels.anchored, levels.compute, levels.state
-            if experts is not None:
-                every = {i for i, op in enumerate(self.operators) if op.expert is not None}
-                anchored = tuple(every.symmetric_difference(range(len(self.operators))) | experts)
-                rest = tuple(every - experts)
-                compute, state = (rest if each else () for each in (compute, state))
-            layout = self._layout(binding, levels.phase, anchored, compute, self.left_out, state)
-            found = layout, levels.begins_chain
+        assert levels is not None
+        anchored, compute, state = levels.anchored, levels.compute, levels.state
+        if experts is not None:
+            every = {i for i, op in enumerate(self.operators) if op.expert is not None}
+            anchored = tuple(every.symmetric_difference(range(len(self.operators))) | experts)
+            rest = tuple(every - experts)
+            compute, state = (rest if each else () for each in (compute, state))
+        layout = self._layout(binding, levels.phase, anchored, compute, self.left_out, state)
+        found = layout, levels.begins_chain
         if experts is not None and len(phases) > 2 * self.span:  # selections rarely come again
             phases = self._phases = {}
         phases[key] = found
@@ -218,7 +225,9 @@ class SnapshotPlan:
 
     def _phase_plans(self, binding: LiveState) -> list[PhasePlan]:
         """Of each phase the largest plan."""
-        plans = (self.phase_plan(binding, i, self._largest_experts(i)) for i in range(self.span))
+        plans = (
+            self.phase_plan(binding, i, self._largest_experts(i)) for i in range(0, self.span, self.every)
+        )
         return [found[0] for found in plans if found is not None]
 
     def _largest_experts(self, ordinal: int) -> frozenset[int] | None:

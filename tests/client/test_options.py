@@ -88,6 +88,11 @@ def made(**keywords: Any) -> Checkpointer:
         ({"window": "4"}, "window='4': a window has"),
         ({"every": "2", "policy": "dense"}, "every='2': only policy='dense'"),
         ({"every": 2}, "only policy='dense', 'partial' and 'selected'"),
+        ({"every": "gemini"}, "every=gemini: only dense snapshots have an interval by a rule"),
+        ({"every": "gemini", "policy": "partial"}, "every=gemini: only dense snapshots"),
+        ({"every": "checkfreq", "policy": "dense", "max_stall": 1}, "max_stall=1: pass a share of the time"),
+        ({"every": "young-daly", "policy": "dense"}, "mtbf_s=None: every='young-daly' needs the seconds"),
+        ({"every": "young-daly", "policy": "dense", "mtbf_s": 0}, "mtbf_s=0: every='young-daly' needs"),
         ({"policy": "some"}, "policy='some': choose 'sliding', 'aligned', 'dense', 'partial' or 'selected'"),
         ({"partial": 3, "policy": "partial"}, r"partial=3: pass PartialOptions"),
         (

@@ -276,6 +276,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=0,
         help="die so many steps after the window has become wider",
     )
+    parser.add_argument(
+        "--kill-after-new-interval",
+        type=int,
+        default=0,
+        help="die so many steps after the interval of snapshots has changed",
+    )
     parser.add_argument("--until-window", type=int, default=0, help="leave the loop at this window")
     parser.add_argument("--odd-step", default="", help="STEP:skip or STEP:twice: what the optimizers do then")
     parser.add_argument("--tear-at", type=int, default=-1, help="record something wrong in that snapshot")
@@ -361,9 +367,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace_text(args.stats, json.dumps({"step": step, **ckpt.stats()}))
         if args.until_window and int(ckpt.stats()["window"]) >= args.until_window:
             break
-        last_change = args.kill_after_new_window or args.kill_after_wider_window
+        last_change = (
+            args.kill_after_new_window or args.kill_after_wider_window or args.kill_after_new_interval
+        )
         if last_change:
-            window = int(ckpt.stats()["window"])
+            window = int(ckpt.stats()["every" if args.kill_after_new_interval else "window"])
             first_window = first_window or window
             if args.kill_after_wider_window:
                 first_window = min(first_window, window)

@@ -17,9 +17,11 @@ class Windows:
     def __init__(self, memory: Any) -> None:
         self.asked = 0
 
-    def first(self, window: int, *, dense: bool, stride: int) -> tuple[int, bool, int] | None:
+    def first(
+        self, window: int, *, dense: bool, stride: int, every: int
+    ) -> tuple[int, bool, int, int] | None:
         self.asked += 1
-        return (window, dense, stride) if self.asked > 1 else None
+        return (window, dense, stride, every + 6) if self.asked > 1 else None
 
     def waits(self, step: int) -> None:
         """Nothing of it is told here."""
@@ -43,6 +45,7 @@ def test_a_rank_that_finds_out_while_it_waits_that_only_dense_is_exact_plans_ane
     on, and was not protected for as long as it trained.
     """
     failed: list[Exception] = []
+    intervals: list[int] = []
     memory: Any = SimpleNamespace(session=SimpleNamespace(connected=True))
     changes: Any = SimpleNamespace(strides=SimpleNamespace(shortest=1), calendar=None)
     found = FirstPlan(
@@ -55,7 +58,9 @@ def test_a_rank_that_finds_out_while_it_waits_that_only_dense_is_exact_plans_ane
     def make(window: int | None) -> Any:
         window = 1 if planner.dense else (window or 3)
         schedule = SimpleNamespace(window=window, phases=())
-        return SimpleNamespace(schedule=schedule, operators=(), owners=())
+        return SimpleNamespace(
+            schedule=schedule, operators=(), owners=(), every=1, use_interval=intervals.append
+        )
 
     assert found.find(0, "no ring yet", changes, make) is None  # the others have not answered
     planner.policy, planner.dense = "dense", True
@@ -63,3 +68,4 @@ def test_a_rank_that_finds_out_while_it_waits_that_only_dense_is_exact_plans_ane
     assert not failed
     assert plan is not None
     assert plan.schedule.window == 1
+    assert intervals == [7], "the longest of all ranks"

@@ -67,10 +67,11 @@ def test_k_is_a_window(partial: dict[str, Any], window: int | None) -> None:
 
 
 def test_without_a_limit_the_wanted_window_is_used_at_once() -> None:
-    assert turns(8, lost_tokens_limit=None).window_within(0, 99.0, 8) == 8
-    assert turns(8).window_within(0, 0.0, 8) == 1
-    assert turns(8).window_within(10_000, 0.0, 8) == 8
-    assert turns(8).window_within(10_000, 375.0, 8) == 1
+    assert turns(8, lost_tokens_limit=None).window_within(0, 99.0, 8, every=1) == 8
+    assert turns(8).window_within(0, 0.0, 8, every=1) == 1
+    assert turns(8).window_within(10_000, 0.0, 8, every=1) == 8
+    assert turns(8).window_within(10_000, 0.0, 8, every=200) == 4
+    assert turns(8).window_within(10_000, 375.0, 8, every=1) == 1
 
 
 def planned(found: PartialTurns, budget: int | None, window: int | None = None) -> Any:

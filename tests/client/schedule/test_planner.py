@@ -176,6 +176,22 @@ class TestPartial:
         assert plan.schedule.window > 1
         assert len(plan.operators) == 10
 
+    def test_turns_go_on_where_they_were_when_the_interval_changes(self) -> None:
+        binding = bound()
+        plan = planned(binding, policy="partial", window=4, every=3, turns=partial_turns(binding))
+        phases: list[int] = []
+
+        def take(*ordinals: int) -> None:
+            found = (plan.phase_plan(binding, i) for i in ordinals)
+            phases.extend(each[0].phase for each in found if each is not None)
+
+        take(*range(11))  # snapshots 0, 3, 6 and 9
+        first = plan.next_ordinal(11, 2)
+        plan.use_interval(2)
+        take(*range(first, first + 5))
+        assert phases == [0, 1, 2, 3, 0, 1, 2]
+        assert [plan.next_ordinal(i, 5) for i in (0, 1, 2, 3)] == [0, 5, 5, 10]
+
     def test_a_fresh_process_reads_it_back(self) -> None:
         binding = bound()
         turns = partial_turns(binding, "optimizer")

@@ -111,6 +111,8 @@ def test_what_a_parked_rank_tells(policy: str, phases: int, span: int) -> None:
     payload = values.pack({"policy": policy, "every": 5, "phases": [[0]] * recorded}, "a plan")
     told = of_parked(10, 1, scalars, payload)
     assert told == (ScheduleStart([(10, 1)], span, 2) if span else ScheduleStart())
+    if policy == "dense":  # the interval has changed since the ring was made
+        assert of_parked(10, 1, {**scalars, "every": 8}, payload).span == 8
 
 
 WORLD = 4
