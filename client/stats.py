@@ -29,7 +29,8 @@ class Stats:
 
     `floor_overrides`: overwritten snapshots that a recovery together with the other ranks may have needed.
     `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
-    `every`: iterations between two snapshots now.
+    `every`: iterations between two snapshots now. `copy_plans_ms`: of the training thread, for phases of the
+    schedule that are new; so many that reorders (`reorders`) take little of the time.
     `switches`: schedule changes that all ranks made together. `undecided`: snapshots left out because this
     rank did not know in time whether there was one.
 
@@ -78,6 +79,7 @@ class Stats:
     restored_bytes: int = 0
     verified_tensors: int = 0
     reorders: int = 0
+    copy_plans_ms: float = 0.0
     switches: int = 0
     undecided: int = 0
     prepare_ms: float = 0.0

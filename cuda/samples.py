@@ -268,6 +268,12 @@ class _Place:
     they have gaps.
     """
 
+    # There are thousands, and each collection of garbage visits their dictionaries, too.
+    __slots__ = (
+        *("number", "tensor", "offset", "start", "elements", "size", "shape", "strides"),
+        *("image_dtype", "mask", "image_mask"),
+    )
+
     def __init__(self, number: int, item: Sampled) -> None:
         view = item.view()
         self.number, self.tensor = number, item.tensor

@@ -174,7 +174,7 @@ def _checked(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
         seen.add(entry.name)
         if entry.dtype not in DTYPE_SIZE:
             raise ValueError(f"tensor {entry.name!r} has unknown dtype {entry.dtype!r}")
-        if len(entry.shape) > MAX_DIMS or any(size < 0 for size in entry.shape):
+        if len(entry.shape) > MAX_DIMS or min(entry.shape, default=0) < 0:
             raise ValueError(f"tensor {entry.name!r} has bad shape {entry.shape}")
     return checked
 

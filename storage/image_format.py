@@ -13,9 +13,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
+import msgspec
 import xxhash
 
 __all__ = [
@@ -77,15 +78,17 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor to lay out."""
+    """A tensor to lay out; ``nbytes`` is 0 if its dtype is unknown."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_SIZE[self.dtype]
+    def __post_init__(self) -> None:
+        # Kept: images of many tensors are laid out while training waits.
+        nbytes = math.prod(self.shape) * DTYPE_SIZE.get(self.dtype, 0)
+        object.__setattr__(self, "nbytes", nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ def render_header(metadata: Mapping[str, str], tensors: Iterable[ImageTensor | T
             "data_offsets": [at, at + tensor.nbytes],
         }
         at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text = msgspec.json.encode(header)
     text += b" " * (-(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes, limit {MAX_HEADER_BYTES}")

@@ -480,7 +480,9 @@ class Recorder:
             self._tape.put_back(self._chain.last.tape)
         capture, plan = self._capture, self.plan
         assert capture is not None
+        started = time.perf_counter()
         phase = plan.phase_plan(self._binding, self._ordinal, self._selected(plan))
+        self._stats.copy_plans_ms += (time.perf_counter() - started) * 1e3
         if phase is None and self._parking is None:
             self._tape.take()
             return

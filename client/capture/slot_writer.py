@@ -269,8 +269,9 @@ class Capture:
 
     def _items(self, plan: PhasePlan, fill: Fill) -> tuple[Callable[[], list[CopyItem]], Sequence[CopyItem]]:
         """Resolve the sources of ``fill``; returns copies to make later, and those to make at once."""
-        sources = self._sources.get(plan.phase)
-        if sources is None or sources.plan is not plan:
+        started, sources = time.perf_counter(), self._sources.get(plan.phase)
+        is_new = sources is None or sources.plan is not plan
+        if sources is None or is_new:
             sources = self._sources[plan.phase] = LiveSources(self._binding, plan)
         items, packed = sources.items(), sources.packed_now()
         fill.scalars["absent"] = sources.absent
@@ -281,6 +282,8 @@ class Capture:
             split = self._splits[plan.phase] = CopySplit(sources, items, packed, at_once)
         fill.versions = [(t, t._version, n) for t, n in split.watched]
         fill.split, fill.samples = split, split.sample(fill.header.sequence, self._engine)
+        if is_new:
+            self._stats.copy_plans_ms += (time.perf_counter() - started) * 1e3
         if split.packed_at_once:
             return list, [*split.restless, *sources.packed_items(packed)]
         return lambda: sources.packed_items(packed), split.restless

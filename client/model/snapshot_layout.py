@@ -10,7 +10,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -97,8 +97,7 @@ class EntrySource:
     @property
     def tensor_name(self) -> str:
         """The name of the whole live tensor; ``master/…`` or ``optim/…`` belongs to a parameter."""
-        whole = replace(self, start=None, stop=None)
-        return self.name if self.kind in ("param", "buffer") else entry_name(whole)
+        return self.name if self.kind in ("param", "buffer") else _whole_name(self)
 
     def range(self, total: int) -> tuple[int, int]:
         """Its rows, if the whole has ``total``."""
@@ -123,10 +122,18 @@ class PhasePlan:
     """The known optimizer state of each parameter at the time of planning."""
 
 
+# A tensor of an image, and where its bytes come from.
+Entry = tuple[TensorEntry, EntrySource]
+
+
 def entry_name(source: EntrySource) -> str:
     rows = "" if source.start is None else f"[{source.start}:{source.stop}]"
+    return f"{_whole_name(source)}{rows}"
+
+
+def _whole_name(source: EntrySource) -> str:
     key = f"{source.key}/" if source.kind == "optim" else ""
-    return f"{_PREFIXES[source.kind]}{key}{source.name}{rows}"
+    return f"{_PREFIXES[source.kind]}{key}{source.name}"
 
 
 def parse_entry_name(name: str, dtype: torch.dtype) -> EntrySource:
@@ -176,11 +183,21 @@ def member_bytes(
 
 @dataclass(frozen=True, slots=True)
 class StateTable:
-    """The known optimizer state: the part of a plan that its phases have in common."""
+    """The known optimizer state: the part of a plan that its phases have in common.
+
+    ``keys``: of the state tensors of each parameter. What images have in common is made once: thousands of
+    entries of a phase are those of other phases, too, and training waits for a phase's plan.
+    """
 
     specs: Mapping[str, tuple[StateSpec, ...]]
     packed: PackedOrder
     static: bytes
+    keys: dict[str, frozenset[str]]
+    buffers: tuple[Entry, ...]
+    _rows: dict[str, int] = field(default_factory=dict)
+    _entries: dict[tuple[str, int, int, Level, torch.dtype | None], tuple[Entry, ...]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def of(cls, binding: LiveState) -> StateTable:
@@ -198,7 +215,31 @@ class StateTable:
             "scalars": scalars,
             "packed": {SAFETENSORS_DTYPES[d]: [list(pair) for pair in pairs] for d, pairs in packed.items()},
         }
-        return cls(specs_of, packed, values.pack(layout, STATIC))
+        keys = {n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in specs_of.items()}
+        live = [(name, local(buffer)) for name, buffer in binding.buffers().items()]
+        buffers = tuple(_pair(EntrySource("buffer", n, dtype=b.dtype), b.shape) for n, b in live)
+        return cls(specs_of, packed, values.pack(layout, STATIC), keys, buffers)
+
+    def num_rows(self, binding: LiveState, name: str) -> int:
+        """Rows of this parameter on this rank."""
+        found = self._rows.get(name)
+        if found is None:
+            found = self._rows[name] = binding.num_rows(name)
+        return found
+
+    def entries(
+        self,
+        binding: LiveState,
+        name: str,
+        rows: tuple[int, int, Level],
+        dtype: torch.dtype | None,
+    ) -> tuple[Entry, ...]:
+        """Rows of a parameter at a level: those of its weights in ``dtype`` (None: its own), and state."""
+        key = (name, *rows, dtype)
+        found = self._entries.get(key)
+        if found is None:
+            found = self._entries[key] = tuple(_entries_of(binding, self, name, *rows, dtype))
+        return found
 
 
 def build_phase(
@@ -227,20 +268,18 @@ def build_phase(
     for level, indices in ((Level.ANCHOR, anchored), (Level.COMPUTE, compute), (Level.STATE, states)):
         for index in indices:
             for m in operators[index].members if index not in left_out else ():
-                start, stop = m.range(binding.num_rows(m.param))
+                start, stop = m.range(state.num_rows(binding, m.param))
                 levels.setdefault(m.param, []).append((start, stop, level))
     # An update by another rank, or by all ranks together, cannot be recomputed from an older anchor
     # here: such parameters are in every snapshot.
     always = binding.elsewhere | binding.inseparable
-    levels.update({n: [(0, binding.num_rows(n), Level.ANCHOR)] for n in always})
+    levels.update({n: [(0, state.num_rows(binding, n), Level.ANCHOR)] for n in always})
     pairs: list[tuple[TensorEntry, EntrySource | None]] = []
     for name in (n for n in binding.params if n in levels):
-        for start, stop, level in _merge_levels(levels[name]):
-            dtype = compute_dtypes.get(name) if level is Level.COMPUTE else None
-            pairs += _entries_of(binding, state, name, start, stop, level, dtype)
-    for name, buffer in binding.buffers().items():
-        data = local(buffer)
-        pairs.append(_pair(EntrySource("buffer", name, dtype=data.dtype), data.shape))
+        for rows in _merge_levels(levels[name]):
+            dtype = compute_dtypes.get(name) if rows[2] is Level.COMPUTE else None
+            pairs += state.entries(binding, name, rows, dtype)
+    pairs += state.buffers
     for dtype, names in state.packed.items():
         pairs.append(_pair(EntrySource("packed", SAFETENSORS_DTYPES[dtype], dtype=dtype), (len(names),)))
     pairs.append((TensorEntry(SCALARS, "U8", (scalars_capacity,)), None))
@@ -261,7 +300,7 @@ def build_phase(
         static_offset=layout.offset_of(STATIC),
         static=state.static,
         packed=state.packed,
-        state_keys={n: frozenset(s.key for s in specs if s.is_tensor) for n, specs in state.specs.items()},
+        state_keys=state.keys,
     )
 
 
@@ -269,6 +308,8 @@ _RowsAtLevel = tuple[int, int, Level]
 
 
 def _merge_levels(ranges: list[_RowsAtLevel]) -> list[_RowsAtLevel]:
+    if len(ranges) == 1:
+        return ranges
     merged: list[_RowsAtLevel] = []
     for start, stop, level in sorted(ranges):
         if merged and merged[-1][1] == start and merged[-1][2] == level:
@@ -286,7 +327,7 @@ def _entries_of(
     stop: int,
     level: Level,
     dtype: torch.dtype | None,
-) -> list[tuple[TensorEntry, EntrySource]]:
+) -> list[Entry]:
     """Rows of a parameter in ``dtype`` (None: its own), at a level; an anchor has masters and state."""
     param = local(binding.params[name])
     whole = param.ndim == 0 or (start == 0 and stop == param.shape[0])
@@ -311,7 +352,7 @@ def _entries_of(
     return pairs
 
 
-def _pair(source: EntrySource, shape: Iterable[int]) -> tuple[TensorEntry, EntrySource]:
+def _pair(source: EntrySource, shape: Iterable[int]) -> Entry:
     name, dtype = entry_name(source), source.dtype
     if dtype not in SAFETENSORS_DTYPES:
         raise ValueError(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.schedule import Ordering, needs_reorder, order_operators, reorder, update_popularity
 from ckptd.core.snapshot_policy import Schedule
 
-__all__ = ["CopyModeChooser", "PrecisionProbe", "StepTiming", "TokenCounter"]
+__all__ = ["CopyModeChooser", "PrecisionProbe", "ReorderPace", "StepTiming", "TokenCounter"]
 
 logger = get_logger(__name__)
 
@@ -99,6 +100,31 @@ class StepTiming:
     def iteration_s(self) -> float:
         """Median duration of a step."""
         return statistics.median(self._iterations) if self._iterations else 0.0
+
+
+class ReorderPace:
+    """Says when to take the next step towards another order, by what the last one has cost.
+
+    Args:
+        share: of the time that steps may cost.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._began_s = -math.inf
+        self._spent_s = 0.0
+
+    def due(self, now_s: float, spent_s: float) -> bool:
+        """Whether the last step is paid for.
+
+        Args:
+            spent_s: on copy plans so far.
+        """
+        return now_s >= self._began_s + (spent_s - self._spent_s) / self._share
+
+    def begins(self, now_s: float, spent_s: float) -> None:
+        """A step begins: what is spent from here on is its cost."""
+        self._began_s, self._spent_s = now_s, spent_s
 
 
 class CopyModeChooser:

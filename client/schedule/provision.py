@@ -18,7 +18,7 @@ from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import ReplicatedParams
 from ckptd.client.options import MAX_WINDOW
 from ckptd.client.schedule.initial_schedule import FirstPlan
-from ckptd.client.schedule.measurements import StepTiming
+from ckptd.client.schedule.measurements import ReorderPace, StepTiming
 from ckptd.client.schedule.partial_schedule import PartialTurns
 from ckptd.client.schedule.planner import Planner, RankContext, note_prepared
 from ckptd.client.schedule.schedule_change import ScheduleChanges
@@ -37,6 +37,9 @@ logger = get_logger(__name__)
 _MEASURED_STEPS, _MEASURED_ON_DEVICE = 3, 6
 _RETRY_STEPS = 50
 _REORDER_STEPS = 50
+# Of the time, for the copy plans of another order: with thousands of parameters a phase takes a tenth of a
+# second of the training thread, and another order saves but a part of a replay.
+_REORDER_SHARE = 0.002
 _MORE_SLOTS = 2
 # A peer that is behind by more than a window in so many looks in a row cannot keep up.
 _LAGGING_LOOKS = 2
@@ -220,6 +223,7 @@ class Provision:
         self._interval = (
             None if rule is None else IntervalControl(rule, bound=options.max_stall, mtbf_s=options.mtbf_s)
         )
+        self._reorders = ReorderPace(_REORDER_SHARE)
         self._told_misfit = False
         self._uncaptured = self._announced = self._announced_policy = ""
         self._group_key = self._binding.group_key()
@@ -314,16 +318,20 @@ class Provision:
 
     def maybe_reorder(self) -> None:
         """Move one step closer to today's popularity; call it where a window begins."""
-        plan = self.plan
+        plan, now_s, spent_s = self.plan, time.monotonic(), self._stats.copy_plans_ms / 1e3
         if plan is None or plan.schedule.window == 1 or plan.policy_name == "dense" or plan.lossy:
             return
+        if not self._reorders.due(now_s, spent_s):
+            return
         if self.changes is not None:
-            self.changes.wish_for_order(every=_REORDER_STEPS)
+            if self.changes.wish_for_order(every=_REORDER_STEPS):
+                self._reorders.begins(now_s, spent_s)
             return
         schedule = self._counter.reordered(plan, plan.slot_bytes, every=_REORDER_STEPS)
         if schedule is not None:
             plan.use(schedule)
             self._stats.reorders += 1
+            self._reorders.begins(now_s, spent_s)
 
     def maybe_change(self, step: int) -> None:
         """Change the policy or the window if there is a reason to."""

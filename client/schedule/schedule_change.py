@@ -444,22 +444,27 @@ class ScheduleChanges:
 
     # -- proposals of rank 0 ---------------------------------------------------------------------------
 
-    def wish_for_order(self, *, every: int) -> None:
-        """Propose an order by the popularity that this rank has counted; call it where a window begins."""
+    def wish_for_order(self, *, every: int) -> bool:
+        """Propose an order by the popularity that this rank has counted; call it where a window begins.
+
+        True if it is proposed now.
+        """
         plan = self._plan()
         if self._memory.identity.rank != 0 or plan.schedule.window == 1:
-            return
+            return False
         order = self._counter.new_order(plan, every=every)
         if order:
             self._order, self._order_tries = order if _orders(plan, order) else (), _ORDER_TRIES
         going = self.calendar.orders and self.calendar.orders[-1] != plan.schedule.phases
         if not self._order or self.open or going:
-            return
+            return False
         change = Change("experts by popularity", order=self._order, table=table_digest(plan))
-        if self.wish(change):
+        wished = self.wish(change)
+        if wished:
             # Messages may be late. Ranks with other operators never agree, however often they are asked.
             self._order_tries -= 1
             self._order = self._order if self._order_tries else ()
+        return wished
 
     def wish_for_stride(self) -> None:
         """Propose other strides once they have settled."""

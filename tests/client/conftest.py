@@ -19,7 +19,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     runtime.mkdir(mode=0o700)
     segments = Path(tempfile.mkdtemp(prefix="ckptd-test-", dir="/dev/shm"))
     try:
-        with DaemonProcess(runtime, segments, "--memory", "1GiB").running() as daemon:
+        # Some 200 runs of all tests stay until its end.
+        with DaemonProcess(runtime, segments, "--memory", "4GiB").running() as daemon:
             yield daemon.endpoint
     finally:
         shutil.rmtree(segments)

@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptd.client.model.operators import Operator, discover_operators
 from ckptd.client.pipeline.stage_hooks import callables_of
-from ckptd.client.schedule.measurements import CopyModeChooser, PrecisionProbe, StepTiming, TokenCounter
+from ckptd.client.schedule.measurements import (
+    CopyModeChooser,
+    PrecisionProbe,
+    ReorderPace,
+    StepTiming,
+    TokenCounter,
+)
 from ckptd.core.schedule import Ordering
 
 
@@ -557,3 +563,14 @@ def test_experts_count_by_their_number_in_the_layer() -> None:
         "experts.3": 1.0,
         "experts.7": 4.0,
     }
+
+
+def test_a_step_towards_another_order_waits_until_the_last_one_is_paid_for() -> None:
+    pace = ReorderPace(0.002)
+    assert pace.due(100.0, 3.0), "what was spent on the first order does not count"
+    pace.begins(100.0, 3.0)
+    assert pace.due(101.0, 3.0), "all of its plans were there"
+    assert not pace.due(109.9, 3.02)
+    assert pace.due(110.1, 3.02)
+    pace.begins(110.1, 3.02)
+    assert pace.due(110.2, 3.02)
