@@ -107,7 +107,7 @@ demo-storage: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p out
-	@for subject in schedule window scale placement dispatch traces agree stall overhead gpu sharing sampling restore replay transport replication recovery recovery_host rendezvous persist logging localized policies; do \
+	@for subject in schedule window scale papers placement dispatch traces agree stall overhead gpu sharing sampling restore replay transport replication recovery recovery_host rendezvous persist logging localized policies; do \
 		echo; echo "== bench.$$subject"; \
 		$(BIN)/python -m bench.$$subject --json | tee out/bench_$$subject.txt; \
 	done

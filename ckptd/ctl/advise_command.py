@@ -106,6 +106,12 @@ def add_advise_command(commands: Commands) -> None:
         help="until all ranks run again (default: as measured, or 3s)",
     )
     around.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="of a pipeline with boundary logs: only the stage of a lost rank replays (default: all ranks)",
+    )
+    around.add_argument(
         "--memory", type=_bytes, help="of the host for each rank, such as 64GiB (default: enough)"
     )
     around.add_argument(
@@ -191,7 +197,19 @@ def _conditions(
         replicas=args.replicas,
         restart_s=restart_s if args.restart is None else args.restart,
         drag=args.drag,
+        alone=_alone(args),
     )
+
+
+def _alone(args: argparse.Namespace) -> float:
+    """Raises ValueError if there is no pipeline."""
+    if args.micro_batches is None:
+        return 0.0
+    if args.stages < 2 or args.micro_batches < 1:
+        raise ValueError(
+            "--micro-batches needs the --stages of a pipeline, at least 2; and at least 1 of them"
+        )
+    return float(args.micro_batches / (args.micro_batches + args.stages - 1))
 
 
 def _running(args: argparse.Namespace) -> tuple[RankShape, Conditions, PolicyOutlook]:

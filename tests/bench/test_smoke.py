@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = [
     ("schedule", ["--rounds", "1"], {"plan_s_100000"}),
     ("window", [], {"window_lost_share", "window_decided_after", "window_vs_best"}),
+    ("papers", [], {"table_3_near", "table_3_compared", "table_7_near", "moc_near", "moetion_near"}),
     (
         "placement",
         ["--rounds", "1", "--nodes", "64"],

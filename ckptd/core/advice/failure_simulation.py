@@ -85,6 +85,8 @@ def mean_ettr(
 
 def _restorable(outlook: PolicyOutlook, done: int, step_s: float) -> int:
     """The newest iteration to which the job can go back after so many."""
+    if outlook.localized:
+        return done  # what the lost stage does again is its replay
     choice = outlook.choice
     arrived = max(0, done - round(outlook.lag_s / step_s))
     whole = {"sliding": 1, "aligned": choice.window, "dense": choice.every, "partial": choice.every}[

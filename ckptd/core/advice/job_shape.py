@@ -144,7 +144,9 @@ PRECISIONS = MappingProxyType(
         "bf16": Precision(2, 6),  # weights and two moments, all bf16
         "fp32": Precision(4, 12),
         "fp8-mixed": Precision(1, 13),  # fp8 weights, float32 masters and two moments
+        "fp8-bf16": Precision(1, 11),  # fp8 weights, bf16 masters, float32 moments
         "fp8-low": Precision(1, 6),  # fp8 weights, bf16 masters, fp8 and bf16 moments
+        "fp8": Precision(1, 4),  # fp8 weights, which are their masters, fp8 and bf16 moments
     }
 )
 

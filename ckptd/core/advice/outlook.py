@@ -15,9 +15,12 @@ is spent on iterations that count (MoEvement, NSDI '26, 2.4 and appendix C). R i
               sliding windows, an interval with dense snapshots. A frozen operator computes no gradients of
               its weights, which are a third of its work.
 
+Where a pipeline keeps boundary logs (localized recovery), only the stage of the lost rank goes back, and
+its replay has no bubbles: of m micro-batches over s stages, an iteration takes it m / (m + s - 1) of its
+time. The others lose the iteration that was cut off.
+
 The paper takes 3/2 W iterations for all of it (aligned), and half of an interval (dense); its printed tables
-contain restarts, which it does not tell. What is not here: pipelines that replay on their own (localized
-recovery), and the loss of a state with all of its replicas.
+contain restarts, which it does not tell. What is not here: the loss of a state with all of its replicas.
 """
 
 from __future__ import annotations
@@ -65,9 +68,11 @@ class Conditions:
             16; that is a choice beside the policy).
         drag: seconds that training loses in each second in which a copy runs beside it, for the link, the
             copy engine and memory are shared.
+        alone: the part of an iteration's time that the stage of a lost rank takes to replay it alone, from
+            boundary logs; 0: all ranks go back together. Partial snapshots know no boundary logs.
 
     Raises:
-        ValueError: one of them is not above 0; the last two may be 0.
+        ValueError: one of them is not above 0; the last four may be 0.
     """
 
     iteration_s: float
@@ -78,13 +83,14 @@ class Conditions:
     restart_s: float = 3.0
     drag: float = 0.0
     verify_iterations: int = 0
+    alone: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("iteration_s", "mtbf_s", "link_Bps", "network_Bps", "replicas"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value:g}; it must be above 0")
-        for name in ("restart_s", "drag"):
+        for name in ("restart_s", "drag", "alone"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value:g}; it must be 0 or more")
@@ -118,6 +124,7 @@ class PolicyOutlook:
         behind: peers cannot keep up: snapshots come faster than they are sent.
         ettr: the part of the time that counts.
         lost_share: of partial snapshots: of all experts' updates, those that failures lose (the PLT).
+        localized: only the stage of the lost rank goes back.
     """
 
     choice: Choice
@@ -134,6 +141,7 @@ class PolicyOutlook:
     behind: bool
     ettr: float
     lost_share: float = 0.0
+    localized: bool = False
 
     @property
     def recovery_s(self) -> float:
@@ -249,6 +257,11 @@ def _outlook(
     lag_s = peak * conditions.replicas / conditions.network_Bps
     load_s = load_bytes / conditions.network_Bps
     lost_s = lost_iterations * iteration_s + lag_s
+    localized = conditions.alone > 0 and choice.policy != "partial"
+    if localized:
+        cut_off_s = iteration_s / 2
+        replay_s = conditions.alone * (replay_s + lost_s - cut_off_s)
+        lost_s = cut_off_s
     recovery_s = lost_s + conditions.restart_s + load_s + replay_s
     sent = mean * conditions.replicas / iteration_s
     return PolicyOutlook(
@@ -265,4 +278,5 @@ def _outlook(
         replication_Bps=sent,
         behind=sent > conditions.network_Bps,
         ettr=ettr(iteration_s, stall_s, recovery_s, conditions.mtbf_s),
+        localized=localized,
     )

@@ -50,6 +50,18 @@ def test_json_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["arguments"] == f"snapshots=SnapshotOptions(window={best['choice']['window']})"
 
 
+def test_a_stage_with_boundary_logs_replays_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight micro-batches over two stages: 8 / 9 of an iteration for each."""
+    words = ["--iteration", "1s", "--stages", "2", "--json"]
+    together, alone = (
+        json.loads(asked(capsys, *words, *more))["policies"][0] for more in ([], ["--micro-batches", "8"])
+    )
+    assert together["choice"] == alone["choice"]
+    assert (together["localized"], alone["localized"]) == (False, True)
+    assert alone["replay_s"] == pytest.approx(8 / 9 * (together["replay_s"] + together["lost_s"] - 0.5))
+    assert alone["ettr"] > together["ettr"]
+
+
 def test_iterations_follow_from_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(asked(capsys, "--tokens", "4M", "--tflops", "400", "--json"))
     assert answer["iteration_s"] == pytest.approx(6 * 3.35e9 * 4e6 / (16 * 400e12), rel=0.01)
@@ -70,6 +82,7 @@ def test_iterations_follow_from_tokens(capsys: pytest.CaptureFixture[str]) -> No
         (["--iteration", "1s", "--gpus", "0"], "0 GPUs, 1 stages, 8 ranks of experts"),
         (["--iteration", "1s", "--replicas", "0"], "replicas is 0; it must be above 0"),
         (["--iteration", "1s", "--drag", "-1"], "drag is -1; it must be 0 or more"),
+        (["--iteration", "1s", "--micro-batches", "8"], "--micro-batches needs the --stages of a pipeline"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -19,10 +20,11 @@ OUTLOOKS = [
     dense_outlook(EIGHT, CONDITIONS, 20),
     window_outlook(EIGHT, CONDITIONS, "sliding", 4),
     window_outlook(EIGHT, CONDITIONS, "aligned", 4),
+    window_outlook(EIGHT, replace(CONDITIONS, alone=0.5), "aligned", 4),
 ]
 
 
-@pytest.mark.parametrize("outlook", OUTLOOKS, ids=lambda outlook: str(outlook.choice))
+@pytest.mark.parametrize("outlook", OUTLOOKS, ids=lambda each: f"{each.choice}, localized {each.localized}")
 def test_played_runs_have_the_ettr_of_the_closed_form(outlook: PolicyOutlook) -> None:
     hours = 400 * 3600.0
     drawn = [list(failures_at_random(CONDITIONS.mtbf_s, hours, seed)) for seed in range(10)]
@@ -31,7 +33,7 @@ def test_played_runs_have_the_ettr_of_the_closed_form(outlook: PolicyOutlook) ->
     assert mean_ettr(outlook, 2.0, drawn, hours) == pytest.approx(outlook.ettr, abs=0.002)
 
 
-@pytest.mark.parametrize("outlook", OUTLOOKS, ids=lambda outlook: str(outlook.choice))
+@pytest.mark.parametrize("outlook", OUTLOOKS, ids=lambda each: f"{each.choice}, localized {each.localized}")
 @pytest.mark.parametrize("seed", range(5))
 def test_times_add_up_whatever_comes(outlook: PolicyOutlook, seed: int) -> None:
     """Failures every 20 seconds: most recoveries are cut short."""
