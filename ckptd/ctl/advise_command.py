@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from ckptd.config.settings import parse_bytes
-from ckptd.core.advice.advice import Advice, advise, arguments
+from ckptd.core.advice.advice import Advice, EttrCurve, advise, arguments, ettr_curves, mtbf_axis
 from ckptd.core.advice.failure_simulation import mean_ettr
 from ckptd.core.advice.job_shape import (
     MODELS,
@@ -120,6 +123,19 @@ def add_advise_command(commands: Commands) -> None:
         default=0.0,
         help="seconds that training loses in each second of a copy (default: 0)",
     )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the ETTR of each policy over the MTBF (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--picture-size",
+        type=_pixels,
+        default="1200x750",
+        metavar="WxH",
+        help="in pixels (default: 1200x750)",
+    )
 
 
 def _count(text: str) -> int:
@@ -135,6 +151,13 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _pixels(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{3,4})x(\d{3,4})", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1200x750, of 100 to 9999 pixels")
+    return int(found[1]), int(found[2])
 
 
 def _advise(args: argparse.Namespace) -> CommandOutcome:
@@ -153,6 +176,10 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
     if advice.lossy is not None:
         rated.append(("loses updates", advice.lossy))
     played = {name: _played(outlook, conditions) for name, outlook in rated}
+    if args.picture is not None:
+        mtbfs_s = mtbf_axis(args.mtbf)
+        curves = ettr_curves(rank, conditions, mtbfs_s, memory_bytes=args.memory)
+        _draw(args.picture, args.picture_size, curves, mtbfs_s, mtbfs_s.index(args.mtbf))
     answer = {
         "iteration_s": conditions.iteration_s,
         "rank_state_bytes": rank.dense_bytes,
@@ -281,6 +308,95 @@ def failures_at_random(mtbf_s: float, length_s: float, seed: int) -> Iterator[fl
     while now_s < length_s:
         yield now_s
         now_s += rng.expovariate(1 / mtbf_s)
+
+
+# Told apart without colours: by dashes and markers.
+_STYLES: Mapping[str, tuple[Any, str, str]] = {
+    "sliding": ("-", "o", "#12355b"),
+    "aligned": ("-.", "s", "#2a7f62"),
+    "dense, Young and Daly's interval": (":", "^", "#b5541c"),
+    "dense, CheckFreq's interval": (":", "D", "#7b2cbf"),
+    "dense, Gemini's interval": (":", "v", "#444444"),
+    "partial": ("--", "x", "#c1121f"),
+}
+_DPI = 100
+_TICKS_S = {
+    60: "1 min",
+    180: "3 min",
+    600: "10 min",
+    1800: "30 min",
+    3600: "1 h",
+    10800: "3 h",
+    21600: "6 h",
+    43200: "12 h",
+    86400: "1 day",
+}
+
+
+def _draw(
+    path: Path, pixels: tuple[int, int], curves: Sequence[EttrCurve], mtbfs_s: Sequence[float], at: int
+) -> None:
+    """The ETTR of each policy over the MTBF, as a PNG.
+
+    Args:
+        at: which of the MTBFs is the job's.
+    Raises:
+        CommandError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise CommandError(f"--picture needs matplotlib ({error}): pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (pixels[0] / _DPI, pixels[1] / _DPI)
+    figure, axes = pyplot.subplots(figsize=size, dpi=_DPI, layout="constrained")
+    for number, curve in enumerate(sorted(curves, key=lambda each: -_ettr(each.points[at]))):
+        dashes, marker, colour = _STYLES[curve.name]
+        axes.plot(
+            mtbfs_s,
+            [math.nan if each is None else each.ettr for each in curve.points],
+            linestyle=dashes,
+            marker=marker,
+            markevery=(2 * number, 12),
+            color=colour,
+            label=_label(curve, at),
+        )
+    _scale(axes, mtbfs_s)
+    axes.axvline(mtbfs_s[at], color="black", linewidth=0.8)
+    axes.legend(loc="best", title=f"with a failure every {format_age(mtbfs_s[at])} (vertical line)")
+    try:
+        figure.savefig(path, format="png", pil_kwargs={"optimize": True})
+    except OSError as error:
+        raise CommandError(f"--picture: {error}", EXIT_FAILED) from error
+    finally:
+        pyplot.close(figure)
+
+
+def _scale(axes: Any, mtbfs_s: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.set_xlim(mtbfs_s[0], mtbfs_s[-1])
+    ticks = [each for each in _TICKS_S if mtbfs_s[0] <= each <= mtbfs_s[-1]]
+    axes.set_xticks(ticks, [_TICKS_S[each] for each in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.set_ylim(top=1 + (1 - axes.get_ylim()[0]) / 50)
+    axes.set_xlabel("mean time between two failures of the job")
+    axes.set_ylabel("part of the time that counts (ETTR)")
+
+
+def _label(curve: EttrCurve, at: int) -> str:
+    """Such as ``0.951  dense, every 23: Young and Daly's interval``."""
+    here = curve.points[at]
+    if here is None:
+        return f"{curve.name}: nothing fits"
+    interval = f": {curve.name.removeprefix('dense, ')}" if here.choice.policy == "dense" else ""
+    return f"{here.ettr:.3f}  {here.choice}{interval}" + ("" if curve.exact else " (loses updates)")
+
+
+def _ettr(outlook: PolicyOutlook | None) -> float:
+    return 0.0 if outlook is None else outlook.ettr
 
 
 def _text(

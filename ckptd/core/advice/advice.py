@@ -1,17 +1,18 @@
-"""Which policy to take: all are rated, the best is named, and what the others would lose. Pure."""
+"""Which policy to take: all are rated, the best is named, and what others lose, at any MTBF. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptd.core.advice.job_shape import RankShape
 from ckptd.core.advice.outlook import (
     Choice,
     Conditions,
     PolicyOutlook,
+    at_mtbf,
     dense_outlook,
     partial_outlook,
     window_outlook,
@@ -22,17 +23,21 @@ from ckptd.units import format_bytes
 
 __all__ = [
     "Advice",
+    "EttrCurve",
     "advise",
     "arguments",
+    "ettr_curves",
     "interval_of_bounded_stall",
     "interval_of_copies",
     "interval_of_young_daly",
+    "mtbf_axis",
 ]
 
 _WINDOWS = 64
 _STALL_BOUND = 0.03
 # Two policies that differ by less are the same to a user: the simpler one is taken, with the smaller window.
 _EQUAL = 1e-4
+_SHORTEST_S, _LONGEST_S, _AXIS_POINTS = 60.0, 86400.0, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,46 +101,117 @@ def advise(
         memory_bytes: for the rank on its node, replicas included; None: as much as is needed.
     """
     longest = max(1, min(longest_window, len(rank.operators)))
-    copies = interval_of_copies(rank, conditions)
-    named = {
-        "CheckFreq's interval": max(copies, interval_of_bounded_stall(rank, conditions)),
-        "Gemini's interval": copies,
-        "Young and Daly's interval": max(copies, interval_of_young_daly(rank, conditions)),
-    }
-    found = {
-        "sliding": [window_outlook(rank, conditions, "sliding", w) for w in range(1, longest + 1)],
-        "aligned": [window_outlook(rank, conditions, "aligned", w) for w in range(2, longest + 1)],
-        "dense": [dense_outlook(rank, conditions, n) for n in sorted({*_intervals(copies), *named.values()})],
-    }
+    named = _named_intervals(rank, conditions)
+    every = sorted({*_intervals(interval_of_copies(rank, conditions)), *named.values()})
+    found = _windows(rank, conditions, longest)
+    partial = found.pop("partial")
+    found["dense"] = [dense_outlook(rank, conditions, n) for n in every]
     everything = [each for outlooks in found.values() for each in outlooks]
     too_large = [] if memory_bytes is None else [e for e in everything if e.memory_bytes > memory_bytes]
-    misfits = {id(each) for each in everything if each.behind} | set(map(id, too_large))
-    fitting = {
-        policy: [each for each in outlooks if id(each) not in misfits] for policy, outlooks in found.items()
-    }
-    best_of = {policy: _best(outlooks) for policy, outlooks in fitting.items() if outlooks}
-    best = _best(list(best_of.values())) if best_of else None
-    others = list(best_of.items())
-    others += [(name, dense_outlook(rank, conditions, every)) for name, every in named.items()]
-    lossy = [
-        each
-        for each in _partial(rank, conditions, longest)
-        if not each.behind and (memory_bytes is None or each.memory_bytes <= memory_bytes)
-    ]
+    best_of = {policy: _best_fitting(outlooks, memory_bytes) for policy, outlooks in found.items()}
+    bests = [(policy, each) for policy, each in best_of.items() if each is not None]
+    best = _best_fitting([each for _, each in bests], None)
+    others = bests + [(name, dense_outlook(rank, conditions, n)) for name, n in named.items()]
     return Advice(
         best,
         _once(others, best),
         _rejected(everything, too_large, memory_bytes),
-        _best(lossy) if lossy else None,
+        _best_fitting(partial, memory_bytes),
     )
 
 
-def _partial(rank: RankShape, conditions: Conditions, longest: int) -> list[PolicyOutlook]:
-    """Of every window in which each snapshot has an expert of a layer, and which loses within the limit."""
+def _named_intervals(rank: RankShape, conditions: Conditions) -> dict[str, int]:
+    """Those that papers choose for dense snapshots, by name."""
+    copies = interval_of_copies(rank, conditions)
+    return {
+        "CheckFreq's interval": max(copies, interval_of_bounded_stall(rank, conditions)),
+        "Gemini's interval": copies,
+        "Young and Daly's interval": max(copies, interval_of_young_daly(rank, conditions)),
+    }
+
+
+def _windows(
+    rank: RankShape, conditions: Conditions, longest: int = _WINDOWS
+) -> dict[str, list[PolicyOutlook]]:
+    """Sliding, aligned and partial snapshots in windows of every length, by policy."""
+    longest = max(1, min(longest, len(rank.operators)))
+    # Partial: of every window in which each snapshot has an expert of a layer.
     layers = Counter(op.layer for op in rank.operators if op.kind is OperatorKind.EXPERT)
-    windows = range(2, min(longest, max(layers.values(), default=0)) + 1)
-    found = [partial_outlook(rank, conditions, window) for window in windows]
-    return [each for each in found if each.lost_share <= LOST_TOKENS_LIMIT]
+    experts = min(longest, max(layers.values(), default=0))
+    return {
+        "sliding": [window_outlook(rank, conditions, "sliding", w) for w in range(1, longest + 1)],
+        "aligned": [window_outlook(rank, conditions, "aligned", w) for w in range(2, longest + 1)],
+        "partial": [partial_outlook(rank, conditions, w) for w in range(2, experts + 1)],
+    }
+
+
+def _best_fitting(outlooks: Sequence[PolicyOutlook], memory_bytes: int | None) -> PolicyOutlook | None:
+    """The best of those that fit the memory and the network, and lose within the limit; None if none does."""
+    fitting = [
+        each
+        for each in outlooks
+        if not each.behind
+        and (memory_bytes is None or each.memory_bytes <= memory_bytes)
+        and each.lost_share <= LOST_TOKENS_LIMIT
+    ]
+    return _best(fitting) if fitting else None
+
+
+@dataclass(frozen=True, slots=True)
+class EttrCurve:
+    """One policy over the MTBF.
+
+    Attributes:
+        exact: it loses no updates.
+        points: the best choice at each MTBF; None where none fits the memory and the network, or its losses
+            exceed the limit.
+    """
+
+    name: str
+    exact: bool
+    points: tuple[PolicyOutlook | None, ...]
+
+
+def mtbf_axis(mtbf_s: float) -> tuple[float, ...]:
+    """MTBFs from a minute to a day, and further if ``mtbf_s`` is beyond; evenly by their logarithm.
+
+    ``mtbf_s`` is one of them.
+    """
+    first, last = min(_SHORTEST_S, mtbf_s), max(_LONGEST_S, mtbf_s)
+    step = math.log(last / first) / (_AXIS_POINTS - 1)
+    between = [first * math.exp(step * n) for n in range(1, _AXIS_POINTS - 1)]
+    return tuple(sorted({first, *between, mtbf_s, last}))
+
+
+def ettr_curves(
+    rank: RankShape, conditions: Conditions, mtbfs_s: Sequence[float], *, memory_bytes: int | None = None
+) -> tuple[EttrCurve, ...]:
+    """The curves of sliding and aligned windows, of dense snapshots at the intervals that papers choose, and
+    of partial snapshots, if the rank has experts.
+
+    The best choice of a policy depends on the MTBF. What a choice costs does not: each is rated once.
+
+    Args:
+        conditions: their MTBF does not count.
+        memory_bytes: as for `advise`.
+    """
+    rated = _windows(rank, conditions)
+
+    def best(policy: str, mtbf_s: float) -> PolicyOutlook | None:
+        found = [at_mtbf(each, conditions.iteration_s, mtbf_s) for each in rated[policy]]
+        return _best_fitting(found, memory_bytes)
+
+    def dense(name: str, mtbf_s: float) -> PolicyOutlook | None:
+        there = replace(conditions, mtbf_s=mtbf_s)
+        every = _named_intervals(rank, there)[name]
+        return _best_fitting([dense_outlook(rank, there, every)], memory_bytes)
+
+    points = {policy: tuple(best(policy, m) for m in mtbfs_s) for policy, found in rated.items() if found}
+    partial = points.pop("partial", None)
+    for name in _named_intervals(rank, conditions):
+        points[f"dense, {name}"] = tuple(dense(name, m) for m in mtbfs_s)
+    curves = [EttrCurve(name, True, found) for name, found in points.items()]
+    return (*curves, EttrCurve("partial", False, partial)) if partial else tuple(curves)
 
 
 def _once(

@@ -39,6 +39,7 @@ __all__ = [
     "Choice",
     "Conditions",
     "PolicyOutlook",
+    "at_mtbf",
     "dense_outlook",
     "ettr",
     "partial_outlook",
@@ -198,8 +199,19 @@ def partial_outlook(rank: RankShape, conditions: Conditions, window: int, every:
         replay_s=0.0,
         slots=window + 2,
     )
-    lost_s = every * (window - 1) / 2 * conditions.iteration_s
-    return replace(found, lost_share=lost_s / (conditions.mtbf_s + lost_s))
+    return at_mtbf(found, conditions.iteration_s, conditions.mtbf_s)
+
+
+def at_mtbf(outlook: PolicyOutlook, iteration_s: float, mtbf_s: float) -> PolicyOutlook:
+    """The same choice where failures come more or less often."""
+    choice, lost_s = outlook.choice, 0.0
+    if choice.policy == "partial":
+        lost_s = choice.every * (choice.window - 1) / 2 * iteration_s
+    return replace(
+        outlook,
+        ettr=ettr(iteration_s, outlook.stall_s, outlook.recovery_s, mtbf_s),
+        lost_share=lost_s / (mtbf_s + lost_s),
+    )
 
 
 def dense_outlook(rank: RankShape, conditions: Conditions, every: int) -> PolicyOutlook:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import struct
+import sys
+from pathlib import Path
 
 import pytest
 
+from ckptd.core.advice.advice import ettr_curves
+from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, rank_shape
+from ckptd.core.advice.outlook import Conditions
 from ckptd.ctl import advise_command
 from ckptd.ctl.advise_command import failures_at_random
 from ckptd.ctl.main import main
@@ -16,6 +22,7 @@ JOB = [
     *("advise", "--model", "qwen3-30b-a3b", "--gpus", "16", "--expert-ranks", "8"),
     *("--mtbf", "10m", "--network", "12GB"),
 ]
+RANK = rank_shape(MODELS["qwen3-30b-a3b"], Layout(16, 1, 8), PRECISIONS["bf16-mixed"])
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -67,6 +74,47 @@ def test_iterations_follow_from_tokens(capsys: pytest.CaptureFixture[str]) -> No
     assert answer["iteration_s"] == pytest.approx(6 * 3.35e9 * 4e6 / (16 * 400e12), rel=0.01)
 
 
+class TestPicture:
+    def test_it_is_a_png_of_the_size_that_was_asked_for(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: demo)")
+        path = tmp_path / "ettr"
+        asked(capsys, "--iteration", "1s", "--picture", str(path), "--picture-size", "640x480")
+        head = path.read_bytes()[:24]
+        assert head[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", head[16:24]) == (640, 480)
+
+    def test_policies_that_do_not_fit_are_said(self) -> None:
+        curves = ettr_curves(RANK, Conditions(1.0, 600.0, 20e9, 12e9), [600.0], memory_bytes=1)
+        assert [advise_command._label(curve, 0) for curve in curves] == [
+            f"{curve.name}: nothing fits" for curve in curves
+        ]
+
+    def test_labels_name_the_choice_at_the_given_mtbf(self) -> None:
+        curves = ettr_curves(RANK, Conditions(1.0, 600.0, 20e9, 12e9), [60.0, 600.0])
+        labels = [advise_command._label(curve, 1) for curve in curves]
+        assert labels[0].endswith("  sliding, W=3")
+        assert labels[-1].endswith(" (loses updates)")
+        assert any(re.fullmatch(r"0\.\d{3}  dense, every 15: CheckFreq's interval", each) for each in labels)
+        assert {curve.name for curve in curves} == set(advise_command._STYLES)
+
+    def test_without_matplotlib_it_says_what_to_install(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        error = asked(capsys, "--iteration", "1s", "--picture", str(tmp_path / "a.png"), code=2)
+        assert "--picture needs matplotlib (" in error
+        assert "pip install matplotlib" in error
+        assert not list(tmp_path.iterdir())
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: demo)")
+        error = asked(capsys, "--iteration", "1s", "--picture", str(tmp_path / "none" / "a.png"), code=1)
+        assert "--picture: " in error
+        assert "No such file" in error
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -96,7 +144,10 @@ def test_memory_that_is_too_small_for_anything(capsys: pytest.CaptureFixture[str
     assert re.search(r"nothing fits: .* need more than 1 GiB of memory \(the smallest: .* GiB\)", error)
 
 
-@pytest.mark.parametrize(("option", "text"), [("--mtbf", "soon"), ("--tokens", "many"), ("--link", "fast")])
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--mtbf", "soon"), ("--tokens", "many"), ("--link", "fast"), ("--picture-size", "large")],
+)
 def test_words_that_are_no_numbers(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*JOB, option, text])

@@ -10,9 +10,11 @@ import pytest
 from ckptd.core.advice.advice import (
     advise,
     arguments,
+    ettr_curves,
     interval_of_bounded_stall,
     interval_of_copies,
     interval_of_young_daly,
+    mtbf_axis,
 )
 from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, RankShape, rank_shape
 from ckptd.core.advice.outlook import Choice, Conditions, PolicyOutlook, dense_outlook, window_outlook
@@ -124,3 +126,35 @@ def test_arguments_can_be_pasted() -> None:
         text = arguments(replace(found, choice=choice))
         assert text.startswith("snapshots=")
         assert eval(text.removeprefix("snapshots="), {"SnapshotOptions": SnapshotOptions}) == expected
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 120 << 30])
+def test_curves_are_what_is_advised_at_each_point(memory_bytes: int | None) -> None:
+    conditions = Conditions(1.0, 600.0, link_Bps=20e9, network_Bps=12e9)
+    mtbfs_s = (60.0, 600.0, 5000.0, 86400.0)
+    curves = {c.name: c for c in ettr_curves(QWEN, conditions, mtbfs_s, memory_bytes=memory_bytes)}
+    assert [name for name, curve in curves.items() if not curve.exact] == ["partial"]
+    for n, mtbf_s in enumerate(mtbfs_s):
+        found = advise(QWEN, replace(conditions, mtbf_s=mtbf_s), memory_bytes=memory_bytes)
+        assert found.best is not None
+        assert curves["sliding"].points[n] == found.best
+        assert curves["partial"].points[n] == found.lossy
+        others = {name: each for names, each in found.others for name in names.split(", ")}
+        assert curves["aligned"].points[n] == others.get("aligned")
+        for name in ("CheckFreq's interval", "Gemini's interval", "Young and Daly's interval"):
+            fits = memory_bytes is None or others[name].memory_bytes <= memory_bytes
+            assert curves[f"dense, {name}"].points[n] == (others[name] if fits else None)
+
+
+def test_a_model_without_experts_has_no_partial_curve() -> None:
+    dense = rank_shape(MODELS["llama3-8b"], Layout(8), PRECISIONS["bf16-mixed"])
+    assert all(curve.exact for curve in ettr_curves(dense, CONDITIONS, [600.0]))
+
+
+@pytest.mark.parametrize("mtbf_s", [5.0, 600.0, 86400.0, 1e6])
+def test_the_axis_is_from_a_minute_to_a_day_and_has_the_mtbf(mtbf_s: float) -> None:
+    axis = mtbf_axis(mtbf_s)
+    assert (axis[0], axis[-1]) == (min(60.0, mtbf_s), max(86400.0, mtbf_s))
+    assert mtbf_s in axis
+    assert len(axis) in (64, 65)
+    assert list(axis) == sorted(set(axis))
