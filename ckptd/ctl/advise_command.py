@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ckptd.config.settings import parse_bytes
 from ckptd.core.advice.advice import Advice, EttrCurve, advise, arguments, ettr_curves, mtbf_axis
-from ckptd.core.advice.failure_simulation import mean_ettr
+from ckptd.core.advice.failure_simulation import RecordedFailures, mean_ettr, play, recorded_failures
 from ckptd.core.advice.job_shape import (
     MODELS,
     PRECISIONS,
@@ -92,8 +92,12 @@ def add_advise_command(commands: Commands) -> None:
     job.add_argument("--tokens", type=_count, help="of an iteration, such as 4M, in place of --iteration")
     job.add_argument("--tflops", type=float, help="that a GPU reaches, with --tokens")
     around = parser.add_argument_group("what is around it")
+    around.add_argument("--mtbf", type=duration, metavar="TIME", help="of the whole job, such as 10m or 6h")
     around.add_argument(
-        "--mtbf", type=duration, required=True, metavar="TIME", help="of the whole job, such as 10m or 6h"
+        "--failures",
+        type=Path,
+        metavar="FILE",
+        help="play these: a line for each, in seconds, or lines of seconds,nodes (default: at random)",
     )
     around.add_argument(
         "--link", type=_bytes, help="device to host, a second (default: as measured, or 20GB)"
@@ -163,6 +167,11 @@ def _pixels(text: str) -> tuple[int, int]:
 def _advise(args: argparse.Namespace) -> CommandOutcome:
     if (args.job is None) == (args.model is None) or (args.job is None) != (args.run is None):
         raise CommandError("pass either JOB and RUN, or --model")
+    recorded = None if args.failures is None else _recorded(args.failures)
+    if recorded is not None and args.mtbf is None:
+        args.mtbf = recorded.mtbf_s
+    if args.mtbf is None:
+        raise CommandError("pass --mtbf, or --failures")
     try:
         rank, conditions, now = _described(args) if args.job is None else _running(args)
         advice = advise(rank, conditions, memory_bytes=args.memory)
@@ -175,13 +184,14 @@ def _advise(args: argparse.Namespace) -> CommandOutcome:
         rated.insert(0, ("now", now))
     if advice.lossy is not None:
         rated.append(("loses updates", advice.lossy))
-    played = {name: _played(outlook, conditions) for name, outlook in rated}
+    played = {name: _played(outlook, conditions, recorded) for name, outlook in rated}
     if args.picture is not None:
-        mtbfs_s = mtbf_axis(args.mtbf)
+        mtbfs_s = mtbf_axis(conditions.mtbf_s)
         curves = ettr_curves(rank, conditions, mtbfs_s, memory_bytes=args.memory)
-        _draw(args.picture, args.picture_size, curves, mtbfs_s, mtbfs_s.index(args.mtbf))
+        _draw(args.picture, args.picture_size, curves, mtbfs_s, mtbfs_s.index(conditions.mtbf_s))
     answer = {
         "iteration_s": conditions.iteration_s,
+        "mtbf_s": conditions.mtbf_s,
         "rank_state_bytes": rank.dense_bytes,
         "arguments": arguments(advice.best),
         "rejected": advice.rejected,
@@ -295,8 +305,17 @@ def _session(args: argparse.Namespace, rank: int | None = None) -> m.SessionStat
     return max(found, key=lambda s: s.metrics.get("dense_bytes", 0.0))
 
 
-def _played(outlook: PolicyOutlook, conditions: Conditions) -> float:
-    """The mean of runs of twelve hours."""
+def _recorded(path: Path) -> RecordedFailures:
+    try:
+        return recorded_failures(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--failures {path}: {error}") from error
+
+
+def _played(outlook: PolicyOutlook, conditions: Conditions, recorded: RecordedFailures | None) -> float:
+    """Of the run that was recorded, or the mean of runs of twelve hours."""
+    if recorded is not None:
+        return play(outlook, conditions.iteration_s, recorded.failures_s, recorded.length_s).ettr
     drawn = (failures_at_random(conditions.mtbf_s, _PLAYED_S, seed) for seed in range(_SEEDS))
     return mean_ettr(outlook, conditions.iteration_s, drawn, _PLAYED_S)
 

@@ -6,13 +6,15 @@ while the job recovers from the last one, which begin the recovery again, and wh
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptd.core.advice.outlook import PolicyOutlook
 
-__all__ = ["PlayedRun", "mean_ettr", "play"]
+__all__ = ["PlayedRun", "RecordedFailures", "mean_ettr", "play", "recorded_failures"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,59 @@ def play(
     done += new
     lost_s += worked_s - new * step_s
     return PlayedRun(done * iteration_s, done * outlook.stall_s, lost_s, recovery_s, failures)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFailures:
+    """When a job failed, in seconds from the start of a record of that length."""
+
+    failures_s: tuple[float, ...]
+    length_s: float
+
+    @property
+    def mtbf_s(self) -> float:
+        """The mean time between two of them."""
+        return self.length_s / len(self.failures_s)
+
+
+def recorded_failures(text: str) -> RecordedFailures:
+    """Read a record: each line has the seconds at which a failure came, ascending; the last line ends it.
+
+    With a second column, after a comma, the number of nodes that are alive from then on: a failure is a line
+    on which it is less than before, and the record begins with the first node. Empty lines, and those that
+    begin with ``#``, do not count.
+
+    Raises:
+        ValueError: a line is none of this, or there is no failure.
+    """
+    rows: list[tuple[float, ...]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            rows.append(_row(line, number, rows[-1] if rows else None))
+    if rows and len(rows[0]) == 2:
+        rows = rows[next((n for n, row in enumerate(rows) if row[1] > 0), len(rows)) :]
+        found = [after[0] - rows[0][0] for before, after in itertools.pairwise(rows) if after[1] < before[1]]
+        length_s = rows[-1][0] - rows[0][0] if rows else 0.0
+    else:
+        found = [row[0] for row in rows]
+        length_s = found[-1] if found else 0.0
+    if not found or length_s <= 0:
+        raise ValueError("the record has no failure")
+    return RecordedFailures(tuple(found), length_s)
+
+
+def _row(line: str, number: int, before: tuple[float, ...] | None) -> tuple[float, ...]:
+    try:
+        row = tuple(float(each) for each in line.split(","))
+    except ValueError:
+        row = ()
+    if len(row) not in (1, 2) or (before is not None and len(row) != len(before)):
+        raise ValueError(f"line {number}, {line[:40]!r}, is no time in seconds, or time and nodes")
+    if not all(each >= 0 and math.isfinite(each) for each in row):
+        raise ValueError(f"line {number}, {line[:40]!r}: must be 0 or more")
+    if before is not None and row[0] < before[0]:
+        raise ValueError(f"line {number}, {line[:40]!r}: is before the line above it")
+    return row
 
 
 def mean_ettr(

@@ -74,6 +74,42 @@ def test_iterations_follow_from_tokens(capsys: pytest.CaptureFixture[str]) -> No
     assert answer["iteration_s"] == pytest.approx(6 * 3.35e9 * 4e6 / (16 * 400e12), rel=0.01)
 
 
+class TestRecordedFailures:
+    def test_a_trace_of_spot_instances_is_played(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Seventeen losses of nodes within 20,233 s, some of them seconds after each other."""
+        path = Path(__file__).parents[3] / "bench/spot/data/aws-g4dn-xlarge-us-east-1d-2020-11-23_24.csv"
+        words = ["--model", "qwen3-30b-a3b", "--gpus", "16", "--expert-ranks", "8", "--iteration", "1s"]
+        assert main(["advise", *words, "--failures", str(path), "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["mtbf_s"] == pytest.approx((45_668 - 25_435) / 17)
+        for policy in answer["policies"]:
+            assert 0 < policy["played_ettr"] < 1
+            assert policy["played_ettr"] != pytest.approx(policy["ettr"], abs=1e-6)
+
+    def test_an_mtbf_that_is_given_counts_for_the_formula(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "failures"
+        path.write_text("4000\n8000\n")
+        answer = json.loads(asked(capsys, "--iteration", "1s", "--failures", str(path), "--json"))
+        assert answer["mtbf_s"] == 600.0
+        assert answer["policies"][0]["played_ettr"] > answer["policies"][0]["ettr"]
+
+    def test_a_file_that_is_no_record(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "failures"
+        for text, message in (("soon", "line 1, 'soon', is no time in seconds"), (None, "No such file")):
+            if text is None:
+                path.unlink()
+            else:
+                path.write_text(text)
+            assert message in asked(capsys, "--iteration", "1s", "--failures", str(path), code=2)
+
+    def test_neither(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["--model", "qwen3-30b-a3b", "--gpus", "16", "--iteration", "1s"]
+        assert main(["advise", *words]) == 2
+        assert "pass --mtbf, or --failures" in capsys.readouterr().err
+
+
 class TestPicture:
     def test_it_is_a_png_of_the_size_that_was_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

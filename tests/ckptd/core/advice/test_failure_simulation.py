@@ -7,7 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ckptd.core.advice.failure_simulation import mean_ettr, play
+from ckptd.core.advice.failure_simulation import (
+    RecordedFailures,
+    mean_ettr,
+    play,
+    recorded_failures,
+)
 from ckptd.core.advice.job_shape import RankShape
 from ckptd.core.advice.outlook import Conditions, PolicyOutlook, dense_outlook, window_outlook
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind
@@ -61,3 +66,37 @@ def test_without_failures_nothing_is_lost_but_the_last_iteration() -> None:
     assert (run.failures, run.recovery_s) == (0, 0.0)
     assert run.useful_s == 1000.0
     assert play(OUTLOOKS[0], 2.0, [5.0], 1.0).failures == 0, "it comes after the end"
+
+
+def test_a_record_of_failures_is_played() -> None:
+    record = recorded_failures("# seconds\n101\n\n103\n200.0\n")
+    assert record == RecordedFailures((101.0, 103.0, 200.0), 200.0)
+    assert record.mtbf_s == pytest.approx(200 / 3)
+    run = play(OUTLOOKS[1], 2.0, record.failures_s, record.length_s)
+    assert run == play(OUTLOOKS[1], 2.0, [101.0, 103.0], 200.0), "the last one ends it"
+
+
+def test_a_record_of_nodes() -> None:
+    """It begins with the first node. Two are lost at once, then one; that three come is no failure."""
+    text = "0,0\n50,0\n50,4\n60,4\n60,2\n70,5\n80,4\n90,4\n"
+    assert recorded_failures(text) == RecordedFailures((10.0, 30.0), 40.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the record has no failure"),
+        ("0\n", "the record has no failure"),
+        ("0,0\n9,0\n", "the record has no failure"),
+        ("0,2\n9,3\n", "the record has no failure"),
+        ("1\nsoon\n", "line 2, 'soon', is no time in seconds"),
+        ("1,2,3\n", "line 1, '1,2,3', is no time in seconds"),
+        ("1,2\n3\n", "line 2, '3', is no time in seconds, or time and nodes"),
+        ("-1\n", "line 1, '-1': must be 0 or more"),
+        ("nan\n", "line 1, 'nan': must be 0 or more"),
+        ("5\n4\n", "line 2, '4': is before the line above it"),
+    ],
+)
+def test_what_is_no_record(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recorded_failures(text)
