@@ -19,6 +19,8 @@ from bench.papers import (
     moc_rows,
     moetion_outlooks,
     moetion_rows,
+    sliding_ettr,
+    two_level_losses,
 )
 from bench.printed_figures import CLUSTERS, RUN_S, TABLE_3, TABLE_7, PrintedJob
 from ckptd.core.advice.job_shape import PRECISIONS
@@ -44,6 +46,13 @@ class TestMoEvement:
         assert far(found) == {"8, 32, 32+32: MoEvement": [0, 1]}
         assert found[1].why == "needs overheads of 4.44 to 4.51 %; printed 2.17 %"
         assert 1 / (1 + 0.05 / TABLE_7[1].iteration_s) == pytest.approx(0.979, abs=5e-4)
+
+    def test_sliding_windows_would_have_left_more(self) -> None:
+        for job, aligned in zip(TABLE_3, ettr_rows(TABLE_3, 0, ["MoEvement"]), strict=True):
+            pairs = zip(sliding_ettr(job), aligned.ours, strict=True)
+            assert all(less is not None and more > less for more, less in pairs)
+        # 5.5 instead of 9 iterations of 2.75 s.
+        assert sliding_ettr(TABLE_3[3])[-1] == pytest.approx(0.955, abs=5e-4)
 
     def test_one_restart_explains_most_of_table_3(self) -> None:
         """CheckFreq: its printed interval. Gemini: the best intervals with snapshots at one rate."""
@@ -141,6 +150,17 @@ class TestMoC:
     def test_lost_tokens_grow_evenly_with_one_k(self) -> None:
         curve = figure_15()["K = 1"]
         assert curve == pytest.approx([curve[0] * n for n in range(1, len(curve) + 1)])
+
+    def test_more_experts_in_memory_lose_less(self) -> None:
+        """Figure 15a: PLT falls with K_snapshot at K_persist = 1, to what the lost node's experts lose; to
+        nothing where another node has their snapshots.
+        """
+        paper, ours = (
+            [two_level_losses(16, k, 1, replicated=replicated) for k in (1, 2, 4, 8, 16)]
+            for replicated in (False, True)
+        )
+        assert paper == [7.5, 5.5, 4.5, 4.0, 3.75]
+        assert ours == [7.5, 3.5, 1.5, 0.5, 0.0]
 
     def test_a_rule_that_looks_ahead_stays_within_the_limit(self) -> None:
         """Figure 15b: less is lost with a growing K. MoC's rule acts after the limit was exceeded."""
