@@ -36,7 +36,7 @@ from bench.common import (
 )
 from ckptd.client import Checkpointer, DaemonOptions, LayoutOptions, RunOptions, SnapshotOptions
 from examples.moe_text.data import ByteLoader, load_corpus
-from examples.moe_text.model import MoEConfig, MoETransformer
+from examples.moe_text.model import MoEConfig, MoETransformer, native_precision
 from examples.moe_text.train import gradients_to_masters, masters_to_model
 
 __all__ = ["Job", "Worker", "fraction", "main", "pinned_link_gb_per_s"]
@@ -55,8 +55,12 @@ class Job:
         self.device = device
         with torch.device(device):  # a large one takes minutes to be made on the host
             model = MoETransformer(config or MoEConfig())
-        self.masters = {name: param.detach().clone() for name, param in model.named_parameters()}
-        self.model = model.bfloat16()
+        self.masters: dict[str, Tensor] = dict(model.named_parameters())
+        self.mixed = device != "cpu" or native_precision() == "bf16"
+        if self.mixed:
+            self.masters = {name: param.detach().clone() for name, param in self.masters.items()}
+            model = model.bfloat16()
+        self.model = model
         self.optimizer = torch.optim.AdamW(list(self.masters.values()), lr=1e-3)
         self.loader = ByteLoader(corpus, batch_size=batch_size, context=128, seed=7)
         self.steps: Iterator[int] = iter(range(10**9))
@@ -80,7 +84,7 @@ class Job:
             run=RunOptions(name=run, job="bench-overhead"),
             daemon=DaemonOptions(endpoint=daemon, replicas=replicas),
             snapshots=SnapshotOptions(policy=policy, window=window),
-            layout=LayoutOptions(masters=self.masters),
+            layout=LayoutOptions(masters=self.masters if self.mixed else None),
         )
         self.steps = iter(self.ckpt.steps(10**9))
         return self.ckpt

@@ -43,7 +43,7 @@ from ckptd.core.partial_experts import select_by_risk
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.transport.wire import RefusedError
 from examples.moe_text.lab import Daemon, Event, Trainer, daemon_folders
-from examples.moe_text.model import MoEConfig
+from examples.moe_text.model import MoEConfig, native_precision
 from examples.moe_text.train import build_model
 
 __all__ = ["main"]
@@ -247,12 +247,13 @@ def _step_s(events: Sequence[Event], *, unknown_s: float = 0.5) -> float:
 
 def shape() -> RankShape:
     """The demo's model in numbers."""
-    model, masters = build_model(0)
+    precision = native_precision()
+    model, masters = build_model(0, precision)
     optimizer = torch.optim.AdamW(list(masters.values()))
     for master in masters.values():
         master.grad = torch.zeros_like(master)
     optimizer.step()
-    binding = LiveState(model, [optimizer], masters)
+    binding = LiveState(model, [optimizer], masters if precision == "bf16" else None)
     operators = discover_operators(model, rows_allowed=binding.rows_allowed)
     costs = operator_costs(binding, operators, {})
     return RankShape(tuple(costs), (0.0,) * len(costs))  # a frozen operator saves no time here

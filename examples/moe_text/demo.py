@@ -25,6 +25,7 @@ import torch
 
 from ckptd.core.recovery.recovery_phases import describe_phases, phases_in_metrics
 from examples.moe_text.lab import Daemon, Event, ProcessDied, Trainer, daemon_folders
+from examples.moe_text.model import PRECISIONS, native_precision
 from examples.moe_text.report import (
     Kill,
     differing_tensors,
@@ -80,6 +81,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
+        self._last: tuple[int, float] | None = None  # the iteration that was told last, and when it ended
         self._struck: Kill | None = None  # the last kill of the trainer, until it is back
 
     def say(self, text: str) -> None:
@@ -101,7 +103,17 @@ class Progress:
         elif event["event"] == "step" and event["replaying"]:
             self.say(f"    replaying iteration {event['step']}   loss {event['loss']:.4f}")
         elif event["event"] == "step" and (event["step"] + 1) % PROGRESS_EVERY == 0:
-            self.say(f"    iteration {event['step'] + 1:4d} of {total}   loss {event['loss']:.4f}")
+            left = self._left(event, total)
+            self.say(f"    iteration {event['step'] + 1:4d} of {total}   loss {event['loss']:.4f}   {left}")
+
+    def _left(self, event: Event, total: int) -> str:
+        """How long the rest of the run takes, as quickly as the last iterations."""
+        before, self._last = self._last, (event["step"], float(event["time_s"]))
+        if before is None or before[0] >= event["step"]:
+            return ""
+        each_s = (self._last[1] - before[1]) / (event["step"] - before[0])
+        left_s = each_s * (total - 1 - event["step"])
+        return f"about {left_s:.0f} s left" if left_s >= 1 else ""
 
     def _tell_of_life(self, event: Event) -> None:
         text = f"    process {event['pid']}, initialised from seed {event['init_seed']}"
@@ -303,6 +315,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="seed of the kills; default: random")
     parser.add_argument("--window", type=int, default=4, help="snapshots per window")
     parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument(
+        "--precision", choices=list(PRECISIONS), default=native_precision(), help="default: what the CPU has"
+    )
     parser.add_argument("--plain", action="store_true", help="no host: each life is a new interpreter")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser.parse_args()
@@ -314,10 +329,10 @@ def main() -> int:
     plan = plan_kills(random.Random(seed), steps=args.steps, window=args.window, count=args.kills)
     threads = min(4, len(os.sched_getaffinity(0)))
     common = ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]
-    common += ["--window", str(args.window), "--threads", str(threads)]
+    common += ["--window", str(args.window), "--threads", str(threads), "--precision", args.precision]
     progress = Progress()
     print(
-        "A byte-level MoE transformer (3.8 M parameters, top-2 of 8 experts, bf16 with fp32 masters,"
+        f"A byte-level MoE transformer (3.8 M parameters, top-2 of 8 experts, {PRECISIONS[args.precision]},"
         f" dropout)\nlearns the Python standard library; {threads} threads, kills from seed {seed}"
         f" (repeat them with --seed {seed}).\n"
     )

@@ -1,7 +1,7 @@
 """A small byte-level transformer whose feed-forward layers are mixtures of experts.
 
 Everything that makes a bit-exact repeat hard is switched on: dropout, noisy top-2 gates, tied
-embeddings, experts that get no token in some iterations, bf16 weights.
+embeddings, experts that get no token in some iterations, bf16 weights where the CPU has them.
 
 Shapes: B batch, T positions, D width, E experts, K experts per token, N = B * T tokens.
 """
@@ -9,12 +9,17 @@ Shapes: B batch, T positions, D width, E experts, K experts per token, N = B * T
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MoEConfig", "MoETransformer"]
+__all__ = ["PRECISIONS", "MoEConfig", "MoETransformer", "native_precision"]
+
+PRECISIONS = {"bf16": "bf16 with fp32 masters", "fp32": "fp32, since this CPU does not multiply bf16"}
+# In /proc/cpuinfo: AVX-512 and AMX on x86-64, Neon and SVE on arm64.
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 # bf16 kernels on CPU are generated for each shape: without rounding up, every iteration would pay for
 # new ones (measured on two cores: 265 ms an iteration without, 150 ms with it).
@@ -33,6 +38,15 @@ class MoEConfig:
     expert_hidden: int = 320
     dropout: float = 0.1
     balance_weight: float = 0.01
+
+
+def native_precision(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """``"bf16"`` if the CPU multiplies it; elsewhere it is emulated, and an iteration takes ten times as long."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return "fp32"
+    return "bf16" if _BF16_FLAGS.intersection(text.split()) else "fp32"
 
 
 class Expert(nn.Module):

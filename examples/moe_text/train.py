@@ -1,7 +1,7 @@
 """Train the example model: an ordinary loop in which three lines are ckptd's.
 
 bf16 weights are what forward and backward read; AdamW works on fp32 masters that this script keeps
-itself. Run it twice with the same `--run`, kill it as often as you like in between, and it ends with the
+itself (`--precision fp32`, the default where the CPU does not multiply bf16: on the weights). Run it twice with the same `--run`, kill it as often as you like in between, and it ends with the
 same bits. `--init-seed` may differ between restarts: nothing that matters comes from re-initialisation.
 A host (`python -m ckptd.host -m examples.moe_text.train …`) starts it again by itself: then each life adds
 its number to the seed.
@@ -41,7 +41,7 @@ from ckptd.client import (
     SnapshotOptions,
 )
 from examples.moe_text.data import ByteLoader, load_corpus, load_held_out
-from examples.moe_text.model import MoEConfig, MoETransformer
+from examples.moe_text.model import PRECISIONS, MoEConfig, MoETransformer, native_precision
 
 __all__ = ["final_state", "main"]
 
@@ -49,12 +49,16 @@ WARMUP_STEPS = 20
 CONTEXT = 128
 
 
-def build_model(init_seed: int) -> tuple[MoETransformer, dict[str, Tensor]]:
-    """The bf16 model, and an fp32 master for each of its parameters, by the parameter's name."""
+def build_model(init_seed: int, precision: str = "bf16") -> tuple[MoETransformer, dict[str, Tensor]]:
+    """The model, and what the optimizer updates for each of its parameters, by the parameter's name: an fp32
+    master of a bf16 parameter, or the parameter.
+    """
     torch.manual_seed(init_seed)
     random.seed(init_seed)
     np.random.seed(init_seed)
     model = MoETransformer(MoEConfig())
+    if precision == "fp32":
+        return model, dict(model.named_parameters())
     masters = {name: param.detach().clone() for name, param in model.named_parameters()}
     return model.bfloat16(), masters
 
@@ -87,6 +91,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--init-seed", type=int, default=0, help="seed of the weights and dropout")
     parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--precision", choices=list(PRECISIONS), default=native_precision())
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's default")
     parser.add_argument("--job", default="demo")
     parser.add_argument("--run", default="r1")
@@ -152,7 +157,7 @@ class EventLog:
 def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
     """Run the loop to its end and return the complete final state."""
     rank = dist.get_rank() if args.ddp else 0
-    model, masters = build_model(args.init_seed)
+    model, masters = build_model(args.init_seed, args.precision)
     net: nn.Module = distribute(model, args.init_seed) if args.ddp else model
 
     def connect() -> None:
@@ -175,7 +180,7 @@ def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
         run=RunOptions(job=args.job, name=args.run),
         daemon=None if args.daemon == "none" else args.daemon,
         snapshots=SnapshotOptions(policy=args.policy, window=args.window, every=args.every, partial=partial),
-        layout=LayoutOptions(masters=masters),
+        layout=LayoutOptions(masters=masters if args.precision == "bf16" else None),
         recovery=RecoveryOptions(in_process=connect if args.in_process else None),
     )
     lost = ckpt.lost_updates

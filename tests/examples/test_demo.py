@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
+from examples.moe_text.model import PRECISIONS, native_precision
 from tests.examples.playing import play
 
 pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)")
@@ -30,8 +31,10 @@ def _seeds(output: str) -> list[int]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_demo_is_exact_and_names_the_phases(tmp_path: Path, plain: bool) -> None:
-    output = _play(tmp_path, *(["--plain"] if plain else []))
+    precision = "fp32" if plain else "bf16"
+    output = _play(tmp_path, *(["--plain"] if plain else []), "--precision", precision)
     assert "IDENTICAL: all" in output
+    assert f"top-2 of 8 experts, {PRECISIONS[precision]}" in output
     assert output.count("--> SIGKILL to the trainer after") == 2
     assert output.count("--> SIGKILL to the daemon after") == 1
     undisturbed, first, *later = _seeds(output)
@@ -44,3 +47,18 @@ def test_the_demo_is_exact_and_names_the_phases(tmp_path: Path, plain: bool) -> 
     assert {RecoveryPhase.ATTACH, RecoveryPhase.LOADED, RecoveryPhase.FIRST_NEW_STEP} <= set(rows)
     # A forked trainer has everything imported.
     assert (RecoveryPhase.IMPORTS in rows) == plain
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "precision"),
+    [
+        ("flags\t\t: fpu sse2 avx2 avx512f avx512_bf16\n", "bf16"),
+        ("flags\t\t: fpu sse2 avx2 fma f16c\n", "fp32"),
+        ("Features\t: fp asimd sve i8mm bf16\n", "bf16"),
+        ("Features\t: fp asimd\n", "fp32"),
+    ],
+)
+def test_the_demo_computes_in_what_the_cpu_multiplies(tmp_path: Path, cpuinfo: str, precision: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpuinfo}bugs\t\t: sysret_ss_attrs\n")
+    assert native_precision(tmp_path / "cpuinfo") == precision
+    assert native_precision(tmp_path / "missing") == "fp32"
