@@ -88,7 +88,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 demo: $(STAMP)
-	$(BIN)/python -m examples.moe_text.demo
+	$(BIN)/python -m ckptd.demo
 
 demo-nodes: $(STAMP)
 	$(BIN)/python -m examples.moe_text.nodes $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))

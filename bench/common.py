@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ckptd.demo.lab import SHARED_CORES, DemoDaemon, daemon_folders
 from ckptd.transport.messages import Done, Forget
 from ckptd.transport.wire import ControlClient
-from examples.moe_text.lab import SHARED_CORES, Daemon, daemon_folders
 
 __all__ = [
     "MoEStack",
@@ -334,7 +334,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def own_daemon(memory_mib: int) -> Iterator[str]:
     """A daemon in folders of its own; yields its endpoint and ends it afterwards."""
     with daemon_folders() as (runtime, segments):
-        daemon = Daemon(runtime, segments, memory=f"{memory_mib}MiB")
+        daemon = DemoDaemon(runtime, segments, memory=f"{memory_mib}MiB")
         try:
             daemon.start()
             yield daemon.endpoint

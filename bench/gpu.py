@@ -66,8 +66,8 @@ from bench.overhead import LINK_BYTES, Job, Worker, fraction, pinned_link_gb_per
 from ckptd.cuda.copy_plan import DEFAULT_PLAN
 from ckptd.cuda.cuda_engine import make_engine
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList, HostMemory
-from examples.moe_text.data import load_corpus
-from examples.moe_text.model import MoEConfig, MoETransformer
+from ckptd.demo.data import load_corpus
+from ckptd.demo.model import MoEConfig, MoETransformer
 
 __all__ = [
     "Capture",

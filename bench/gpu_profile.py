@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.common import Metric, emit, in_shared_environment, own_daemon, parser, table
 from bench.gpu import add_model_options, config_of, model_options, settle
 from bench.overhead import Job
-from examples.moe_text.data import load_corpus
+from ckptd.demo.data import load_corpus
 
 __all__ = ["Accounting", "account", "difference", "main", "subtract", "union"]
 

@@ -49,8 +49,8 @@ from bench.common import (
     scratch_folder,
     table,
 )
+from ckptd.demo.lab import Event
 from examples.moe_pipeline.demo import PipelineRun
-from examples.moe_text.lab import Event
 
 __all__ = ["Model", "main", "recovery_of"]
 

@@ -35,9 +35,9 @@ from bench.common import (
     parser,
 )
 from ckptd.client import Checkpointer, DaemonOptions, LayoutOptions, RunOptions, SnapshotOptions
-from examples.moe_text.data import ByteLoader, load_corpus
-from examples.moe_text.model import MoEConfig, MoETransformer, native_precision
-from examples.moe_text.train import gradients_to_masters, masters_to_model
+from ckptd.demo.data import ByteLoader, load_corpus
+from ckptd.demo.model import MoEConfig, MoETransformer, native_precision
+from ckptd.demo.train import gradients_to_masters, masters_to_model
 
 __all__ = ["Job", "Worker", "fraction", "main", "pinned_link_gb_per_s"]
 

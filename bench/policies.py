@@ -41,10 +41,10 @@ from ckptd.core.advice.outlook import (
 )
 from ckptd.core.partial_experts import select_by_risk
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
+from ckptd.demo.lab import DemoDaemon, Event, Trainer, daemon_folders
+from ckptd.demo.model import MoEConfig, native_precision
+from ckptd.demo.train import build_model
 from ckptd.transport.wire import RefusedError
-from examples.moe_text.lab import Daemon, Event, Trainer, daemon_folders
-from examples.moe_text.model import MoEConfig, native_precision
-from examples.moe_text.train import build_model
 
 __all__ = ["main"]
 
@@ -133,7 +133,7 @@ class Lab:
 
     def __init__(self, folder: Path, runtime: Path, segments: Path, common: Sequence[str]) -> None:
         self._folder, self._runtime, self._common = folder, runtime, list(common)
-        self._daemon = Daemon(runtime, segments)
+        self._daemon = DemoDaemon(runtime, segments)
         self._count = 0
 
     def __enter__(self) -> Self:

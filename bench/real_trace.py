@@ -39,9 +39,9 @@ from bench.spot.real import Played, Setting, Strategy, play, strategies, undistu
 from bench.spot.simulation import Result, simulate
 from bench.spot.trace import Trace, parse
 from bench.traces import STORED, UNITS
+from ckptd.demo.lab import Event
 from examples.moe_elastic.demo import CLOSE
 from examples.moe_elastic.model import EXPERTS, LAYERS
-from examples.moe_text.lab import Event
 
 __all__ = ["Outcome", "choose", "main", "plot"]
 

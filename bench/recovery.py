@@ -31,9 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common import build_stack, emit, median, parser, scratch_folder, table
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
+from ckptd.demo.lab import SHARED_CORES, Event, read_events
 from ckptd.transport.messages import GetPeers, Peers
 from ckptd.transport.wire import ControlClient
-from examples.moe_text.lab import SHARED_CORES, Event, read_events
 from tests.cluster.daemons import HostDaemon, exchange_keys
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.torchrun import TorchrunJob

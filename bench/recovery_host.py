@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import REPOSITORY, build_stack, emit, median, own_daemon, parser, scratch_folder, table
 from ckptd.client import Checkpointer, RecoveryOptions, RunOptions, SnapshotOptions
-from examples.moe_text.lab import SHARED_CORES, read_events
+from ckptd.demo.lab import SHARED_CORES, read_events
 
 __all__ = ["main"]
 

@@ -30,10 +30,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from bench.common import emit, in_shared_environment, interleave, median, parser, scratch_folder
 from bench.overhead import Job
+from ckptd.demo.data import load_corpus
+from ckptd.demo.train import distribute, gradients_to_masters, masters_to_model
 from ckptd.transport.messages import GetPeers, GetStatus, Peers, Status
 from ckptd.transport.wire import ControlClient
-from examples.moe_text.data import load_corpus
-from examples.moe_text.train import distribute, gradients_to_masters, masters_to_model
 from tests.cluster.daemons import HostDaemon, exchange_keys
 from tests.cluster.hosts import Cluster
 

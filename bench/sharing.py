@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import emit, in_shared_environment, interleave, median, own_daemon, parser
 from ckptd.client import Checkpointer, LayoutOptions, RunOptions, SnapshotOptions
-from examples.moe_text.data import ByteLoader, load_corpus
-from examples.moe_text.model import MoEConfig, MoETransformer
+from ckptd.demo.data import ByteLoader, load_corpus
+from ckptd.demo.model import MoEConfig, MoETransformer
 
 __all__ = ["main"]
 

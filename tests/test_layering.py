@@ -16,7 +16,7 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-USES_TORCH = ("ckptd.client", "ckptd.cuda")
+USES_TORCH = ("ckptd.demo", "ckptd.client", "ckptd.cuda")
 CONTRACTS = {
     contract["id"]: contract
     for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]

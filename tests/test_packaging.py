@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import os
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,23 @@ from ckptd.client import Checkpointer
     assert done.returncode == 0, done.stderr
 
 
+def test_the_demo_of_the_wheel_needs_no_clone(unpacked: Path, tmp_path: Path) -> None:
+    """It starts, from the wheel, what it is made of: the rehearsal, a daemon, trainers under a host."""
+    short = ["--steps", "36", "--kills", "1", "--window", "2", "--batch-size", "1", "--seed", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptd.demo", *short, "--precision", "fp32", "--out", str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "IDENTICAL: all" in done.stdout
+    assert (tmp_path / "demo.png").is_file()
+
+
 def test_commands_of_the_wheel_exist(unpacked: Path) -> None:
     (path,) = unpacked.glob("ckptd-*.dist-info/entry_points.txt")
     scripts = configparser.ConfigParser()
@@ -158,7 +176,13 @@ def test_dependencies_are_what_is_imported() -> None:
     unknown = {name for name in imported if name not in distributions}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *extras["s3"], *extras["hf"], *extras["elastic"]]
+    required = [
+        *project["dependencies"],
+        *extras["s3"],
+        *extras["hf"],
+        *extras["elastic"],
+        *extras["picture"],
+    ]
     declared = {requirement.split(">")[0].lower() for requirement in required}
     assert not unknown, f"imported, but not installed: {unknown}"
     assert used == declared

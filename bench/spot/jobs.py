@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ckptd.client.elastic.job import GlobalBatches
+from ckptd.demo.data import load_corpus
 from examples.moe_elastic.model import CONTEXT
-from examples.moe_text.data import load_corpus
 
 __all__ = ["HOST", "Log", "Saves", "Training", "agreed", "meet", "options"]
 

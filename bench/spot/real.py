@@ -34,8 +34,8 @@ from bench.spot.jobs import HOST
 from bench.spot.model import Job
 from bench.spot.strategies import Elastic, Fixed
 from bench.spot.trace import Membership, Trace, memberships
+from ckptd.demo.lab import SHARED_CORES, Event, read_events
 from examples.moe_elastic.model import EXPERTS
-from examples.moe_text.lab import SHARED_CORES, Event, read_events
 from tests.cluster.daemons import HostDaemon, provision_keys
 from tests.cluster.hosts import Cluster, Host, clean_environment
 from tests.cluster.torchrun import SETTINGS, TorchrunJob

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptd.demo.lab import SHARED_CORES, Event, read_events
+from ckptd.demo.report import table
 from examples.moe_elastic.model import EXPERTS
-from examples.moe_text.lab import SHARED_CORES, Event, read_events
-from examples.moe_text.report import table
 from tests.cluster.daemons import DaemonFailed, HostDaemon, provision_keys
 from tests.cluster.hosts import Cluster, Host, clean_environment
 from tests.cluster.torchrun import SETTINGS, JobFailed, TorchrunJob

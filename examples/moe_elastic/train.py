@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from ckptd.client import RunOptions
 from ckptd.client.elastic.job import ElasticJob, GlobalBatches, PlacementOptions
+from ckptd.demo.data import load_corpus
 from examples.moe_elastic.model import CONTEXT, EXPERTS, LAYERS, Model
-from examples.moe_text.data import load_corpus
 
 __all__ = ["main"]
 

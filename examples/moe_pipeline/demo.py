@@ -29,16 +29,16 @@ from pathlib import Path
 import torch
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, describe_phases, phases_in_metrics
-from examples.moe_text.lab import (
+from ckptd.demo.lab import (
     MAX_RESTARTS,
     REPOSITORY,
     SHARED_CORES,
-    Daemon,
+    DemoDaemon,
     Event,
     daemon_folders,
     read_events,
 )
-from examples.moe_text.report import (
+from ckptd.demo.report import (
     differing_tensors,
     losses_by_step,
     phase_table,
@@ -395,7 +395,7 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss]) -> list[str]:
         tempfile.TemporaryDirectory(prefix="ckptd-pipeline-") as scratch,
         daemon_folders() as (runtime, segments),
     ):
-        daemon = Daemon(runtime, segments)
+        daemon = DemoDaemon(runtime, segments)
         daemon.start()
         folder = Path(scratch)
         hosts = None if args.plain else runtime

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.moe_text.model import Block, MoEConfig
+from ckptd.demo.model import Block, MoEConfig
 
 __all__ = ["CONFIG", "Stage", "build_stage"]
 

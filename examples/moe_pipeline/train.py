@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from ckptd.client import Checkpointer, LayoutOptions, RecoveryOptions, RunOptions, SnapshotOptions
+from ckptd.demo.data import ByteLoader, load_corpus
+from ckptd.demo.train import TrainingLog, final_state, phase_counters, warmup_cosine
 from examples.moe_pipeline.model import CONFIG, build_stage
-from examples.moe_text.data import ByteLoader, load_corpus
-from examples.moe_text.train import EventLog, final_state, phase_counters, warmup_cosine
 
 __all__ = ["main"]
 
@@ -108,7 +108,7 @@ class Pipeline:
             param.grad = mean.view_as(param)
 
 
-def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
+def train(args: argparse.Namespace, log: TrainingLog) -> dict[str, Tensor]:
     """Run the loop to its end and return the complete final state of this rank."""
     pipeline = Pipeline(args)
     state: dict[str, Any] = {"lr": pipeline.lr, "loader": pipeline.loader}
@@ -163,7 +163,7 @@ def main() -> None:
     seeds: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(seeds, args.init_seed)
     args.init_seed = max(seed for seed in seeds if seed is not None)
-    log = EventLog(args.log, rank=rank)
+    log = TrainingLog(args.log, rank=rank)
     final = train(args, log)
     if args.final is not None:
         args.final.parent.mkdir(parents=True, exist_ok=True)

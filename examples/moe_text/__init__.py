@@ -1,1 +1,1 @@
-"""A byte-level Mixture-of-Experts transformer on real text, and the demo that kills its training."""
+"""Further demos of `ckptd.demo`: hosts that are lost, storage, and policies side by side."""

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from examples.moe_text.lab import SHARED_CORES, Event, read_events
-from examples.moe_text.report import (
+from ckptd.demo.lab import SHARED_CORES, Event, read_events
+from ckptd.demo.report import (
     NodeLoss,
     differing_tensors,
     losses_by_step,
@@ -97,7 +97,7 @@ class Run:
         self._peers = daemons == "peers"
         command = [
             # torchrun would take our options for abbreviations of its own without the dashes.
-            *("-m", "--", "examples.moe_text.train", "--ddp", "--threads", "1"),
+            *("-m", "--", "ckptd.demo.train", "--ddp", "--threads", "1"),
             *("--steps", str(args.steps), "--batch-size", str(args.batch_size)),
             *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
             *("--run", "nodes", "--daemon", "none" if daemons == "none" else "auto"),

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from examples.moe_text.demo import BASE_INIT_SEED, RUN_TIMEOUT_S, Progress, run_to_end
-from examples.moe_text.lab import Daemon, Event, ProcessDied, Trainer, daemon_folders
-from examples.moe_text.report import Kill, differing_tensors, losses_by_step, recoveries, redone_steps, table
+from ckptd.demo.kills import BASE_INIT_SEED, RUN_TIMEOUT_S, ProgressLines, run_to_end
+from ckptd.demo.lab import DemoDaemon, Event, ProcessDied, Trainer, daemon_folders
+from ckptd.demo.report import Kill, differing_tensors, losses_by_step, recoveries, redone_steps, table
 
 __all__ = ["main"]
 
@@ -89,12 +89,12 @@ def _reached(step: int, event: Event) -> bool:
 
 
 def play(
-    name: str, folder: Path, arguments: Sequence[str], at: Sequence[int], progress: Progress, steps: int
+    name: str, folder: Path, arguments: Sequence[str], at: Sequence[int], progress: ProgressLines, steps: int
 ) -> Outcome:
     """Train to the end, with a SIGKILL to the trainer after each of these iterations."""
     kills: list[Kill] = []
     with daemon_folders() as (runtime, segments):
-        daemon = Daemon(runtime, segments)
+        daemon = DemoDaemon(runtime, segments)
         daemon.start()
         trainer = Trainer(name, folder, [*arguments, "--daemon", daemon.endpoint])
         try:
@@ -155,7 +155,7 @@ def main() -> int:
     threads = min(4, len(os.sched_getaffinity(0)))
     common = ["--steps", str(args.steps), "--batch-size", str(args.batch_size), "--threads", str(threads)]
     common += ["--validate", str(VALIDATED_BATCHES)]
-    progress = Progress()
+    progress = ProgressLines()
     problems: list[str] = []
     rows: list[list[object]] = []
     print(

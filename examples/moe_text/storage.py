@@ -25,12 +25,8 @@ from pathlib import Path
 
 import torch
 
-from ckptd.storage.checkpoints.reader import read_catalog
-from ckptd.storage.checkpoints.verifier import verify_run
-from ckptd.storage.stores.open_store import open_store
-from examples.moe_text.lab import SHARED_CORES, Event, read_events
-from examples.moe_text.nodes import Progress
-from examples.moe_text.report import (
+from ckptd.demo.lab import SHARED_CORES, Event, read_events
+from ckptd.demo.report import (
     NodeLoss,
     differing_tensors,
     losses_by_step,
@@ -39,6 +35,10 @@ from examples.moe_text.report import (
     step_time_ms,
     table,
 )
+from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.checkpoints.verifier import verify_run
+from ckptd.storage.stores.open_store import open_store
+from examples.moe_text.nodes import Progress
 from tests.cluster.daemons import DaemonFailed, HostDaemon
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.proxy import FaultProxy
@@ -135,7 +135,7 @@ class Run:
             for host in (cluster.hosts if storage is not None else [])
         }
         command = [
-            *("-m", "--", "examples.moe_text.train", "--ddp", "--threads", "1"),
+            *("-m", "--", "ckptd.demo.train", "--ddp", "--threads", "1"),
             *("--steps", str(args.steps), "--batch-size", str(args.batch_size)),
             *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
             *("--job", JOB, "--run", RUN, "--daemon", "none" if storage is None else "auto"),

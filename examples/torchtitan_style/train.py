@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from ckptd.client import Checkpointer, RunOptions, SnapshotOptions
-from examples.moe_text.data import ByteLoader, load_corpus
+from ckptd.demo.data import ByteLoader, load_corpus
 from examples.torchtitan_style.config import JobConfig, parse_config
 from examples.torchtitan_style.model import Transformer
 from examples.torchtitan_style.parallelize import ParallelDims, parallelize

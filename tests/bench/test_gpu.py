@@ -20,8 +20,8 @@ from bench.gpu import (
     of_resumption,
 )
 from bench.overhead import Job
-from examples.moe_text.data import load_corpus
-from examples.moe_text.model import MoEConfig, MoETransformer
+from ckptd.demo.data import load_corpus
+from ckptd.demo.model import MoEConfig, MoETransformer
 
 MODEL = Namespace(width=128, layers=2, experts=4, batch_size=8, settle=5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.localized import Model, recovery_of
-from examples.moe_text.lab import Event
+from ckptd.demo.lab import Event
 
 
 def test_the_model_is_that_of_the_papers_figure() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptd.demo.report import KillRecovery, NodeLoss, node_recovery
 from examples.moe_text.nodes import NUM_RANKS, plan_losses
-from examples.moe_text.report import NodeLoss, Recovery, node_recovery
 
 LOSS = NodeLoss(time_s=100.0, hosts=("host1",), ranks=(1,), last_step=20)
 
@@ -44,10 +44,10 @@ def test_a_recovery_begins_with_the_next_life_and_ends_with_the_first_new_iterat
     after = [_attached(106.0), _step(108.0, 17), _step(108.5, 18), _step(109.0, 19)]
     fresh = [_step(109.5, 20), _step(110.0, 21), _step(110.5, 22)]
     found = node_recovery(LOSS, before + after + fresh)
-    assert found == Recovery(resumed_at=17, redone=4, start_s=6.0, back_s=10.0)
+    assert found == KillRecovery(resumed_at=17, redone=4, start_s=6.0, back_s=10.0)
 
 
 def test_a_recovery_that_has_not_happened_has_no_numbers() -> None:
-    assert node_recovery(LOSS, [_step(100.1, 20)]) == Recovery(None, 0, None, None)
+    assert node_recovery(LOSS, [_step(100.1, 20)]) == KillRecovery(None, 0, None, None)
     found = node_recovery(LOSS, [_attached(106.0), _step(107.0, 17)])
-    assert found == Recovery(resumed_at=17, redone=1, start_s=6.0, back_s=None)
+    assert found == KillRecovery(resumed_at=17, redone=1, start_s=6.0, back_s=None)

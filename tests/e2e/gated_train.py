@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from examples.moe_text import train
+from ckptd.demo import train
 
 __all__ = ["GATE"]
 
 GATE = "CKPTD_TEST_GATE"
 
 
-class GatedLog(train.EventLog):
+class GatedLog(train.TrainingLog):
     """Waits after it has written the line of a step."""
 
     def write(self, event: str, **fields: object) -> None:
@@ -31,5 +31,5 @@ class GatedLog(train.EventLog):
 
 
 if __name__ == "__main__":
-    with mock.patch.object(train, "EventLog", GatedLog):
+    with mock.patch.object(train, "TrainingLog", GatedLog):
         train.main()

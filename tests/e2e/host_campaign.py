@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
+from ckptd.demo.lab import Trainer
 from ckptd.host.hangs.hang_inquiry import TrainerState
 from ckptd.host.hangs.trainer_watch import state_of
 from ckptd.saved import saved_iterations
 from ckptd.transport.messages import Done, Events, Forget, GetEvents
-from examples.moe_text.lab import Trainer
 from tests.ckptd.host.hosting import zygote_of
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, own_daemon

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptd.client import Checkpointer
-from examples.moe_text.lab import read_events
-from examples.moe_text.train import EventLog, phase_counters
+from ckptd.demo.lab import read_events
+from ckptd.demo.train import TrainingLog, phase_counters
 from tests.e2e.cases import Job, find_case
 from tests.e2e.job import final_state
 from tests.option_groups import grouped
@@ -45,7 +45,7 @@ def distributed_job(case: str, seed: int) -> Job:
     return job
 
 
-def meet_again(job: Job, log: EventLog, path: Path) -> nn.Module:
+def meet_again(job: Job, log: TrainingLog, path: Path) -> nn.Module:
     """What a rank that stays does for its next life: all collective calls before the `Checkpointer`."""
     dist.init_process_group("gloo")
     log.write("life", seed=seed_of_this_life(path))
@@ -53,7 +53,7 @@ def meet_again(job: Job, log: EventLog, path: Path) -> nn.Module:
     return job.model
 
 
-def train(job: Job, ckpt: Checkpointer, args: argparse.Namespace, log: EventLog) -> None:
+def train(job: Job, ckpt: Checkpointer, args: argparse.Namespace, log: TrainingLog) -> None:
     phases: dict[str, float] = {}
     before = (0, 0)
     for step in ckpt.steps(args.total):
@@ -85,7 +85,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     path = args.folder / f"{dist.get_rank()}.jsonl"
     seed = seed_of_this_life(path)
-    log = EventLog(path)
+    log = TrainingLog(path)
     log.write("life", seed=seed)
     job = distributed_job(args.case, seed)
     options = {"window": 4, "job": "host-campaign", "run": args.run, **job.options}

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ckptd.demo.lab import SHARED_CORES, read_events
 from ckptd.errors import DaemonUnavailable
 from ckptd.saved import saved_iterations
-from examples.moe_text.lab import SHARED_CORES, read_events
 from tests.ckptd.host.hosting import FOREIGN, ROOT, gone, until
 from tests.e2e.harness import DaemonProcess
 

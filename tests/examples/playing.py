@@ -15,7 +15,7 @@ def play(module: str, *options: str) -> str:
     """What the demo prints; it must succeed."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
-        [sys.executable, "-m", f"examples.{module}", *options],
+        [sys.executable, "-m", module, *options],
         cwd=ROOT,
         env={**kept, "PYTHONPATH": str(ROOT)},
         capture_output=True,

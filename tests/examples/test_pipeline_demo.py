@@ -29,7 +29,7 @@ def test_losses_come_in_order_and_take_whole_stages(seed: int) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plain", [False, pytest.param(True, marks=long)])
 def test_the_demo_is_exact_and_names_the_phases(plain: bool) -> None:
-    output = play("moe_pipeline.demo", *SHORT, *["--plain"] * plain)
+    output = play("examples.moe_pipeline.demo", *SHORT, *["--plain"] * plain)
     assert "IDENTICAL: every tensor" in output
     assert output.count("--> SIGKILL to rank") == 6
     assert output.count(" came last: ") == 6

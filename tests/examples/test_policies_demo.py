@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)
 @pytest.mark.timeout(600)
 def test_exact_policies_are_exact_and_others_lose_tokens(tmp_path: Path) -> None:
     short = ["--steps", "34", "--kill-after", "24", "--batch-size", "1"]
-    output = play("moe_text.policies", *short, "--out", str(tmp_path))
+    output = play("examples.moe_text.policies", *short, "--out", str(tmp_path))
     assert (tmp_path / "policies.png").exists()
     rows = re.findall(
         r"^(sliding|dense|partial|selected).* (\d+) +([\d.]+)% .*?(identical|differ)$",

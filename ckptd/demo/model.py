@@ -41,7 +41,7 @@ class MoEConfig:
 
 
 def native_precision(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """``"bf16"`` if the CPU multiplies it; elsewhere it is emulated, and an iteration takes ten times as long."""
+    """``"bf16"`` if the CPU multiplies it; elsewhere that is emulated, and takes ten times as long."""
     try:
         text = cpuinfo.read_text()
     except OSError:

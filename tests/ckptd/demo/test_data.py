@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.moe_text.data import MIN_CORPUS_BYTES, ByteLoader, load_corpus
+from ckptd.demo.data import MIN_CORPUS_BYTES, ByteLoader, load_corpus
 
 
 def _loader() -> ByteLoader:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
-from examples.moe_text.model import PRECISIONS, native_precision
+from ckptd.demo.model import PRECISIONS, native_precision
 from tests.examples.playing import play
 
 pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)")
@@ -17,7 +17,7 @@ SHORT = ["--steps", "36", "--kills", "1", "--window", "2", "--batch-size", "1", 
 
 
 def _play(folder: Path, *options: str) -> str:
-    output = play("moe_text.demo", *SHORT, "--out", str(folder), *options)
+    output = play("ckptd.demo", *SHORT, "--out", str(folder), *options)
     assert (folder / "demo.png").exists()
     return output
 

@@ -1,12 +1,12 @@
-"""`make demo`: train a Mixture-of-Experts model twice, kill one of the runs again and again, compare.
+"""`make demo`, `python -m ckptd.demo`: train a Mixture-of-Experts model twice, kill one run, compare.
 
 The first run is not touched by ckptd at all. The second one is SIGKILLed at seeded random moments: the
 trainer, the trainer together with the daemon, the daemon alone, and the trainer once more while it is
 still recovering. Every life initialises the model from another seed, so nothing that survives can have
 come from anywhere but the daemon's memory. The demo fails unless every tensor of both runs is identical.
 
-The second run has a host (`python -m ckptd.host`), which forks the next trainer from a process with everything
-imported as soon as one has died. With `--plain` there is none: each life is a new interpreter.
+The second run has a host (`python -m ckptd.host`), which forks the next trainer from a process with
+everything imported as soon as one has died. With `--plain` there is none: each life is a new interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ from pathlib import Path
 import torch
 
 from ckptd.core.recovery.recovery_phases import describe_phases, phases_in_metrics
-from examples.moe_text.lab import Daemon, Event, ProcessDied, Trainer, daemon_folders
-from examples.moe_text.model import PRECISIONS, native_precision
-from examples.moe_text.report import (
+from ckptd.demo.lab import DemoDaemon, Event, ProcessDied, Trainer, daemon_folders
+from ckptd.demo.model import PRECISIONS, native_precision
+from ckptd.demo.report import (
     Kill,
     differing_tensors,
     draw,
@@ -38,7 +37,15 @@ from examples.moe_text.report import (
     table,
 )
 
-__all__ = ["PlannedKill", "main", "plan_kills"]
+__all__ = [
+    "BASE_INIT_SEED",
+    "RUN_TIMEOUT_S",
+    "PlannedKill",
+    "ProgressLines",
+    "plan_kills",
+    "run",
+    "run_to_end",
+]
 
 RUN_TIMEOUT_S = 900.0
 PROGRESS_EVERY = 20
@@ -76,7 +83,7 @@ def plan_kills(rng: random.Random, *, steps: int, window: int, count: int) -> li
     return plan
 
 
-class Progress:
+class ProgressLines:
     """Live lines for a reader who has never seen the program."""
 
     def __init__(self) -> None:
@@ -122,13 +129,13 @@ class Progress:
         self.say(text)
 
 
-def run_to_end(trainer: Trainer, progress: Progress, steps: int) -> None:
+def run_to_end(trainer: Trainer, progress: ProgressLines, steps: int) -> None:
     for event in trainer.follow(lambda e: e["event"] == "finished", timeout_s=RUN_TIMEOUT_S):
         progress.follow(event, steps)
     trainer.wait(timeout_s=60)
 
 
-def run_undisturbed(folder: Path, common: list[str], progress: Progress, steps: int) -> Trainer:
+def run_undisturbed(folder: Path, common: list[str], progress: ProgressLines, steps: int) -> Trainer:
     progress.say("Run 1: undisturbed. ckptd takes no part in it.")
     trainer = Trainer("undisturbed", folder, [*common, "--daemon", "none"])
     trainer.start(init_seed=BASE_INIT_SEED)
@@ -139,7 +146,9 @@ def run_undisturbed(folder: Path, common: list[str], progress: Progress, steps: 
     return trainer
 
 
-def strike(planned: PlannedKill, trainer: Trainer, daemon: Daemon, progress: Progress, steps: int) -> Kill:
+def strike(
+    planned: PlannedKill, trainer: Trainer, daemon: DemoDaemon, progress: ProgressLines, steps: int
+) -> Kill:
     """Follow the run to the planned moment, deliver the kill, and say so."""
 
     def reached(event: Event) -> bool:
@@ -168,12 +177,12 @@ def run_killed(
     folder: Path,
     common: list[str],
     plan: Sequence[PlannedKill],
-    progress: Progress,
+    progress: ProgressLines,
     *,
     steps: int,
     plain: bool,
 ) -> tuple[Trainer, list[Kill]]:
-    """The second run, in which each life follows the one before: started by the host, or if ``plain`` by us."""
+    """The second run, in which each life follows the one before: started by the host; if ``plain``, by us."""
     progress.say(f"Run 2: the same training, with {len(plan)} kills at random moments.")
     kills: list[Kill] = []
     with daemon_folders() as (runtime, segments):
@@ -183,7 +192,7 @@ def run_killed(
             )
         else:
             rehearse(folder, runtime, common, progress)
-        daemon = Daemon(runtime, segments)
+        daemon = DemoDaemon(runtime, segments)
         own = [*common, "--daemon", daemon.endpoint]
         trainer = Trainer("killed", folder, own, host_folder=None if plain else runtime)
         try:
@@ -203,10 +212,10 @@ def run_killed(
     return trainer, kills
 
 
-def rehearse(folder: Path, runtime: Path, common: list[str], progress: Progress) -> None:
+def rehearse(folder: Path, runtime: Path, common: list[str], progress: ProgressLines) -> None:
     """Start the script under a host once: it writes down what the script imports, and a later host's zygote
-    imports that before its first trainer. Otherwise it does so some seconds after the first start, and whoever
-    is killed meanwhile waits for it.
+    imports that before its first trainer. Otherwise it does so some seconds after the first start, and
+    whoever is killed meanwhile waits for it.
     """
     begun = time.monotonic()
     own = [*common, "--steps", "1", "--daemon", "none"]
@@ -330,7 +339,7 @@ def main() -> int:
     threads = min(4, len(os.sched_getaffinity(0)))
     common = ["--steps", str(args.steps), "--batch-size", str(args.batch_size)]
     common += ["--window", str(args.window), "--threads", str(threads), "--precision", args.precision]
-    progress = Progress()
+    progress = ProgressLines()
     print(
         f"A byte-level MoE transformer (3.8 M parameters, top-2 of 8 experts, {PRECISIONS[args.precision]},"
         f" dropout)\nlearns the Python standard library; {threads} threads, kills from seed {seed}"
@@ -343,8 +352,12 @@ def main() -> int:
         print_kills(kills, killed.events)
         print_summary(kills, undisturbed, killed)
         picture = args.out / "demo.png"
-        draw(picture, losses_by_step(undisturbed.events), losses_by_step(killed.events), kills)
-        print(f"picture                  {picture}")
+        try:
+            draw(picture, losses_by_step(undisturbed.events), losses_by_step(killed.events), kills)
+        except ImportError as error:
+            print(f"picture                  none ({error}): pip install matplotlib")
+        else:
+            print(f"picture                  {picture}")
         problems = compare(undisturbed, killed)
         count = len(torch.load(undisturbed.final, weights_only=True))
     if problems:
@@ -359,8 +372,9 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run() -> int | str:
+    """The exit status of the demo, or why it failed."""
     try:
-        sys.exit(main())
+        return main()
     except ProcessDied as error:
-        sys.exit(f"\nFAILED: {error}")
+        return f"\nFAILED: {error}"

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phases_in_metrics
-from examples.moe_text.lab import Event
+from ckptd.demo.lab import Event
 
 __all__ = [
     "Kill",
+    "KillRecovery",
     "NodeLoss",
-    "Recovery",
     "differing_tensors",
     "draw",
     "losses_by_step",
@@ -48,7 +48,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class KillRecovery:
     """How one kill of the trainer was survived; None where the next kill came first."""
 
     resumed_at: int | None  # the first iteration of the process that followed
@@ -68,7 +68,7 @@ class NodeLoss:
     last_step: int  # the last iteration that any rank had completed by then
 
 
-def recoveries(kills: Sequence[Kill], events: Sequence[Event]) -> list[Recovery | None]:
+def recoveries(kills: Sequence[Kill], events: Sequence[Event]) -> list[KillRecovery | None]:
     """One entry per kill, in order; None for kills that did not hit the trainer."""
     hits = [kill for kill in kills if kill.hit_trainer]
     ends = [kill.time_s for kill in hits[1:]] + [float("inf")]
@@ -76,17 +76,17 @@ def recoveries(kills: Sequence[Kill], events: Sequence[Event]) -> list[Recovery 
     return [next(found) if kill.hit_trainer else None for kill in kills]
 
 
-def _recovery(kill: Kill, end_s: float, events: Sequence[Event]) -> Recovery:
+def _recovery(kill: Kill, end_s: float, events: Sequence[Event]) -> KillRecovery:
     own = [event for event in events if kill.time_s < event["time_s"] <= end_s]
     attached = next((event for event in own if event["event"] == "attached"), None)
     if attached is None:
-        return Recovery(resumed_at=None, redone=0, start_s=None, back_s=None)
+        return KillRecovery(resumed_at=None, redone=0, start_s=None, back_s=None)
     # The process may have ended an iteration after the kill was on its way.
     own = [event for event in own if event["time_s"] >= attached["time_s"]]
     steps = [event for event in own if event["event"] == "step"]
     fresh = next((event for event in steps if event["step"] > kill.last_step), None)
     back = next((event for event in own if event["event"] == "back"), None)
-    return Recovery(
+    return KillRecovery(
         resumed_at=steps[0]["step"] if steps else None,
         redone=sum(event["step"] <= kill.last_step for event in steps),
         start_s=attached["time_s"] - kill.time_s,
@@ -114,7 +114,7 @@ def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else round(1000 * seconds)
 
 
-def node_recovery(loss: NodeLoss, events: Sequence[Event]) -> Recovery:
+def node_recovery(loss: NodeLoss, events: Sequence[Event]) -> KillRecovery:
     """How one rank survived a loss of hosts, from its log: from the loss to its first new iteration.
 
     A survivor's last iteration may be logged after the loss began; the new life begins with `attached`.
@@ -122,11 +122,11 @@ def node_recovery(loss: NodeLoss, events: Sequence[Event]) -> Recovery:
     later = [event for event in events if event["time_s"] > loss.time_s]
     attached = next((event for event in later if event["event"] == "attached"), None)
     if attached is None:
-        return Recovery(resumed_at=None, redone=0, start_s=None, back_s=None)
+        return KillRecovery(resumed_at=None, redone=0, start_s=None, back_s=None)
     steps = [e for e in later if e["event"] == "step" and e["time_s"] >= attached["time_s"]]
     fresh = next((event for event in steps if event["step"] > loss.last_step), None)
     end_s = fresh["time_s"] if fresh else float("inf")
-    return Recovery(
+    return KillRecovery(
         resumed_at=steps[0]["step"] if steps else None,
         redone=sum(e["step"] <= loss.last_step and e["time_s"] < end_s for e in steps),
         start_s=attached["time_s"] - loss.time_s,

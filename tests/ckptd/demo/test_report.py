@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
-from examples.moe_text.demo import plan_kills
-from examples.moe_text.lab import Trainer, read_events
-from examples.moe_text.report import (
+from ckptd.demo.kills import plan_kills
+from ckptd.demo.lab import Trainer, read_events
+from ckptd.demo.report import (
     Kill,
     differing_tensors,
     draw,

@@ -1,12 +1,13 @@
 """Train the example model: an ordinary loop in which three lines are ckptd's.
 
-bf16 weights are what forward and backward read; AdamW works on fp32 masters that this script keeps
-itself (`--precision fp32`, the default where the CPU does not multiply bf16: on the weights). Run it twice with the same `--run`, kill it as often as you like in between, and it ends with the
-same bits. `--init-seed` may differ between restarts: nothing that matters comes from re-initialisation.
-A host (`python -m ckptd.host -m examples.moe_text.train …`) starts it again by itself: then each life adds
+bf16 weights are what forward and backward read; AdamW works on fp32 masters that this script keeps itself
+(`--precision fp32`, the default where the CPU does not multiply bf16: on the weights). Run it twice with the
+same `--run`, kill it as often as you like in between, and it ends with the same bits. `--init-seed` may
+differ between restarts: nothing that matters comes from re-initialisation.
+A host (`python -m ckptd.host -m ckptd.demo.train …`) starts it again by itself: then each life adds
 its number to the seed.
 
-    python -m examples.moe_text.train --steps 200 --log out/loss.jsonl --final out/final.pt
+    python -m ckptd.demo.train --steps 200 --log out/loss.jsonl --final out/final.pt
 
 With `--ddp`, torchrun starts one of these per rank: the same loop under DistributedDataParallel
 over gloo, with data, dropout, log and final state of each rank's own (`<log>-r<rank>.jsonl`).
@@ -40,8 +41,8 @@ from ckptd.client import (
     RunOptions,
     SnapshotOptions,
 )
-from examples.moe_text.data import ByteLoader, load_corpus, load_held_out
-from examples.moe_text.model import PRECISIONS, MoEConfig, MoETransformer, native_precision
+from ckptd.demo.data import ByteLoader, load_corpus, load_held_out
+from ckptd.demo.model import PRECISIONS, MoEConfig, MoETransformer, native_precision
 
 __all__ = ["final_state", "main"]
 
@@ -120,7 +121,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class EventLog:
+class TrainingLog:
     """Appends one JSON line per event; a line is whole in the file as soon as `write` returns.
 
     A SIGKILL may tear the last line: the next process ends it first, and readers skip it.
@@ -154,7 +155,7 @@ class EventLog:
             self._fd = None
 
 
-def train(args: argparse.Namespace, log: EventLog) -> dict[str, Tensor]:
+def train(args: argparse.Namespace, log: TrainingLog) -> dict[str, Tensor]:
     """Run the loop to its end and return the complete final state."""
     rank = dist.get_rank() if args.ddp else 0
     model, masters = build_model(args.init_seed, args.precision)
@@ -322,7 +323,7 @@ def main() -> None:
     else:
         args.init_seed += int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # grows under a host
         always = {}
-    log = EventLog(args.log, **always)
+    log = TrainingLog(args.log, **always)
     state = train(args, log)
     if args.final is not None:
         args.final.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from ckptd.launch import answers
 
 __all__ = [
     "SHARED_CORES",
-    "Daemon",
+    "DemoDaemon",
     "Event",
     "ProcessDied",
     "Trainer",
@@ -143,7 +143,7 @@ def daemon_folders() -> Iterator[tuple[Path, Path]]:
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-class Daemon:
+class DemoDaemon:
     """`ckptd run` in folders of its own; `start`, `kill` and `start` again."""
 
     def __init__(self, runtime: Path, segments: Path, *, memory: str = "1GiB") -> None:
@@ -218,7 +218,7 @@ class Trainer:
         counts the seeds of its further processes up from it.
         """
         own = ["--init-seed", str(init_seed), "--log", str(self.log), "--final", str(self.final)]
-        script = ["examples.moe_text.train", *self.args, *own]
+        script = ["ckptd.demo.train", *self.args, *own]
         if self.host_folder is None:
             self._process = _spawn(*script, output=self.output)
         else:

@@ -1,0 +1,1 @@
+"""A byte-level Mixture-of-Experts transformer on real text, and a demo that kills its training (`kills`)."""

@@ -1,0 +1,7 @@
+"""``python -m ckptd.demo``: see `ckptd.demo.kills`."""
+
+import sys
+
+from ckptd.demo.kills import run
+
+sys.exit(run())
