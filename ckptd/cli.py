@@ -54,6 +54,8 @@ def _run(config: DaemonConfig) -> int:
     os.nice(config.nice)
     try:
         Daemon(config).run()
+    except ConfigError as error:
+        return _fail(error, EXIT_USAGE)
     except AlreadyRunning as error:
         return _fail(error, EXIT_ALREADY_RUNNING)
     except UnusableFolder as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from ckptd.core.histogram import STALL_BOUNDS_S, Histogram, bucket_metrics
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phase_metrics
 
 __all__ = ["Stats"]
@@ -23,6 +24,9 @@ class Stats:
     `phases`: seconds of each phase of this start, once its first new step was done; as numbers,
     `phase_<name>_s` (docs/operations.md). They are absent before, and so are phases that did not occur.
     `first_new_step_at`: unix time of the last of them; 0 before.
+
+    `stalls`: how long the training thread was held up in each step; as numbers, `stall_le_<bound>_s` is the
+    number of steps that were held up for at most this many seconds.
 
     `unprotected`: 1 if the attach was refused and the user allowed training to continue.
     `daemon_changes`: how often a daemon with other settings (store, peers, quota) replaced the one before.
@@ -109,6 +113,7 @@ class Stats:
     park_memory_bytes: int = 0
     first_new_step_at: float = 0.0
     phases: Mapping[RecoveryPhase, float] = field(default_factory=dict)
+    stalls: Histogram = field(default_factory=lambda: Histogram(STALL_BOUNDS_S))
 
     def note_stall(self, boundary_s: float, wait_s: float) -> None:
         """Add one step's time in the training thread: at the loop's top, and before the optimizer's step."""
@@ -117,10 +122,11 @@ class Stats:
         self.stall_ms_max = max(self.stall_ms_max, self.stall_ms_last)
         self.stall_ms_sum += self.stall_ms_last
         self.steps += 1
+        self.stalls.observe(boundary_s + wait_s)
 
     def as_dict(self) -> dict[str, float]:
-        """All counters as numbers, with the mean stall and the phases of the start."""
+        """All counters as numbers, with the mean and the histogram of stalls and the phases of the start."""
         mean = self.stall_ms_sum / self.steps if self.steps else 0.0
         counters = asdict(self)
-        phases = phase_metrics(counters.pop("phases"))
-        return {**{k: float(v) for k, v in counters.items()}, "stall_ms_mean": mean, **phases}
+        more = phase_metrics(counters.pop("phases")) | bucket_metrics("stall", counters.pop("stalls"))
+        return {**{k: float(v) for k, v in counters.items()}, "stall_ms_mean": mean, **more}

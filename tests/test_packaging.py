@@ -14,6 +14,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("client", "transport", "cuda", "storage")
@@ -162,8 +163,8 @@ def _imported_names(path: Path) -> set[str]:
 
 
 def test_dependencies_are_what_is_imported() -> None:
-    """Nothing imported is undeclared, and nothing is declared that nobody imports; what speaks S3
-    or to transformers is an extra.
+    """Nothing imported is undeclared, and nothing is declared that nobody imports; what speaks S3,
+    to transformers or to Prometheus is an extra.
     """
     imported: set[str] = set()
     for folder in ("ckptd", *LINKED):
@@ -172,7 +173,7 @@ def test_dependencies_are_what_is_imported() -> None:
     # Triton comes with torch where that is for CUDA, and is of no use elsewhere.
     imported -= set(sys.stdlib_module_names) | {"ckptd", "triton"}
     distributions = packages_distributions()
-    used = {distributions[name][0].lower() for name in imported if name in distributions}
+    used = {canonicalize_name(distributions[name][0]) for name in imported if name in distributions}
     unknown = {name for name in imported if name not in distributions}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -182,7 +183,8 @@ def test_dependencies_are_what_is_imported() -> None:
         *extras["hf"],
         *extras["elastic"],
         *extras["picture"],
+        *extras["metrics"],
     ]
-    declared = {requirement.split(">")[0].lower() for requirement in required}
+    declared = {canonicalize_name(requirement.split(">")[0]) for requirement in required}
     assert not unknown, f"imported, but not installed: {unknown}"
     assert used == declared

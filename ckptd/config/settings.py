@@ -23,6 +23,7 @@ _IPC_PATH_LIMIT = 107  # sun_path of a unix socket, less the terminating zero
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS |= {_prefix: 1 << 10 * _power, f"{_prefix}IB": 1 << 10 * _power, f"{_prefix}B": 10 ** (3 * _power)}
+_PORT_MAX = 65_535
 _NAME = "[A-Za-z0-9._-]{1,64}"
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -119,6 +120,7 @@ def _matching(pattern: str, problem: str) -> Callable[[str], str]:
 
 _IPV6 = r"\[[0-9a-fA-F:.%]+\]"
 _peer_endpoint = _matching(rf"(tcp://({_IPV6}|[^:/\s]+):[0-9]{{1,5}})?", "not a tcp endpoint")
+_metrics_address = _matching(rf"(({_IPV6}|[^:/\s]+):[0-9]{{1,5}})?", "not an address with a port")
 _host_value = _matching(rf"({_IPV6}|[A-Za-z0-9._-]+)?", "not an address or host name")
 _names_value = _matching(f"({_NAME})?(,({_NAME})?)*", "not a list of names")
 _name_value = _matching(
@@ -139,6 +141,16 @@ def parse_peers(text: str) -> dict[str, str]:
             raise ValueError(f"{part!r} is not a new name=tcp://address:port")
         peers[name] = endpoint
     return peers
+
+
+def _metrics_value(text: str) -> str:
+    if text.startswith("unix:"):
+        if len(os.fsencode(_absolute_path(text.removeprefix("unix:")))) > _IPC_PATH_LIMIT:
+            raise ValueError(f"a socket path has at most {_IPC_PATH_LIMIT} bytes")
+        return text
+    if int(_metrics_address(text).rpartition(":")[2] or 0) > _PORT_MAX:
+        raise ValueError(f"a port is at most {_PORT_MAX}")
+    return text
 
 
 def _static_peers(text: str) -> str:
@@ -264,7 +276,7 @@ class DaemonConfig:
     encrypted if both nodes have this setting; anybody on the network can then read and change the
     snapshots. With peer_security = plain nothing is encrypted."""
 
-    peer_data_port: int = _key(0, _integer_value(0, 65_535), "0 to 65535")
+    peer_data_port: int = _key(0, _integer_value(0, _PORT_MAX), "0 to 65535")
     """Port for streams, on the address of peer_listen; 0 chooses a free port."""
 
     peer_short_cut: bool = _key(True, _boolean_value, "true or false")
@@ -381,6 +393,12 @@ class DaemonConfig:
 
     drain_timeout_s: float = _key(30.0, _number_value(0, 3600), "0 to 3600")
     """How long a stop waits until filled slots are sealed. The next start seals the rest."""
+
+    metrics: str = _key("", _metrics_value, "address:port, unix:/path, or empty", "off")
+    """Where Prometheus scrapes this daemon (`GET /metrics`; docs/metrics.md): an address with a port (0
+    chooses a free one), or a unix socket, which trainer_group can connect to. There is no authentication,
+    and the page names jobs, runs and nodes. Needs the package prometheus_client (`pip install
+    'ckptd[metrics]'`)."""
 
     max_events: int = _key(10_000, _integer_value(16, 1_000_000), "16 to 1000000")
     """Number of events that are kept in memory for `ckptctl events`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from dataclasses import asdict
+from copy import deepcopy
+from dataclasses import asdict, dataclass
 
 import ckptd
+from ckptd.core.recovery.recovery_phases import RecoveryHistograms
 from ckptd.core.sessions import RankKey, SessionTable, TrainerSession
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
@@ -19,7 +21,7 @@ from ckptd.transport import messages as m
 from ckptd.transport.messages import Elastic, ElasticTold, RefusalCode, SeenElastic
 from ckptd.units import format_bytes
 
-__all__ = ["Admin", "ElasticFacts", "openers"]
+__all__ = ["Admin", "ElasticFacts", "NodeView", "openers"]
 
 
 RUNS_MAX = 16  # a placement of 64 layers on 1,024 nodes is some megabytes
@@ -58,6 +60,16 @@ class ElasticFacts:
                 if job in ("", name) and run in ("", its_run)
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What metrics are made of: the answers that `ckptctl` gets, all of one moment."""
+
+    status: m.Status
+    peers: m.Peers
+    snapshots: m.Snapshots
+    recoveries: RecoveryHistograms
 
 
 class Admin:
@@ -105,6 +117,11 @@ class Admin:
             counters={**self._events.counters, **self._peering.fabric_counters},
             durable=None if self._tier is None else self._durable(self._tier),
         )
+
+    def view(self, recoveries: RecoveryHistograms) -> NodeView:
+        """Everything of this moment, for another thread."""
+        snapshots = self.snapshots(m.GetSnapshots())
+        return NodeView(self.status(), self._peering.status(), snapshots, deepcopy(recoveries))
 
     def _durable(self, tier: StorageTier) -> m.DurableStatus:
         counters = self._events.counters

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import zmq
 
-from ckptd.config.daemon_config import notify_settings
+from ckptd.config.daemon_config import ConfigError, notify_settings
 from ckptd.config.runtime_dir import (
     AlreadyRunning,
     claim,
@@ -60,6 +61,9 @@ from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
+if TYPE_CHECKING:
+    from ckptd.node.metrics_listener import MetricsListener
+
 __all__ = ["Daemon", "Notifier", "take_over"]
 
 logger = logging.getLogger(__name__)
@@ -76,6 +80,7 @@ class Daemon(SlotListener):
     Raises:
         AlreadyRunning: another daemon uses one of the folders.
         UnusableFolder: a folder belongs to another user, or is not in memory.
+        ConfigError: metrics are to be served, and their library is not installed.
     """
 
     def __init__(self, config: DaemonConfig) -> None:
@@ -131,6 +136,7 @@ class Daemon(SlotListener):
         self._notifier = Notifier(address)
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
         self._trainers = TrainerSocket(node, group, self._service.handle)
+        self._metrics = self._serve_metrics(node) if config.metrics else None
         self._stop_reason = ""
         self._interrupted = False
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
@@ -145,6 +151,19 @@ class Daemon(SlotListener):
         )
         peering.use_store(tier.link)
         return tier
+
+    def _serve_metrics(self, node: NodeContext) -> MetricsListener:
+        try:
+            # Only here: its library takes memory that most daemons do not need.
+            from ckptd.node.metrics_listener import MetricsListener
+        except ModuleNotFoundError as error:
+            text = f"metrics = {self._config.metrics!r} needs the package {error.name}"
+            raise ConfigError(
+                f"{text}: run `pip install 'ckptd[metrics]'`, or leave metrics empty"
+            ) from error
+        listener = MetricsListener(node, self._group, self._service.view)
+        self._events.add("info", "metrics", f"metrics are served at {listener.address}")
+        return listener
 
     # -- from the housekeeper --------------------------------------------------------------------
 
@@ -269,6 +288,8 @@ class Daemon(SlotListener):
         self._events.add("info", "stopping", self._stop_reason or "an error")
         self._poller.unregister(self._trainers.socket)
         self._trainers.close()
+        if self._metrics is not None:
+            self._metrics.close()
         deadline = time.monotonic() + self._config.drain_timeout_s
         self._housekeeper.seal_all()
         while self._busy() and time.monotonic() < deadline:

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from ckptd.core.recovery.quarantine import open_failures
+from ckptd.core.recovery.recovery_phases import RecoveryHistograms, phases_in_metrics
 from ckptd.core.sessions import TrainerSession, wrong_members
 from ckptd.memory.housekeeping import Housekeeper
-from ckptd.node.admin import Admin, ElasticFacts
+from ckptd.node.admin import Admin, ElasticFacts, NodeView
 from ckptd.node.peering import Peering
 from ckptd.node.reservations import Answer, Reservations
 from ckptd.node.trainers import PidWatcher, Trainers
@@ -66,6 +67,7 @@ class Service:
         self._admin = admin = Admin(node, self.sessions, housekeeper, peering, tier)
         self._unanswered: Counter[bytes] = Counter()
         self._elastic = ElasticFacts()
+        self._recoveries = RecoveryHistograms()
         self._busy_s = clock()
         # Messages of attached trainers.
         self._of_session: dict[type, Callable[[TrainerSession, Any, Answer], m.Reply | None]] = {
@@ -172,6 +174,10 @@ class Service:
         if len(self.sessions) or any(s.detached_at_s is None for s in self._store.everything()):
             self._busy_s = now_s
 
+    def view(self) -> NodeView:
+        """What this node does at this moment."""
+        return self._admin.view(self._recoveries)
+
     @property
     def idle_s(self) -> float:
         """Seconds since the last trainer was attached."""
@@ -211,12 +217,16 @@ class Service:
 
     def _report(self, session: TrainerSession, message: m.Report, _: Answer) -> m.Reply | None:
         session.step, session.metrics = message.step, message.metrics
+        if session.recovered:
+            session.recovered = False
+            self._recoveries.observe(phases_in_metrics(message.metrics))
         return None
 
     def _notice(self, session: TrainerSession, message: m.Notice, _: Answer) -> m.Reply | None:
         self._events.add(message.level, message.kind, message.message, session.key)
         if message.kind == "parked":
             self.trainers.park_events.heard(session)
+        session.recovered |= message.kind == "recovery_phases"
         return None
 
     def _park(self, message: m.Park, answer: Answer) -> None:

@@ -138,6 +138,8 @@ class TrainerSocket:
             answer(Refused(RefusalCode.INTERNAL, f"{error!r}", "see the daemon's log"))
 
     def _answer(self, identity: bytes, message_id: int, reply: Reply) -> None:
+        if isinstance(reply, Refused):
+            self._node.events.count(f"refused.{reply.code}")
         if self.socket is None:
             return  # stopping: the client has seen the connection end
         try:

@@ -391,6 +391,7 @@ class RankReplication:
             self._holds.release_all()
         reason = "" if completion.ok else f"{completion.fault}: {completion.detail}"
         self._node.events.count("replicated_bytes", completion.size_bytes if completion.ok else 0)
+        self._node.events.count("replicated_ns", int(completion.seconds * 1e9) if completion.ok else 0)
         self.feed(PutEnded(node, key, completion.ok, reason))  # and `_seal`, if that comes next
         if self._sent.get((node, key)) is sending:
             del self._sent[node, key]

@@ -14,7 +14,16 @@ import math
 from collections.abc import Mapping
 from enum import StrEnum
 
-__all__ = ["RecoveryPhase", "RecoveryTrace", "describe_phases", "phase_metrics", "phases_in_metrics"]
+from ckptd.core.histogram import Histogram
+
+__all__ = [
+    "RecoveryHistograms",
+    "RecoveryPhase",
+    "RecoveryTrace",
+    "describe_phases",
+    "phase_metrics",
+    "phases_in_metrics",
+]
 
 
 class RecoveryPhase(StrEnum):
@@ -97,6 +106,24 @@ class RecoveryTrace:
         first, *_, last = ends if len(ends) > 1 else (*ends, *ends)
         whole = f"{ends[last] - ends[first]:.3f} s from {first} to {last}"
         return f"{whole}: {describe_phases(self.durations)}"
+
+
+# From a phase that is hardly there to a launcher that waits for a node.
+RECOVERY_BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class RecoveryHistograms:
+    """How long recoveries and their phases took."""
+
+    def __init__(self) -> None:
+        self.phases = {phase: Histogram(RECOVERY_BOUNDS_S) for phase in RecoveryPhase}
+        self.whole = Histogram(RECOVERY_BOUNDS_S)
+
+    def observe(self, durations: Mapping[RecoveryPhase, float]) -> None:
+        """Count one recovery of one rank."""
+        for phase, seconds in durations.items():
+            self.phases[phase].observe(seconds)
+        self.whole.observe(sum(durations.values()))
 
 
 def describe_phases(durations: Mapping[RecoveryPhase, float]) -> str:

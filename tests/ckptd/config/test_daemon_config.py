@@ -73,6 +73,12 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
         ("listen", "ipc://@ckptd"),
         ("listen", "ipc://relative"),
         ("listen", "ipc://" + "x" * 108),
+        ("metrics", "9464"),
+        ("metrics", "127.0.0.1:"),
+        ("metrics", "127.0.0.1:65536"),
+        ("metrics", "http://127.0.0.1:9464"),
+        ("metrics", "unix:metrics.sock"),
+        ("metrics", "unix:/" + "x" * 108),
         ("node_id", "a b"),
         ("digest_threads", "1e3"),
     ],
@@ -83,6 +89,11 @@ def test_a_bad_value_names_key_value_source_and_what_is_allowed(key: str, text: 
         load_config(environ={"CKPTD_" + key.upper(): text})
     for part in (key, repr(text), "CKPTD_" + key.upper(), allowed):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1:0", "[::1]:9464", "node-a:9464", "unix:/run/m.sock"])
+def test_metrics_are_off_or_at_an_address(text: str) -> None:
+    assert load_config(environ={"CKPTD_METRICS": text}).config.metrics == text
 
 
 def test_an_unknown_key_is_refused_with_the_likely_one(tmp_path: Path) -> None:

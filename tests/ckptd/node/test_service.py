@@ -490,3 +490,29 @@ def test_a_run_under_a_forgotten_name_has_not_failed(setting: Setting) -> None:
     again = setting.attach()
     assert isinstance(again, m.Attached)
     assert again.failure_ago_s == -1.0
+
+
+def test_a_recovery_is_counted_once_by_the_report_that_follows_its_notice(setting: Setting) -> None:
+    setting.attach()
+    start = {"phase_attach_s": 0.5, "first_new_step_at": 1.0}
+    for told in (
+        m.Notice("info", "start_phases", "the first start"),
+        m.Report(3, start),
+        m.Notice("info", "recovery_phases", "after a failure"),
+        m.Report(9, {"phase_loaded_s": 0.25, "phase_replayed_s": 1.0}),
+        m.Report(10, {"phase_loaded_s": 0.25, "phase_replayed_s": 1.0}),
+    ):
+        setting.service.handle(b"t", told, setting.answers.append)
+    found = setting.service.view().recoveries
+    assert setting.answers == []
+    assert (found.whole.count, found.whole.total) == (1, 1.25)
+    assert {phase for phase, histogram in found.phases.items() if histogram.count} == {"loaded", "replayed"}
+
+
+def test_a_view_stays_as_it_was(setting: Setting) -> None:
+    """Another thread reads it while the daemon goes on."""
+    before = setting.service.view()
+    setting.attach()
+    setting.service.handle(b"t", m.Notice("info", "recovery_phases", ""), setting.answers.append)
+    setting.service.handle(b"t", m.Report(9, {"phase_loaded_s": 0.25}), setting.answers.append)
+    assert (before.recoveries.whole.count, before.status.sessions) == (0, ())
