@@ -789,7 +789,10 @@ class TargetStatus(Struct, frozen=True, tag=True):
 
 
 class ReplicationStatus(Struct, frozen=True, tag=True):
-    """One local rank's replication, and the floor of its run (-1: none yet)."""
+    """One local rank's replication, and the floor of its run (-1: none yet).
+
+    ``wanted``: the number of targets if no node were lost.
+    """
 
     job: str
     run: str
@@ -798,6 +801,7 @@ class ReplicationStatus(Struct, frozen=True, tag=True):
     floor: int
     targets: tuple[TargetStatus, ...]
     kind: ShortText = "snapshots"  # or its boundary log
+    wanted: Count = 0
 
 
 class PeerStatus(Struct, frozen=True, tag=True):

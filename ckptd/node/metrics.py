@@ -4,8 +4,8 @@ The values are those of `ckptctl status`, `peers` and `snapshots`, and a test co
 trainer begin anew with its process, and its series end with its session. Labels have a bounded number of
 values: runs that are in memory, nodes, and words of this program; never an iteration or a process id.
 
-Tiers: `memory` (the rank's own ring), `peers` (replicas on other nodes; if there is a peer listener), and
-`storage` (durable checkpoints; if there is a store).
+Tiers: `memory` (the rank's own ring), `peers` (replicas on other nodes, if it is to have any), and `storage`
+(durable checkpoints, if there is a store).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FAMILIES: dict[str, type[Family]] = {
     "counter": CounterMetricFamily,
     "histogram": HistogramMetricFamily,
 }
-_RANK = ("job", "run", "rank")
+_RANK = ("job_name", "run", "rank")  # `job` is the label with which Prometheus names what it scrapes
 _TIER = (*_RANK, "tier")
 _TARGET = (*_RANK, "kind", "peer")
 
@@ -269,8 +269,7 @@ def _describe_ranks(page: _Page, view: NodeView) -> None:
         if rank.policy == PolicyKind.PARTIAL and session is not None:
             page.add("ckptd_lost_tokens_ratio", session.metrics.get("lost_tokens_share", 0.0), *labels)
     for labels in sessions:  # attached, and without a snapshot yet
-        for tier in tiers:
-            page.add("ckptd_suffix_complete", 0, *labels, tier)
+        page.add("ckptd_suffix_complete", 0, *labels, "memory")
 
 
 def _describe_progress(page: _Page, rank: m.RankSnapshots, step: int, tiers: _Tiers) -> None:
@@ -280,7 +279,8 @@ def _describe_progress(page: _Page, rank: m.RankSnapshots, step: int, tiers: _Ti
     if seconds is not None:
         page.add("ckptd_iteration_seconds", seconds, *labels)
     for tier, found in tiers.items():
-        iteration = found.get(labels, -1)
+        if (iteration := found.get(labels)) is None:
+            continue
         page.add("ckptd_suffix_complete", iteration >= 0, *labels, tier)
         if iteration >= 0:
             lost = max(0, reached - iteration)
@@ -290,14 +290,13 @@ def _describe_progress(page: _Page, rank: m.RankSnapshots, step: int, tiers: _Ti
 
 
 def _recoverable(view: NodeView) -> _Tiers:
-    """For each tier of this node, where each rank could resume from it alone; -1: nowhere."""
+    """For each tier, where each rank that uses it could resume from it alone; -1: nowhere."""
     tiers = {"memory": {_labels(rank): rank.suffix[1] for rank in view.snapshots.ranks}}
-    if view.peers.endpoint:
-        tiers["peers"] = {
-            _labels(rank): max((t.current_up_to for t in rank.targets if t.alive), default=-1)
-            for rank in view.peers.ranks
-            if rank.kind == "snapshots"
-        }
+    tiers["peers"] = {
+        _labels(rank): max((t.current_up_to for t in rank.targets if t.alive), default=-1)
+        for rank in view.peers.ranks
+        if rank.kind == "snapshots" and rank.wanted
+    }
     if view.status.durable is not None:
         tiers["storage"] = {_labels(rank): rank.committed for rank in view.status.durable.ranks}
     return tiers

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ckptd.core.placement import NodeFacts, PlacedRank, ReplicaPlacement, plan_placement
 from ckptd.core.replication.copies import Interval
@@ -69,6 +69,7 @@ class Run:
         self.span = 1
         self.joined_at_s = node.clock()
         self._asked_replicas = -1
+        self._undisturbed: Mapping[int, Sequence[str]] = {}
         self._tree: FloorTree | None = None
         self._carried = NOTHING_CARRIED
         self._agreeing = False
@@ -206,7 +207,8 @@ class Run:
             for t in replication.core.states(now_s=now_s)
         )
         rank, floor = replication.key.rank, self.promise.floor
-        return ReplicationStatus(self.job, self.run, rank, self.epoch, floor, targets, kind)
+        wanted = len(self._undisturbed.get(rank, ()))
+        return ReplicationStatus(self.job, self.run, rank, self.epoch, floor, targets, kind, wanted)
 
     def _key(self, rank: int) -> RankKey:
         return RankKey(self.job, self.run, rank)
@@ -292,10 +294,10 @@ class Run:
     def _retarget(self) -> None:
         before = self.placement
         self.placement = self._place(self.dead)
-        whole = self._place(set()) if self.dead else self.placement
+        self._undisturbed = (self._place(set()) if self.dead else self.placement).targets
         for rank, replication in self.ranks.items():
             # Even if the targets are the same: the replication may be new (another epoch or rank).
-            missing = not self.dead.isdisjoint(whole.targets.get(rank, ()))
+            missing = not self.dead.isdisjoint(self._undisturbed.get(rank, ()))
             replication.set_targets(self.placement.targets.get(rank, ()), missing=missing)
             self.logs[rank].set_targets(self.placement.targets.get(rank, ()))
         for warning in self.placement.warnings:

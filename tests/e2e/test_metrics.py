@@ -89,7 +89,7 @@ def still(told: Any) -> Any:
 def test_each_tier_is_as_far_behind_as_ckptctl_says(found: tuple[Page, dict[str, Any]]) -> None:
     page, told = found
     (rank,), (session,) = told["snapshots"]["ranks"], told["status"]["sessions"]
-    labels = {"job": rank["job"], "run": "run", "rank": "0"}
+    labels = {"job_name": rank["job"], "run": "run", "rank": "0"}
     reached = max(session["step"], *(slot["iteration"] for slot in rank["slots"]))
     (replication,), (durable,) = told["peers"]["ranks"], told["status"]["durable"]["ranks"]
     assert page.by_labels("ckptd_rpo_iterations", **labels) == {

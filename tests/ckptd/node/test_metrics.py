@@ -24,7 +24,7 @@ MIB = 1 << 20
 SECOND = 10**9
 RANK = ("job", "0", "run")  # the values of the labels, by name
 # Each label, with how many values it has at most on a node; those of a run are as many as runs and nodes.
-LABELS = {"version", "node", "job", "run", "rank", "peer", "tier", "kind", "reason", "socket", "phase"}
+LABELS = {"version", "node", "job_name", "run", "rank", "peer", "tier", "kind", "reason", "socket", "phase"}
 UNITS = ("seconds", "bytes", "iterations", "ratio", "bytes_per_second")
 
 
@@ -95,7 +95,7 @@ def status(**changes: object) -> m.Status:
 
 
 def peers(*targets: m.TargetStatus, endpoint: str = "tcp://n0:1", kind: str = "snapshots") -> m.Peers:
-    ranks = (m.ReplicationStatus("job", "run", 0, 1, 9, targets, kind),) if targets else ()
+    ranks = (m.ReplicationStatus("job", "run", 0, 1, 9, targets, kind, 1),) if targets else ()
     known = (
         m.PeerStatus("n1", "tcp://n1:1", {}, True, 0.1, 5 * MIB),
         m.PeerStatus("n2", "", {}, False, 9.0, 0),
@@ -153,7 +153,7 @@ def test_each_tier_that_the_node_has_is_rated_by_itself() -> None:
     targets = (target("n1", 16), target("n2", 19, alive=False), target("n3", -1))
     view = replace(VIEW, status=status(durable=durable()), peers=peers(*targets))
     page = page_of(view)
-    assert page.by_labels("ckptd_rpo_iterations", job="job", rank="0", run="run") == {
+    assert page.by_labels("ckptd_rpo_iterations", job_name="job", rank="0", run="run") == {
         ("memory",): 2,
         ("peers",): 4,  # n2 has more, and does not answer
         ("storage",): 8,
@@ -164,12 +164,21 @@ def test_each_tier_that_the_node_has_is_rated_by_itself() -> None:
 def test_a_tier_that_holds_nothing_is_incomplete_and_has_no_age() -> None:
     view = replace(VIEW, status=status(durable=durable(committed=-1)), peers=peers(target("n1", -1)))
     page = page_of(view)
-    assert page.by_labels("ckptd_suffix_complete", job="job", rank="0", run="run") == {
+    assert page.by_labels("ckptd_suffix_complete", job_name="job", rank="0", run="run") == {
         ("memory",): 1,
         ("peers",): 0,
         ("storage",): 0,
     }
     assert set(page.by_labels("ckptd_rpo_iterations")) == {(*RANK, "memory")}
+
+
+def test_a_rank_without_a_node_for_its_replica_is_incomplete_and_one_that_wants_none_is_not_rated() -> None:
+    def page_with(wanted: int) -> Page:
+        alone = m.ReplicationStatus("job", "run", 0, 1, 9, (), wanted=wanted)
+        return page_of(replace(VIEW, peers=msgspec.structs.replace(peers(), ranks=(alone,))))
+
+    assert page_with(2).by_labels("ckptd_suffix_complete", tier="peers") == {RANK: 0}
+    assert page_with(0).by_labels("ckptd_suffix_complete", tier="peers") == {}
 
 
 def test_a_trainer_that_has_no_snapshot_yet_is_incomplete() -> None:
@@ -220,7 +229,7 @@ def test_captures_and_missing_snapshots() -> None:
     assert page.by_labels("ckptd_snapshots_total") == {RANK: 9}
     assert page.by_labels("ckptd_captured_bytes_total") == {RANK: 90}
     assert page.by_labels("ckptd_capture_bytes_per_second") == {RANK: 1.5e9}
-    missing = page.by_labels("ckptd_snapshots_missing_total", job="job", run="run", rank="0")
+    missing = page.by_labels("ckptd_snapshots_missing_total", job_name="job", run="run", rank="0")
     assert missing == {("failed",): 0, ("torn",): 2, ("no_slot",): 1, ("undecided",): 0}
 
 
@@ -234,7 +243,7 @@ def test_only_a_policy_that_loses_updates_has_a_share_of_lost_tokens() -> None:
 
 def test_replication_lags_per_peer_and_peers_that_are_away() -> None:
     page = page_of(replace(VIEW, peers=peers(target("n1", 16, lag=3), target("n2", 5, alive=False, lag=14))))
-    lags = page.by_labels("ckptd_replication_lag_iterations", job="job", rank="0", run="run")
+    lags = page.by_labels("ckptd_replication_lag_iterations", job_name="job", rank="0", run="run")
     assert lags == {("snapshots", "n1"): 3, ("snapshots", "n2"): 14}
     assert page.by_labels("ckptd_replication_lag_bytes", peer="n1") == {
         ("job", "snapshots", "0", "run"): 3 * MIB
@@ -246,7 +255,7 @@ def test_replication_lags_per_peer_and_peers_that_are_away() -> None:
 def test_a_lagging_boundary_log_does_not_count_as_snapshots() -> None:
     page = page_of(replace(VIEW, peers=peers(target("n1", 16, lag=3), kind="log")))
     assert page.by_labels("ckptd_replication_lag_iterations") == {("job", "log", "n1", "0", "run"): 3}
-    assert page.by_labels("ckptd_suffix_complete", tier="peers") == {RANK: 0}
+    assert page.by_labels("ckptd_suffix_complete", tier="peers") == {}
 
 
 def test_persistence_lags_and_fails_by_reason() -> None:
