@@ -96,10 +96,21 @@ def test_the_daemon_describes_itself_once_a_second_however_many_ask(
 
 def test_a_page_is_made_anew_when_it_is_old(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_listener, "_FRESH_S", 0.0)
+    monkeypatch.setattr(metrics_listener, "_SHARE", float("inf"))
     with listening(node) as listener:
         for _ in range(3):
             scrape(listener.address)
     assert node.asked == 3
+
+
+def test_a_description_that_takes_long_is_made_less_often(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_listener, "_FRESH_S", 0.0)
+    monkeypatch.setattr(metrics_listener, "_SHARE", 1e-9)
+    with listening(node) as listener:
+        assert scrape(listener.address).text == scrape(listener.address).text
+    assert node.asked == 1
 
 
 def test_a_unix_socket_is_this_user_s_alone(tmp_path: Path) -> None:
