@@ -124,7 +124,11 @@ def connected(args: argparse.Namespace) -> ControlClient:
         DaemonUnavailable: there is no socket.
     """
     endpoint = endpoint_of(args)
-    if not Path(endpoint.removeprefix("ipc://")).exists():  # connecting would wait for the socket
+    try:
+        there = Path(endpoint.removeprefix("ipc://")).exists()
+    except PermissionError:
+        there = True  # in a folder that this user may not enter: connecting says so
+    if not there:  # connecting would wait for the socket
         raise DaemonUnavailable(f"no daemon serves {endpoint}: there is no socket")
     return connect(endpoint, min(args.timeout, CONNECT_S))
 
