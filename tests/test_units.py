@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import stat
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 from tests.ckptd.nodes import PORT, Net
 from tests.ckptd.running import eventually
+from tests.ckptd.scraped import scrape
 from tests.e2e.compare import differences
 from tests.storage.s3_server import S3Server, weed
 from tests.systemd import PYTHON, ROOT, Systemd, why_no_systemd
@@ -190,8 +190,7 @@ def test_peers_streams_metrics_and_s3_are_reached_through_the_hardening(unit: Sy
             assert net[0].replicas(0)
             assert status["counters"]["replicated_bytes"] > 0
             assert status["counters"]["fabric.short_cut_bytes"] == 0
-            page = unit.run("curl", "--silent", f"http://{address}:9464/metrics").stdout
-            assert re.search(r'^ckptd_peer_up\{peer="n0"\} 1', page, re.MULTILINE), page
+            assert scrape(f"{address}:9464").by_labels("ckptd_peer_up") == {("n0",): 1}
     finally:
         server.stop()
 
