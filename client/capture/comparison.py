@@ -16,6 +16,7 @@ from ckptd.client.data.ledger import BATCHES, BatchLedger
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.snapshot_layout import EntrySource
+from ckptd.client.optimizers.value_trees import part_of
 from ckptd.client.rng_state import capture_rng
 
 __all__ = [
@@ -123,7 +124,7 @@ def optimizer_differences(
         if source.kind != "packed":
             continue
         for recorded, (name, key) in zip(image.tensor(entry), order[source.name], strict=True):
-            live = binding.state(name).get(key) if name in names else None
+            live = part_of(binding.state(name), key) if name in names else None
             if isinstance(live, Tensor):
                 counted += 1
                 if not same_bits(local(live), recorded):
@@ -140,7 +141,7 @@ def live_tensor(binding: LiveState, source: EntrySource) -> Tensor | None:
     if source.kind == "buffer":
         return local(binding.buffers()[source.name])
     if source.kind == "optim":
-        value = binding.state(source.name).get(source.key)
+        value = part_of(binding.state(source.name), source.key)
         return local(value) if isinstance(value, Tensor) else None
     return None
 

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.model.live_state import LiveState, local, whole
 from ckptd.client.model.snapshot_layout import EntrySource, PhasePlan
-from ckptd.client.optimizers.value_trees import plain_tensor
+from ckptd.client.optimizers.value_trees import part_of, plain_parts, plain_tensor
 from ckptd.cuda.engine import CopyEngine, CopyItem, CopyList
 from ckptd.cuda.samples import SamplePlan, Samples
 
@@ -26,6 +26,23 @@ __all__ = ["CopySplit", "LiveSources", "PackedState", "RestlessBuffers"]
 # Types without a wrapped shard: their own address is that of the data.
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOWHERE: Mapping[str, Any] = {}
+
+
+class _Parts:
+    """Looks up parts of tensors that are made of others, in the state of one parameter."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def get(self, key: str) -> Any:
+        return part_of(self._state, key)
+
+
+_Place = tuple[Mapping[str, Any] | _Parts, str]
+
+
+def _place(state: Mapping[str, Any], key: str) -> _Place:
+    return (_Parts(state) if ":" in key else state), key
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +65,8 @@ class LiveSources:
         self._binding, self.plan = binding, plan
         self._state_key: tuple[tuple[int, ...], ...] = ()
         self._held: list[tuple[Any, list[Any]]] = []
-        self._places: list[tuple[Mapping[str, Any], str]] = []
-        self._packed_places: dict[torch.dtype, list[tuple[Mapping[str, Any], str]]] = {}
+        self._places: list[_Place] = []
+        self._packed_places: dict[torch.dtype, list[_Place]] = {}
         # All tensors that were found, and those of them that can be copied as planned.
         self._found: list[Tensor | None] = []
         self._live: list[Tensor | None] = []
@@ -130,11 +147,12 @@ class LiveSources:
             elif source.kind == "master":
                 self._places.append((binding.masters, source.name))
             elif source.kind == "optim":
-                self._places.append((states[source.name], source.key))
+                self._places.append(_place(states[source.name], source.key))
             else:
                 self._places.append(buffers[source.name])
         self._packed_places = {
-            dtype: [(states[name], key) for name, key in pairs] for dtype, pairs in self.plan.packed.items()
+            dtype: [_place(states[name], key) for name, key in pairs]
+            for dtype, pairs in self.plan.packed.items()
         }
 
     def _rebuild(self, live: list[Tensor | None]) -> None:
@@ -167,7 +185,7 @@ class LiveSources:
         source, plan = self.plan.sources[index], self.plan
         assert source is not None
         return CopyItem(
-            local(tensor),
+            whole(tensor, source.tensor_name),
             source.start,
             source.stop,
             source.dtype,
@@ -180,7 +198,7 @@ def _address(tensor: Tensor | None) -> int:
     if type(tensor) in _PLAIN:
         return cast("Tensor", tensor).data_ptr()
     shard = getattr(tensor, "_local_tensor", tensor)
-    return shard.data_ptr() if isinstance(shard, Tensor) else 0
+    return next(plain_parts(shard)).data_ptr() if isinstance(shard, Tensor) else 0
 
 
 def _scalar(value: Any, dtype: torch.dtype) -> Any:

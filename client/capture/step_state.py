@@ -20,7 +20,7 @@ from ckptd.client.capture.stage_shapes import StageShapes, shapes_of
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import SAFETENSORS_DTYPES
-from ckptd.client.optimizers.value_trees import plain
+from ckptd.client.optimizers.value_trees import part_of, plain
 from ckptd.client.rng_state import capture_rng
 from ckptd.client.schedule.expert_losses import RECORDED, ExpertLosses
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
@@ -208,7 +208,7 @@ def apply_packed(
     wanted = set(names)
     for dtype, stacked in packed.items():
         for i, (name, key) in enumerate(order.get(SAFETENSORS_DTYPES[dtype], ())):
-            if name in wanted and isinstance(live := binding.state(name).get(key), Tensor):
+            if name in wanted and isinstance(live := part_of(binding.state(name), key), Tensor):
                 with torch.no_grad():
                     local(live).copy_(stacked[i])
 

@@ -148,6 +148,11 @@ class _Recorded:
     def options(self) -> tuple[dict[str, Any], list[str]]:
         """Options of parameter groups, by parameter and as a list; and notes about them."""
         notes = [f"{len(self._absent)} parameters have no optimizer state yet"] * bool(self._absent)
+        if parts := sorted({key for keys in self._layout["keys"].values() for key in keys if ":" in key}):
+            notes.append(
+                "state of the optimizer that is made of several tensors is exported as these, "
+                f"{', '.join(parts)}: torch does not put them together when it loads them"
+            )
         recorded: list[list[dict[str, Any]]] = self._scalars["groups"]
         members = self._members(recorded)
         if members is None:

@@ -169,6 +169,10 @@ class _Start:
             known = {s.key: s for s in binding.specs(name)} if name in binding.owner else {}
             if key not in known:
                 problems.append(f"unexpected: optimizer state {stored.name}")
+            elif ":" in key:
+                problems.append(
+                    f"unexpected: {stored.name}, a part of a tensor (import the model alone: --optimizer-key '')"
+                )
             elif known[key].kind == "like" and stored.shape != tuple(binding.held(name).shape):
                 problems.append(
                     f"shape of {stored.name}: {list(stored.shape)} there, "

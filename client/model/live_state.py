@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ckptd.client import values
 from ckptd.client.optimizers.optimizer_audit import KeptState
 from ckptd.client.optimizers.optimizer_probe import (
     ProbeResult,
@@ -32,6 +33,7 @@ from ckptd.client.optimizers.optimizer_probe import (
     state_keeper,
     state_specs,
 )
+from ckptd.client.optimizers.value_trees import flat_state, plain_parts, plain_tensor
 
 __all__ = [
     "LiveState",
@@ -42,17 +44,48 @@ __all__ = [
     "named_modules",
     "named_parameters",
     "names_with_wrappers",
+    "whole",
 ]
 
+_LOW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_OF_MASTERS = (torch.float32, torch.bfloat16, torch.float16)
+# As a power of two: elements of a tensor that 8-bit optimizers do not leave in full precision (bitsandbytes
+# and torchao do so below 4,096).
+_LARGER = 13
 _CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 _T = TypeVar("_T", bound=Tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The plain tensor behind a DTensor (its local shard), without autograd."""
+    """The plain tensor behind a DTensor (its local shard), or behind one that is made of it alone (a weight
+    that FP8 training casts in its own way), without autograd.
+    """
+    return _behind(tensor).detach()
+
+
+def whole(tensor: Tensor, name: str) -> Tensor:
+    """Like `local`, for a tensor that is captured as a whole.
+
+    Raises:
+        ValueError: it is made of several tensors.
+    """
+    here = _behind(tensor)
+    if not plain_tensor(here) and next(plain_parts(here)) is not here:
+        raise ValueError(
+            f"{name} is a {type(here).__name__}, made of several tensors, and a snapshot can hold this of "
+            "optimizer state alone: keep the codes in a parameter and their scales in a buffer"
+        )
+    return here.detach()
+
+
+def _behind(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
-    return (to_local() if to_local is not None else tensor).detach()
+    here: Tensor = tensor if to_local is None else to_local()
+    if plain_tensor(here):
+        return here
+    parts = list(plain_parts(here))
+    return parts[0] if len(parts) == 1 and parts[0].shape == here.shape else here
 
 
 # -- names without wrappers ------------------------------------------------------------------------
@@ -137,8 +170,8 @@ class LiveState:
         masters: ``{parameter name: fp32 master tensor}``; None finds them by value.
         given: the optimizers as the user passed them, with wrappers; None: without wrappers.
     Raises:
-        ValueError: a master's name or shape is wrong, two optimizers update a parameter, or one
-            keeps what cannot be captured.
+        ValueError: a master's name or shape is wrong, two optimizers update a parameter, one keeps what
+            cannot be captured, or a weight is made of several tensors.
 
     Attributes:
         keepers: the objects that hold the optimizers' state, which may be spread over ranks.
@@ -159,6 +192,9 @@ class LiveState:
         self.keepers = [state_keeper(o) for o in self.optimizers]
         self.params: dict[str, Tensor] = dict(named_parameters(model))
         owner = self._owners()
+        held = ((f"a parameter of optimizer {oi}", t) for t, oi, _ in owner.values())
+        for name, tensor in (*self.params.items(), *self.buffers().items(), *held):
+            whole(tensor, name)
         if masters is None:
             self.masters = find_masters(self.params, owner.values())
         else:
@@ -194,6 +230,7 @@ class LiveState:
         kept = {id(t) for k in self.keepers for g in k.param_groups for t in g["params"]}
         self.elsewhere = frozenset(n for n in self.owner if id(self.held(n)) not in kept)
         self._probes: dict[tuple[object, ...], ProbeResult] = {}
+        self._larger: dict[tuple[object, ...], tuple[StateSpec, ...]] = {}
         self._inseparable: frozenset[str] | None = None
         self._observed: dict[str, tuple[StateSpec, ...]] = {}
 
@@ -274,11 +311,28 @@ class LiveState:
         # The live state counts more than a probe of small tensors: 8-bit state has scales for
         # blocks of many rows.
         state = self._local_state(name)
-        live = state_specs(local(self.held(name)), state)
-        return all(s.kind != "tensor" and not isinstance(state[s.key], list | dict) for s in live)
+        specs = state_specs(local(self.held(name)), state)
+        if probe is not None and not any(s.is_tensor for s in specs):
+            specs = self._specs_of_larger(name, probe)
+        return all(s.kind != "tensor" and not isinstance(state.get(s.key), list | dict) for s in specs)
+
+    def _specs_of_larger(self, name: str, probe: ProbeResult) -> tuple[StateSpec, ...]:
+        """What the optimizer keeps for a tensor like this one, of up to some ten thousand elements.
+
+        8-bit optimizers keep full precision for smaller ones, such as those of the probe.
+        """
+        held = local(self.held(name))
+        side = 2 ** -(-_LARGER // max(held.ndim, 1))
+        shape = tuple(held.shape) if held.numel() < 2**_LARGER or held.ndim < 2 else (side,) * held.ndim
+        key = (*self.owner[name], shape, held.dtype, held.device)
+        if key not in self._larger:
+            stand_in = torch.empty(shape, dtype=held.dtype, device=held.device)
+            self._larger[key] = observe_state(self.keeper(name), self.group(name), stand_in, probe.state)
+        return self._larger[key]
 
     def _local_state(self, name: str) -> dict[str, Any]:
-        return {k: local(v) if isinstance(v, Tensor) else v for k, v in self.state(name).items()}
+        flat = flat_state(self.state(name))
+        return {k: local(v) if isinstance(v, Tensor) else v for k, v in flat.items()}
 
     @property
     def inseparable(self) -> frozenset[str]:
@@ -355,7 +409,7 @@ class LiveState:
 def find_masters(
     params: Mapping[str, Tensor], owned: Iterable[tuple[Tensor, int, tuple[int, int]]]
 ) -> dict[str, Tensor]:
-    """Pair low-precision parameters that no optimizer holds with fp32 tensors that one does.
+    """Pair low-precision parameters that no optimizer holds with tensors of more precision that one does.
 
     Pairs have equal shapes and follow the order of both sides; the master, rounded to the parameter's
     dtype, equals the parameter to the bit.
@@ -363,13 +417,19 @@ def find_masters(
     tensors = [t for t, _, _ in owned]
     held_ids = {id(t) for t in tensors}
     known = {id(p) for p in params.values()}
-    free = [t for t in tensors if id(t) not in known and t.dtype is torch.float32]
+    free = [t for t in tensors if id(t) not in known and t.dtype in _OF_MASTERS]
     pairs: dict[str, Tensor] = {}
     for name, param in params.items():
-        if id(param) in held_ids or param.dtype not in (torch.bfloat16, torch.float16):
+        if id(param) in held_ids or param.dtype not in _LOW:
             continue
         for i, master in enumerate(free):
-            if master.shape == param.shape and torch.equal(local(master).to(param.dtype), local(param)):
+            if master.shape == param.shape and _rounds_to(local(master), local(param)):
                 pairs[name] = free.pop(i)
                 break
     return pairs
+
+
+def _rounds_to(master: Tensor, param: Tensor) -> bool:
+    if master.dtype.itemsize <= param.dtype.itemsize:
+        return False
+    return torch.equal(*(values.bytes_of(t) for t in (master.to(param.dtype), param)))

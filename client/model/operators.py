@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from ckptd.client.model.live_state import named_modules, named_parameters
 from ckptd.core.snapshot_policy import OperatorKind
 
-__all__ = ["Grouping", "Operator", "ParameterRows", "discover_operators", "split_operator"]
+__all__ = [
+    "Grouping",
+    "Operator",
+    "ParameterRows",
+    "buffers_of_experts",
+    "discover_operators",
+    "split_operator",
+]
 
 Grouping = Mapping[str, Sequence[str]] | Callable[[str, Tensor], str | None]
 
@@ -145,6 +152,28 @@ def _user_groups(
             found.setdefault(op, []).extend(matches)
             taken.update(matches)
     return found
+
+
+def buffers_of_experts(
+    operators: Iterable[Operator], buffers: Mapping[str, Tensor], num_rows: Callable[[str], int]
+) -> list[ParameterRows]:
+    """The buffers that belong to the experts among these operators, such as scales of their weights.
+
+    They are those of an expert's own module, and rows of those that a fused parameter has beside it.
+
+    Args:
+        num_rows: of a parameter.
+    """
+    found: dict[ParameterRows, None] = {}
+    for op in (op for op in operators if op.expert is not None):
+        for name, buffer in buffers.items():
+            if name.startswith(f"{op.name}."):
+                found[ParameterRows(name)] = None
+            for m in (m for m in op.members if not m.whole):
+                together = m.param.rpartition(".")[0] == name.rpartition(".")[0]
+                if together and buffer.shape[:1] == (num_rows(m.param),):
+                    found[ParameterRows(name, m.start, m.stop)] = None
+    return list(found)
 
 
 # -- experts ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,9 +24,12 @@ from ckptd.client.optimizers.value_trees import (
     NotCapturable,
     TreeReader,
     TreeWriter,
+    flat_state,
     is_ignored,
     left_alone,
+    part_of,
     plain,
+    plain_parts,
     plain_tensor,
     unlike,
 )
@@ -47,6 +50,7 @@ _WARNED_BYTES = 16 << 20
 Specs = Mapping[str, Sequence[StateSpec]]
 # Names a tensor that is captured elsewhere: its kind, its parameter or buffer, a key of its state.
 Reference = list[str]
+_NO_PARTS: Mapping[int, Reference] = {}
 
 
 def cannot_be_captured(who: str, refused: NotCapturable) -> str:
@@ -129,6 +133,8 @@ class KeptState:
         self._looked: dict[str, tuple[Any, ...]] = {}
         # By parameter: keys that no plan captures as tensors.
         self._odd: dict[str, list[str]] = {}
+        # By parameter: references to the planned parts of tensors that are made of others, by identity.
+        self._parts: dict[str, dict[int, Reference]] = {}
         # Where keys differ from the planned ones: all keys, in the optimizer's own order; None:
         # there is no state.
         self._deviating: dict[str, list[str] | None] = {}
@@ -168,12 +174,13 @@ class KeptState:
         now = _values_of(self._binding.keepers)
         if specs is not self.specs:
             self.specs, self._looked, self._odd, self._deviating = specs, {}, {}, {}
+            self._parts = {}
         elif _same_objects(now, self._seen):
             return self._unknown
         unknown = ""
         for name in self._binding.owner:
             state = self._binding.state(name)
-            values_now = tuple(state.values())
+            values_now = tuple(_with_parts(state.values()))
             before = self._looked.get(name)
             if not before or not _same_objects(values_now, before):
                 self._looked[name] = values_now
@@ -184,12 +191,16 @@ class KeptState:
 
     def _look_at(self, name: str, state: Mapping[str, Any]) -> str:
         planned = {s.key: s for s in self.specs.get(name, ())}
-        held = self._binding.held(name)
-        odd = [k for k, v in state.items() if k not in planned or not fits(v, planned[k], held)]
+        held, flat = self._binding.held(name), flat_state(state)
+        odd = [k for k, v in flat.items() if k not in planned or not fits(v, planned[k], held)]
         self._odd.pop(name, None)
         self._deviating.pop(name, None)
-        if odd:
-            self._odd[name] = odd
+        self._parts.pop(name, None)
+        # Of a tensor that is made of others, an entry has the class, and references to its parts.
+        if whole := [k for k in state if k in odd or k not in flat]:
+            self._odd[name] = whole
+        if parts := flat.keys() - state.keys() - set(odd):
+            self._parts[name] = {id(flat[k]): ["state", name, k] for k in parts}
         if not state:
             # An optimizer that only asks for the state of a parameter leaves an empty one.
             self._deviating[name] = [] if held in self._binding.keeper(name).state else None
@@ -197,7 +208,7 @@ class KeptState:
             self._deviating[name] = list(state)
         unknown = ""
         for key in odd:
-            value = state[key]
+            value = flat[key]
             if not isinstance(value, Tensor) or not (plain_tensor(value) or hasattr(value, "to_local")):
                 continue
             if key in planned and planned[key].is_tensor:
@@ -266,8 +277,11 @@ class KeptState:
         made, known, skipped = Baseline(), _CapturedTensors(self._captured), self._skipped()
         writers: list[TreeWriter] = []
 
-        def writer(into: Baseline | None = None) -> TreeWriter:
-            writers.append(TreeWriter(known, self._baseline, lambda value: id(value) in skipped, into))
+        def writer(into: Baseline | None = None, parts: Mapping[int, Reference] = _NO_PARTS) -> TreeWriter:
+            def find(value: Tensor | int) -> list[Any] | None:
+                return parts.get(id(value)) or known(value)
+
+            writers.append(TreeWriter(find, self._baseline, lambda value: id(value) in skipped, into))
             return writers[-1]
 
         attributes: list[Any] = []
@@ -288,7 +302,7 @@ class KeptState:
             foreign.append([one.pair(k, v, "state") for k, v in self._foreign(keeper).items()])
         entries = {}
         for name, keys in self._odd.items():
-            state, one = self._binding.state(name), writer()
+            state, one = self._binding.state(name), writer(parts=self._parts.get(name, _NO_PARTS))
             found = [[k, one.node(state[k], f"state[{name}][{k!r}]")] for k in keys if not _simple(state[k])]
             if found:
                 entries[name] = found
@@ -353,7 +367,7 @@ class KeptState:
         binding, kind, name = self._binding, ref[0], ref[1]
         found: Any
         if kind == "state":
-            found = binding.state(name).get(ref[2])
+            found = part_of(binding.state(name), ref[2])
         elif kind == "buffer":
             found = binding.buffers().get(name)
         else:
@@ -490,9 +504,17 @@ def _values_of(keepers: Iterable[torch.optim.Optimizer]) -> list[Any]:
     found: list[Any] = []
     for keeper in keepers:
         for state in keeper.state.values():
-            found += state.values() if isinstance(state, dict) else (state,)
+            found += _with_parts(state.values() if isinstance(state, dict) else (state,))
             found.append(state)
     return found
+
+
+def _with_parts(values_now: Iterable[Any]) -> Iterator[Any]:
+    """The values, and what those are made of that are no plain tensors."""
+    for value in values_now:
+        yield value
+        if isinstance(value, Tensor) and type(value) is not Tensor:
+            yield from plain_parts(value)
 
 
 def _same_objects(now: Sequence[Any], before: Sequence[Any]) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ckptd.client import values
 from ckptd.client.log_lines import get_logger
 from ckptd.client.optimizers.optimizer_copies import CannotCopy, HiddenState, OptimizerCopier
-from ckptd.client.optimizers.value_trees import plain_tensor, strides_of
+from ckptd.client.optimizers.value_trees import flat_state, plain_tensor, strides_of
 from ckptd.client.rng_state import capture_rng, restore_rng
 
 __all__ = [
@@ -51,7 +51,7 @@ class StateSpec:
 
     ``kind``: ``like`` (a tensor of the parameter's shape), ``scalar`` (0-dimensional tensor), ``tensor``
     (another shape), ``python`` (no tensor, or one with more than strided memory), ``none`` (None so far:
-    the tensor appears later or never).
+    the tensor appears later or never). A tensor that is made of others has an entry for each of these.
     """
 
     key: str
@@ -219,9 +219,11 @@ class _Experiment:
         """
         generator = torch.Generator().manual_seed(20260731)
 
+        def real(value: Tensor) -> Tensor:
+            return value.to(dtype=self.dtype, device=self.device)
+
         def draw(shape: tuple[int, ...], scale: float) -> Tensor:
-            drawn = torch.randn(shape, generator=generator) * scale
-            return drawn.to(dtype=self.dtype, device=self.device)
+            return real(torch.randn(shape, generator=generator) * scale)
 
         shapes = (_SHAPE[: self.ndim], _BYSTANDER[: self.ndim], _BYSTANDER[: self.ndim])
         subject, before, after = (torch.nn.Parameter(draw(shape, 0.5)) for shape in shapes)
@@ -229,9 +231,10 @@ class _Experiment:
         if rows != "same" and self.ndim:
             of_weight, of_gradient = _OTHER_ROWS[rows]
             with torch.no_grad():
-                subject[1:] = subject[1:] * of_weight
+                # In fp32, because there is no arithmetic in float8.
+                subject[1:] = real(subject[1:].float() * of_weight)
                 for _, g, _ in gradients:
-                    g[1:] = g[1:] * of_gradient
+                    g[1:] = real(g[1:].float() * of_gradient)
         held = [subject] if bystanders == "absent" else [before, subject, after]
         clone = clone_optimizer(self.optimizer, self.group, held)
         if self.device.type == "cpu":
@@ -245,11 +248,11 @@ class _Experiment:
                 if bystanders == "base":
                     before.grad, after.grad = g_before.clone(), g_after.clone()
                 elif bystanders == "other":
-                    before.grad, after.grad = g_before * -3, g_after * 40
+                    before.grad, after.grad = real(g_before.float() * -3), real(g_after.float() * 40)
                 else:
                     before.grad = after.grad = None
                 type(clone).step(clone)
-        return _Outcome(subject.detach(), dict(clone.state.get(subject, {})))
+        return _Outcome(subject.detach(), flat_state(clone.state.get(subject, {})))
 
 
 def clone_optimizer(
@@ -268,7 +271,7 @@ def clone_optimizer(
 
 
 def state_specs(param: Tensor, state: dict[str, Any]) -> tuple[StateSpec, ...]:
-    """Classify the entries of one parameter's optimizer state."""
+    """Classify the entries of one parameter's optimizer state (see `flat_state`)."""
     specs = []
     for key, value in state.items():
         if value is None:
@@ -321,7 +324,7 @@ def observe_state(
             stand_in.grad = torch.ones_like(param)
             with HiddenState([optimizer]).aside():
                 type(clone).step(clone)
-            return state_specs(stand_in, dict(clone.state.get(stand_in, {})))
+            return state_specs(stand_in, flat_state(clone.state.get(stand_in, {})))
         except Exception as error:  # noqa: BLE001 - the user's optimizer: its first update will tell
             logger.info("what %s keeps is seen after its first update: %s", type(optimizer).__name__, error)
     return otherwise

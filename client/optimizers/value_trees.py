@@ -35,7 +35,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,10 @@ __all__ = [
     "NotCapturable",
     "TreeReader",
     "TreeWriter",
+    "flat_state",
     "is_ignored",
     "left_alone",
+    "part_of",
     "plain",
     "plain_parts",
     "plain_tensor",
@@ -482,12 +484,32 @@ def _made_of_others(tensor: Tensor) -> bool:
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that this one is made of (codes and scales of an 8-bit one), or itself."""
-    if not _made_of_others(tensor):
-        yield tensor
+    return (part for _, part in _named_parts("", tensor))
+
+
+def _named_parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not (isinstance(value, Tensor) and _made_of_others(value)):
+        yield key, value
         return
-    made: Any = tensor
+    made: Any = value
     for name in made.__tensor_flatten__()[0]:
-        yield from plain_parts(getattr(made, name))
+        yield from _named_parts(f"{key}:{name}", getattr(made, name))
+
+
+def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with each tensor that is made of others replaced by these, as ``exp_avg:codes``."""
+    return {name: part for key, value in state.items() for name, part in _named_parts(key, value)}
+
+
+def part_of(state: Mapping[str, Any], key: str) -> Any:
+    """What `flat_state` has under this key; None if there is nothing."""
+    if key in state or ":" not in key:
+        return state.get(key)
+    name, *path = key.split(":")
+    value = state.get(name)
+    for attribute in path:
+        value = getattr(value, attribute, None)
+    return value
 
 
 def _is_large(key: object) -> bool:

@@ -41,7 +41,13 @@ from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.snapshot_layout import EntrySource, Rows, common, free_bytes, merge, rows_of_piece
 from ckptd.client.optimizers.optimizer_copies import CannotCopy, HiddenState, OptimizerCopier
-from ckptd.client.optimizers.value_trees import NotCapturable, plain, plain_parts, plain_tensor
+from ckptd.client.optimizers.value_trees import (
+    NotCapturable,
+    flat_state,
+    plain,
+    plain_parts,
+    plain_tensor,
+)
 from ckptd.client.recovery.snapshot_loading import Activity, SnapshotLoader
 from ckptd.client.recovery.verification import identical
 from ckptd.client.rng_state import capture_rng, restore_rng
@@ -574,7 +580,7 @@ def _differences(live: LiveState, copy: _SteppedCopy, index: int) -> list[str]:
         shape = live.held(name).shape
         if not _same(live.held(name), other.held(name), rows):
             found.append(f"the {'master' if name in live.masters else 'weight'} {name}")
-        now, made = live.state(name), other.state(name)
+        now, made = flat_state(live.state(name)), flat_state(other.state(name))
         found += [f"state[{name}][{key!r}]" for key in now.keys() ^ made.keys()]
         for key in now.keys() & made.keys():
             a, b = now[key], made[key]

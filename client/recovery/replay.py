@@ -6,8 +6,8 @@ At each boundary it
 
 1. compares what was recomputed with what was recorded, bit for bit: compute weights of active operators
    (and the whole anchor, where one was recorded again), optimizer state, random state, parameter-group
-   options;
-2. loads the recorded compute weights of operators that are still frozen;
+   options, and buffers unless masters were frozen, from which the loop may compute them;
+2. loads the recorded compute weights of operators that are still frozen, and such buffers;
 3. activates the operators whose anchors this snapshot holds.
 
 After W-1 steps every operator is active and the state is dense. Replay begins one snapshot earlier
@@ -367,7 +367,7 @@ class Replay(ReplayProgress):
         active_rows = self._activity.active_rows()
         for source, entry in image.sources():
             live = None if source.kind == "packed" else live_tensor(binding, source)
-            if live is None:
+            if live is None or (source.kind == "buffer" and self._activity.masters_unknown):
                 continue
             recorded = image.tensor(entry)
             pieces = [source] if source.kind == "buffer" else self._loader.pieces(source, active_rows, {})

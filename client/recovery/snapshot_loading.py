@@ -17,7 +17,7 @@ from torch import Tensor
 from ckptd.client.capture.step_state import apply_packed, zero_grads
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
 from ckptd.client.model.live_state import LiveState, local
-from ckptd.client.model.operators import Operator
+from ckptd.client.model.operators import Operator, ParameterRows, buffers_of_experts
 from ckptd.client.model.snapshot_layout import (
     DTYPES,
     EntrySource,
@@ -27,6 +27,7 @@ from ckptd.client.model.snapshot_layout import (
     rows_of_piece,
     rows_within,
 )
+from ckptd.client.optimizers.value_trees import part_of, plain_tensor
 from ckptd.client.recovery.replica_broadcast import Piece, ReplicaBroadcast
 from ckptd.core.snapshot_policy import PartialScope
 from ckptd.cuda.engine import CopyEngine, CopyItem
@@ -38,7 +39,7 @@ _EVERY_KIND = frozenset({"param", "master", "optim", "buffer", "packed"})
 _KINDS = {
     PartialScope.BOTH: _EVERY_KIND,
     PartialScope.OPTIMIZER: frozenset({"optim"}),
-    PartialScope.WEIGHTS: frozenset({"param", "master"}),
+    PartialScope.WEIGHTS: frozenset({"param", "master", "buffer"}),
 }
 
 
@@ -96,6 +97,13 @@ class Activity:
         """Whether the whole parameter is frozen. A partly frozen fused tensor is stepped, and overwritten."""
         return self.frozen_rows.get(name, []) == self._all_of(name)
 
+    @property
+    def masters_unknown(self) -> bool:
+        """Whether masters are frozen: then buffers may be wrong, too, as the scale of an FP8 weight is,
+        which the loop computes from its master.
+        """
+        return not self._binding.masters.keys().isdisjoint(self.frozen_rows)
+
     def split_params(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters whose gradients are wanted, and those that are frozen as a whole."""
         active: list[Tensor] = []
@@ -151,15 +159,18 @@ class SnapshotLoader:
         frozen. A collective call if ranks share operators.
 
         Args:
-            everything: also load buffers, and what every snapshot anchors.
+            everything: also load buffers, and what every snapshot anchors. Buffers that were computed while
+                masters were frozen are loaded in any case.
         """
         activity, binding = self.activity, self.binding
+        all_buffers = everything or activity.masters_unknown
+        buffers = [*map(ParameterRows, binding.buffers())] if all_buffers else []
         fresh = activity.activate(image.view.anchors)
         wanted = activity.rows_of(fresh)
         if everything:
             wanted.update(activity.never_frozen())
         absent = set(scalars["absent"])
-        self.bytes_loaded += self._restore(image, wanted, activity.frozen_rows, absent, everything=everything)
+        self.bytes_loaded += self._restore(image, wanted, activity.frozen_rows, absent, buffers=buffers)
         absent |= self.broadcast.hand(
             lambda of: self._to_send(image, of, fresh, ~activity.active, scalars["absent"], None), self.take
         )
@@ -181,7 +192,9 @@ class SnapshotLoader:
         fresh = activity.activate(image.view.anchors)
         wanted, absent = activity.rows_of(fresh), set(scalars["absent"])
         kinds = _KINDS[scope] if scope is not None else frozenset()
-        self.bytes_loaded += self._restore(image, wanted, {}, absent, everything=False, kinds=kinds)
+        experts = [op for i, op in enumerate(self.operators) if fresh >> i & 1]
+        buffers = buffers_of_experts(experts, binding.buffers(), binding.num_rows)
+        self.bytes_loaded += self._restore(image, wanted, {}, absent, buffers=buffers, kinds=kinds)
         absent |= self.broadcast.hand(
             lambda of: self._to_send(image, of, fresh, 0, scalars["absent"], None, kinds), self.take
         )
@@ -208,7 +221,7 @@ class SnapshotLoader:
         owner, activity = self.binding.owner, self.activity
         owned = frozenset(n for n in owner if owner[n][0] == optimizer)
         frozen = {n: rows for n, rows in activity.frozen_rows.items() if n in owned}
-        self._restore(image, {}, frozen, set(), everything=False)
+        self._restore(image, {}, frozen, set())
         stepped = frozenset(
             i for i, op in enumerate(self.operators) if any(m.param in owned for m in op.members)
         )
@@ -250,12 +263,13 @@ class SnapshotLoader:
         wanted: Rows,
         frozen: Rows,
         *,
-        everything: bool,
+        buffers: Sequence[ParameterRows],
     ) -> list[tuple[EntrySource, Tensor]]:
         """The parts of an entry to load, each with the live tensor that it is loaded into."""
         binding = self.binding
         if source.kind == "buffer":
-            return [(source, binding.buffers()[source.name])] if everything else []
+            live, rows = binding.buffers()[source.name], [r for r in buffers if r.param == source.name]
+            return [(replace(source, start=r.start, stop=r.stop), live) for r in rows]
         if source.kind == "param":
             return [(p, binding.params[source.name]) for p in self.pieces(source, wanted, frozen)]
         if source.kind == "master":
@@ -274,7 +288,7 @@ class SnapshotLoader:
         frozen: Rows,
         absent: set[str],
         *,
-        everything: bool,
+        buffers: Sequence[ParameterRows] = (),
         kinds: frozenset[str] = _EVERY_KIND,
     ) -> int:
         """Copy anchors of ``wanted`` rows and compute weights of ``frozen`` ones; returns how many bytes.
@@ -287,7 +301,7 @@ class SnapshotLoader:
             for source, entry in image.sources()
             if source.kind in kinds
             if source.kind != "optim" or source.name not in absent
-            for piece, live in self.targets(image, source, entry, wanted, frozen, everything=everything)
+            for piece, live in self.targets(image, source, entry, wanted, frozen, buffers=buffers)
         ]
         self._engine.restore(items, image.memory, image.base)
         return sum(i.nbytes for i in items)
@@ -339,15 +353,19 @@ class SnapshotLoader:
         """The live optimizer state for a recorded tensor, created where it does not exist yet."""
         held = self.binding.held(source.name)
         state = self.binding.keeper(source.name).state[held]
-        if not isinstance(state.get(source.key), Tensor):
-            # All rows of a whole tensor are about to be loaded: zeros would be written for nothing.
-            if source.start is not None:
-                state[source.key] = torch.zeros_like(held, dtype=recorded.dtype, requires_grad=False)
-            elif recorded.shape == local(held).shape:
-                state[source.key] = torch.empty_like(held, dtype=recorded.dtype, requires_grad=False)
+        found = part_of(state, source.key)
+        if not isinstance(found, Tensor):
+            if source.start is None and recorded.shape != local(held).shape:
+                found = torch.empty_like(recorded, device=held.device)
             else:
-                state[source.key] = torch.empty_like(recorded, device=held.device)
-        found: Tensor = state[source.key]
+                model = local(held) if ":" in source.key else held
+                # All rows of a whole tensor are about to be loaded: zeros would be written for nothing. But
+                # of a weight of another class, only `zeros_like` gives what optimizers have.
+                is_whole = source.start is None and plain_tensor(model)
+                make = torch.empty_like if is_whole else torch.zeros_like
+                found = make(model, dtype=recorded.dtype, requires_grad=False)
+            # A part of a tensor that does not exist yet stands beside it until `KeptState` makes that of it.
+            state[source.key] = found
         return found
 
     def _load_scalar_state(
@@ -360,7 +378,7 @@ class SnapshotLoader:
             held, keeper = self.binding.held(name), self.binding.keeper(name)
             state = keeper.state[held]
             for key, (dtype, on_host) in layout["scalars"].get(name, {}).items():
-                if not isinstance(state.get(key), Tensor):
+                if not isinstance(part_of(state, key), Tensor):
                     device = "cpu" if on_host else held.device
                     state[key] = torch.zeros((), dtype=DTYPES[dtype], device=device)
             state.update(scalars["python"].get(name, {}))

@@ -25,6 +25,7 @@ from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.freezing import Tape
 from ckptd.client.model.live_state import LiveState, local
+from ckptd.client.optimizers.value_trees import flat_state
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.replay import Replay, ReplayMismatch
 from ckptd.client.rng_state import capture_rng, restore_rng
@@ -370,6 +371,10 @@ def _tensors(binding: LiveState) -> dict[str, Tensor]:
     found.update({f"buffer/{n}": local(b) for n, b in binding.buffers().items()})
     for name in binding.owner:
         found.update(
-            {f"optim/{k}/{name}": local(v) for k, v in binding.state(name).items() if isinstance(v, Tensor)}
+            {
+                f"optim/{key}/{name}": local(value)
+                for key, value in flat_state(binding.state(name)).items()
+                if isinstance(value, Tensor)
+            }
         )
     return found

@@ -684,6 +684,10 @@ def find_case(name: str) -> Callable[[int], Job]:
         from tests.e2e.hf_cases import HF_CASES
 
         known = HF_CASES
+    if name.startswith("precision_"):
+        from tests.e2e.precision_cases import PRECISION_CASES
+
+        known = PRECISION_CASES
     if name not in known:
         raise ValueError(f"no case {name!r}; there are {', '.join(sorted(known))}")
     return known[name]

@@ -120,6 +120,7 @@ def _capture_of(ckpt: Checkpointer) -> Capture | None:
 
 def final_state(job: Job) -> dict[str, Any]:
     """Everything that must be identical to the bit."""
+    from ckptd.client.optimizers.value_trees import flat_state
     from ckptd.client.rng_state import capture_rng
 
     state: dict[str, Any] = {f"param/{n}": _plain(p) for n, p in job.model.named_parameters()}
@@ -129,7 +130,9 @@ def final_state(job: Job) -> dict[str, Any]:
         for gi, group in enumerate(optimizer.param_groups):
             for pi, param in enumerate(group["params"]):
                 state[f"held/{oi}.{gi}.{pi}"] = _plain(param)
-                for key, value in keeper.state.get(param, {}).items():
+                of_param = keeper.state.get(param, {})
+                state[f"kinds/{oi}.{gi}.{pi}"] = {k: type(v).__name__ for k, v in of_param.items()}
+                for key, value in flat_state(of_param).items():
                     state[f"optim/{oi}.{gi}.{pi}.{key}"] = _plain(value)
             state[f"group/{oi}.{gi}"] = {k: v for k, v in group.items() if k != "params"}
     state["rng"] = capture_rng()

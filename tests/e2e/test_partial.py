@@ -44,13 +44,14 @@ def _states(jobs: Jobs, name: str) -> Path:
 
 def _experts_in(key: str, value: Any, names: list[str]) -> list[tuple[str, Any]]:
     """The experts to which an entry of a final state belongs, by the name of its parameter, each with the
-    index of its rows; ``*`` for what fused experts have in common; empty for other entries.
+    index of its rows; ``*`` for what fused experts have in common; empty for other entries. A buffer of a
+    listed expert, such as the scale of a weight, belongs to the expert.
     """
     kind, _, rest = key.partition("/")
     if kind in ("held", "optim"):
         rest = names[int(rest.split(".")[2])]
     container, found, below = rest.removeprefix("module.").partition(".experts.")
-    if not found or kind == "buffer":
+    if not found:
         return []
     head = below.split(".")[0]
     if head.isdigit():
@@ -116,6 +117,11 @@ def _load(folder: Path) -> dict[int, dict[str, Any]]:
         pytest.param("plain", "optimizer", 1, marks=long),
         ("plain", "weights", 1),
         ("plain", "both", 2),
+        ("precision_fp8_lm", "both", 1),
+        pytest.param("precision_fp8_lm", "weights", 1, marks=long),
+        pytest.param("precision_fp8_lm", "optimizer", 1, marks=long),
+        pytest.param("precision_blocks", "both", 1, marks=long),
+        pytest.param("precision_blocks", "optimizer", 1, marks=long),
     ],
 )
 def test_two_kills_lose_what_was_counted_and_nothing_else(

@@ -207,6 +207,7 @@ MAKERS: dict[str, Callable[[Params], Any]] = {
     "bitsandbytes AdamW (32 bit)": _of("bitsandbytes.optim", "AdamW"),
     "torchao AdamW8bit": _of("torchao.optim", "AdamW8bit"),
     "torchao AdamW4bit": _of("torchao.optim", "AdamW4bit"),
+    "torchao AdamWFp8": _of("torchao.optim", "AdamWFp8"),
     "prodigyopt Prodigy": _of("prodigyopt", "Prodigy"),
     "prodigyopt Prodigy(slice_p=11)": _of("prodigyopt", "Prodigy", slice_p=11),
     "lion-pytorch Lion": _of("lion_pytorch", "Lion", lr=1e-3),

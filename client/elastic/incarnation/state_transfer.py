@@ -22,7 +22,7 @@ from ckptd.client.elastic.incarnation.whole_state import WholeState, check_strat
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.snapshot_layout import DTYPES
-from ckptd.client.optimizers.value_trees import NotCapturable
+from ckptd.client.optimizers.value_trees import NotCapturable, part_of
 from ckptd.client.ranks.collectives import Collectives, ship_bytes
 from ckptd.client.rng_state import restore_rng
 from ckptd.core.elastic.incarnation_plan import Handover
@@ -294,14 +294,14 @@ class Loader:
     def _state_tensor(self, name: str, key: str, unit: Unit, data: Tensor) -> Tensor:
         """The live optimizer state; created, with zeros, if it does not exist yet."""
         held, state = self._binding.held(name), self._state(name)
-        if not isinstance(state.get(key), Tensor):
+        found = part_of(state, key)
+        if not isinstance(found, Tensor):
             like = unit.stop or data.shape == local(held).shape
-            state[key] = (
+            found = state[key] = (
                 torch.zeros_like(held, dtype=data.dtype, requires_grad=False)
                 if like
                 else torch.empty_like(data, device=held.device)
             )
-        found: Tensor = state[key]
         return found
 
 

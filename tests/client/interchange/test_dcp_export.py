@@ -24,8 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from ckptd.client.interchange.starting_weights import StartMismatch, load_start
+from ckptd.client.model.live_state import LiveState
 from ckptd.core.export_plan import ExportError
 from ckptd.export.dcp import export_dcp
+from ckptd.export.importing import import_to_folder, open_import
 from ckptd.export.memory_source import open_slot
 from ckptd.export.source import TensorSource
 from ckptd.export.store_source import open_stored
@@ -42,6 +45,7 @@ from tests.client.exporting import (
     train,
 )
 from tests.client.shared_images import SharedRun
+from tests.e2e.precision_cases import BlockAdam
 from tests.long import long
 from tests.option_groups import grouped
 
@@ -96,6 +100,33 @@ def test_a_plain_loop_goes_on_at_the_exact_bits(dense: Trained, exported: Path, 
     for index, state in before["state"].items():
         assert same(state, after["state"][index])
     assert before["param_groups"] == after["param_groups"]
+
+
+def test_state_that_is_made_of_several_tensors_is_exported_as_these(endpoint: str, tmp_path: Path) -> None:
+    """Complete, in its own dtypes, and with a note; no import takes it for the state itself."""
+    trained = train(
+        endpoint,
+        TOTAL,
+        model=MoE(16),
+        make_optimizer=lambda model: BlockAdam(model.parameters(), 1e-2),
+        window=1,
+    )
+    with trained.snapshot(TOTAL - 1) as source:
+        report = export_dcp(source, tmp_path / "dcp")
+    assert "first:codes, first:scales, second:codes, second:scales" in report.notes[0]
+    prefix = "optim.state.experts.up.first"
+    state = {
+        f"{prefix}:codes": torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn),
+        f"{prefix}:scales": torch.zeros(64),
+    }
+    load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert state[f"{prefix}:codes"].float().abs().max() == 448
+    with open_import(tmp_path / "dcp", kind="dcp", model_key="model", optimizer_key="optim") as found:
+        import_to_folder(found, tmp_path / "set")
+    model = MoE(16)
+    binding = LiveState(model, [BlockAdam(model.parameters(), 1e-2)], None)
+    with pytest.raises(StartMismatch, match=r"first:codes, a part of a tensor"):
+        load_start(binding, tmp_path / "set")
 
 
 def test_a_sparse_snapshot_is_the_model_of_its_iteration(endpoint: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ckptd.client.model.live_state import (
     LiveState,
     find_masters,
     is_compiled,
+    local,
     named_buffers,
     named_modules,
     named_parameters,
@@ -24,6 +25,8 @@ from ckptd.client.model.live_state import (
 )
 from ckptd.client.model.operators import discover_operators
 from ckptd.client.schedule.snapshot_plan import export_facts
+from tests.client.doubled import Doubled
+from tests.e2e.precision_cases import Blocks
 
 AdamW = torch.optim.AdamW
 
@@ -76,6 +79,14 @@ class TestFindMasters:
         params = dict(model.named_parameters())
         extra = params["0.weight"].detach().float()
         assert find_masters(params, owned([*params.values(), extra])) == {}
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+    def test_of_any_lower_precision(self, dtype: torch.dtype) -> None:
+        masters = [torch.randn(3, 3), torch.randn(3, 3).bfloat16()]
+        params: dict[str, Tensor] = {"a": masters[1].to(dtype), "b": masters[0].to(dtype)}
+        found = find_masters(params, owned(masters))
+        assert found.get("b") is masters[0]
+        assert (found.get("a") is masters[1]) == (dtype.itemsize == 1)
 
     def test_fp32_models_have_none(self) -> None:
         model = nn.Linear(3, 3)
@@ -268,3 +279,50 @@ def test_compiling_around_all_is_told_from_compiling_a_part() -> None:
     part = Net()
     part.head = torch.compile(part.head, backend="eager")  # type: ignore[assignment]
     assert not is_compiled(part)
+
+
+class KeepsBlocks(torch.optim.SGD):
+    """Its momentum is in blocks where that pays, as in 8-bit optimizers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.numel() >= 4096:
+                self.state[p]["scale"] = torch.ones(p.numel() // 256)
+        super().step(closure)
+
+
+@pytest.mark.parametrize(("width", "allowed"), [(64, True), (1024, False)])
+def test_rows_that_share_a_scale_are_not_captured_separately(width: int, allowed: bool) -> None:
+    """Known before the first update, by a larger stand-in than those of the probe: experts were cut into rows,
+    and the first snapshot that had some of them alone failed.
+    """
+    model = nn.Linear(width, 8)
+    binding = LiveState(model, [KeepsBlocks(model.parameters(), lr=0.1, momentum=0.9)], None)
+    assert binding.rows_allowed("weight") == allowed
+    assert binding.state("weight") == {}
+
+
+class OneTensor(Doubled):
+    """A weight that is another tensor, and is cast in its own way in a forward."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *called: Any) -> Any:
+        assert called[0] is torch.ops.aten.detach.default
+        return OneTensor(called[2][0].half)
+
+
+def test_a_weight_that_is_another_tensor_is_captured_as_that() -> None:
+    model = nn.Module()
+    data = torch.ones(3)
+    model.w = nn.Parameter(OneTensor(data))
+    binding = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None)
+    assert local(binding.params["w"]).data_ptr() == data.data_ptr()
+
+
+def test_a_weight_that_is_made_of_several_tensors_is_refused() -> None:
+    """Copied from its address, which is 0, it ended the process."""
+    model = nn.Module()
+    model.register_buffer("w", Blocks(torch.ones(8, dtype=torch.float8_e4m3fn), torch.ones(1)))
+    with pytest.raises(ValueError, match=r"w is a Blocks, made of several tensors"):
+        LiveState(model, [torch.optim.SGD([torch.zeros(1)], lr=0.1)], None)

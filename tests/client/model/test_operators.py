@@ -12,6 +12,7 @@ from ckptd.client.model.operators import (
     Grouping,
     Operator,
     ParameterRows,
+    buffers_of_experts,
     discover_operators,
     split_operator,
 )
@@ -323,3 +324,25 @@ def test_what_is_keyed_by_no_numbers_is_no_layer_of_experts(keys: tuple[str, str
     model = nn.Module()
     model.experts = nn.ModuleDict({key: nn.Linear(WIDTH, WIDTH) for key in keys})
     assert names(find(model), OperatorKind.EXPERT) == []
+
+
+def test_scales_belong_to_the_experts_whose_weights_they_scale() -> None:
+    """Partial snapshots have an expert's weight and its scale of one iteration, or the weight has no meaning."""
+    model = Model(Listed(), FusedMoE())
+    params = dict(model.named_parameters())
+    for path, shape in {
+        "layers.0.mlp.experts.1.scale": (),
+        "layers.1.mlp.experts.scales": (EXPERTS, 1),
+        "layers.1.mlp.experts.calls": (),
+        "layers.1.mlp.gate.load": (EXPERTS,),
+    }.items():
+        module, _, leaf = path.rpartition(".")
+        model.get_submodule(module).register_buffer(leaf, torch.ones(shape))
+    buffers = dict(model.named_buffers())
+    for op in find(model):
+        expected = []
+        if op.name == "layers.0.mlp.experts.1":
+            expected = [ParameterRows("layers.0.mlp.experts.1.scale")]
+        elif op.expert is not None and op.expert[0] == "layers.1.mlp.experts":
+            expected = [ParameterRows("layers.1.mlp.experts.scales", op.expert[1], op.expert[1] + 1)]
+        assert buffers_of_experts([op], buffers, lambda name: len(params[name])) == expected

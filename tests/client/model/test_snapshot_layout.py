@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptd.client import values
 from ckptd.client.model.live_state import LiveState
-from ckptd.client.model.operators import Operator, ParameterRows
+from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
 from ckptd.client.model.snapshot_layout import (
     EntrySource,
     PhasePlan,
@@ -26,6 +26,7 @@ from ckptd.client.model.snapshot_layout import (
     parse_entry_name,
 )
 from ckptd.core.snapshot_policy import Level, OperatorKind
+from tests.e2e.precision_cases import CONFIGURATIONS, stored_case
 
 PART = st.text("abcz_0123456789", min_size=1, max_size=6)
 NAMES = st.lists(PART, min_size=1, max_size=4).map(".".join)
@@ -223,3 +224,42 @@ def test_a_dtype_that_no_image_can_hold_is_named() -> None:
     bound = LiveState(model, [torch.optim.AdamW(model.parameters())], None)
     with pytest.raises(ValueError, match=r"buffer/odd has dtype torch\.complex128"):
         plan(bound, {0})
+
+
+@pytest.mark.parametrize(
+    ("configuration", "anchor", "compute"),
+    [
+        ("fp16", "F16 F16 F16 F16", "F16"),
+        ("fp8_fp32", "F8_E4M3 F32 F32 F32", "F8_E4M3"),
+        ("fp8_fp16", "F8_E4M3 F16 F32 F32", "F8_E4M3"),
+        ("fp8_lm", "F8_E4M3 F16 F8_E4M3 F16", "F8_E4M3"),
+        ("fp8_masters", "F8_E4M3 F8_E4M3 F8_E4M3 F16", "F8_E4M3"),
+    ],
+)
+def test_bytes_are_those_of_low_precision(configuration: str, anchor: str, compute: str) -> None:
+    """The configurations of MoEvement's table 7: weight, master and both moments in their own dtypes."""
+    job, name = stored_case(1, CONFIGURATIONS[configuration]), "blocks.0.mix.weight"
+    job.step(0, lambda point: None)
+    bound = LiveState(job.model, job.optimizers, job.options["masters"])
+    operators = discover_operators(job.model, rows_allowed=bound.rows_allowed)
+    everything = set(range(len(operators)))
+    numel = bound.params[name].numel()
+    for anchored, level, dtypes in (
+        (everything, Level.ANCHOR, anchor.split()),
+        (set(), Level.COMPUTE, compute.split()),
+    ):
+        found = build_phase(
+            bound,
+            operators,
+            state=StateTable.of(bound),
+            phase=0,
+            anchored=anchored,
+            compute=everything - anchored,
+            compute_dtypes={},
+            identity={"job": "j", "run": "r", "rank": "0", "world_size": "1"},
+            scalars_capacity=1024,
+        )
+        entries = [e for e in found.layout.entries if e.name.endswith(name)]
+        assert sorted(e.dtype for e in entries) == sorted(dtypes)
+        size = sum({"F8_E4M3": 1, "F16": 2, "F32": 4}[dtype] for dtype in dtypes) * numel
+        assert sum(e.nbytes for e in entries) == size == member_bytes(bound, ParameterRows(name), {}, level)

@@ -17,13 +17,14 @@ from ckptd.client.capture.step_state import gather_groups
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.snapshot_layout import StateTable
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
-from ckptd.client.optimizers.value_trees import NotCapturable
+from ckptd.client.optimizers.value_trees import NotCapturable, flat_state
+from tests.e2e.precision_cases import BlockAdam
 from tests.habits.optimizers import SAM, CountsInState, Lookahead
 
 
-def bound(make: Any) -> tuple[LiveState, Any]:
+def bound(make: Any, width: int = 3) -> tuple[LiveState, Any]:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 2))
     given = make(model.parameters())
     inner = getattr(given, "optimizer", given)
     return LiveState(model, [inner], None, [given]), given
@@ -32,7 +33,8 @@ def bound(make: Any) -> tuple[LiveState, Any]:
 def step(binding: LiveState, given: Any, times: int = 1) -> None:
     def closure() -> Any:
         binding.model.zero_grad()
-        loss = binding.model(torch.ones(2, 3)).square().mean()
+        width = binding.params["0.weight"].shape[1]
+        loss = binding.model(torch.ones(2, width)).square().mean()
         loss.backward()
         return loss
 
@@ -74,6 +76,41 @@ def test_moments_of_an_inner_optimizer_go_to_the_parameters_of_this_process() ->
         given.base_optimizer.state[binding.params["0.weight"]]["exp_avg"],
     )
     assert other.param_groups is other.base_optimizer.param_groups
+
+
+def test_of_a_tensor_that_is_made_of_others_only_references_are_kept() -> None:
+    """Its parts are anchored like other state; once every snapshot had all of them, and the training thread
+    copied them.
+    """
+
+    def blocks(params: Any) -> BlockAdam:
+        return BlockAdam(params, 0.1)
+
+    binding, given = bound(blocks, width=64)
+    step(binding, given)
+    specs = {spec.key: spec for spec in StateTable.of(binding).specs["0.weight"]}
+    assert [*specs] == ["step", "first:codes", "first:scales", "second:codes", "second:scales"]
+    assert specs["first:codes"].dtype is torch.float8_e4m3fn
+    kept = gathered(binding)
+    ((_, node), _) = values.unpack(kept)["entries"]["0.weight"]
+    assert [part for _, part in node[-1]] == [
+        ["k", "state", "0.weight", "first:codes"],
+        ["k", "state", "0.weight", "first:scales"],
+    ]
+    live = binding.state("0.weight")
+
+    fresh, other = bound(blocks, width=64)
+    parts = {key: part.clone() for key, part in flat_state(live).items()}
+    other.state[fresh.params["0.weight"]] = dict(parts)
+    fresh.kept.load(kept, ["0.weight"])
+    made = fresh.state("0.weight")
+    assert list(made) == list(live)
+    assert flat_state(made)["first:codes"] is parts["first:codes"]
+    assert gathered(binding) == kept
+    live["first"].codes = live["first"].codes.float()  # not as planned
+    assert binding.kept.look(binding.kept.specs) == ""
+    (_, codes), _ = values.unpack(binding.kept.gather())["entries"]["0.weight"][0][1][-1]
+    assert torch.equal(codes[1], live["first"].codes)
 
 
 class KeepsAnObject(torch.optim.SGD):

@@ -23,6 +23,7 @@ from ckptd.client.optimizers.optimizer_probe import (
     unwrap_optimizer,
 )
 from ckptd.client.rng_state import capture_rng
+from tests.e2e.precision_cases import LowAdam
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 optim = torch.optim
@@ -355,3 +356,13 @@ def test_dependent_optimizers_are_reported_once_each() -> None:
     binding = LiveState(model, [Prodigy(model.parameters())], None)
     assert len(binding.dependent()) == 1
     assert LiveState(model, [optim.AdamW(model.parameters())], None).dependent() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_masters_in_fp8(dtype: torch.dtype) -> None:
+    """There is no arithmetic in these dtypes; the probe's own failed."""
+    optimizer = LowAdam([nn.Parameter(torch.zeros(2, 2).to(dtype))], 0.1, dtype, torch.float16)
+    found = probe(optimizer, dtype=dtype)
+    assert (found.independent, found.rowwise) == (True, False), found.reason
+    moments = {s.key: s.dtype for s in found.state if s.kind == "like"}
+    assert moments == {"first": dtype, "second": torch.float16}

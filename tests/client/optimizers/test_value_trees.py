@@ -18,6 +18,8 @@ from ckptd.client.optimizers.value_trees import (
     NotCapturable,
     TreeReader,
     TreeWriter,
+    flat_state,
+    part_of,
     unlike,
 )
 from tests.client.doubled import Doubled
@@ -160,6 +162,17 @@ def test_tensors_that_are_made_of_others_are_made_again() -> None:
     m, half = other.m, other.m.half
     read(written(Thing(m=Doubled(torch.tensor([3.0, 4.0])))), other)
     assert (other.m is m, half.tolist()) == (True, [3, 4])
+
+
+def test_state_is_flat_with_the_parts_of_such_tensors() -> None:
+    inner = Doubled(torch.tensor([1.0, 2.0]))
+    state = {"step": 3, "m": inner, "n": Doubled(inner), "odd:key": torch.ones(1)}
+    flat = flat_state(state)
+    assert list(flat) == ["step", "m:half", "n:half:half", "odd:key"]
+    assert flat["m:half"] is flat["n:half:half"] is inner.half
+    assert all(part_of(state, key) is value for key, value in flat.items())
+    assert part_of(state, "m") is inner
+    assert part_of(state, "m:scale") is part_of(state, "v:half") is None
 
 
 def test_functions_and_hooks_are_left_as_they_are() -> None:
