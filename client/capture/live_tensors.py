@@ -198,6 +198,8 @@ def _address(tensor: Tensor | None) -> int:
     if type(tensor) in _PLAIN:
         return cast("Tensor", tensor).data_ptr()
     shard = getattr(tensor, "_local_tensor", tensor)
+    if type(shard) in _PLAIN:
+        return cast("Tensor", shard).data_ptr()
     return next(plain_parts(shard)).data_ptr() if isinstance(shard, Tensor) else 0
 
 

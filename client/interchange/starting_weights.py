@@ -171,7 +171,8 @@ class _Start:
                 problems.append(f"unexpected: optimizer state {stored.name}")
             elif ":" in key:
                 problems.append(
-                    f"unexpected: {stored.name}, a part of a tensor (import the model alone: --optimizer-key '')"
+                    f"unexpected: {stored.name}, a part of a tensor "
+                    "(import the model alone: --optimizer-key '')"
                 )
             elif known[key].kind == "like" and stored.shape != tuple(binding.held(name).shape):
                 problems.append(

@@ -33,7 +33,7 @@ from ckptd.client.optimizers.optimizer_probe import (
     state_keeper,
     state_specs,
 )
-from ckptd.client.optimizers.value_trees import flat_state, plain_parts, plain_tensor
+from ckptd.client.optimizers.value_trees import flat_state, plain_parts
 
 __all__ = [
     "LiveState",
@@ -52,6 +52,7 @@ _OF_MASTERS = (torch.float32, torch.bfloat16, torch.float16)
 # As a power of two: elements of a tensor that 8-bit optimizers do not leave in full precision (bitsandbytes
 # and torchao do so below 4,096).
 _LARGER = 13
+_PLAIN = (Tensor, nn.Parameter)
 _CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 _T = TypeVar("_T", bound=Tensor)
@@ -71,7 +72,7 @@ def whole(tensor: Tensor, name: str) -> Tensor:
         ValueError: it is made of several tensors.
     """
     here = _behind(tensor)
-    if not plain_tensor(here) and next(plain_parts(here)) is not here:
+    if type(here) not in _PLAIN and next(plain_parts(here)) is not here:
         raise ValueError(
             f"{name} is a {type(here).__name__}, made of several tensors, and a snapshot can hold this of "
             "optimizer state alone: keep the codes in a parameter and their scales in a buffer"
@@ -82,7 +83,7 @@ def whole(tensor: Tensor, name: str) -> Tensor:
 def _behind(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     here: Tensor = tensor if to_local is None else to_local()
-    if plain_tensor(here):
+    if type(here) in _PLAIN:
         return here
     parts = list(plain_parts(here))
     return parts[0] if len(parts) == 1 and parts[0].shape == here.shape else here

@@ -419,7 +419,7 @@ class KeptState:
 
     def _load_entries(self, name: str, entries: Iterable[list[Any]]) -> None:
         keeper, held = self._binding.keeper(name), self._binding.held(name)
-        reader = TreeReader(self._find_known)
+        reader = TreeReader(self._find_known, held)
         for key, node in entries:
             state = keeper.state[held]
             found = reader.put(node, state.get(key))

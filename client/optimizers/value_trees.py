@@ -12,6 +12,7 @@ lists that begin with one of these tags:
        matrices may have other bits with other strides
 ``w``  tensor made of others, such as an 8-bit one of codes and scales: its class, these, and the
        rest of what it says about itself
+``p``  this rank's part (a ``w``) of a tensor that is sharded as its parameter is
 ``k``  reference to a tensor that is captured elsewhere
 ``g``  random number generator: its kind and state
 ``o``  object: its attributes. One that exists in a fresh process, too, is filled; none is made
@@ -36,7 +37,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -201,6 +202,9 @@ class TreeWriter:
             return ["k", *known]
         if _made_of_others(value):
             return self._wrapper(value, path)
+        shard = getattr(value, "_local_tensor", None)
+        if shard is not None and _made_of_others(shard):
+            return ["p", self._wrapper(shard, path)]
         if not plain_tensor(value):
             what = type(value).__name__ if type(value) is not Tensor else str(value.layout)
             raise NotCapturable(path, f"type {what}: a tensor whose memory is not all there is of it")
@@ -281,10 +285,11 @@ class TreeReader:
 
     Args:
         known: returns the live tensor of a ``k`` node's reference.
+        param: the parameter whose state is read.
     """
 
-    def __init__(self, known: Callable[[list[str]], Any]) -> None:
-        self._known = known
+    def __init__(self, known: Callable[[list[str]], Any], param: Tensor | None = None) -> None:
+        self._known, self._param = known, param
         self._made: list[Any] = []
 
     def begin(self, root: object) -> None:
@@ -322,6 +327,8 @@ class TreeReader:
                 return self._tensor(node, live)
             case "w":
                 return self._wrapper(node, live)
+            case "p":
+                return self._sharded(node, live)
             case "l" | "t" | "q":
                 return self._sequence(node, live, place)
             case "d":
@@ -384,6 +391,20 @@ class TreeReader:
         if same and all(getattr(live, n) is part for n, part in inner.items()):
             return live
         return kind.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))
+
+    def _sharded(self, node: Any, live: Any) -> Any:
+        shard = getattr(live, "_local_tensor", None)
+        made, param = self.put(node[1], shard), cast("Any", self._param)
+        if made is shard:
+            return live
+        return type(param.data).from_local(
+            made,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
 
     def _sequence(self, node: Any, live: Any, place: int) -> Any:
         old = list(live) if type(live) in (list, tuple, deque) else []
@@ -488,10 +509,11 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _named_parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not (isinstance(value, Tensor) and _made_of_others(value)):
+    here = getattr(value, "_local_tensor", value)  # of a DTensor its shard
+    if not (isinstance(here, Tensor) and _made_of_others(here)):
         yield key, value
         return
-    made: Any = value
+    made: Any = here
     for name in made.__tensor_flatten__()[0]:
         yield from _named_parts(f"{key}:{name}", getattr(made, name))
 
@@ -508,7 +530,7 @@ def part_of(state: Mapping[str, Any], key: str) -> Any:
     name, *path = key.split(":")
     value = state.get(name)
     for attribute in path:
-        value = getattr(value, attribute, None)
+        value = getattr(getattr(value, "_local_tensor", value), attribute, None)
     return value
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ckptd.client.optimizers.value_trees import flat_state
 from ckptd.client.rng_state import capture_rng
 from tests.e2e.elastic_optimizers import OPTIMIZERS, kept_by
 from tests.e2e.elastic_states import joined_shards
@@ -375,5 +376,5 @@ def state_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return {
         f"{name}/{key}": copy.deepcopy(value)
         for name, param in module.named_parameters()
-        for key, value in optimizer.state.get(param, {}).items()
+        for key, value in flat_state(optimizer.state.get(param, {})).items()
     }

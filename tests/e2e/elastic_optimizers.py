@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.e2e.precision_cases import BlockAdam
+
 __all__ = ["OPTIMIZERS", "kept_by"]
 
 
@@ -62,6 +64,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "counting": Counting,
     "by position": ByPosition,
     "of its rank": OfItsRank,
+    "blocks": lambda params: BlockAdam(params, 0.02),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.e2e.cases import Job, loss_of, make
 
@@ -148,6 +149,55 @@ def _store(
         linear.scale.copy_(scale)
 
 
+class BufferedLinear(nn.Module):
+    """A linear layer whose weight and scale are buffers; a leaf of each forward gets the weight's gradient."""
+
+    scale: Tensor
+    codes: Tensor
+    used: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        codes, scale = scaled(linear.weight.detach(), FP8)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = (self.codes.float() * self.scale).requires_grad_()
+        self.__dict__["used"] = used
+        return nn.functional.linear(x, used, self.bias)
+
+
+def buffered_case(seed: int) -> Job:
+    """FP8 weights in buffers, fp32 masters that the optimizer alone knows."""
+    job = make(sched=False)(seed)
+    before = {n: m.weight for n, m in job.model.named_modules() if isinstance(m, nn.Linear)}
+    replace_linears(job.model, BufferedLinear)
+    layers = {n: m for n, m in job.model.named_modules() if isinstance(m, BufferedLinear)}
+    masters = {n: nn.Parameter(before[n].detach().clone()) for n in layers}
+    job.optimizers = [LowAdam([*masters.values(), *job.model.parameters()], 3e-3, FP8, FP16)]
+
+    def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        for layer in layers.values():
+            layer.__dict__["used"] = torch.empty(0)
+        loss_of(job.model, next(job.state["data"])).backward()
+        at("backward")
+        for n, layer in layers.items():
+            masters[n].grad = layer.used.grad
+        job.optimizers[0].step()
+        at("step")
+        for n, layer in layers.items():
+            codes, scale = scaled(masters[n].detach(), FP8)
+            layer.codes.copy_(codes)
+            layer.scale.copy_(scale)
+        job.model.zero_grad()
+        job.optimizers[0].zero_grad()
+
+    job.body = body
+    return job
+
+
 # -- FP8 in the forward ----------------------------------------------------------------------------
 
 
@@ -215,7 +265,9 @@ class Blocks(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *called: Any) -> Any:
-        raise NotImplementedError
+        if called[0] is not torch.ops.aten.view.default:  # as DTensor.from_local asks for
+            raise NotImplementedError
+        return Blocks(called[2][0].codes, called[2][0].scales)
 
     def load(self) -> Tensor:
         return (self.codes.float().view(len(self.scales), -1) * self.scales[:, None]).view(self.codes.shape)
@@ -227,7 +279,7 @@ class Blocks(Tensor):
 
 
 class BlockAdam(torch.optim.Optimizer):
-    """Adam with moments in `Blocks`, of eight values each, where a parameter has so many."""
+    """Adam with moments in `Blocks`, of eight values each, where a parameter or a shard of it has so many."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -243,15 +295,26 @@ class BlockAdam(torch.optim.Optimizer):
                     state["step"] = torch.zeros(())
                     state["first"], state["second"] = self._zeros(p), self._zeros(p)
                 state["step"] += 1
-                first = _lerp(state["first"], p.grad, 0.1)
-                second = _lerp(state["second"], p.grad.square(), 0.01)
-                p.sub_(first / (second.sqrt() + 1e-8) * group["lr"] * (state["step"] / 10).clamp(max=1))
+                here, grad = _shard(p), _shard(p.grad).float()
+                first = _lerp(_shard(state["first"]), grad, 0.1)
+                second = _lerp(_shard(state["second"]), grad.square(), 0.01)
+                here.sub_(first / (second.sqrt() + 1e-8) * group["lr"] * (state["step"] / 10).clamp(max=1))
 
     @staticmethod
     def _zeros(p: Tensor) -> Tensor:
-        if p.numel() < 64 or p.numel() % 8:
-            return torch.zeros_like(p)
-        return Blocks(torch.zeros_like(p, dtype=FP8), torch.zeros(p.numel() // 8))
+        here = _shard(p)
+        if here.numel() < 16 or here.numel() % 8:
+            return torch.zeros_like(p, dtype=FP32)
+        made = Blocks(torch.zeros_like(here, dtype=FP8), torch.zeros(here.numel() // 8))
+        if not isinstance(p, DTensor):
+            return made
+        placed = p.device_mesh, p.placements
+        return DTensor.from_local(made, *placed, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def _shard(tensor: Any) -> Tensor:
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
 
 
 def _lerp(moment: Tensor, towards: Tensor, weight: float) -> Tensor:
@@ -267,6 +330,7 @@ PRECISION_CASES: dict[str, Callable[[int], Job]] = {
         f"precision_{name}": lambda seed, dtypes=dtypes: stored_case(seed, dtypes)  # type: ignore[misc]
         for name, dtypes in CONFIGURATIONS.items()
     },
+    "precision_buffers": buffered_case,
     "precision_delayed": delayed_case,
     "precision_moments": make(lambda ps: LowAdam(ps, 3e-3, torch.float8_e5m2, torch.bfloat16), sched=False),
     "precision_moments_fused": make(

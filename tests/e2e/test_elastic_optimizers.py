@@ -62,6 +62,18 @@ def test_a_rank_that_joins_gets_what_the_optimizer_keeps_elsewhere(net: Net, tmp
         assert after.losses() == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
 
 
+def test_state_that_is_made_of_several_tensors_goes_with_its_parameter(net: Net, tmp_path: Path) -> None:
+    """FP8 codes and scales behind a tensor without memory of its own, also for an expert on another rank."""
+    with contextlib.closing(ElasticRun(tmp_path)) as run:
+        before = two_ranks(run, net, "blocks")
+        after = run.life(net.nodes, total=TOTAL, optimizer="blocks")
+        after.ends()
+        assert after.start() == GROW_AT, run.logs
+        was, now = before.whole(GROW_AT), after.whole(GROW_AT)
+        assert any(name.endswith("inner.weight/first:codes") for name in now)
+        assert [name for name in was if not same(was[name], now[name])] == []
+
+
 def test_what_differs_between_ranks_is_refused_by_its_path_when_one_joins(net: Net, tmp_path: Path) -> None:
     """Nobody knows what it is on a rank that there was not. As many ranks as before go on with their own."""
     with contextlib.closing(ElasticRun(tmp_path)) as run:

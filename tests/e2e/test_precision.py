@@ -24,6 +24,7 @@ DENSE: dict[str, Any] = {"policy": "dense"}
     [
         ("precision_fp8_lm", SLIDING),
         ("precision_fp8_masters", SLIDING),
+        ("precision_buffers", SLIDING),
         ("precision_delayed", SLIDING),
         ("precision_moments_fused", SLIDING),
         ("precision_blocks", SLIDING),

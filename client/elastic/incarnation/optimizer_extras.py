@@ -89,7 +89,7 @@ class OptimizerExtras:
         tag = node[0]
         if tag == "k" and self._moves(_name_in(node)):
             raise NotCapturable(path, f"a tensor of {_name_in(node)}, which not all ranks have")
-        if tag == "w" or (tag == "x" and node[1].numel() > 1):
+        if tag in ("w", "p") or (tag == "x" and node[1].numel() > 1):
             raise NotCapturable(path, f"a tensor; {_BY_POSITION}")
         if tag in ("l", "q", "s"):
             return self._list(node, fresh, path)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.e2e.cases import Data, Job, Model
 from tests.e2e.parallel.registry import Family, build, job_of
+from tests.e2e.precision_cases import BlockAdam
 
 __all__ = ["CASES"]
 
@@ -96,6 +97,12 @@ def adamw_fused(seed: int) -> Job:
 @CASES.case()
 def sgd_momentum(seed: int) -> Job:
     return fsdp_job(seed, lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9))
+
+
+@CASES.case(quick=True)
+def moments_in_blocks(seed: int) -> Job:
+    """DTensors of FP8 codes and scales, as torchao's 8-bit optimizers keep for sharded parameters."""
+    return fsdp_job(seed, lambda ps: BlockAdam(ps, 3e-3))
 
 
 @CASES.case()
