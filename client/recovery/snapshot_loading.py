@@ -105,12 +105,16 @@ class Activity:
         return not self._binding.masters.keys().isdisjoint(self.frozen_rows)
 
     def split_params(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters whose gradients are wanted, and those that are frozen as a whole."""
+        """The parameters whose gradients are wanted, and those that are frozen as a whole.
+
+        The gradient of one that no optimizer holds may be that of a master which we do not know as such.
+        """
         active: list[Tensor] = []
         frozen: list[Tensor] = []
         for name, param in self._binding.params.items():
             if param.requires_grad and param.is_leaf:
-                (frozen if self.is_frozen(name) else active).append(param)
+                drops = name in self._binding.owner and self.is_frozen(name)
+                (frozen if drops else active).append(param)
         return active, frozen
 
     def _note_frozen(self) -> None:

@@ -105,9 +105,9 @@ def replace_linears(model: nn.Module, make_one: Callable[[nn.Linear], nn.Module]
                 setattr(module, name, make_one(child))
 
 
-def stored_case(seed: int, dtypes: Configuration) -> Job:
+def stored_case(seed: int, dtypes: Configuration, *, early: bool = False) -> Job:
     """Weights of linear layers in the compute dtype, masters in the optimizer; after each update the
-    weights are made of the masters again.
+    weights are made of the masters again. ``early``: before each forward, with masters that nobody declares.
     """
     job = make(sched=False)(seed)
     replace_linears(job.model, lambda linear: StoredLinear(linear, dtypes.compute))
@@ -118,9 +118,11 @@ def stored_case(seed: int, dtypes: Configuration) -> Job:
     }
     held = [masters.get(n, p) for n, p in job.model.named_parameters()]
     job.optimizers = [LowAdam(held, 3e-3, dtypes.first, dtypes.second)]
-    job.options["masters"] = masters
+    job.options["masters"] = {} if early else masters
 
     def body(job: Job, step: int, at: Callable[[str], None]) -> None:
+        if early:
+            _store(stored, masters, job.optimizers[0])
         (loss_of(job.model, next(job.state["data"])) * _LOSS_SCALE).backward()
         at("backward")
         for n, m in stored.items():
@@ -128,7 +130,8 @@ def stored_case(seed: int, dtypes: Configuration) -> Job:
             masters[f"{n}.weight"].grad = None if grad is None else grad.to(dtypes.master)
         job.optimizers[0].step()
         at("step")
-        _store(stored, masters, job.optimizers[0])
+        if not early:
+            _store(stored, masters, job.optimizers[0])
         job.model.zero_grad()
         job.optimizers[0].zero_grad()
 
@@ -142,9 +145,11 @@ def _store(
 ) -> None:
     for name, linear in stored.items():
         master = masters[f"{name}.weight"]
-        if not optimizer.state[master]:
+        # A frozen master has no state while a window is replayed, and its weight is the recorded one.
+        state = optimizer.state.get(master, {})
+        if not state and master.dtype.itemsize == 1:
             continue
-        low, scale = scaled(master.float() * optimizer.state[master]["scale"], linear.weight.dtype)
+        low, scale = scaled(master.float() * state.get("scale", 1), linear.weight.dtype)
         linear.weight.copy_(low)
         linear.scale.copy_(scale)
 
@@ -330,6 +335,7 @@ PRECISION_CASES: dict[str, Callable[[int], Job]] = {
         f"precision_{name}": lambda seed, dtypes=dtypes: stored_case(seed, dtypes)  # type: ignore[misc]
         for name, dtypes in CONFIGURATIONS.items()
     },
+    "precision_early": lambda seed: stored_case(seed, CONFIGURATIONS["fp8_fp32"], early=True),
     "precision_buffers": buffered_case,
     "precision_delayed": delayed_case,
     "precision_moments": make(lambda ps: LowAdam(ps, 3e-3, torch.float8_e5m2, torch.bfloat16), sched=False),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.ckptd.nodes import Net
 from tests.e2e.elastic import ElasticRun, Life, same
+from tests.long import long
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +63,7 @@ def test_a_rank_that_joins_gets_what_the_optimizer_keeps_elsewhere(net: Net, tmp
         assert after.losses() == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
 
 
+@long
 def test_state_that_is_made_of_several_tensors_goes_with_its_parameter(net: Net, tmp_path: Path) -> None:
     """FP8 codes and scales behind a tensor without memory of its own, also for an expert on another rank."""
     with contextlib.closing(ElasticRun(tmp_path)) as run:
