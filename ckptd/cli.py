@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import ckptd
@@ -47,19 +48,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
     for warning in loaded.warnings:
         logger.warning("%s", warning)
-    return _run(loaded.config)
+    return _run(loaded.config, lambda: load_config(flags, file=args.config))
 
 
-def _run(config: DaemonConfig) -> int:
-    os.nice(config.nice)
+def _run(config: DaemonConfig, load: Callable[[], object]) -> int:
+    """Serve; after SIGHUP in a new image of this process, with the settings and the code of then.
+
+    Args:
+        load: raises ConfigError if the settings cannot be loaded any more.
+    """
+    os.nice(max(0, config.nice - os.nice(0)))  # once, however often this process begins anew
     try:
-        Daemon(config).run()
+        # Of a terminal SIGHUP says that it is gone.
+        daemon = Daemon(config, None if os.isatty(sys.stderr.fileno()) else load)
+        daemon.run()
     except ConfigError as error:
         return _fail(error, EXIT_USAGE)
     except AlreadyRunning as error:
         return _fail(error, EXIT_ALREADY_RUNNING)
     except UnusableFolder as error:
         return _fail(error, EXIT_UNUSABLE)
+    if daemon.restarts:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the next image listens
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return 0
 
 
@@ -79,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="serve until SIGTERM",
-        description="Serve this node until SIGTERM. Every setting is a TOML key, an environment "
+        description="Serve this node until SIGTERM; SIGHUP loads the settings again. Every setting is a TOML key, an environment "
         "variable CKPTD_<KEY> and a flag, in rising precedence.",
     )
     run.add_argument("--config", metavar="FILE", help="TOML file with settings")

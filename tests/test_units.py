@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,21 @@ def test_a_restart_in_mid_training_loses_no_snapshot_and_the_job_resumes_at_the_
 def _iterations(systemd: Systemd) -> list[int]:
     (rank,) = shown(systemd, "snapshots")["ranks"]
     return sorted(slot["iteration"] for slot in rank["slots"] if slot["state"] == "sealed")
+
+
+def test_a_reload_takes_other_settings_in_the_same_process(unit: Systemd) -> None:
+    pid, begun = unit.shows("ckptd", "MainPID"), _started_at(unit)
+    unit.ctl("reload", "ckptd")
+    eventually(lambda: _started_at(unit) > begun + 0.5, "it has begun anew")
+    assert unit.shows("ckptd", "MainPID") == pid
+    assert unit.shows("ckptd", "ActiveState") == "active"
+    assert unit.shows("ckptd", "NRestarts") == "0"
+
+
+def _started_at(unit: Systemd) -> float:
+    """When the daemon that answers began; 0.0 if none does."""
+    done = ckptctl(unit, "status", "--json")
+    return 0.0 if done.returncode else time.time() - float(json.loads(done.stdout)["uptime_s"])
 
 
 def test_a_killed_daemon_comes_back_by_itself(unit: Systemd) -> None:

@@ -4,7 +4,7 @@ One thread serves everything; workers only digest, touch and unlink. Bytes on th
 are counted and, where possible, answered. Only the folder locks decide which process is the daemon, so the
 socket file of a killed daemon is no obstacle.
 
-Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM or SIGINT close the socket
+Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM, SIGINT or SIGHUP close the socket
 (clients see it at once), seal what is filled, exit. A SIGKILL at any point loses nothing: the segment files
 are the state.
 """
@@ -77,14 +77,19 @@ _JOBS = 65_536  # a bound on slots waiting for a worker: more than there can be 
 class Daemon(SlotListener):
     """One daemon; `run` serves until it is stopped.
 
+    Args:
+        check: raises ConfigError if the settings of this moment are unusable; for SIGHUP. None: SIGHUP ends it.
+    Attributes:
+        restarts: it was stopped by SIGHUP, to begin again with the settings of this moment.
     Raises:
         AlreadyRunning: another daemon uses one of the folders.
         UnusableFolder: a folder belongs to another user, or is not in memory.
         ConfigError: metrics are to be served, and their library is not installed.
     """
 
-    def __init__(self, config: DaemonConfig) -> None:
-        self._config = config
+    def __init__(self, config: DaemonConfig, check: Callable[[], object] | None = None) -> None:
+        self._config, self._check = config, check
+        self.restarts = self._reload_asked = False
         raise_descriptor_limit()
         self._group = group = group_number(config.trainer_group)
         runtime = private_folder(config.runtime_dir, "runtime folder", group)
@@ -193,7 +198,7 @@ class Daemon(SlotListener):
 
     def run(self) -> None:
         """Serve until a signal, or until no trainer has been here for ``idle_exit_s``."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self._housekeeper.start(time.monotonic())
         self._peering.adopt()
@@ -228,6 +233,8 @@ class Daemon(SlotListener):
         next_tick_s = 0.0
         while not self._stop_reason:
             now_s = time.monotonic()
+            if self._reload_asked:
+                self._reload()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + self._beat_s
                 self._tick()
@@ -236,6 +243,19 @@ class Daemon(SlotListener):
                     self.stop(f"idle for {self._config.idle_exit_s:g} s")
             until_s = min(next_tick_s, max(self._due(now_s), now_s + _SOONEST_S))
             self._wait(max(0.0, until_s - time.monotonic()))
+
+    def _reload(self) -> None:
+        """Stop, to begin again with other settings; go on with these if the others are unusable."""
+        self._reload_asked = False
+        assert self._check is not None
+        try:
+            self._check()
+        except ConfigError as error:
+            logger.error("SIGHUP: the settings stay as they are: %s", error)
+            self._events.add("error", "not_reloaded", f"the settings stay as they are: {error}")
+            return
+        self.restarts = True
+        self.stop("SIGHUP")
 
     def _due(self, now_s: float) -> float:
         """Retry what is due for peers; returns when to come back."""
@@ -284,7 +304,10 @@ class Daemon(SlotListener):
 
     def _close(self) -> None:
         """Stop listening, seal what is filled, release everything; bounded in time."""
-        self._notifier.send("STOPPING=1")
+        monotonic_us = time.monotonic_ns() // 1000
+        self._notifier.send(
+            *(["RELOADING=1", f"MONOTONIC_USEC={monotonic_us}"] if self.restarts else ["STOPPING=1"])
+        )
         self._events.add("info", "stopping", self._stop_reason or "an error")
         self._poller.unregister(self._trainers.socket)
         self._trainers.close()
@@ -318,8 +341,13 @@ class Daemon(SlotListener):
         os.eventfd_write(self._wake_fd, 1)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._check is not None:
+            self._reload_asked = True
+            self._wake()
+            return
         # An operator who presses Ctrl-C does not run it any more; SIGTERM may precede an upgrade.
         self._interrupted = number == signal.SIGINT
+        self.restarts = False
         self.stop(signal.Signals(number).name)
 
 

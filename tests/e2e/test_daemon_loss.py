@@ -228,3 +228,46 @@ def test_auto_starts_a_daemon_that_outlives_the_trainer(tmp_path: Path, in_memor
     assert jobs.report(out)["resumed_from"] is not None
     reference = jobs.run("plain", "--total", "15", daemon="none")
     assert differences(reference, out) == []
+
+
+@pytest.mark.slow
+def test_a_reload_takes_other_settings_and_loses_no_snapshot(
+    request: pytest.FixtureRequest, jobs: Jobs, tmp_path: Path
+) -> None:
+    """SIGHUP ended the daemon at once. Settings that are unusable change nothing."""
+    settings = tmp_path / "ckptd.toml"
+    settings.write_text('memory = "256MiB"\n')
+    with own_daemon("--config", str(settings)) as daemon:
+        jobs.endpoint = daemon.endpoint
+        assert daemon.process is not None
+        run = "reloaded"
+        trainer = Trainer(request, jobs, "--run", run, "--total", "100000", "--step-ms", "5")
+        trainer.reaches("snapshots", above=8)
+
+        settings.write_text('memory = "a lot"\n')
+        daemon.process.send_signal(signal.SIGHUP)
+        eventually(lambda: bool(daemon.events("not_reloaded")), "the event not_reloaded", timeout_s=20)
+        assert "memory" in daemon.events("not_reloaded")[0]
+        status = daemon.ask(GetStatus(), Status)
+        assert (status.pid, status.quota_bytes) == (daemon.process.pid, 256 << 20)
+
+        settings.write_text('memory = "300MiB"\n')
+        for _ in range(2):  # also while the first one is under way
+            daemon.process.send_signal(signal.SIGHUP)
+
+        def reloaded() -> bool:
+            try:
+                return daemon.ask(GetStatus(), Status).quota_bytes == 300 << 20
+            except DaemonUnavailable:
+                return False
+
+        eventually(reloaded, "the new quota", timeout_s=30)
+        assert daemon.process.poll() is None
+        assert daemon.ask(GetStatus(), Status).pid == daemon.process.pid
+        before = trainer.stats()
+        trainer.reaches("snapshots", above=before["snapshots"] + 8)
+        trainer.kill()
+        total = json.loads(trainer.stats_file.read_text())["step"] + 20
+        resumed = jobs.run("plain", "--run", run, "--seed", "7", "--total", str(total))
+        assert jobs.report(resumed)["resumed_from"] > before["step"]
+        assert differences(jobs.run("plain", "--total", str(total), daemon="none"), resumed) == []
