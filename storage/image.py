@@ -52,6 +52,7 @@ __all__ = [
     "ImageLayout",
     "ImageView",
     "Mismatch",
+    "layout_id_of",
     "mismatches",
     "seal",
     "verify",
@@ -315,6 +316,12 @@ def _parse_header(buf: memoryview) -> tuple[ParsedHeader, int]:
     if parsed.image_len > len(buf):
         raise ImageError(f"the image is truncated: it has {parsed.image_len} bytes, the buffer {len(buf)}")
     return parsed, layout_id
+
+
+def layout_id_of(header: bytes) -> int:
+    """The layout id of an image with this header; raises ImageError if it is not the header of one."""
+    buf = memoryview(header)
+    return xxhash.xxh3_64_intdigest(_blanked(buf, _find_data_offset(buf))[0])
 
 
 def _blanked(buf: memoryview, data_offset: int) -> tuple[bytearray, int]:

@@ -12,7 +12,8 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from blake3 import blake3
 
@@ -23,6 +24,7 @@ __all__ = [
     "is_strong_digest",
     "matches",
     "strong_digest",
+    "strong_digest_of",
 ]
 
 STRONG_DIGEST = r"(blake3|sha256):[0-9a-f]{64}"
@@ -39,6 +41,9 @@ _HEX: dict[str, Callable[[Buffer, int], str]] = {
 }
 
 
+_HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+
+
 def strong_digest(data: Buffer, algorithm: str = "", *, threads: int = 1) -> str:
     """The digest of ``data``; other threads run meanwhile.
 
@@ -48,6 +53,15 @@ def strong_digest(data: Buffer, algorithm: str = "", *, threads: int = 1) -> str
     """
     name = algorithm or fastest_algorithm()
     return f"{name}:{_HEX[name](data, threads if len(data) >= _WORTH_THREADS else 1)}"
+
+
+def strong_digest_of(pieces: Iterable[Buffer]) -> str:
+    """The digest of bytes that lie apart; the algorithm is the one that is faster on this machine."""
+    name = fastest_algorithm()
+    made = _HASHES[name]()
+    for piece in pieces:
+        made.update(piece)
+    return f"{name}:{made.hexdigest()}"
 
 
 def matches(data: Buffer, digest: str, *, threads: int = 1) -> bool:
@@ -61,7 +75,7 @@ class Digesting:
 
     def __init__(self, digest: str) -> None:
         algorithm, self._wanted = _split(digest)
-        self._made = blake3() if algorithm == "blake3" else hashlib.sha256()
+        self._made = _HASHES[algorithm]()
 
     def update(self, data: Buffer) -> None:
         self._made.update(data)

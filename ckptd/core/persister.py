@@ -203,10 +203,15 @@ Event = Joined | Durable | SlotTables | _Answer | Forgotten | Fenced | Flush | T
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Upload this snapshot, whose slot is held."""
+    """Upload this snapshot, whose slot is held.
+
+    ``newer``: snapshots of the same checkpoint, newest first, that together anchor what any newer one has of
+    it. If no replay leads through them, a recovery takes that from them.
+    """
 
     key: SnapshotKey
     record: SlotRecord
+    newer: tuple[SnapshotKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +268,18 @@ class _Checkpoint:
     @property
     def end(self) -> int:
         return self.last.iteration
+
+    def newer_than(self, key: SnapshotKey) -> tuple[SnapshotKey, ...]:
+        """The newest snapshot, and those that anchor more of what this one does; `Store` has them."""
+        left = self.records[key].anchors
+        found: list[SnapshotKey] = []
+        for other, record in reversed(self.records.items()):
+            if other == key:
+                break
+            if not found or record.anchors & left:
+                found.append(other)
+                left &= ~record.anchors
+        return tuple(found)
 
 
 class Persister:
@@ -501,7 +518,7 @@ class Persister:
         free = self._parallel - sum(key in current.asked for key in waiting)
         for key in [key for key in waiting if key not in current.asked][: max(0, free)]:
             current.asked.add(key)
-            self._effects.append(Store(key, current.records[key]))
+            self._effects.append(Store(key, current.records[key], current.newer_than(key)))
 
     def _begin_due(self) -> None:
         end = self._due()

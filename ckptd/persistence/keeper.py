@@ -165,10 +165,11 @@ class Keeper:
 
     def _put(self, message: w.StoreSlot) -> Struct:
         run, rank = self._opened(message.rank)
+        newer = self._files.newer(message.newer)
         hold = self._files.hold(message.path, message.index, message.snapshot)
         with run.turn(message.snapshot.iteration), hold as slot:
             self._pacer.wait()
-            done = rank.put(message.snapshot, slot)
+            done = rank.put(message.snapshot, slot, newer)
             self._pacer.spend(done.uploaded_bytes)
         self._files.forget_removed()
         return w.StoredSlot(message.id, done.size_bytes, done.uploaded_bytes)

@@ -110,9 +110,19 @@ class OpenRank(Struct, frozen=True, tag=True):
     epoch_start: int
 
 
+class SlotPlace(Struct, frozen=True, array_like=True):
+    """A snapshot, and the slot of a segment file that holds it."""
+
+    snapshot: SnapshotId
+    path: str
+    index: int
+
+
 class StoreSlot(Struct, frozen=True, tag=True):
     """Store the image in slot ``index`` of a segment file, if it still is that of ``snapshot``; answered by
     `StoredSlot`.
+
+    ``newer``: what these snapshots have, too, may be left out (`ckptd.storage.reduced_image`).
     """
 
     id: int
@@ -120,6 +130,7 @@ class StoreSlot(Struct, frozen=True, tag=True):
     snapshot: SnapshotId
     path: str
     index: int
+    newer: tuple[SlotPlace, ...] = ()
 
 
 class CommitRank(Struct, frozen=True, tag=True):

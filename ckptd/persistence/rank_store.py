@@ -11,6 +11,7 @@ shares with the first.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -20,13 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import xxhash
+
 import ckptd
 from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
-from ckptd.persistence.keeper_wire import CommitRank, SnapshotId
+from ckptd.persistence.keeper_wire import CommitRank, SlotPlace, SnapshotId
 from ckptd.persistence.run_in_store import RunInStore, Seen
 from ckptd.storage.checkpoints.catalog import Views
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
@@ -38,8 +41,9 @@ from ckptd.storage.checkpoints.reader import (
 from ckptd.storage.checkpoints.upload_plan import StoredIndex, UploadPlan, plan_upload
 from ckptd.storage.image import DigestMismatch, ImageView, verify
 from ckptd.storage.image_format import ImageError
+from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, reduced
 from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, Unavailable
-from ckptd.storage.strong_digest import strong_digest
+from ckptd.storage.strong_digest import strong_digest_of
 
 __all__ = [
     "TOOL",
@@ -51,6 +55,9 @@ __all__ = [
     "UnknownSnapshot",
     "Uploaded",
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 class SlotLost(RuntimeError):
@@ -93,6 +100,22 @@ class SlotFiles:
                 raise SlotLost(f"slot {index} of {segment.path.name} holds iteration {found[0]}")
             kept = segment.kept_digest(index, header)
             yield LockedSlot(header, segment.image(index, header), kept)
+
+    def newer(self, places: Iterable[SlotPlace]) -> NewerSnapshots:
+        """What these snapshots have; of one whose slot is lost, nothing."""
+        found = NewerSnapshots()
+        for place in places:
+            try:
+                with self.hold(place.path, place.index, place.snapshot) as slot:
+                    view = ImageView(slot.image)
+                    header = slot.image[: view.data_offset]
+                    if xxhash.xxh3_128_digest(header) == slot.header.header_digest:
+                        found.add(view)
+            except (SlotLost, ImageError) as error:
+                logger.warning(
+                    "what iteration %d has is stored once more: %s", place.snapshot.iteration, error
+                )
+        return found
 
     def writable(self, path: str, offset: int, length: int) -> memoryview:
         """Writable bytes of a segment file; SlotLost if the file was removed or is too short."""
@@ -206,28 +229,34 @@ class RankStore:
         with self._lock:
             return [kept for name, kept in self._since.items() if name[0] == iteration]
 
-    def put(self, snapshot: SnapshotId, slot: LockedSlot) -> Uploaded:
-        """Store the snapshot in a slot.
+    def put(self, snapshot: SnapshotId, slot: LockedSlot, newer: NewerSnapshots | None = None) -> Uploaded:
+        """Store the snapshot in a slot, without what newer ones have.
 
         Raises:
             SlotLost: the bytes differ from the sealed ones.
             StoreError: the store does not accept it.
         """
         name = _name(snapshot)
+        newer = newer or NewerSnapshots()
         with self._lock:
             known = self._since.get(name) or self._base.get(name)
-        if known is not None:
-            return Uploaded(known.snapshot.image_len, 0)
         header = slot.header
         try:
+            view = ImageView(slot.image)
+            # It may have been reduced for a checkpoint of a history that was abandoned.
+            if known is not None and not view.anchors & ~newer.anchors & ~known.snapshot.anchors:
+                return Uploaded(known.snapshot.image_len, 0)
             verify(slot.image, header.header_digest, map_fn=self._at.map_fn)
         except ImageError as error:
             what = error.tensor if isinstance(error, DigestMismatch) else str(error)
             raise SlotLost(f"iteration {header.iteration} is damaged in memory: {what}") from error
         begun_s = time.monotonic()
+        image = reduced(slot.image, view, newer) or StorableImage.whole(
+            slot.image, view, header.header_digest
+        )
         index, relied, since_s = self._index(header.iteration)
         plan = plan_upload(
-            slot.image,
+            image.pieces,
             index,
             job=self._at.job,
             run=self._at.run,
@@ -235,20 +264,20 @@ class RankStore:
             epoch=header.epoch,
             sequence=header.sequence,
         )
-        info, uploaded = self._upload(plan, slot.image)
-        stored, head = _stored(slot, plan, info)
+        info, uploaded = self._upload(plan, image)
+        stored = _stored(slot, image, plan, info)
         if self._at.read_back:
             restore_snapshot(self._at.store, stored, memoryview(bytearray(stored.image_len)))
         if plan.reused:
-            kept = KeptSnapshot(stored, head, relied, since_s)
+            kept = KeptSnapshot(stored, image.header, relied, since_s)
         else:
-            kept = KeptSnapshot(stored, head, frozenset(), begun_s)
+            kept = KeptSnapshot(stored, image.header, frozenset(), begun_s)
         with self._lock:
             self._since[name] = kept
             now_s = time.monotonic()
             for old in [n for n, k in self._since.items() if now_s - k.since_s > _FORGET_S]:
                 del self._since[old]
-        return Uploaded(header.image_len, uploaded)
+        return Uploaded(image.image_len, uploaded)
 
     def commit(self, message: CommitRank) -> RankManifest:
         """Write this rank's manifest.
@@ -342,7 +371,7 @@ class RankStore:
         since_s = min([now_s, *(kept.since_s for kept in found)])
         return index, frozenset().union(*(kept.relied for kept in found)), since_s
 
-    def _upload(self, plan: UploadPlan, image: memoryview) -> tuple[ObjectInfo, int]:
+    def _upload(self, plan: UploadPlan, image: StorableImage) -> tuple[ObjectInfo, int]:
         """Put the new object, unless a young one exists: a key stands for one content.
 
         A young object (less than ``_FORGET_S``) was put by an earlier process. An older one may be collected
@@ -355,7 +384,7 @@ class RankStore:
             age_s = abs(self._at.wall_ns() - there.modified_ns) / 1e9
             if age_s < _FORGET_S:
                 return there, 0
-        info = self._at.store.put(plan.key, plan.parts(image))
+        info = self._at.store.put(plan.key, plan.parts(image.pieces))
         if info.size != plan.size:
             raise Damaged(plan.key, f"it has {info.size} bytes, {plan.size} were put")
         return info, plan.size
@@ -365,10 +394,11 @@ def _name(snapshot: SnapshotId) -> _Name:
     return snapshot.iteration, snapshot.epoch, snapshot.sequence
 
 
-def _stored(slot: LockedSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[StoredSnapshot, bytes]:
-    """The snapshot for the manifest, and its image's header."""
-    header, view = slot.header, ImageView(slot.image)
-    stored = StoredSnapshot(
+def _stored(slot: LockedSlot, image: StorableImage, plan: UploadPlan, info: ObjectInfo) -> StoredSnapshot:
+    """The snapshot for the manifest."""
+    header = slot.header
+    kept = slot.digest if image.header_digest == header.header_digest else ""
+    return StoredSnapshot(
         header.iteration,
         header.previous,
         header.sequence,
@@ -376,13 +406,12 @@ def _stored(slot: LockedSlot, plan: UploadPlan, info: ObjectInfo) -> tuple[Store
         header.epoch,
         header.epoch_start,
         header.filled_at_ns,
-        header.header_digest,
-        header.image_len,
-        header.layout_id,
-        view.num_operators,
-        view.anchors,
+        image.header_digest,
+        image.image_len,
+        image.layout_id,
+        image.num_operators,
+        image.anchors,
         plan.objects(info.etag),
         plan.extents,
-        slot.digest or strong_digest(slot.image),
+        kept or strong_digest_of(image.pieces),
     )
-    return stored, bytes(slot.image[: view.data_offset])

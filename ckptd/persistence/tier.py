@@ -35,9 +35,11 @@ from ckptd.core.persister import (
 )
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.slots import Hold, Joined, Note, Release, SlotRecord, SlotState, SnapshotKey, Tick
+from ckptd.core.snapshot_policy import PolicyKind
+from ckptd.holdings import policy_of
 from ckptd.memory.inventory import records_of
 from ckptd.memory.segment_file import Segment
-from ckptd.memory.slot_holds import SlotHolds
+from ckptd.memory.slot_holds import HeldSnapshot, SlotHolds
 from ckptd.node_context import NodeContext
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.keeper_client import AWAY, StoreChild
@@ -222,13 +224,14 @@ class RankPersistence:
             case Release():
                 self._holds.release(effect.key)
             case Store():
-                self._ask_to_store(effect.key)
+                self._ask_to_store(effect)
             case Commit():
                 self._ask_to_commit(effect)
             case Note():
                 self._events.add(effect.level, effect.kind, effect.message, self.key)
 
-    def _ask_to_store(self, key: SnapshotKey) -> None:
+    def _ask_to_store(self, effect: Store) -> None:
+        key = effect.key
         held = self._holds.get(key)
         if held is None:
             return  # the core has received `SlotReused`
@@ -238,6 +241,7 @@ class RankPersistence:
             w.SnapshotId(*key),
             str(held.segment.path),
             held.index,
+            self._superseding(held, effect.newer),
         )
 
         def stored(reply: w.StoredSlot) -> None:
@@ -252,6 +256,19 @@ class RankPersistence:
                 self.feed(StoreFailed(key, reason))
 
         self._child.ask(message, stored, refused)
+
+    def _superseding(self, held: HeldSnapshot, newer: Iterable[SnapshotKey]) -> tuple[w.SlotPlace, ...]:
+        """The newer snapshots from which a recovery takes what they have; none if it replays them.
+
+        Those that are stored already are left out: what they have is then stored again.
+        """
+        found = [(key, slot) for key in newer if (slot := self._holds.get(key)) is not None]
+        segments = {slot.segment.path: slot.segment for slot in (held, *(slot for _, slot in found))}
+        if any(policy_of(segment.descriptor) != PolicyKind.PARTIAL for segment in segments.values()):
+            return ()
+        return tuple(
+            [w.SlotPlace(w.SnapshotId(*key), str(slot.segment.path), slot.index) for key, slot in found]
+        )
 
     def _ask_to_commit(self, effect: Commit) -> None:
         last, epoch = effect.keys[-1], self._epoch

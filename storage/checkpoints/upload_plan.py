@@ -36,6 +36,7 @@ from ckptd.storage.image_format import (
     render_header,
     tag_of,
 )
+from ckptd.storage.reduced_image import cut
 
 __all__ = [
     "IMAGE_HEADER",
@@ -116,10 +117,10 @@ class UploadPlan:
     saved_bytes: int
     reason: str
 
-    def parts(self, image: memoryview) -> list[memoryview]:
-        """The parts of the new object, without a copy; ``image`` is the planned one."""
+    def parts(self, image: Sequence[memoryview]) -> list[memoryview]:
+        """The parts of the new object, without a copy; ``image`` is the planned one, in pieces."""
         head = [memoryview(self.header)] if self.header else []
-        return head + [image[at : at + length] for at, length in self.ranges]
+        return head + [piece for at, length in self.ranges for piece in cut(image, at, length)]
 
     def objects(self, etag: str) -> tuple[StoredObject, ...]:
         """The snapshot's objects, once the new one is stored under ``etag``."""
@@ -127,7 +128,7 @@ class UploadPlan:
 
 
 def plan_upload(
-    image: memoryview,
+    image: Sequence[memoryview],
     index: StoredIndex,
     *,
     job: str,
@@ -137,11 +138,16 @@ def plan_upload(
     sequence: int,
     limits: PartLimits = PartLimits(),
 ) -> UploadPlan:
-    """Plan the upload of a sealed image at the beginning of a buffer; HeaderError if it is not whole."""
-    head = bytes(image[: data_offset_of(bytes(image[:LENGTH_BYTES]))])
+    """Plan the upload of a sealed image; HeaderError if it is not whole.
+
+    Args:
+        image: its bytes in pieces, the first of which has the header. More may follow (a slot is longer).
+    """
+    first, size = image[0], sum(len(piece) for piece in image)
+    head = bytes(first[: data_offset_of(bytes(first[:LENGTH_BYTES]))])
     parsed = parse_header(head)
-    if parsed.metadata.get("format") != FORMAT or parsed.size > len(image):
-        raise HeaderError(f"the buffer of {len(image)} bytes does not hold a whole image")
+    if parsed.metadata.get("format") != FORMAT or parsed.size > size:
+        raise HeaderError(f"the buffer of {size} bytes does not hold a whole image")
     name = ObjectName(job, run, _iteration(parsed), rank, epoch, sequence, tag_of(head))
     found = _found(parsed, index, limits.min_tensor_bytes)
     if not found:

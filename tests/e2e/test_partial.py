@@ -5,7 +5,6 @@ state, and what is lost is counted to the token.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,10 @@ import pytest
 import torch
 
 from ckptd.client import Checkpointer, SnapshotOptions
-from ckptd.storage.checkpoints.reader import read_catalog
+from ckptd.storage.checkpoints.reader import read_catalog, read_image_header, read_manifest
+from ckptd.storage.checkpoints.verifier import verify_run
+from ckptd.storage.image_format import parse_header
+from ckptd.storage.stores.objects import ObjectStore
 from ckptd.storage.stores.open_store import open_store
 from tests.ckptd.running import eventually
 from tests.e2e.cases import EXPERTS, LAYERS
@@ -24,13 +26,16 @@ from tests.e2e.compare import same_values
 from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.job import make_job
 from tests.e2e.ranks import Ranks
+from tests.e2e.test_durable import lose_memory
 from tests.long import long
 
 TOTAL = 24
 ONE_EACH = {"experts": 1, "lost_tokens_limit": None}
 
 
-def _options(scope: str = "both", every: int = 1, *, policy: str = "partial", **changes: Any) -> list[str]:
+def partial_options(
+    scope: str = "both", every: int = 1, *, policy: str = "partial", **changes: Any
+) -> list[str]:
     partial = {**ONE_EACH, "scope": scope, **changes}
     chosen = {"policy": policy, "window": None, "partial": partial, "every": every}
     return [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
@@ -133,7 +138,7 @@ def _load(folder: Path) -> dict[int, dict[str, Any]]:
 def test_two_kills_lose_what_was_counted_and_nothing_else(
     jobs: Jobs, case: str, scope: str, every: int
 ) -> None:
-    options = [*_options(scope, every), "--run", f"p-{case}-{scope}-{every}"]
+    options = [*partial_options(scope, every), "--run", f"p-{case}-{scope}-{every}"]
     first, second, third = (_states(jobs, name) for name in ("first", "second", "third"))
     kill = ("--kill-sealed", "--patient-until", "12")
     jobs.run(
@@ -174,7 +179,7 @@ def test_two_kills_lose_what_was_counted_and_nothing_else(
 )
 def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, policy: str, every: int, selection: str) -> None:
     """PLT as logged equals an independent count over the recorded assignments, exactly."""
-    chosen = _options("both", every, policy=policy, selection=selection)
+    chosen = partial_options("both", every, policy=policy, selection=selection)
     options = [*chosen, "--run", f"count-{policy}-{selection}-{every}"]
     first, second = _states(jobs, "first"), _states(jobs, "second")
     kill = ("--kill-sealed", "--patient-until", "12", "--kill-at", "17")
@@ -200,7 +205,7 @@ def test_tokens_are_counted_as_the_gates_chose(jobs: Jobs, policy: str, every: i
 
 def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: Jobs) -> None:
     """Nothing is lost while a failure would lose too much, whatever K is."""
-    options = [*_options(lost_tokens_limit=0.0375), "--run", "limit"]
+    options = [*partial_options(lost_tokens_limit=0.0375), "--run", "limit"]
     jobs.run("plain", *options, "--kill-at", "9", "--kill-sealed", "--total", "40", expect_killed=True)
     out = jobs.run("plain", *options, "--seed", "1000", "--total", "12")
     report = jobs.report(out)
@@ -223,7 +228,7 @@ def test_the_limit_of_lost_tokens_decides_how_many_experts_a_snapshot_has(jobs: 
 def test_ranks_come_back_together(jobs: Jobs, case: str, changes: dict[str, Any], experts: int) -> None:
     """Replicated experts, which one rank captures, and experts of each rank's own."""
     run = f"ranks-{case.replace('/', '-')}-{changes.get('policy', '')}"
-    options = _options(**changes)
+    options = partial_options(**changes)
     before = {rank: ("--states", str(_states(jobs, f"first-{rank}"))) for rank in range(2)}
     after = {rank: ("--states", str(_states(jobs, f"second-{rank}"))) for rank in range(2)}
     first = Ranks(jobs, run, *options, case=case, killed=1, kill_at=14, total=20, each=before)
@@ -242,7 +247,7 @@ def test_ranks_come_back_together(jobs: Jobs, case: str, changes: dict[str, Any]
 @pytest.mark.slow
 def test_windows_grow_as_far_as_the_limit_allows_on_one_rank_and_on_several(jobs: Jobs) -> None:
     """With K = 1 of 4 experts: a window of 2 from iteration 14 on, one of 4 from 40 on."""
-    options = [*_options(lost_tokens_limit=0.0375), "--until-window", str(EXPERTS), "--step-ms", "5"]
+    options = [*partial_options(lost_tokens_limit=0.0375), "--until-window", str(EXPERTS), "--step-ms", "5"]
     alone = jobs.run("plain", *options, "--run", "grows", "--total", "4000")
     assert jobs.report(alone)["window"] == EXPERTS
     outs = Ranks(jobs, "grow", *options, case="plain", total=4000).end()
@@ -264,7 +269,7 @@ def test_another_policy_takes_over_after_a_restart(jobs: Jobs) -> None:
     second = _states(jobs, "second")
     out = jobs.run(
         "plain",
-        *(*_options(), *run, "--seed", "1000", "--states", str(second)),
+        *(*partial_options(), *run, "--seed", "1000", "--states", str(second)),
         *("--kill-after-new-window", "6"),
         expect_killed=True,
     )
@@ -296,7 +301,7 @@ def test_another_policy_takes_over_after_a_restart(jobs: Jobs) -> None:
 def test_several_ranks_change_their_policy_together(jobs: Jobs) -> None:
     sliding = ("--set", 'policy="sliding"', "--set", "window=3")
     Ranks(jobs, "together", *sliding, case="plain", killed=1, total=20).end_by_the_death_of(1)
-    options = [*_options(), "--until-window", str(EXPERTS), "--step-ms", "5", "--seed", "7"]
+    options = [*partial_options(), "--until-window", str(EXPERTS), "--step-ms", "5", "--seed", "7"]
     after = Ranks(jobs, "together", *options, case="plain", total=4000)
     outs = after.end()
     for out in outs:
@@ -310,14 +315,14 @@ def test_several_ranks_change_their_policy_together(jobs: Jobs) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_take_partial_snapshots_or_none(jobs: Jobs) -> None:
-    mixed = {0: tuple(_options()), 1: ("--set", 'policy="sliding"', "--set", "window=4")}
+    mixed = {0: tuple(partial_options()), 1: ("--set", 'policy="sliding"', "--set", "window=4")}
     told = Ranks(jobs, "mixed", case="plain", total=20, each=mixed).end_by_a_failure()
     assert "rank 0 takes partial snapshots, and rank 1 exact ones: pass all ranks the same policy=" in told
 
 
 @pytest.mark.slow
 def test_what_needs_a_replay_is_refused(jobs: Jobs, daemon: DaemonProcess) -> None:
-    process, out = jobs.start("plain", *_options(), "--run", "unverified", "--total", "12", "--verify")
+    process, out = jobs.start("plain", *partial_options(), "--run", "unverified", "--total", "12", "--verify")
     process.join(120)
     assert process.exitcode == 1
     assert "verify() replays a window, and no replay leads through partial snapshots" in jobs.log(out)
@@ -348,35 +353,107 @@ def storing_daemon(store: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.mark.slow
-def test_storage_has_every_expert(tmp_path: Path, storing_daemon: DaemonProcess, store: Path) -> None:
-    """All memory is lost: each expert comes from the newest durable snapshot that has it."""
+@pytest.mark.parametrize(
+    ("case", "scope", "policy"),
+    [
+        ("plain", "both", "partial"),
+        ("fused", "optimizer", "partial"),
+        pytest.param("masters", "weights", "partial", marks=long),
+        pytest.param("plain", "both", "selected", marks=long),
+    ],
+)
+def test_storage_has_every_expert(
+    tmp_path: Path, storing_daemon: DaemonProcess, store: Path, case: str, scope: str, policy: str
+) -> None:
+    """All memory is lost: each expert comes from the newest durable snapshot that has it, and everything is
+    stored once.
+    """
     jobs = Jobs(tmp_path, storing_daemon.endpoint)
-    options = [*_options(), "--run", "stored"]
+    options = [*partial_options(scope, policy=policy), "--run", "stored"]
     first, second = _states(jobs, "first"), _states(jobs, "second")
-    jobs.run(
-        "plain", *options, "--states", str(first), "--kill-at", "30", "--total", "40", expect_killed=True
-    )
+    states, until = ("--states", str(first)), ("--kill-at", "30", "--total", "40")
+    jobs.run(case, *options, *states, *until, expect_killed=True)
+    opened = open_store(f"file://{store}")
 
     def committed() -> list[int]:
-        return [c.id.end for c in read_catalog(open_store(f"file://{store}"), "e2e", "stored").committed]
+        return [c.id.end for c in read_catalog(opened, "e2e", "stored").committed]
 
     eventually(lambda: bool(store.exists() and committed()), "a durable checkpoint", timeout_s=30)
-    storing_daemon.kill()
-    shutil.rmtree(storing_daemon.segment_dir)
-    storing_daemon.segment_dir.mkdir(mode=0o700)
-    newest = committed()[0]
-    storing_daemon.start()
-    out = jobs.run("plain", *options, "--states", str(second), "--seed", "77", "--total", "36")
+    lose_memory(storing_daemon)
+    newest, timeline = committed()[0], _load(first)
+    assert verify_run(opened, "e2e", "stored").ok
+    check_stored_once(opened, "stored", newest, state_bytes(timeline[newest]))
+    out = jobs.run(case, *options, "--states", str(second), "--seed", "77", "--total", "36")
     report = jobs.report(out)
     assert report["resumed_from"] == newest
-    _check(_load(second)[newest], _load(first), newest, report["lost"])
+    _check(_load(second)[newest], timeline, newest, report["lost"], scope)
     assert len(report["lost"]["iterations"]) == (EXPERTS - 1) * LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "changes", "experts"),
+    [
+        ("plain", {}, EXPERTS * LAYERS),
+        pytest.param("expert/fused", {"num_experts": 4}, 4, marks=long),
+    ],
+)
+def test_storage_has_every_expert_of_several_ranks(
+    tmp_path: Path,
+    storing_daemon: DaemonProcess,
+    store: Path,
+    case: str,
+    changes: dict[str, Any],
+    experts: int,
+) -> None:
+    """Replicated experts, which one rank captures, and experts of each rank's own."""
+    jobs, options = Jobs(tmp_path, storing_daemon.endpoint), partial_options(**changes)
+    before = {rank: ("--states", str(_states(jobs, f"first-{rank}"))) for rank in range(2)}
+    after = {rank: ("--states", str(_states(jobs, f"second-{rank}"))) for rank in range(2)}
+    first = Ranks(jobs, "several", *options, case=case, killed=1, kill_at=18, total=24, each=before)
+    first.end_by_the_death_of(1)
+    opened = open_store(f"file://{store}")
+    eventually(lambda: bool(read_catalog(opened, "e2e", "several").committed), "a checkpoint", timeout_s=30)
+    lose_memory(storing_daemon)
+    newest = read_catalog(opened, "e2e", "several").committed[0].id.end
+    outs = Ranks(jobs, "several", *options, "--seed", "7", case=case, total=22, each=after).end()
+    for rank, report in enumerate(map(jobs.report, outs)):
+        assert report["resumed_from"] == newest
+        states, resumed = (_load(Path(each[rank][1])) for each in (before, after))
+        _check(resumed[newest], states, newest, report["lost"], experts_seen=experts)
+        assert report["lost"]["iterations"]
+
+
+def state_bytes(state: dict[str, Any]) -> int:
+    """P_ne + P_e of MoC-System's equation 6: the weights and optimizer state of a job's final state. Weights
+    that the optimizer holds count if they are masters; the steps of its parameters do not.
+    """
+    params = [value for key, value in state.items() if key.startswith("param/")]
+    held = [value for key, value in state.items() if key.startswith("held/")]
+    masters = [h for h in held if all(h.dtype != p.dtype for p in params)]
+    others = [value for key, value in state.items() if key.startswith(("buffer/", "optim/"))]
+    tensors = [value for value in (*params, *masters, *others) if torch.is_tensor(value) and value.ndim]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def check_stored_once(store: ObjectStore, run: str, end: int, dense: int) -> None:
+    """A checkpoint has as many bytes as a dense snapshot, and of each snapshot a header and step scalars."""
+    (found,) = [c for c in read_catalog(store, "e2e", run).committed if c.id.end == end]
+    (manifest,) = [read_manifest(store, info.key) for info in found.manifests.values()]
+    headers = [read_image_header(store, snapshot) for snapshot in manifest.snapshots]
+    added = sum(map(len, headers))
+    for header in headers:
+        added += sum(t.nbytes for t in parse_header(header).tensors if t.name.startswith("ckptd."))
+    objects = {stored.key: stored.size for snapshot in manifest.snapshots for stored in snapshot.objects}
+    stored = sum(objects.values())
+    assert len(headers) == EXPERTS
+    assert stored - added == pytest.approx(dense, rel=0.01)
 
 
 @pytest.mark.slow
 def test_the_daemon_and_exports_say_that_snapshots_are_partial(jobs: Jobs, daemon: DaemonProcess) -> None:
     for scope in ("both", "optimizer"):
-        jobs.run("plain", *_options(scope), "--run", f"shown-{scope}", "--total", "12")
+        jobs.run("plain", *partial_options(scope), "--run", f"shown-{scope}", "--total", "12")
 
     def ctl(*arguments: str) -> str:
         command = [sys.executable, "-m", "ckptd.ctl", *arguments, "--endpoint", daemon.endpoint]

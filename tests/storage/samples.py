@@ -142,7 +142,7 @@ class Writer:
 
     def upload(self, sample: Sample) -> StoredSnapshot:
         plan = plan_upload(
-            sample.image,
+            [sample.image],
             self.index,
             job=self.job,
             run=RUN,
@@ -151,7 +151,7 @@ class Writer:
             sequence=sample.sequence,
             limits=PartLimits(self.min_tensor_bytes),
         )
-        info = self.store.put(plan.key, plan.parts(sample.image))
+        info = self.store.put(plan.key, plan.parts([sample.image]))
         stored = sample.stored(plan, info.etag)
         self.index.add(sample.header, stored)
         self.samples[sample.iteration] = sample

@@ -217,7 +217,7 @@ def upload(
         known = next((s for s in before if s.header_digest == sample.header_digest), None)
         if known is None:
             plan = plan_upload(
-                sample.image,
+                [sample.image],
                 index,
                 job=JOB,
                 run=RUN,
@@ -227,7 +227,7 @@ def upload(
                 limits=PartLimits(100),
             )
             yield
-            info = store.put(plan.key, plan.parts(sample.image))
+            info = store.put(plan.key, plan.parts([sample.image]))
             known = sample.stored(plan, info.etag)
             index.add(sample.header, known)
         stored.append(known)

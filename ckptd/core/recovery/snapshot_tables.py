@@ -136,19 +136,17 @@ def _merge(number: int, records: Sequence[SlotRecord], limits: Mapping[int, int]
 
 def _group(copies: Copies, num_operators: int, known: Known) -> Group:
     """Choose the snapshot of each iteration that counts."""
+    claims: dict[int, list[Identity]] = {}
+    for identity in copies:
+        claims.setdefault(identity[0], []).append(identity)
     best: dict[int, Identity] = {}
     conflicts: dict[int, str] = {}
-    for identity in copies:
-        iteration = identity[0]
-        other = best.setdefault(iteration, identity)
-        if other is identity:
-            continue
-        if other[:3] == identity[:3]:
-            best[iteration] = max(other, identity, key=lambda i: _weight(i, copies[i], known))
-            conflicts[iteration] = _conflict(best[iteration], copies, known)
-        elif identity > other:
-            best[iteration] = identity
-            conflicts.pop(iteration, None)
+    for iteration, claimed in claims.items():
+        last = max(i[:3] for i in claimed)
+        same = [i for i in claimed if i[:3] == last]
+        winner = best[iteration] = max(same, key=lambda i: _weight(i, copies[i], known))
+        if any(i is not winner and not _is_reduced(i, winner, copies, known) for i in same):
+            conflicts[iteration] = _conflict(winner, copies, known)
     chosen = {iteration: copies[identity] for iteration, identity in best.items()}
     newest = {iteration: record_of(found[0], known) for iteration, found in chosen.items()}
     return Group(num_operators, newest, chosen, conflicts)
@@ -165,10 +163,21 @@ def nodes_of(copies: Iterable[Copy], known: Known) -> list[str]:
     return sorted({known[number].node for number, _ in copies})
 
 
-def _weight(identity: Identity, copies: Iterable[Copy], known: Known) -> tuple[bool, int, bytes]:
+def _is_reduced(one: Identity, whole: Identity, copies: Copies, known: Known) -> bool:
+    """Whether one image anchors less than another of the same snapshot: it was reduced for storage."""
+    fewer, more = (record_of(copies[i][0], known).anchors for i in (one, whole))
+    return fewer != more and not fewer & ~more
+
+
+def _weight(identity: Identity, copies: Sequence[Copy], known: Known) -> tuple[int, bool, int, bytes]:
     """Of two snapshots with the same place in the history, the one with the larger weight counts."""
     own = any(known[number].own for number, _ in copies)
-    return own, len(nodes_of(copies, known)), identity[3]
+    return (
+        record_of(copies[0], known).anchors.bit_count(),
+        own,
+        len(nodes_of(copies, known)),
+        identity[3],
+    )
 
 
 def _conflict(winner: Identity, copies: Copies, known: Known) -> str:

@@ -94,7 +94,7 @@ def test_the_suffix_of_a_due_iteration_is_held_stored_in_order_and_committed() -
     assert core.handle(slots(1, 2, 3), now_s=1.0) == []
     effects = core.handle(slots(1, 2, 3, 4), now_s=2.0)
     assert [e.key.iteration for e in of(Hold, effects)] == [3, 4]  # type: ignore[union-attr]
-    assert of(Store, effects) == [Store(key(3), snapshot(3))]
+    assert of(Store, effects) == [Store(key(3), snapshot(3), (key(4),))]
     effects = core.handle(stored(3), now_s=3.0)
     assert effects == [Release(key(3)), Store(key(4), snapshot(4))]
     effects = core.handle(stored(4), now_s=4.0)
@@ -104,6 +104,19 @@ def test_the_suffix_of_a_due_iteration_is_held_stored_in_order_and_committed() -
     assert (state.under_way, state.uploaded_bytes) == (-1, 200)
     assert state.last_s == 3.0
     assert core.idle
+
+
+def test_newer_snapshots_are_named_that_anchor_what_one_has() -> None:
+    """The newest in any case: it has weights, too, of what it does not anchor."""
+    core = persister(every=6)
+    anchors = {3: 0b111001, 4: 0b001010, 5: 0b010001, 6: 0b000100}
+    records = tuple(replace(snapshot(i), anchors=which) for i, which in anchors.items())
+    effects = core.handle(SlotTables(records, 6, 8), now_s=0.0)
+    for iteration, newer in {3: (6, 5, 4), 4: (6,), 5: (6,), 6: ()}.items():
+        (asked,) = of(Store, effects)
+        assert isinstance(asked, Store)
+        assert (asked.key, asked.newer) == (key(iteration), tuple(map(key, newer)))
+        effects = core.handle(stored(iteration), now_s=0.0)
 
 
 def test_what_is_stored_is_not_stored_again() -> None:
@@ -190,7 +203,7 @@ def test_the_end_of_training_is_persisted_although_the_store_failed_then() -> No
     core.handle(StoreFailed(key(6), "the store is away"), now_s=1.0)
     assert not core.idle
     assert core.handle(slots(5, 6, 7), now_s=2.0) == []
-    assert of(Store, core.handle(Tick(), now_s=6.0)) == [Store(key(6), snapshot(6))]
+    assert of(Store, core.handle(Tick(), now_s=6.0)) == [Store(key(6), snapshot(6), (key(7),))]
     core.handle(stored(6), now_s=7.0)
     assert of(Commit, core.handle(stored(7), now_s=7.0))
     core.handle(Committed(key(7)), now_s=8.0)
@@ -202,10 +215,10 @@ def test_a_due_checkpoint_that_failed_is_due_until_something_newer_is() -> None:
     core = persister()
     core.handle(slots(3, 4, 5), now_s=0.0)
     core.handle(StoreFailed(key(3), "the store is away"), now_s=1.0)
-    assert of(Store, core.handle(Tick(), now_s=6.0)) == [Store(key(3), snapshot(3))]
+    assert of(Store, core.handle(Tick(), now_s=6.0)) == [Store(key(3), snapshot(3), (key(4),))]
     core.handle(StoreFailed(key(3), "the store is away"), now_s=7.0)
     core.handle(slots(3, 4, 5, 6, 7, 8), now_s=8.0)
-    assert of(Store, core.handle(Tick(), now_s=20.0)) == [Store(key(7), snapshot(7))]
+    assert of(Store, core.handle(Tick(), now_s=20.0)) == [Store(key(7), snapshot(7), (key(8),))]
 
 
 def test_the_end_of_training_is_persisted_although_who_stores_died_then() -> None:
@@ -215,7 +228,7 @@ def test_the_end_of_training_is_persisted_although_who_stores_died_then() -> Non
     core.handle(Flush(), now_s=0.0)
     assert of(Store, core.handle(Forgotten(), now_s=1.0)) == []
     assert of(Store, core.handle(Tick(), now_s=2.0)) == []
-    assert of(Store, core.handle(slots(6, 7), now_s=3.0)) == [Store(key(6), snapshot(6))]
+    assert of(Store, core.handle(slots(6, 7), now_s=3.0)) == [Store(key(6), snapshot(6), (key(7),))]
 
 
 def test_a_flush_survives_the_death_of_who_stores_while_it_waits_for_its_turn() -> None:
@@ -227,12 +240,12 @@ def test_a_flush_survives_the_death_of_who_stores_while_it_waits_for_its_turn() 
     core.handle(Flush(), now_s=0.0)  # 4 is under way
     core.handle(Forgotten(), now_s=1.0)
     assert not core.idle
-    assert of(Store, core.handle(slots(3, 4, 5), now_s=2.0)) == [Store(key(4), snapshot(4))]
+    assert of(Store, core.handle(slots(3, 4, 5), now_s=2.0)) == [Store(key(4), snapshot(4), (key(5),))]
     core.handle(StoreFailed(key(4), "the store is away"), now_s=3.0)  # now it waits for its time
     core.handle(Forgotten(), now_s=4.0)
     assert not core.idle
     core.handle(slots(3, 4, 5), now_s=5.0)
-    assert of(Store, core.handle(Tick(), now_s=8.0)) == [Store(key(4), snapshot(4))]
+    assert of(Store, core.handle(Tick(), now_s=8.0)) == [Store(key(4), snapshot(4), (key(5),))]
 
 
 def test_a_flush_stays_due_although_one_of_its_slots_was_lost() -> None:
@@ -329,7 +342,7 @@ def test_who_stores_is_new_to_each_epoch_and_nothing_passes_for_stored() -> None
     core.handle(stored(3), now_s=0.0)
     core.handle(Joined(1, 4), now_s=1.0)
     effects = core.handle(slots(3, 4), now_s=2.0)
-    assert of(Store, effects) == [Store(key(3), snapshot(3))]
+    assert of(Store, effects) == [Store(key(3), snapshot(3), (key(4),))]
 
 
 def test_news_of_something_else_changes_nothing() -> None:

@@ -145,7 +145,7 @@ def stored_window(
             image[at : at + len(data)] = data
         digest = seal(image)
         plan = plan_upload(
-            image,
+            [image],
             index,
             job="job",
             run="run",
@@ -154,7 +154,7 @@ def stored_window(
             sequence=iteration,
             limits=PartLimits(64),
         )
-        info = store.put(plan.key, plan.parts(image))
+        info = store.put(plan.key, plan.parts([image]))
         stored.append(
             StoredSnapshot(
                 iteration=iteration,

@@ -20,8 +20,8 @@ WINDOW = 2
 FROZEN_BYTES, FRESH_BYTES = 300_000, 100_000
 
 
-def descriptor(rank: int = 0, *, world_size: int = 1) -> SegmentDescriptor:
-    """Of a rank with two operators."""
+def descriptor(rank: int = 0, *, world_size: int = 1, partial: bool = False) -> SegmentDescriptor:
+    """Of a rank with two operators; with ``partial``, of two experts and the rest."""
     return SegmentDescriptor(
         job="job",
         run="run",
@@ -33,7 +33,7 @@ def descriptor(rank: int = 0, *, world_size: int = 1) -> SegmentDescriptor:
         node_id="n",
         created_at_ns=1,
         window=WINDOW,
-        num_operators=2,
+        num_operators=2 + partial,
     )
 
 
@@ -44,28 +44,42 @@ def segment_store(folder: Path) -> SegmentStore:
 
 
 def fill(
-    segment: Segment, index: int, iteration: int, *, epoch: int = 1, seed: int | None = None
+    segment: Segment,
+    index: int,
+    iteration: int,
+    *,
+    epoch: int = 1,
+    seed: int | None = None,
+    partial: bool = False,
 ) -> SnapshotId:
     """Seal a snapshot in a slot: a tensor that never changes, and one that is new each time (or of
     this seed).
+
+    Args:
+        partial: it also has an expert, one of two in turns, and anchors that and the rest.
     """
-    told = segment.descriptor
+    told, turn = segment.descriptor, iteration % WINDOW
+    expert = (
+        {f"expert.{turn}": np.random.default_rng([iteration, turn]).bytes(FRESH_BYTES)} if partial else {}
+    )
+    entries = [TensorEntry(name, "U8", (len(data),)) for name, data in expert.items()]
     layout = ImageLayout.build(
-        [TensorEntry("frozen", "U8", (FROZEN_BYTES,)), TensorEntry("fresh", "U8", (FRESH_BYTES,))],
+        [TensorEntry("frozen", "U8", (FROZEN_BYTES,)), TensorEntry("fresh", "U8", (FRESH_BYTES,)), *entries],
         identity={
             "job": told.job,
             "run": told.run,
             "rank": str(told.rank),
             "world_size": str(told.world_size),
         },
-        num_operators=2,
-        anchors=1 << iteration % WINDOW,
+        num_operators=told.num_operators,
+        anchors=1 << turn | (1 << WINDOW) * partial,
     )
     image = segment.image(index, SlotHeader(image_len=layout.image_len))
     layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=0)
     content = {
         "frozen": np.random.default_rng(0).bytes(FROZEN_BYTES),
         "fresh": np.random.default_rng(iteration if seed is None else seed).bytes(FRESH_BYTES),
+        **expert,
     }
     for name, data in content.items():
         at = layout.offset_of(name)

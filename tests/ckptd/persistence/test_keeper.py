@@ -19,13 +19,16 @@ from ckptd.memory.segment_file import Segment
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence import rank_store
 from ckptd.persistence.keeper import Keeper
-from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
+from ckptd.storage.checkpoints.manifest import RankManifest
+from ckptd.storage.checkpoints.reader import read_catalog, read_manifest, restore_snapshot
 from ckptd.storage.checkpoints.signing import Signers, create_signer
-from ckptd.storage.image import verify
+from ckptd.storage.checkpoints.verifier import verify_run
+from ckptd.storage.image import ImageView, verify
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.strong_digest import strong_digest
 from tests.ckptd.persistence.slots import (
     FRESH_BYTES,
+    FROZEN_BYTES,
     WINDOW,
     descriptor,
     fill,
@@ -91,9 +94,10 @@ class Desk:
     def open(self, rank: int = 0, *, epoch: int = 1, start: int = -1) -> Any:
         return self.ask(w.OpenRank, w.RankName("job", "run", rank), epoch, start)
 
-    def put(self, segment: Segment, index: int, snapshot: w.SnapshotId) -> Any:
-        name = w.RankName("job", "run", segment.descriptor.rank)
-        return self.ask(w.StoreSlot, name, snapshot, str(segment.path), index)
+    def put(self, segment: Segment, index: int, snapshot: w.SnapshotId, *newer: w.SnapshotId) -> Any:
+        name, path = w.RankName("job", "run", segment.descriptor.rank), str(segment.path)
+        places = tuple(w.SlotPlace(each, path, each.iteration % 6) for each in newer)
+        return self.ask(w.StoreSlot, name, snapshot, path, index, places)
 
     def commit(self, segment: Segment, *snapshots: w.SnapshotId) -> Any:
         told = segment.descriptor
@@ -239,6 +243,79 @@ def test_replicas_of_the_same_state_on_one_node_are_uploaded_once(desk: Desk, tm
     assert [c.rank for c in desk.find(0, 1)] == [0, 1]
     for segment in ranks:
         segment.close()
+
+
+@pytest.fixture
+def partial(tmp_path: Path) -> Iterator[Segment]:
+    """With partial snapshots of two experts and the rest."""
+    made = segment_store(tmp_path / "partial").create(descriptor(partial=True), 6, 1 << 20)
+    yield made
+    made.close()
+
+
+def manifest_at(desk: Desk, end: int) -> RankManifest:
+    (found,) = [found for found in desk.find(0) if found.end == end]
+    return read_manifest(open_store(desk.keeper._configure.url), found.name)
+
+
+def test_of_an_older_snapshot_only_what_no_newer_one_has_is_stored(
+    desk: Desk, partial: Segment, folder: Path
+) -> None:
+    """The manifest tells of an image with less, which is read back and verified as any other."""
+    desk.open()
+    older, newer = (fill(partial, i % 6, i, partial=True) for i in (3, 4))
+    assert FRESH_BYTES < desk.put(partial, 3, older, newer).size_bytes < FRESH_BYTES + 5_000
+    assert desk.put(partial, 4, newer).size_bytes > FROZEN_BYTES + 2 * FRESH_BYTES
+    assert isinstance(desk.commit(partial, older, newer), w.Answer)
+    manifest = manifest_at(desk, 4)
+    assert [snapshot.anchors for snapshot in manifest.snapshots] == [0b010, 0b101]
+    store, header = open_store(f"file://{folder}"), partial.header(3)
+    assert verify_run(store, "job", "run").ok
+    assert header is not None
+    into = memoryview(bytearray(manifest.snapshots[0].image_len))
+    restore_snapshot(store, manifest.snapshots[0], into)
+    view, was = ImageView(into), ImageView(partial.image(3, header))
+    assert view.names() == ("expert.1",)
+    assert view.data("expert.1") == was.data("expert.1")
+
+
+def test_checkpoints_that_overlap_share_what_is_stored(desk: Desk, partial: Segment, folder: Path) -> None:
+    """The newest snapshot of one is an older one of the next, and is not stored again."""
+    desk.open()
+    first, second, third = (fill(partial, i % 6, i, partial=True) for i in (3, 4, 5))
+    for snapshot, newer in ((first, [second]), (second, [])):
+        desk.put(partial, snapshot.iteration % 6, snapshot, *newer)
+    desk.commit(partial, first, second)
+    assert desk.put(partial, 4, second, third).uploaded_bytes == 0
+    part = desk.put(partial, 5, third)
+    assert 2 * FRESH_BYTES < part.uploaded_bytes < 2 * FRESH_BYTES + 20_000
+    assert isinstance(desk.commit(partial, second, third), w.Answer)
+    assert manifest_at(desk, 5).snapshots[0] == manifest_at(desk, 4).snapshots[1]
+    assert verify_run(open_store(f"file://{folder}"), "job", "run").ok
+
+
+def test_a_snapshot_is_stored_again_if_a_new_history_needs_more_of_it(desk: Desk, partial: Segment) -> None:
+    """It was reduced for a checkpoint of a history that was abandoned, whose newest snapshot had the rest."""
+    desk.open()
+    older, newer = (fill(partial, i % 6, i, partial=True) for i in (2, 3))
+    desk.put(partial, 2, older, newer)
+    assert desk.put(partial, 2, older, newer).uploaded_bytes == 0
+    whole = desk.put(partial, 2, older)
+    assert whole.size_bytes > FROZEN_BYTES + 2 * FRESH_BYTES
+    assert desk.put(partial, 2, older, newer).size_bytes == whole.size_bytes
+
+
+def test_what_cannot_be_seen_in_a_newer_snapshot_is_stored_with_the_older_one(
+    desk: Desk, partial: Segment
+) -> None:
+    desk.open()
+    older, newer = (fill(partial, i % 6, i, partial=True) for i in (3, 4))
+    header = partial.header(4)
+    assert header is not None
+    partial.image(4, header)[200] ^= 1  # in its header
+    assert desk.put(partial, 3, older, newer).size_bytes > FROZEN_BYTES
+    fill(partial, 4, 10, partial=True)
+    assert desk.put(partial, 3, older, newer).size_bytes > FROZEN_BYTES
 
 
 def test_a_slot_that_is_not_what_was_asked_for_is_lost(desk: Desk, segment: Segment) -> None:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.msgpack import encode
+from msgspec.structs import replace as replace_struct
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.sessions import RankKey
@@ -23,7 +25,9 @@ from ckptd.memory.segment_store import SegmentStore
 from ckptd.node_context import NodeContext
 from ckptd.persistence import keeper_wire as w
 from ckptd.persistence.tier import StorageTier
-from tests.ckptd.persistence.slots import descriptor, fill, segment_store
+from ckptd.storage.checkpoints.reader import read_catalog, read_manifest
+from ckptd.storage.stores.open_store import open_store
+from tests.ckptd.persistence.slots import FROZEN_BYTES, descriptor, fill, segment_store
 
 RANK = RankKey("job", "run", 0)
 
@@ -35,8 +39,8 @@ class Daemon:
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.store: SegmentStore = segment_store(folder / "shm")
         self.events = EventLog(100)
-        url = f"file://{store or folder / 'store'}"
-        config = replace(DaemonConfig(), store=url, persist_every=2, persist_every_s=0.0)
+        self.url = f"file://{store or folder / 'store'}"
+        config = replace(DaemonConfig(), store=self.url, persist_every=2, persist_every_s=0.0)
         self.tier = StorageTier(
             NodeContext(config, self.store, self.events, self.posted.put),
             ranks_of=lambda job, run: [0],
@@ -76,6 +80,23 @@ def test_a_rank_that_has_no_memory_yet_is_not_forgotten(daemon: Daemon) -> None:
         fill(segment, iteration, iteration)
     daemon.run_until(lambda: bool(daemon.told("persisted")))
     assert daemon.told("persisted") == ["checkpoint 2 is durable on all 1 ranks"]
+
+
+@pytest.mark.parametrize("policy", ["partial", "sliding"])
+def test_of_partial_snapshots_alone_a_part_is_stored(daemon: Daemon, policy: str) -> None:
+    """A replay needs all of an older snapshot."""
+    daemon.tier.join(RANK, 1, 1, -1)
+    told = replace_struct(descriptor(partial=True), client=encode({"operators": [], "policy": policy}))
+    segment = daemon.store.create(told, 6, 1 << 20)
+    for iteration in (1, 2):
+        fill(segment, iteration, iteration, partial=True)
+    daemon.run_until(lambda: bool(daemon.told("persisted")))
+    store = open_store(daemon.url)
+    (found,) = read_catalog(store, "job", "run").committed
+    older, newest = read_manifest(store, found.manifests[0].key).snapshots
+    assert (older.anchors, newest.anchors) == (0b010 if policy == "partial" else 0b110, 0b101)
+    assert (older.image_len < FROZEN_BYTES) == (policy == "partial")
+    assert newest.image_len > FROZEN_BYTES
 
 
 def test_a_rank_whose_memory_was_given_back_is_forgotten(daemon: Daemon) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ckptd.running import eventually, small_tmpfs
 from tests.e2e.bucket import Bucket, puts_manifest, puts_object
+from tests.e2e.cases import EXPERTS, LAYERS
 from tests.e2e.harness import Jobs, own_daemon
 from tests.e2e.s3.training import (
     SOON_S,
@@ -28,6 +30,7 @@ from tests.e2e.s3.training import (
     wait_committed,
 )
 from tests.e2e.test_durable import lose_memory, storing
+from tests.e2e.test_partial import check_stored_once, partial_options, state_bytes
 from tests.storage.fault_proxy import Answer, Fault, FaultProxy, LoseAnswer, Reset, Stall
 from tests.storage.s3_server import S3Server
 
@@ -193,3 +196,21 @@ def fill_up(path: Path) -> None:
                 file.flush()
         except OSError:
             pass
+
+
+def test_of_partial_snapshots_everything_is_stored_once(bucket: Bucket, jobs: Jobs, run: str) -> None:
+    with own_daemon(*bucket.flags()) as daemon:
+
+        def train(total: int) -> Path:
+            options = ("--total", str(total), "--run", run, "--seed", str(total))
+            return jobs.run("plain", *options, *partial_options(), daemon=daemon.endpoint)
+
+        ended = torch.load(train(TOTAL), weights_only=False)
+        wait_committed(bucket, run, TOTAL)
+        store = bucket.open()
+        check_stored_once(store, run, TOTAL, state_bytes(ended))
+        store.close()
+        lose_memory(daemon)
+        report = jobs.report(train(TOTAL + 4))
+    assert report["resumed_from"] == TOTAL
+    assert len(report["lost"]["iterations"]) == (EXPERTS - 1) * LAYERS

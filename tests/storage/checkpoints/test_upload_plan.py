@@ -40,7 +40,7 @@ DTYPES = sorted(set(DTYPE_SIZE) - {"F8_E8M0", "C64"})
 
 def plan_of(sample: Sample, index: StoredIndex, *, least: int = 64, saving: float = 0.05) -> UploadPlan:
     return plan_upload(
-        sample.image,
+        [sample.image],
         index,
         job=JOB,
         run=RUN,
@@ -64,7 +64,7 @@ def test_a_first_snapshot_is_stored_as_it_is() -> None:
     sample = make_sample(40, spare=1000)
     plan = plan_of(sample, StoredIndex())
     image = sample.image[: sample.view.image_len]
-    assert b"".join(plan.parts(sample.image)) == image
+    assert b"".join(plan.parts([sample.image])) == image
     assert (plan.header, plan.saved_bytes, plan.reused) == (b"", 0, ())
     assert plan.reason == "none of its tensors is stored already"
     assert plan.key == ObjectName(JOB, RUN, 40, 0, 7, 40, tag_of(sample.header)).key
@@ -205,7 +205,7 @@ def test_an_image_that_is_cut_off_or_a_part_is_refused() -> None:
     with pytest.raises(HeaderError, match="whole image"):
         plan_of(short, StoredIndex())
     later = make_sample(41, seeds=FROZEN)
-    part = b"".join(plan_of(later, writer.index).parts(later.image))
+    part = b"".join(plan_of(later, writer.index).parts([later.image]))
     with pytest.raises(HeaderError, match="whole image"):
         plan_of(Sample(memoryview(part), b"", 41, -1), StoredIndex())
 
@@ -265,7 +265,7 @@ def test_stock_safetensors_opens_a_part(tmp_path: Path) -> None:
     writer.upload(make_sample(40, seeds=FROZEN))
     sample = make_sample(41, seeds=FROZEN)
     plan = plan_of(sample, writer.index)
-    (tmp_path / "part.safetensors").write_bytes(b"".join(plan.parts(sample.image)))
+    (tmp_path / "part.safetensors").write_bytes(b"".join(plan.parts([sample.image])))
     with safetensors.safe_open(tmp_path / "part.safetensors", framework="pt") as part:
         assert set(part.keys()) >= {IMAGE_HEADER, "expert.1.w", "gate.w"}
         metadata = part.metadata()

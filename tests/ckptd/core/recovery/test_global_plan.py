@@ -436,6 +436,23 @@ def test_two_claims_of_one_place_are_told_and_the_owner_is_believed() -> None:
     assert "different" not in planned([*known, *later]).reason, "the claims are both outdated"
 
 
+def test_what_was_reduced_for_storage_is_another_image_of_the_same_snapshot() -> None:
+    """It counts where there is no whole one, and contradicts none."""
+    whole = [snap(3, 0b011, digest=b"a" * 16), snap(4, 0b101, digest=b"b" * 16)]
+    stored = [snap(3, 0b010, digest=b"c" * 16), whole[1]]
+    known = [
+        held(0, stored, node="a", window=3),
+        held(0, whole, node="b", own=False, window=3),
+        held(0, stored, node="c", own=False, window=3),
+    ]
+    plan = planned(known)
+    assert [piece.record.anchors for piece in plan.per_rank[0]] == [0b011, 0b101]
+    assert [s.node for s in plan.per_rank[0][0].sources] == ["b"]
+    assert "different" not in plan.reason
+    plan = planned([known[0], known[2]])
+    assert [s.node for s in plan.per_rank[0][0].sources] == ["a", "c"]
+
+
 # -- against brute force -------------------------------------------------------------------------
 
 
@@ -462,11 +479,12 @@ class Reference:
 
     def _weight(
         self, record: SlotRecord, mine: Sequence[tuple[HeldRecords, SlotRecord]]
-    ) -> tuple[int, int, bool, int, bytes]:
+    ) -> tuple[int, int, int, bool, int, bytes]:
         same = [h for h, r in mine if identity(r) == identity(record)]
         nodes = {h.node for h in same}
         own = any(h.own for h in same)
-        return record.epoch, record.sequence, own, len(nodes), record.header_digest
+        anchors = record.anchors.bit_count()
+        return record.epoch, record.sequence, anchors, own, len(nodes), record.header_digest
 
     def runs(self, number: int, start: int, end: int) -> list[tuple[SlotRecord, ...]]:
         """Every linked run of counted snapshots from start to end that anchors everything."""
@@ -664,16 +682,16 @@ def test_random_cases_against_brute_force(seed: int) -> None:
 
 
 def some_record(rng: random.Random, t: int, operators: int, starts: Sequence[int]) -> SlotRecord:
-    epoch = rng.choice([0, 0, 1, 2])
+    epoch, anchors = rng.choice([0, 0, 1, 2]), rng.randrange(2**operators)
     return snap(
         t,
-        rng.randrange(2**operators),
+        anchors,
         previous=rng.choice([t - 1] * 6 + [t - 2, -1]),
         state=rng.choice([SlotState.SEALED] * 8 + [SlotState.FILLED]),
         sequence=t + rng.choice([0, 0, 0, 7]),
         epoch=epoch,
         epoch_start=starts[epoch],
-        digest=rng.choice([b"x", b"x", b"y"]) * 16,
+        digest=rng.choice([b"x", b"x", b"y"]) * 15 + bytes([anchors]),  # images of one digest are equal
     )
 
 

@@ -1,0 +1,111 @@
+"""Reduced images: what newer snapshots have is left out, everything else is the same bytes."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.storage.image import ImageView, verify
+from ckptd.storage.image_format import TensorEntry
+from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, cut, reduced
+from ckptd.storage.strong_digest import matches, strong_digest_of
+from tests.storage.samples import Sample, make_sample
+
+SCALARS = TensorEntry("ckptd.scalars", "U8", (40,))
+
+
+def sample(iteration: int, *names: str, anchors: int = 0b11, dtype: str = "F32") -> Sample:
+    """Each tensor has as many rows as its name says; eight if it says nothing."""
+    entries = []
+    for name in names:
+        begin, _, end = name.partition("[")[2].rstrip("]").partition(":")
+        rows = int(end) - int(begin) if end else 8
+        entries.append(TensorEntry(name, dtype, (rows, 4)))
+    return make_sample(iteration, entries=[*entries, SCALARS], anchors=anchors, spare=64)
+
+
+def without(image: Sample, *newer: Sample) -> StorableImage | None:
+    found = NewerSnapshots()
+    for each in newer:
+        found.add(each.view)
+    return reduced(image.image, image.view, found)
+
+
+def names_of(image: StorableImage | None) -> set[str]:
+    assert image is not None
+    return set(ImageView(memoryview(b"".join(image.pieces))).names())
+
+
+def test_what_a_newer_snapshot_has_is_left_out_and_the_rest_is_a_sealed_image() -> None:
+    older = sample(3, "dense", "optim/exp_avg/dense", "expert.0", "optim/exp_avg/expert.0", "gate")
+    newer = sample(4, "dense", "optim/exp_avg/dense", "gate", "expert.1", anchors=0b10)
+    made = without(older, newer)
+    assert made is not None
+    whole = memoryview(b"".join(made.pieces))
+    verify(whole, made.header_digest)
+    view = ImageView(whole)
+    assert view.names() == ("expert.0", "optim/exp_avg/expert.0", "ckptd.scalars")
+    for name in view.names():
+        assert view.data(name) == older.view.data(name)
+    was = older.view
+    assert (view.iteration, view.previous, view.scalars_len) == (was.iteration, was.previous, was.scalars_len)
+    assert (view.identity, view.num_operators) == (was.identity, was.num_operators)
+    assert view.anchors == made.anchors == 0b01
+    assert (made.layout_id, made.image_len, made.data_offset) == (
+        view.layout_id,
+        len(whole),
+        view.data_offset,
+    )
+    assert made.header == whole[: view.data_offset]
+    assert matches(whole, strong_digest_of(made.pieces))
+
+
+def test_an_image_of_which_newer_ones_have_nothing_stays_whole() -> None:
+    image = sample(3, "expert.0")
+    assert without(image) is None
+    assert without(image, sample(4, "expert.1")) is None
+    whole = StorableImage.whole(image.image, image.view, image.header_digest)
+    assert b"".join(whole.pieces) == image.image[: image.view.image_len]
+    assert (whole.header, whole.anchors) == (image.header, 0b11)
+
+
+def test_step_scalars_stay_in_any_case() -> None:
+    image = sample(3, "dense")
+    assert names_of(without(image, sample(4, "dense"))) == {"ckptd.scalars"}
+
+
+@pytest.mark.parametrize(
+    ("newer", "left_out"),
+    [
+        (("up[0:2]", "up[2:8]"), True),  # both together have the rows
+        (("up[2:8]", "up[0:3]"), True),
+        (("up[0:2]", "up[4:8]"), False),
+        (("up[2:8]",), False),
+        (("up",), True),
+        (("optim/exp_avg/up",), False),
+    ],
+)
+def test_rows_are_left_out_if_newer_snapshots_have_all_of_them(
+    newer: tuple[str, ...], left_out: bool
+) -> None:
+    image = sample(3, "up[1:4]", "gone")
+    assert ("up[1:4]" in names_of(without(image, sample(4, "gone", *newer)))) is not left_out
+    apart = [sample(4 + n, "gone", name) for n, name in enumerate(newer)]
+    assert ("up[1:4]" in names_of(without(image, *apart))) is not left_out
+
+
+def test_a_whole_tensor_is_not_left_out_for_some_rows() -> None:
+    assert "up" in names_of(without(sample(3, "up", "gone"), sample(4, "gone", "up[0:8]")))
+
+
+@given(st.lists(st.binary(max_size=5), max_size=6), st.data())
+def test_a_cut_is_the_range_of_the_joined_pieces(pieces: list[bytes], data: st.DataObject) -> None:
+    joined = b"".join(pieces)
+    ends = [0, *accumulate(map(len, pieces))]
+    at = data.draw(st.one_of(st.integers(0, len(joined)), st.sampled_from(ends)))
+    length = data.draw(st.integers(0, len(joined) - at))
+    found = cut([memoryview(piece) for piece in pieces], at, length)
+    assert b"".join(found) == joined[at : at + length]
