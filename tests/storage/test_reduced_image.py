@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.storage.checkpoints.reader import restore_snapshot
+from ckptd.storage.checkpoints.upload_plan import PartLimits, plan_upload
 from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import TensorEntry
 from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, cut, reduced
 from ckptd.storage.strong_digest import matches, strong_digest_of
-from tests.storage.samples import Sample, make_sample
+from tests.storage.memory_store import MemoryStore
+from tests.storage.samples import JOB, RUN, Sample, Writer, make_sample
 
 SCALARS = TensorEntry("ckptd.scalars", "U8", (40,))
+EXPERT, GATE, DENSE = (TensorEntry(name, "F32", (64, 8)) for name in ("expert.0", "gate", "dense"))
 
 
 def sample(iteration: int, *names: str, anchors: int = 0b11, dtype: str = "F32") -> Sample:
@@ -99,6 +104,39 @@ def test_rows_are_left_out_if_newer_snapshots_have_all_of_them(
 
 def test_a_whole_tensor_is_not_left_out_for_some_rows() -> None:
     assert "up" in names_of(without(sample(3, "up", "gone"), sample(4, "gone", "up[0:8]")))
+
+
+def test_of_a_reduced_image_too_only_new_tensors_are_uploaded() -> None:
+    """An expert that is as it was is in an older object; the image is read back from both."""
+    store, seeds = MemoryStore(), {"expert.0": 1}
+    first = make_sample(1, entries=[EXPERT, GATE, SCALARS], seeds=seeds)
+    writer = Writer(store)
+    base = writer.upload(first)
+    older = make_sample(3, entries=[EXPERT, GATE, DENSE, SCALARS], seeds=seeds)
+    made = without(older, make_sample(4, entries=[DENSE, SCALARS]))
+    assert made is not None
+    plan = plan_upload(
+        made.pieces, writer.index, job=JOB, run=RUN, rank=0, epoch=7, sequence=3, limits=PartLimits(64)
+    )
+    assert [stored.key for stored in plan.reused] == [info.key for info in store.list("")]
+    put = b"".join(plan.parts(made.pieces))
+    assert len(put) == plan.size
+    assert store.put(plan.key, [memoryview(put)]).size == plan.size
+    into = memoryview(bytearray(made.image_len))
+    stored = replace(
+        base,
+        iteration=3,
+        objects=plan.objects(""),
+        extents=plan.extents,
+        header_digest=made.header_digest,
+        image_len=made.image_len,
+        layout_id=made.layout_id,
+        anchors=made.anchors,
+        image_digest=strong_digest_of(made.pieces),
+    )
+    restore_snapshot(store, stored, into)
+    assert into == b"".join(made.pieces)
+    assert ImageView(into).data("expert.0") == first.view.data("expert.0")
 
 
 @given(st.lists(st.binary(max_size=5), max_size=6), st.data())
