@@ -142,6 +142,9 @@ def _group(copies: Copies, num_operators: int, known: Known) -> Group:
     best: dict[int, Identity] = {}
     conflicts: dict[int, str] = {}
     for iteration, claimed in claims.items():
+        best[iteration] = claimed[0]
+        if len(claimed) == 1:
+            continue
         last = max(i[:3] for i in claimed)
         same = [i for i in claimed if i[:3] == last]
         winner = best[iteration] = max(same, key=lambda i: _weight(i, copies[i], known))
