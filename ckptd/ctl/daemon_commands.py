@@ -28,6 +28,8 @@ from ckptd.ctl.command import (
 )
 from ckptd.ctl.doctor import run_doctor
 from ckptd.ctl.peers_command import choose_run
+from ckptd.dash.dash_poll import DaemonPoll
+from ckptd.dash.top_screen import screen_text, watch
 from ckptd.launch import answers
 from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.transport import messages as m
@@ -55,6 +57,7 @@ def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> N
     events.add_argument("--follow", action="store_true", help="keep printing new events")
     events.add_argument("--since", type=int, default=0, help="only events after this number")
     events.add_argument("--limit", type=int, default=1000, help="print at most this many (default 1000)")
+    _add_views(commands)
     text = "park: attached trainers copy their state to memory now, and a restart resumes from that copy"
     park = commands.add("park", _park, text, timeout_s=60.0)
     park.add_argument("job", nargs="?", help="only this job")
@@ -69,6 +72,16 @@ def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> N
     forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     text = "lift the quarantine of snapshots that no replay reproduced; the next start may use them"
     _add_of_run(commands.add("unquarantine", _unquarantine, text))
+
+
+def _add_views(commands: Commands) -> None:
+    text = "show whether every rank is protected, once a second; once and as text without a terminal"
+    _add_whole_job(commands.add("top", _top, text, timeout_s=3.0))
+
+
+def _add_whole_job(parser: argparse.ArgumentParser) -> None:
+    text = "every 10 s ask all nodes of the runs, to show ranks of other nodes, too"
+    parser.add_argument("--whole-job", action="store_true", help=text)
 
 
 def add_wait(commands: Commands) -> None:
@@ -124,6 +137,14 @@ def _events(args: argparse.Namespace) -> CommandOutcome:
                 since = min(since, page.last_seq)  # a restarted daemon counts anew
                 time.sleep(_FOLLOW_S)
             page = client.ask(m.GetEvents(since=since, limit=args.limit), m.Events)
+
+
+def _top(args: argparse.Namespace) -> CommandOutcome:
+    with connected(args) as client:
+        poll = DaemonPoll(client, whole_job=args.whole_job)
+        on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
+        view = watch(poll.view) if on_terminal else poll.view()
+    return CommandOutcome(view, screen_text(view))
 
 
 def _park(args: argparse.Namespace) -> CommandOutcome:

@@ -11,6 +11,7 @@ time is part of the next one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -21,6 +22,7 @@ __all__ = [
     "RecoveryPhase",
     "RecoveryTrace",
     "describe_phases",
+    "parse_phases",
     "phase_metrics",
     "phases_in_metrics",
 ]
@@ -129,6 +131,14 @@ class RecoveryHistograms:
 def describe_phases(durations: Mapping[RecoveryPhase, float]) -> str:
     """The durations in one line."""
     return ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in durations.items()) or "-"
+
+
+_DESCRIBED = re.compile(rf"\b({'|'.join(RecoveryPhase)}) (\d+\.\d{{3}}) s")
+
+
+def parse_phases(text: str) -> dict[RecoveryPhase, float]:
+    """The durations in a text with the output of `describe_phases`, such as that of an event."""
+    return {RecoveryPhase(found[1]): float(found[2]) for found in _DESCRIBED.finditer(text)}
 
 
 def phase_metrics(durations: Mapping[RecoveryPhase, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from ckptd.core.recovery.recovery_phases import (
     RecoveryPhase,
     RecoveryTrace,
     describe_phases,
+    parse_phases,
     phase_metrics,
     phases_in_metrics,
 )
@@ -85,3 +86,10 @@ def test_phases_are_found_again_among_other_counters() -> None:
     metrics = {"steps": 7.0, **dict(reversed(phase_metrics(durations).items())), "phase_of_the_moon_s": 1.0}
     assert list(phases_in_metrics(metrics).items()) == list(durations.items())
     assert describe_phases(phases_in_metrics({})) == "-"
+
+
+def test_described_phases_can_be_read_again() -> None:
+    durations = {Phase.IMPORTS: 3.365, Phase.PLAN: 0.0, Phase.FIRST_NEW_STEP: 12.5}
+    text = f"the first new iteration is 61: 15.865 s from process_there to first_new_step: {describe_phases(durations)}"
+    assert parse_phases(text) == durations
+    assert parse_phases("-") == parse_phases("reimports 1.000 s, plan 3 s") == {}
