@@ -75,6 +75,7 @@ def test_every_module_is_in_the_wheel(unpacked: Path) -> None:
             inside = unpacked / "ckptd" / target / path.relative_to(ROOT / folder)
             assert inside.is_file(), f"{path.relative_to(ROOT)} is not in the wheel"
     assert (unpacked / "ckptd" / "py.typed").is_file()
+    assert (unpacked / "ckptd" / "dash" / "page.html").is_file()
 
 
 def test_the_wheel_carries_the_licence(unpacked: Path) -> None:

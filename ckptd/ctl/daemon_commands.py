@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.recovery.quarantine import describe_failure
@@ -29,6 +32,7 @@ from ckptd.ctl.command import (
 from ckptd.ctl.doctor import run_doctor
 from ckptd.ctl.peers_command import choose_run
 from ckptd.dash.dash_poll import DaemonPoll
+from ckptd.dash.dash_server import DashServer, is_loopback
 from ckptd.dash.top_screen import screen_text, watch
 from ckptd.launch import answers
 from ckptd.saved import SavedIteration, saved_iterations
@@ -39,6 +43,8 @@ __all__ = ["add_daemon_commands", "add_wait", "parks_text", "snapshots_text", "s
 
 _BEYOND = 1 << 61  # above any event number: returns only the newest one
 _FOLLOW_S = 0.5
+_VIEW_S = 1.0
+_TOKEN = r"[A-Za-z0-9_-]{16,}"
 _WAIT_STEP_S = 0.2
 _SHOWN_METRICS = 6
 _OPERATORS_PER_LINE = 8
@@ -77,11 +83,24 @@ def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> N
 def _add_views(commands: Commands) -> None:
     text = "show whether every rank is protected, once a second; once and as text without a terminal"
     _add_whole_job(commands.add("top", _top, text, timeout_s=3.0))
+    text = "serve a page that shows whether every rank is protected, until it is interrupted"
+    dash = commands.add("dash", _dash, text, timeout_s=3.0)
+    _add_whole_job(dash)
+    text = "IP address to listen on; others than loopback need a token (default %(default)s)"
+    dash.add_argument("--address", default="127.0.0.1", type=_ip_address, help=text)
+    dash.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
+    text = "file with the token that viewers must have (default: a random one, where one is needed)"
+    dash.add_argument("--token-file", type=Path, metavar="FILE", help=text)
 
 
 def _add_whole_job(parser: argparse.ArgumentParser) -> None:
     text = "every 10 s ask all nodes of the runs, to show ranks of other nodes, too"
     parser.add_argument("--whole-job", action="store_true", help=text)
+
+
+def _ip_address(text: str) -> str:
+    is_loopback(text)  # raises for one that is none
+    return text
 
 
 def add_wait(commands: Commands) -> None:
@@ -145,6 +164,37 @@ def _top(args: argparse.Namespace) -> CommandOutcome:
         on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
         view = watch(poll.view) if on_terminal else poll.view()
     return CommandOutcome(view, screen_text(view))
+
+
+def _dash(args: argparse.Namespace) -> CommandOutcome:
+    """Returns only through an exception."""
+    with connected(args) as client:
+        poll = DaemonPoll(client, whole_job=args.whole_job)
+        view = poll.view()
+        try:
+            server = DashServer(args.address, args.port, _token(args))
+        except (OSError, OverflowError) as error:
+            raise CommandError(f"{args.address} port {args.port} cannot be used: {error}") from error
+        with server:
+            server.publish(view)  # before anybody can know the address
+            show(args, CommandOutcome({"url": server.url}, f"the page is at {server.url}"))
+            sys.stdout.flush()
+            while True:
+                time.sleep(_VIEW_S)
+                server.publish(poll.view())
+
+
+def _token(args: argparse.Namespace) -> str:
+    """What viewers must have; "" on loopback unless a file is given."""
+    if args.token_file is None:
+        return "" if is_loopback(args.address) else secrets.token_urlsafe(24)
+    try:
+        token: str = args.token_file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{args.token_file} cannot be read: {error}") from error
+    if not re.fullmatch(_TOKEN, token):
+        raise CommandError(f"{args.token_file} must hold at least 16 letters, digits, - or _")
+    return token
 
 
 def _park(args: argparse.Namespace) -> CommandOutcome:

@@ -119,8 +119,11 @@ def surveyed_ranks(seen: m.RunSeen) -> dict[int, SurveyedRank]:
     for (rank, own, _), found in records.items():
         ends[own][rank] = max(_end(found, held.history.begun), ends[own].get(rank, -1))
     newest = max((record.iteration for each in held.snapshots for record in each.records), default=-1)
+    answered = {each.node for each in seen.holdings}
     return {
-        rank: SurveyedRank(node, ends[True].get(rank, -1), ends[False].get(rank, -1), newest)
+        rank: SurveyedRank(
+            node, ends[True].get(rank, -1), ends[False].get(rank, -1), newest, node not in answered
+        )
         for rank, node in homes.items()
     }
 

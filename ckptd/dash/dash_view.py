@@ -67,12 +67,14 @@ class SurveyedRank:
     Args:
         snapshot, replica: the ends of its newest complete suffixes on its own node and on others (-1: none).
         newest: the newest snapshot of the run at that time.
+        silent: its node did not answer.
     """
 
     node: str
     snapshot: int
     replica: int
     newest: int
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,8 +356,10 @@ def _in_memory(facts: _RankFacts, scale: _Scale) -> TierView:
         return scale.tier(end, normal, note="" if end >= 0 else ring.reason, filled_at_ns=filled)
     if facts.session is not None:
         return TierView(TierGrade.NONE, note="no memory is reserved yet")
-    if facts.surveyed is not None:
+    if facts.surveyed is not None and not facts.surveyed.silent:
         return scale.tier(facts.surveyed.snapshot, normal, newest=facts.surveyed.newest, note=_ASKED)
+    if facts.surveyed is not None:
+        return TierView(TierGrade.UNKNOWN, note=f"{facts.surveyed.node} does not answer")
     return TierView(TierGrade.UNKNOWN, note="on another node")
 
 
