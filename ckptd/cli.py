@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="serve until SIGTERM",
-        description="Serve this node until SIGTERM; SIGHUP loads the settings again. Every setting is a TOML key, an environment "
-        "variable CKPTD_<KEY> and a flag, in rising precedence.",
+        description="Serve this node until SIGTERM; SIGHUP loads the settings again. Every setting is "
+        "a TOML key, an environment variable CKPTD_<KEY> and a flag, in rising precedence.",
     )
     run.add_argument("--config", metavar="FILE", help="TOML file with settings")
     run.add_argument(

@@ -4,8 +4,8 @@ One thread serves everything; workers only digest, touch and unlink. Bytes on th
 are counted and, where possible, answered. Only the folder locks decide which process is the daemon, so the
 socket file of a killed daemon is no obstacle.
 
-Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM, SIGINT or SIGHUP close the socket
-(clients see it at once), seal what is filled, exit. A SIGKILL at any point loses nothing: the segment files
+Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM, SIGINT or SIGHUP close the
+socket (clients see it at once), seal what is filled, exit. A SIGKILL at any point loses nothing: the segment files
 are the state.
 """
 
@@ -78,7 +78,8 @@ class Daemon(SlotListener):
     """One daemon; `run` serves until it is stopped.
 
     Args:
-        check: raises ConfigError if the settings of this moment are unusable; for SIGHUP. None: SIGHUP ends it.
+        check: raises ConfigError if the settings of this moment are unusable; for SIGHUP, which ends the
+            daemon if this is None.
     Attributes:
         restarts: it was stopped by SIGHUP, to begin again with the settings of this moment.
     Raises:
