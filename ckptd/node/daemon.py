@@ -5,8 +5,8 @@ are counted and, where possible, answered. Only the folder locks decide which pr
 socket file of a killed daemon is no obstacle.
 
 Lifetime: claim the folders, adopt segments, bind, READY=1; serve; on SIGTERM, SIGINT or SIGHUP close the
-socket (clients see it at once), seal what is filled, exit. A SIGKILL at any point loses nothing: the segment files
-are the state.
+socket (clients see it at once), seal what is filled, exit. A SIGKILL at any point loses nothing: the segment
+files are the state.
 """
 
 from __future__ import annotations
