@@ -248,7 +248,7 @@ def _show(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Comm
     rows = rows_of(catalog, manifests, time.time_ns())
     shown = show_checkpoint(rows[catalog.checkpoints.index(chosen)], chosen, manifests)
     if args.rank is not None and args.rank not in [rank.rank for rank in shown.ranks]:
-        raise CommandError(f"{chosen.id} has no manifest of rank {args.rank}: {chosen.reason}")
+        raise CommandError(f"{chosen.id} has no manifest of rank {args.rank}: {chosen.reason}", EXIT_REFUSED)
     return CommandOutcome(shown, _checkpoint_text(shown, args.rank), EXIT_FAILED if shown.damaged else 0)
 
 
@@ -334,7 +334,8 @@ def _verify(store: OpenedStore, args: argparse.Namespace, _: DaemonConfig) -> Co
         chosen = catalog.newest
         if chosen is None:
             raise CommandError(
-                f"no checkpoint of {args.job}/{args.run} is committed; --all verifies the others"
+                f"no checkpoint of {args.job}/{args.run} is committed; --all verifies the others",
+                EXIT_REFUSED,
             )
     else:
         chosen = choose_checkpoint(catalog, args.iteration, args.epoch, args.agreement, prefer_committed=True)
@@ -353,7 +354,8 @@ def _verify_store(args: argparse.Namespace) -> CommandOutcome:
         if not checked.whole and not runs_in(store.store.list("")):
             raise CommandError(
                 f"no checkpoint of any job exists below {place.shown}: pass the URL of the daemon's "
-                "store, the folder above those of the jobs"
+                "store, the folder above those of the jobs",
+                EXIT_REFUSED,
             )
     return _checked(checked)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,19 +18,22 @@ import msgspec
 
 from ckptd.config.daemon_config import LoadedConfig, default_endpoint, load_config
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
+from ckptd.ctl.usage.examples import EXAMPLES
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import connect
 from ckptd.printable import for_json, for_terminal, one_line
 from ckptd.storage.checkpoints.names import check_name
 from ckptd.storage.stores.open_store import BACKENDS
 from ckptd.transport import messages as m
-from ckptd.transport.wire import ControlClient
+from ckptd.transport.wire import ControlClient, RefusedError
 from ckptd.units import format_age, format_bytes, format_table
 
 __all__ = [
     "CONNECT_S",
     "EXIT_DAMAGED",
     "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_MEANINGS",
     "EXIT_NO_DAEMON",
     "EXIT_REFUSED",
     "EXIT_USAGE",
@@ -47,10 +51,12 @@ __all__ = [
     "count_of",
     "duration",
     "endpoint_of",
+    "near",
     "progress_line",
     "records",
     "settings_of",
     "show",
+    "unknown_run",
 ]
 
 EXIT_FAILED = 1
@@ -58,6 +64,17 @@ EXIT_USAGE = 2
 EXIT_NO_DAEMON = 3
 EXIT_REFUSED = 4
 EXIT_DAMAGED = 5
+EXIT_INTERRUPTED = 130
+# The help and docs/operations.md show this table.
+EXIT_MEANINGS = {
+    0: "done",
+    EXIT_FAILED: "a check failed",
+    EXIT_USAGE: "wrong usage, or a store that cannot be used",
+    EXIT_NO_DAEMON: "no daemon answers",
+    EXIT_REFUSED: "refused, or not found",
+    EXIT_DAMAGED: "the snapshot is damaged",
+    EXIT_INTERRUPTED: "interrupted (Ctrl-C)",
+}
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -141,7 +158,34 @@ def ask(
         return client.ask(request, kind, timeout_s=timeout_s)
 
 
+def near(name: str, known: Iterable[str]) -> str:
+    """The known names that are most like this one, as the end of an error message; "" if none is."""
+    close = difflib.get_close_matches(name, sorted(set(known)))
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def unknown_run(job: str | None, run: str | None, known: Iterable[tuple[str, str]]) -> RefusedError:
+    """The error for a job or run that this node does not know, with the names that are near."""
+    names = [f"{each_job}/{each_run}" for each_job, each_run in known]
+    jobs = [name.partition("/")[0] for name in names]
+    if job is not None and (run is None or job not in jobs):
+        found = f"job {job}", near(job, jobs)
+    elif job is None:
+        found = f"run {run}", near(run or "", [name.partition("/")[2] for name in names])
+    else:
+        found = f"run {job}/{run}", near(f"{job}/{run}", names)
+    text = "this node knows no {}{}".format(*found)
+    return RefusedError("not_found", f"{text}; known runs: {', '.join(names) or 'none'}")
+
+
 # -- arguments ------------------------------------------------------------------------------------
+
+
+class _Help(argparse.HelpFormatter):
+    """Keeps the lines of a text that has several."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class Commands:
@@ -172,12 +216,18 @@ class Commands:
                 shares those of ``parents``, and a default set for one command would be that of all.
         """
         parser = self._subparsers.add_parser(
-            name, help=text, description=text, parents=[*self._parents, *parents]
+            name,
+            help=text,
+            description=text,
+            parents=[*self._parents, *parents],
+            formatter_class=_Help,
         )
         text = f"seconds to wait (default {timeout_s:g})"
-        parser.add_argument("--timeout", type=float, default=timeout_s, help=text)
+        parser.add_argument("--timeout", type=float, default=argparse.SUPPRESS, help=text)
         if function is not None:
-            parser.set_defaults(function=function)
+            parser.set_defaults(function=function, default_timeout_s=timeout_s)
+            lines = EXAMPLES.get(parser.prog, ())
+            parser.epilog = "\n  ".join(["examples:" if len(lines) > 1 else "example:", *lines])
         return parser
 
 

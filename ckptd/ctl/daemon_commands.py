@@ -30,13 +30,15 @@ from ckptd.ctl.command import (
     show,
 )
 from ckptd.ctl.doctor import run_doctor
-from ckptd.ctl.peers_command import choose_run
+from ckptd.ctl.peers_command import check_known, choose_run
+from ckptd.ctl.usage.watching import add_watch
 from ckptd.dash.dash_poll import DaemonPoll
 from ckptd.dash.dash_server import DashServer, is_loopback
 from ckptd.dash.top_screen import screen_text, watch
 from ckptd.launch import answers
 from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.transport import messages as m
+from ckptd.transport.wire import RefusedError
 from ckptd.units import format_age, format_bytes, format_table
 
 __all__ = ["add_daemon_commands", "add_wait", "parks_text", "snapshots_text", "status_text"]
@@ -52,13 +54,17 @@ _OPERATORS_PER_LINE = 8
 
 def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> None:
     """Add `status` to `unquarantine`; ``which`` has the options ``--job``, ``--run`` and ``--rank``."""
-    commands.add("status", _status, "show the daemon, its memory, its trainers and its segments")
+    text = "show the daemon, its memory, its trainers and its segments"
+    add_watch(commands.add("status", _status, text))
     text = "list the slots of each rank and the iteration that can be recovered"
     snapshots = commands.add("snapshots", _snapshots, text, which)
     snapshots.add_argument("--operators", action="store_true", help="list operators by name")
     add_verify_iterations(snapshots)
+    add_watch(snapshots)
     text = "list the iterations that a run can resume at, for RecoveryOptions(resume_at=N)"
-    add_verify_iterations(commands.add("iterations", _iterations, text, which))
+    iterations = commands.add("iterations", _iterations, text, which)
+    add_verify_iterations(iterations)
+    add_watch(iterations)
     events = commands.add("events", _events, "list the events of this node")
     events.add_argument("--follow", action="store_true", help="keep printing new events")
     events.add_argument("--since", type=int, default=0, help="only events after this number")
@@ -124,7 +130,11 @@ def _status(args: argparse.Namespace) -> CommandOutcome:
 
 def _snapshots(args: argparse.Namespace) -> CommandOutcome:
     rank = -1 if args.rank is None else args.rank
-    found = ask(args, m.GetSnapshots(args.job or "", args.run or "", rank, args.operators), m.Snapshots)
+    with connected(args) as client:
+        wanted = m.GetSnapshots(args.job or "", args.run or "", rank, args.operators)
+        found = client.ask(wanted, m.Snapshots)
+        if not found.ranks:
+            check_known(client, args)
     text = snapshots_text(found, operators=args.operators, verify_iterations=args.verify_iterations)
     return CommandOutcome(found, text)
 
@@ -199,7 +209,10 @@ def _token(args: argparse.Namespace) -> str:
 
 def _park(args: argparse.Namespace) -> CommandOutcome:
     wanted = m.Park(args.job or "", args.run or "", args.timeout)
-    found = ask(args, wanted, m.Parks, timeout_s=args.timeout + CONNECT_S)
+    with connected(args) as client:
+        found = client.ask(wanted, m.Parks, timeout_s=args.timeout + CONNECT_S)
+        if not found.ranks:
+            check_known(client, args)
     all_parked = found.ranks and all(rank.iteration >= 0 for rank in found.ranks)
     return CommandOutcome(found, parks_text(found), 0 if all_parked else EXIT_FAILED)
 
@@ -223,7 +236,13 @@ def _unquarantine(args: argparse.Namespace) -> CommandOutcome:
 
 
 def _done(args: argparse.Namespace, request: m.Request) -> CommandOutcome:
-    done = ask(args, request, m.Done)
+    with connected(args) as client:
+        try:
+            done = client.ask(request, m.Done)
+        except RefusedError as error:
+            if error.code == m.RefusalCode.NOT_FOUND:
+                check_known(client, args)
+            raise
     return CommandOutcome(done, done.message)
 
 

@@ -1,10 +1,7 @@
 """`ckptctl`: inspect a node's daemon, its snapshots, and the checkpoints in object storage.
 
-Exit codes: 0 success; 1 a check failed (`doctor`, `whatif`, `drill`, `verify`, `elastic`), `park`
-did not park every rank, or a bug; 2 wrong usage, or a store that cannot be used; 3 no daemon
-answers; 4 the request was refused or its object was not found; 5 a snapshot is damaged. With
-`--json` the answer is one JSON document on stdout (`events --follow`: one per line). An error is a
-document too: ``{"error": …, "exit_status": …}``. Error messages go to stderr in either case.
+Exit codes are in `ckptd.ctl.command.EXIT_MEANINGS`. With `--json` the answer is one JSON document on stdout
+(with `--follow` and `--watch`: one per line). An error is a document too: ``{"error": …, "exit_status": …}``. Error messages go to stderr in either case.
 """
 
 from __future__ import annotations
@@ -25,6 +22,8 @@ from ckptd.ctl.checkpoints_command import add_checkpoints_commands
 from ckptd.ctl.command import (
     EXIT_DAMAGED,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_MEANINGS,
     EXIT_NO_DAEMON,
     EXIT_REFUSED,
     EXIT_USAGE,
@@ -39,13 +38,14 @@ from ckptd.ctl.daemon_commands import add_daemon_commands, add_wait
 from ckptd.ctl.export_command import add_export_commands
 from ckptd.ctl.keys_command import add_keys_commands
 from ckptd.ctl.peers_command import add_peers_commands
+from ckptd.ctl.usage.watching import watch
 from ckptd.errors import DaemonUnavailable, ElasticError
 from ckptd.printable import for_json, for_terminal
 from ckptd.storage.checkpoints.signing import SigningError
 from ckptd.transport.access.keys import KeysError
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
-__all__ = ["main"]
+__all__ = ["command_parser", "main", "parse"]
 
 # The first class that fits decides.
 _EXIT_STATUS: dict[type[Exception], int] = {
@@ -64,9 +64,11 @@ _EXIT_STATUS: dict[type[Exception], int] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `ckptctl`; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parse(argv)
     command: Command = args.function
     try:
+        if getattr(args, "refresh_s", None):
+            return watch(args, command)
         outcome = command(args)
         show(args, outcome)
         return outcome.code
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = " (is it running? `ckptctl doctor` looks for causes)" if unavailable else ""
         return _fail(args, status, f"{error}{hint}")
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0  # the reader, such as `head`, has seen enough
@@ -92,13 +94,17 @@ def _fail(args: argparse.Namespace, status: int, message: str) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON document")
-    common.add_argument(
-        "--endpoint",
-        help="address of the daemon (default: CKPTD_LISTEN, or the socket in the runtime folder)",
-    )
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; exits with a message if they are wrong."""
+    args = command_parser().parse_args(argv)
+    if args.timeout is None:
+        args.timeout = args.default_timeout_s
+    return args
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    common = _global_options(before=False)
     which = argparse.ArgumentParser(add_help=False)
     which.add_argument("--job", help="only this job")
     which.add_argument("--run", help="only this run")
@@ -107,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ckptctl",
         description="Inspect a node's daemon, its snapshots, and the checkpoints in object storage.",
-        epilog="Exit codes: 0 success, 1 a check failed, 2 wrong usage or an unusable store, "
-        "3 no daemon answers, 4 refused or not found, 5 damaged snapshot.",
+        parents=[_global_options(before=True)],
+        epilog=f"Exit codes: {'; '.join(f'{code}: {text}' for code, text in EXIT_MEANINGS.items())}.",
     )
     parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")
     commands = Commands(parser, "COMMAND", common)
@@ -121,6 +127,29 @@ def _parser() -> argparse.ArgumentParser:
     add_advise_command(commands)
     add_checkpoints_commands(commands, common)
     add_wait(commands)
+    return parser
+
+
+def _global_options(*, before: bool) -> argparse.ArgumentParser:
+    """A parser with the options that are allowed before the command and after it.
+
+    Args:
+        before: for the place before the command. After it, an option without a value must not replace the
+            one that was given before it.
+    """
+    default = None if before else argparse.SUPPRESS
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--json", action="store_true", default=False if before else default, help="print one JSON document"
+    )
+    parser.add_argument(
+        "--endpoint",
+        default=default,
+        help="address of the daemon (default: CKPTD_LISTEN, or the socket in the runtime folder)",
+    )
+    if before:
+        text = "seconds to wait (default: that of the command)"
+        parser.add_argument("--timeout", type=float, help=text)
     return parser
 
 

@@ -21,7 +21,9 @@ from ckptd.ctl.command import (
     ask,
     connected,
     records,
+    unknown_run,
 )
+from ckptd.ctl.usage.watching import add_watch
 from ckptd.errors import RemoteProtocolError
 from ckptd.holdings import held_from_segments, newest_history
 from ckptd.transport import messages as m
@@ -32,6 +34,7 @@ __all__ = [
     "add_peers_commands",
     "ask_what_if",
     "ask_whereabouts",
+    "check_known",
     "choose_run",
     "what_if_json",
     "what_if_text",
@@ -43,7 +46,7 @@ _MAX_RANKS = 64
 
 def add_peers_commands(commands: Commands, which: argparse.ArgumentParser) -> None:
     """Add `peers`, `whatif` and `drill`; ``which`` has the options ``--job``, ``--run`` and ``--rank``."""
-    commands.add("peers", _peers, "list the other nodes, the replicas and their lag")
+    add_watch(commands.add("peers", _peers, "list the other nodes, the replicas and their lag"))
     text = "predict a recovery after the loss of nodes: sources, replay, lost iterations"
     lose = commands.add("whatif", _what_if, text, which)
     add_lose(lose)
@@ -77,19 +80,41 @@ def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, st
     Raises:
         RefusedError: this node knows no matching run, or several.
     """
-    peers = client.ask(m.GetPeers(), m.Peers)
-    segments = client.ask(m.GetStatus(), m.Status).segments
-    known = sorted(
-        {(r.job, r.run) for r in peers.ranks}
-        | {(r.job, r.run) for r in peers.replicas}
-        | {(s.job, s.run) for s in segments}
-    )
-    fits = [k for k in known if args.job in (None, k[0]) and args.run in (None, k[1])]
+    known = _known_runs(client)
+    fits = [each for each in known if _fits(args, each)]
     if len(fits) == 1:
         return fits[0]
     named = ", ".join(f"{job}/{run}" for job, run in known) or "none"
-    text = "this node knows no such run" if not fits else "several runs match"
-    raise RefusedError("not_found", f"{text}; known runs: {named}", "pass --job and --run")
+    if fits or (args.job is None and args.run is None):
+        text = "several runs match" if fits else "this node knows no run"
+        raise RefusedError("not_found", f"{text}; known runs: {named}", "pass --job and --run")
+    raise unknown_run(args.job, args.run, known)
+
+
+def check_known(client: ControlClient, args: argparse.Namespace) -> None:
+    """Check the job and run that the arguments name, if any.
+
+    Raises:
+        RefusedError: this node knows no such run.
+    """
+    known = _known_runs(client)
+    if (args.job or args.run) and not any(_fits(args, each) for each in known):
+        raise unknown_run(args.job, args.run, known)
+
+
+def _known_runs(client: ControlClient) -> list[tuple[str, str]]:
+    """The jobs and runs with a trainer, a segment or a replica on this node."""
+    peers, status = client.ask(m.GetPeers(), m.Peers), client.ask(m.GetStatus(), m.Status)
+    return sorted(
+        {(s.job, s.run) for s in status.sessions}
+        | {(s.job, s.run) for s in status.segments}
+        | {(r.job, r.run) for r in peers.ranks}
+        | {(r.job, r.run) for r in peers.replicas}
+    )
+
+
+def _fits(args: argparse.Namespace, known: tuple[str, str]) -> bool:
+    return args.job in (None, known[0]) and args.run in (None, known[1])
 
 
 def ask_what_if(client: ControlClient, args: argparse.Namespace, verify_iterations: int) -> WhatIf:

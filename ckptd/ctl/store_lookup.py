@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckptd.ctl.command import CommandError
+from ckptd.ctl.command import EXIT_REFUSED, CommandError, near
 from ckptd.ctl.store_access import OpenedStore
 from ckptd.storage.checkpoints.catalog import (
     Catalog,
@@ -125,7 +125,7 @@ def _catalogs_of(opened: OpenedStore, job: str | None, run: str | None) -> list[
         by_run.setdefault((first, rest.partition("/")[0]), []).append(info)
     known = runs_in(info for infos in by_run.values() for info in infos)
     if job is not None and not known:
-        raise _nothing(opened, f"of job {job}")
+        raise _nothing(opened, job)
     return [build_catalog(by_run[names], *names) for names in known]
 
 
@@ -138,7 +138,7 @@ def find_catalog(opened: OpenedStore, job: str, run: str) -> Catalog:
     catalog = read_catalog(opened.store, job, run)
     if catalog.checkpoints or catalog.objects or catalog.identity or catalog.pins:
         return catalog
-    raise _nothing(opened, f"of {job}/{run}")
+    raise _nothing(opened, job, run)
 
 
 def runs_in(listing: Iterable[ObjectInfo]) -> list[tuple[str, str]]:
@@ -165,11 +165,15 @@ def standing_of(incarnation: int, committed: Mapping[int, int]) -> str:
     return f"{name}: incarnation {latest} replaced it; retention keeps it as a fallback"
 
 
-def _nothing(opened: OpenedStore, what: str) -> CommandError:
-    known = _listed(f"{job}/{run}" for job, run in runs_in(opened.store.list("")))
-    return CommandError(
-        f"nothing is stored {what} in {opened.place.shown}; it contains {known or 'no run of any job'}"
-    )
+def _nothing(opened: OpenedStore, job: str, run: str | None = None) -> CommandError:
+    known = runs_in(opened.store.list(""))
+    listed = _listed("/".join(each) for each in known) or "no run of any job"
+    if run is None:
+        what, like = f"job {job}", near(job, (each[0] for each in known))
+    else:
+        what, like = f"{job}/{run}", near(f"{job}/{run}", ("/".join(each) for each in known))
+    text = f"nothing is stored of {what} in {opened.place.shown}; it contains {listed}{like}"
+    return CommandError(text, EXIT_REFUSED)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -280,7 +284,8 @@ def choose_checkpoint(
     if not found:
         ends = _listed(str(c.id.end) for c in catalog.checkpoints) or "none"
         raise CommandError(
-            f"{name} has no such checkpoint of iteration {iteration}; its checkpoints end at {ends}"
+            f"{name} has no such checkpoint of iteration {iteration}; its checkpoints end at {ends}",
+            EXIT_REFUSED,
         )
     raise _several(name, [c.id for c in found])
 

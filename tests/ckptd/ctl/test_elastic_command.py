@@ -421,7 +421,7 @@ def test_a_job_is_shown_planned_and_lost_as_it_told(
         # Expert 0 was on a alone, and nothing of this run is in memory.
         found = ask("whatif", "--lose", "rack=A", code=1)
         assert (found["recoverable"], found["lost_experts"]) == (False, [[0, 0]])
-        assert "knows no such run" in found["snapshots"]["reason"]
+        assert "no reachable node holds a snapshot" in found["snapshots"]["reason"]
         client.ask(m.Detach(final=True), m.Done)
     assert "no elastic job has reported" in ask("show", code=4)["error"]
 

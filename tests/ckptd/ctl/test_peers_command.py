@@ -131,6 +131,26 @@ def test_several_runs_must_be_told_apart(net: Net) -> None:
     assert "known runs: job/run" in ctl(net[0], "drill", "--rank", "0", "--job", "other", code=4)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("snapshots", "--job", "jobs"),
+        ("iterations", "--job", "jobs"),
+        ("whatif", "--job", "jobs", "--lose", "node=n1"),
+        ("park", "jobs"),
+        ("forget", "jobs", "run", "--yes"),
+        ("unquarantine", "jobs", "run"),
+    ],
+)
+def test_a_job_that_is_not_known_is_an_error_with_the_near_name(net: Net, words: tuple[str, ...]) -> None:
+    error = ctl(net[0], *words, code=4)
+    assert "this node knows no job jobs" in error
+    assert "did you mean job?; known runs: job/run" in error
+    assert (
+        ctl(net[0], "snapshots", "--job", "job", "--run", "runs", code=4).count("did you mean job/run?") == 1
+    )
+
+
 def test_an_export_that_lacks_a_ranks_share_says_where_that_is(net: Net, tmp_path: Path) -> None:
     """A snapshot on n0 of which rank 1, on n1 with a replica on n2, captured a share."""
     with segment_folder() as folder:

@@ -73,23 +73,25 @@ def test_verify_of_a_url_needs_no_configuration(store: ObjectStore, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "told", "code"),
     [
-        (("checkpoints", "list", "nobody"), "nothing is stored of job nobody in file://"),
-        (("checkpoints", "show", JOB, "r9", "1"), f"it contains {JOB}/{RUN}"),
-        (("checkpoints", "show", *NAMES, "12"), "its checkpoints end at 31, 21, 11"),
-        (("checkpoints", "show", *NAMES, "31", "--rank", "2"), "no manifest of rank 2"),
-        (("checkpoints", "verify", *NAMES, "31", "--all"), "not both"),
-        (("checkpoints", "list", "a/b"), "must be 1 to 64 letters"),
-        (("checkpoints", "show", *NAMES, "-1"), "not an iteration number"),
-        (("checkpoints", "gc", "--keep-for", "soon"), "is not a time such as"),
-        (("checkpoints", "gc", "--keep-last", "0"), "at least one checkpoint must be kept"),
+        (("checkpoints", "list", "nobody"), "nothing is stored of job nobody in file://", 4),
+        (("checkpoints", "list", f"{JOB}x"), f"did you mean {JOB}?", 4),
+        (("checkpoints", "show", JOB, "r9", "1"), f"it contains {JOB}/{RUN}", 4),
+        (("checkpoints", "show", JOB, f"{RUN}x", "1"), f"did you mean {JOB}/{RUN}?", 4),
+        (("checkpoints", "show", *NAMES, "12"), "its checkpoints end at 31, 21, 11", 4),
+        (("checkpoints", "show", *NAMES, "31", "--rank", "2"), "no manifest of rank 2", 4),
+        (("checkpoints", "verify", *NAMES, "31", "--all"), "not both", 2),
+        (("checkpoints", "list", "a/b"), "must be 1 to 64 letters", 2),
+        (("checkpoints", "show", *NAMES, "-1"), "not an iteration number", 2),
+        (("checkpoints", "gc", "--keep-for", "soon"), "is not a time such as", 2),
+        (("checkpoints", "gc", "--keep-last", "0"), "at least one checkpoint must be kept", 2),
     ],
 )
 def test_what_is_not_there_is_told_in_a_sentence(
-    ctl: Ctl, store: ObjectStore, folder: Path, arguments: tuple[str, ...], told: str
+    ctl: Ctl, store: ObjectStore, folder: Path, arguments: tuple[str, ...], told: str, code: int
 ) -> None:
-    out, err = ctl.run(*arguments, "--store", str(folder), code=2)
+    out, err = ctl.run(*arguments, "--store", str(folder), code=code)
     assert (out, told in err) == ("", True), err
 
 
@@ -149,7 +151,7 @@ def test_a_url_below_or_above_the_store_is_not_taken_for_an_empty_one(
     ctl: Ctl, store: ObjectStore, folder: Path
 ) -> None:
     for place in (folder.parent, folder / JOB):
-        assert "no checkpoint of any job exists below" in ctl.run("verify", str(place), code=2)[1]
+        assert "no checkpoint of any job exists below" in ctl.run("verify", str(place), code=4)[1]
 
 
 # -- progress ------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""How `ckptctl` is used: the examples in its help, and answers that are shown again and again."""

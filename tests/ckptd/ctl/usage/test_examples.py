@@ -1,0 +1,83 @@
+"""What ``--help`` promises: examples that parse, options on both sides of the command, and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.ctl import command
+from ckptd.ctl.command import EXIT_MEANINGS
+from ckptd.ctl.main import command_parser, main, parse
+from ckptd.ctl.usage.examples import EXAMPLES
+
+OPERATIONS = Path(__file__).resolve().parents[4] / "docs" / "operations.md"
+BEFORE = ("--json", "--endpoint", "ipc:///x", "--timeout", "7")
+
+
+def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parsers of commands without subcommands."""
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        yield parser
+    for group in groups:
+        for each in group.choices.values():
+            yield from leaves(each)
+
+
+def test_each_command_has_an_example_and_no_other_has() -> None:
+    names = {parser.prog for parser in leaves(command_parser())}
+    assert len(names) > 25, "the commands were not found"
+    assert names == EXAMPLES.keys()
+    for parser in leaves(command_parser()):
+        assert 1 <= len(EXAMPLES[parser.prog]) <= 2
+        assert parser.format_help().endswith("\n  ".join(["", *EXAMPLES[parser.prog]]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [(name, line) for name, lines in EXAMPLES.items() for line in lines]
+)
+def test_an_example_parses(name: str, line: str) -> None:
+    program, *words = shlex.split(line)
+    found = parse(words)
+    assert program == "ckptctl"
+    places = [line.find(f" {word}") for word in name.split()[1:]]
+    assert places == sorted(places)
+    assert min(places) >= 0
+    assert callable(found.function)
+    assert found.timeout > 0
+
+
+@pytest.mark.parametrize(
+    "words", [("status",), ("keys", "list"), ("checkpoints", "list"), ("elastic", "show")]
+)
+def test_global_options_are_the_same_before_and_after_the_command(words: tuple[str, ...]) -> None:
+    for arguments in ((*BEFORE, *words), (words[0], *BEFORE[:3], *words[1:], *BEFORE[3:]), (*words, *BEFORE)):
+        found = parse(arguments)
+        assert (found.json, found.endpoint, found.timeout) == (True, "ipc:///x", 7.0), arguments
+
+
+def test_the_nearer_option_wins_and_the_default_is_that_of_the_command() -> None:
+    assert parse(["--timeout", "7", "wait", "--timeout", "3"]).timeout == 3
+    assert [parse([name]).timeout for name in ("status", "wait")] == [10, 60]
+    assert parse(["status"]).json is False
+
+
+def test_exit_codes_are_one_table_in_code_help_and_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    constants = {
+        number for name, number in vars(command).items() if re.fullmatch("EXIT_(?!MEAN)[A-Z_]+", name)
+    }
+    assert {0, *constants} == EXIT_MEANINGS.keys()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    table = OPERATIONS.read_text().partition("| exit code of `ckptctl` | meaning |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE))
+    assert {int(code) for code in rows} == EXIT_MEANINGS.keys()
+    for code, meaning in EXIT_MEANINGS.items():
+        assert f"{code}: {meaning}" in shown
+        assert rows[str(code)].startswith(meaning)
