@@ -1,7 +1,8 @@
 """`ckptctl`: inspect a node's daemon, its snapshots, and the checkpoints in object storage.
 
 Exit codes are in `ckptd.ctl.command.EXIT_MEANINGS`. With `--json` the answer is one JSON document on stdout
-(with `--follow` and `--watch`: one per line). An error is a document too: ``{"error": …, "exit_status": …}``. Error messages go to stderr in either case.
+(with `--follow` and `--watch`: one per line). An error is a document too: ``{"error": …, "exit_status": …}``.
+Error messages go to stderr in either case.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ckptd.ctl.command import (
 from ckptd.ctl.daemon_commands import add_daemon_commands, add_wait
 from ckptd.ctl.export_command import add_export_commands
 from ckptd.ctl.keys_command import add_keys_commands
+from ckptd.ctl.lifecycle.process_commands import add_process_commands
 from ckptd.ctl.peers_command import add_peers_commands
 from ckptd.ctl.usage.watching import watch
 from ckptd.errors import DaemonUnavailable, ElasticError
@@ -126,6 +128,7 @@ def command_parser() -> argparse.ArgumentParser:
     add_keys_commands(commands, common)
     add_advise_command(commands)
     add_checkpoints_commands(commands, common)
+    add_process_commands(commands)
     add_wait(commands)
     return parser
 

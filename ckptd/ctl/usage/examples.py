@@ -25,6 +25,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "ckptctl admit": ("ckptctl admit moe run-1 node-7 node-8",),
     "ckptctl forget": ("ckptctl forget moe run-1 --yes",),
     "ckptctl unquarantine": ("ckptctl unquarantine moe run-1",),
+    "ckptctl stop": ("ckptctl stop --wait",),
+    "ckptctl logs": (
+        "ckptctl logs --lines 50",
+        "ckptctl logs -f",
+    ),
     "ckptctl wait": ("ckptctl wait --timeout 30",),
     "ckptctl export": (
         "ckptctl export --job moe --format hf --config ./config --to ./model",

@@ -1,0 +1,1 @@
+"""The daemon as a process of this machine: stopping it, and its log."""
