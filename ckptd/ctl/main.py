@@ -40,6 +40,7 @@ from ckptd.ctl.export_command import add_export_commands
 from ckptd.ctl.keys_command import add_keys_commands
 from ckptd.ctl.lifecycle.process_commands import add_process_commands
 from ckptd.ctl.peers_command import add_peers_commands
+from ckptd.ctl.usage.completion import add_completion_command
 from ckptd.ctl.usage.watching import watch
 from ckptd.errors import DaemonUnavailable, ElasticError
 from ckptd.printable import for_json, for_terminal
@@ -130,6 +131,7 @@ def command_parser() -> argparse.ArgumentParser:
     add_checkpoints_commands(commands, common)
     add_process_commands(commands)
     add_wait(commands)
+    add_completion_command(commands, parser)
     return parser
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "ask_whereabouts",
     "check_known",
     "choose_run",
+    "known_runs",
     "what_if_json",
     "what_if_text",
 ]
@@ -80,7 +81,7 @@ def choose_run(client: ControlClient, args: argparse.Namespace) -> tuple[str, st
     Raises:
         RefusedError: this node knows no matching run, or several.
     """
-    known = _known_runs(client)
+    known = known_runs(client)
     fits = [each for each in known if _fits(args, each)]
     if len(fits) == 1:
         return fits[0]
@@ -97,12 +98,12 @@ def check_known(client: ControlClient, args: argparse.Namespace) -> None:
     Raises:
         RefusedError: this node knows no such run.
     """
-    known = _known_runs(client)
+    known = known_runs(client)
     if (args.job or args.run) and not any(_fits(args, each) for each in known):
         raise unknown_run(args.job, args.run, known)
 
 
-def _known_runs(client: ControlClient) -> list[tuple[str, str]]:
+def known_runs(client: ControlClient) -> list[tuple[str, str]]:
     """The jobs and runs with a trainer, a segment or a replica on this node."""
     peers, status = client.ask(m.GetPeers(), m.Peers), client.ask(m.GetStatus(), m.Status)
     return sorted(

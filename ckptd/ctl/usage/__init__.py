@@ -1,1 +1,1 @@
-"""How `ckptctl` is used: the examples in its help, and answers that are shown again and again."""
+"""How `ckptctl` is used: examples in its help, completion in shells, and answers that are shown again."""

@@ -31,6 +31,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "ckptctl logs -f",
     ),
     "ckptctl wait": ("ckptctl wait --timeout 30",),
+    "ckptctl completion": (
+        "ckptctl completion bash",
+        "ckptctl completion fish",
+    ),
     "ckptctl export": (
         "ckptctl export --job moe --format hf --config ./config --to ./model",
         "ckptctl export --job moe --run run-1 --durable --iteration 1200 --to model.safetensors",
