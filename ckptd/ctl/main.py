@@ -39,6 +39,7 @@ from ckptd.ctl.daemon_commands import add_daemon_commands, add_wait
 from ckptd.ctl.export_command import add_export_commands
 from ckptd.ctl.keys_command import add_keys_commands
 from ckptd.ctl.lifecycle.process_commands import add_process_commands
+from ckptd.ctl.lifecycle.support_command import add_support_command
 from ckptd.ctl.peers_command import add_peers_commands
 from ckptd.ctl.usage.completion import add_completion_command
 from ckptd.ctl.usage.watching import watch
@@ -130,6 +131,7 @@ def command_parser() -> argparse.ArgumentParser:
     add_advise_command(commands)
     add_checkpoints_commands(commands, common)
     add_process_commands(commands)
+    add_support_command(commands)
     add_wait(commands)
     add_completion_command(commands, parser)
     return parser

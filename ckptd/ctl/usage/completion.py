@@ -1,7 +1,7 @@
 """`ckptctl completion`: scripts for bash, zsh and fish, made from the parser's own tree.
 
-Commands, options and choices are in the script. Jobs and runs come from the running daemon when they are needed,
-through `ckptctl completion names`. A place in the tree is a path such as ``/keys/list``.
+Commands, options and choices are in the script. Jobs and runs come from the running daemon when they are
+needed, through `ckptctl completion names`. A place in the tree is a path such as ``/keys/list``.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "ckptctl admit": ("ckptctl admit moe run-1 node-7 node-8",),
     "ckptctl forget": ("ckptctl forget moe run-1 --yes",),
     "ckptctl unquarantine": ("ckptctl unquarantine moe run-1",),
+    "ckptctl support": ("ckptctl support --out report.tar.gz",),
     "ckptctl stop": ("ckptctl stop --wait",),
     "ckptctl logs": (
         "ckptctl logs --lines 50",
