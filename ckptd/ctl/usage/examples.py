@@ -11,6 +11,14 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "ckptctl status --watch",
         "ckptctl --json status",
     ),
+    "ckptctl top": (
+        "ckptctl top",
+        "ckptctl top --whole-job",
+    ),
+    "ckptctl dash": (
+        "ckptctl dash",
+        "ckptctl dash --address 0.0.0.0 --port 8080 --token-file ./token",
+    ),
     "ckptctl snapshots": (
         "ckptctl snapshots --job moe --rank 3",
         "ckptctl snapshots --watch 5",
