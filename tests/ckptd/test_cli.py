@@ -134,7 +134,9 @@ def test_snapshots_say_what_is_recoverable_and_at_what_cost(busy: DaemonProcess)
     assert "iteration 6 anchors 1:\n    operator 1" in text
     (rank,) = json.loads(busy.ctl("snapshots", "--json").stdout)["ranks"]
     assert rank["suffix"] == [5, 6]
-    assert busy.ctl("snapshots", "--job", "other").stdout == "no snapshots in memory\n"
+    assert busy.ctl("snapshots", "--rank", "7").stdout == "no snapshots in memory\n"
+    unknown = busy.ctl("snapshots", "--job", "other", check=False)
+    assert (unknown.returncode, "knows no job other; known runs: job/run" in unknown.stderr) == (4, True)
 
 
 def test_events_are_listed_newest_last_and_limited(busy: DaemonProcess) -> None:
@@ -178,7 +180,7 @@ def test_forget_asks_and_then_frees() -> None:
         assert not segment.path.exists()
         done = daemon.ctl("forget", "job", "run", "--yes", check=False)
         assert done.returncode == 4
-        assert "nothing is in memory" in done.stderr
+        assert "this node knows no job job; known runs: none" in done.stderr
 
 
 def test_without_a_daemon_the_exit_code_says_so(busy: DaemonProcess, tmp_path: Path) -> None:
