@@ -133,7 +133,7 @@ def _snapshots(args: argparse.Namespace) -> CommandOutcome:
     with connected(args) as client:
         wanted = m.GetSnapshots(args.job or "", args.run or "", rank, args.operators)
         found = client.ask(wanted, m.Snapshots)
-        if not found.ranks:
+        if not found.ranks and not found.replays:
             check_known(client, args)
     text = snapshots_text(found, operators=args.operators, verify_iterations=args.verify_iterations)
     return CommandOutcome(found, text)
