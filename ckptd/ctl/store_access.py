@@ -14,14 +14,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from ckptd.config.daemon_config import ConfigError, load_config
 from ckptd.config.settings import DaemonConfig
-from ckptd.ctl.command import CommandError
+from ckptd.ctl.command import CommandError, ask
+from ckptd.errors import DaemonUnavailable
 from ckptd.storage.checkpoints.names import run_prefix
 from ckptd.storage.checkpoints.reader import MapFunction, SignedStore
 from ckptd.storage.checkpoints.signing import Signers, SigningError
@@ -29,6 +30,7 @@ from ckptd.storage.stores.objects import ContainerMissing, NoSpace, ObjectStore,
 from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Circuit, Resilient, RetryPolicy
 from ckptd.storage.stores.store_base import public_url, secrets_in
+from ckptd.transport import messages as m
 
 __all__ = [
     "STORE_TIMEOUT_S",
@@ -88,10 +90,10 @@ class OpenedStore:
 
 def configured_place(args: argparse.Namespace) -> tuple[StorePlace, DaemonConfig]:
     """The configured store; `--store`, `--store-options` and `--store-backend` take precedence, each
-    over its setting.
+    over its setting. If there is none: that of the running daemon.
 
     Raises:
-        CommandError: no store is configured.
+        CommandError: there is none either.
         ConfigError: a setting cannot be used.
     """
     given = {
@@ -104,10 +106,24 @@ def configured_place(args: argparse.Namespace) -> tuple[StorePlace, DaemonConfig
     except ConfigError as error:
         raise ConfigError(_without_value(str(error))) from error
     if not config.store:
-        raise CommandError("no store is configured: pass --store URL, or set CKPTD_STORE")
+        config = replace(config, store=_store_of_daemon(args))
     options = json.loads(config.store_options or "{}")
     place = StorePlace(config.store, options, config.store_backend, config.keys_dir, config.store_signed_only)
     return place, config
+
+
+def _store_of_daemon(args: argparse.Namespace) -> str:
+    """The URL of its store, which has no credentials; those are the configured ones, or the environment's."""
+    try:
+        durable = ask(args, m.GetStatus(), m.Status).durable
+    except DaemonUnavailable:
+        durable = None
+    if durable is None:
+        raise CommandError(
+            "no store is configured here, and no daemon with a store answers: pass --store URL, or set "
+            "CKPTD_STORE"
+        )
+    return durable.url
 
 
 def named_place(args: argparse.Namespace) -> StorePlace:

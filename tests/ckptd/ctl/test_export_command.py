@@ -231,7 +231,7 @@ def test_an_import_needs_a_place(
     assert main(command) == 4
     assert "name the JOB and the RUN" in capsys.readouterr().err
     assert main([*command, "job", "run"]) == 2
-    assert "no store is configured" in capsys.readouterr().err
+    assert "no store is configured here, and no daemon with a store answers" in capsys.readouterr().err
     assert main([*command, "--to", str(tmp_path / "set")]) == 0
     assert (
         f"1 tensors, 48 B: Checkpointer(…, recovery=RecoveryOptions(start_from='{tmp_path}/set'))"

@@ -26,6 +26,7 @@ from tests.ckptd.stored import (
     needed_by,
     object_keys,
 )
+from tests.e2e.harness import own_daemon
 from tests.storage.s3_server import S3Server, weed
 from tests.storage.samples import JOB, RUN
 
@@ -48,6 +49,16 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 # -- which store, and what may be wrong with it --------------------------------------------------
+
+
+def test_without_a_setting_the_store_is_that_of_the_running_daemon(store: ObjectStore, folder: Path) -> None:
+    url = "file://" + str(folder).replace(" ", "%20")
+    with own_daemon("--memory", "64MiB", "--store", url) as daemon:
+        done = process("checkpoints", "list", "--json", CKPTD_LISTEN=daemon.endpoint)
+        assert [r["job"] for r in json.loads(done.stdout)["runs"]] == [JOB], done.stderr
+    done = process("checkpoints", "list", CKPTD_LISTEN=daemon.endpoint)
+    assert done.returncode == 2
+    assert "no store is configured here, and no daemon with a store answers" in done.stderr
 
 
 def test_the_store_is_the_configured_one(store: ObjectStore, folder: Path, tmp_path: Path) -> None:
