@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
-from ckptd.core.interval_control import IntervalRule
+from ckptd.core.interval_control import MAX_STALL, IntervalRule
 from ckptd.core.partial_experts import LOST_TOKENS_LIMIT, Selection
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.schedule import Ordering
@@ -209,7 +209,7 @@ class SnapshotOptions:
     ``"gemini"``: as often as copies to the host and to peers allow. ``"young-daly"``: the least loss by
     stalls and by failures every ``mtbf_s``."""
 
-    max_stall: float = 0.03
+    max_stall: float = MAX_STALL
     """For ``every="checkfreq"``: the largest share of the time that snapshots may cost."""
 
     mtbf_s: float | None = None
@@ -267,7 +267,7 @@ class SnapshotOptions:
                 f"every={rule!s}: only dense snapshots have an interval by a rule; pass a number"
             )
         if not _is_number(self.max_stall) or not 0 < self.max_stall < 1:
-            raise ValueError(f"max_stall={self.max_stall!r}: pass a share of the time, such as 0.03")
+            raise ValueError(f"max_stall={self.max_stall!r}: pass a share of the time, such as {MAX_STALL}")
         mtbf_s = self.mtbf_s
         if rule is IntervalRule.YOUNG_DALY and not (_is_number(mtbf_s) and 0 < (mtbf_s or 0) < math.inf):
             raise ValueError(

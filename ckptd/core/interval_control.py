@@ -22,7 +22,10 @@ from enum import StrEnum
 
 from ckptd.core.window_control import SnapshotReading
 
-__all__ = ["IntervalControl", "IntervalRule", "SnapshotCost", "interval_of"]
+__all__ = ["MAX_STALL", "IntervalControl", "IntervalRule", "SnapshotCost", "interval_of"]
+
+MAX_STALL = 0.03
+"""CheckFreq's bound by default: the share of the time that stalls take."""
 
 _KEPT, _FEW = 8, 3
 _PLAIN = 40
@@ -128,8 +131,7 @@ class IntervalControl:
 
     def needed(self, every: int) -> int:
         """The interval by all that is known; ``every`` if that is too little or much the same."""
-        cost = self.cost
-        if cost is None or self._since_change < _FEW:
+        if self._since_change < _FEW or (cost := self.cost) is None:
             found = every
         else:
             found = interval_of(self._rule, cost, bound=self._bound, mtbf_s=self._mtbf_s)

@@ -17,6 +17,7 @@ from ckptd.core.advice.outlook import (
     partial_outlook,
     window_outlook,
 )
+from ckptd.core.interval_control import MAX_STALL, IntervalRule, SnapshotCost, interval_of
 from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
 from ckptd.core.snapshot_policy import OperatorKind
 from ckptd.units import format_bytes
@@ -27,14 +28,16 @@ __all__ = [
     "advise",
     "arguments",
     "ettr_curves",
-    "interval_of_bounded_stall",
-    "interval_of_copies",
-    "interval_of_young_daly",
+    "interval_by",
     "mtbf_axis",
 ]
 
 _WINDOWS = 64
-_STALL_BOUND = 0.03
+_NAMED = {
+    "CheckFreq's interval": IntervalRule.CHECKFREQ,
+    "Gemini's interval": IntervalRule.GEMINI,
+    "Young and Daly's interval": IntervalRule.YOUNG_DALY,
+}
 # Two policies that differ by less are the same to a user: the simpler one is taken, with the smaller window.
 _EQUAL = 1e-4
 _SHORTEST_S, _LONGEST_S, _AXIS_POINTS = 60.0, 86400.0, 64
@@ -59,33 +62,13 @@ class Advice:
     lossy: PolicyOutlook | None = None
 
 
-def interval_of_bounded_stall(rank: RankShape, conditions: Conditions, bound: float = _STALL_BOUND) -> int:
-    """As CheckFreq chooses: the shortest interval whose stalls take no more than ``bound`` of the time.
-
-    Raises:
-        ValueError: ``bound`` is not between 0 and 1.
-    """
-    if not 0 < bound < 1:
-        raise ValueError(f"a bound of {bound:g} for stalls; it must be between 0 and 1")
-    once = dense_outlook(rank, conditions, 1).stall_s
-    return max(1, math.ceil(once / (bound * conditions.iteration_s)))
-
-
-def interval_of_copies(rank: RankShape, conditions: Conditions) -> int:
-    """As Gemini chooses: the shortest interval in which the copies to the host, and from there to the peers,
-    can be made.
-    """
+def interval_by(rule: IntervalRule, rank: RankShape, conditions: Conditions) -> int:
+    """The interval of dense snapshots that this rule chooses."""
     to_host = rank.dense_bytes / conditions.link_Bps
     to_peers = rank.dense_bytes * conditions.replicas / conditions.network_Bps
-    return max(1, math.ceil(max(to_host, to_peers) / conditions.iteration_s))
-
-
-def interval_of_young_daly(rank: RankShape, conditions: Conditions) -> int:
-    """The interval that loses least by stalls and by failures together, if either is small: sqrt(2 s M), with
-    s seconds of stall of one snapshot and M seconds between failures.
-    """
-    once = dense_outlook(rank, conditions, 1).stall_s
-    return max(1, round(math.sqrt(2 * once * conditions.mtbf_s) / conditions.iteration_s))
+    stall_s = dense_outlook(rank, conditions, 1).stall_s
+    cost = SnapshotCost(stall_s, max(to_host, to_peers), conditions.iteration_s)
+    return interval_of(rule, cost, bound=MAX_STALL, mtbf_s=conditions.mtbf_s)
 
 
 def advise(
@@ -102,7 +85,7 @@ def advise(
     """
     longest = max(1, min(longest_window, len(rank.operators)))
     named = _named_intervals(rank, conditions)
-    every = sorted({*_intervals(interval_of_copies(rank, conditions)), *named.values()})
+    every = sorted({*_intervals(named["Gemini's interval"]), *named.values()})
     found = _windows(rank, conditions, longest)
     partial = found.pop("partial")
     found["dense"] = [dense_outlook(rank, conditions, n) for n in every]
@@ -122,12 +105,7 @@ def advise(
 
 def _named_intervals(rank: RankShape, conditions: Conditions) -> dict[str, int]:
     """Those that papers choose for dense snapshots, by name."""
-    copies = interval_of_copies(rank, conditions)
-    return {
-        "CheckFreq's interval": max(copies, interval_of_bounded_stall(rank, conditions)),
-        "Gemini's interval": copies,
-        "Young and Daly's interval": max(copies, interval_of_young_daly(rank, conditions)),
-    }
+    return {name: interval_by(rule, rank, conditions) for name, rule in _NAMED.items()}
 
 
 def _windows(

@@ -11,13 +11,12 @@ from ckptd.core.advice.advice import (
     advise,
     arguments,
     ettr_curves,
-    interval_of_bounded_stall,
-    interval_of_copies,
-    interval_of_young_daly,
+    interval_by,
     mtbf_axis,
 )
 from ckptd.core.advice.job_shape import MODELS, PRECISIONS, Layout, RankShape, rank_shape
 from ckptd.core.advice.outlook import Choice, Conditions, PolicyOutlook, dense_outlook, window_outlook
+from ckptd.core.interval_control import IntervalRule
 
 CONDITIONS = Conditions(2.0, 600.0, link_Bps=20e9, network_Bps=5e9)
 QWEN = rank_shape(MODELS["qwen3-30b-a3b"], Layout(16, 1, 8), PRECISIONS["bf16-mixed"])
@@ -92,22 +91,19 @@ def test_memory_bounds_the_choice() -> None:
 
 def test_intervals_are_the_shortest_that_their_rule_allows() -> None:
     slow = replace(CONDITIONS, iteration_s=0.5, link_Bps=10e9)
-    every = interval_of_bounded_stall(QWEN, slow, 0.03)
+    every = interval_by(IntervalRule.CHECKFREQ, QWEN, slow)
     assert (
         dense_outlook(QWEN, slow, every).stall_s <= 0.03 * 0.5 < dense_outlook(QWEN, slow, every - 1).stall_s
     )
-    every = interval_of_copies(QWEN, slow)
+    every = interval_by(IntervalRule.GEMINI, QWEN, slow)
     assert not dense_outlook(QWEN, slow, every).behind
     assert dense_outlook(QWEN, slow, every - 1).behind
-    for bound in (0.0, 1.0):
-        with pytest.raises(ValueError, match="it must be between 0 and 1"):
-            interval_of_bounded_stall(QWEN, slow, bound)
 
 
 def test_young_and_dalys_interval_loses_least() -> None:
     """Where what reaches the peers late, loads and restarts, does not depend on it."""
     slow = replace(CONDITIONS, iteration_s=0.5, link_Bps=5e9, mtbf_s=36_000.0)
-    every = interval_of_young_daly(QWEN, slow)
+    every = interval_by(IntervalRule.YOUNG_DALY, QWEN, slow)
     best = max(range(1, 3000), key=lambda n: dense_outlook(QWEN, slow, n).ettr)
     assert every > 10
     assert every == pytest.approx(best, rel=0.02)
