@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _MAX_MESSAGE = 4096
-_MAX_KINDS = 256  # trainers may name kinds of their own; the table of counters stays small
+_MAX_KINDS = 256  # that trainers name; the table of counters stays small
 
 
 class EventLog:
@@ -26,9 +26,22 @@ class EventLog:
         self._events: deque[EventInfo] = deque(maxlen=limit)
         self._last_seq = 0
         self.counters: Counter[str] = Counter()
+        self._of_trainers: set[str] = set()
 
-    def add(self, level: str, kind: str, message: str, key: RankKey | None = None) -> None:
-        """Record one event, made safe to print; level is info, warning or error."""
+    def add(
+        self,
+        level: str,
+        kind: str,
+        message: str,
+        key: RankKey | None = None,
+        *,
+        by_trainer: bool = False,
+    ) -> None:
+        """Record one event, made safe to print; level is info, warning or error.
+
+        Args:
+            by_trainer: a trainer chose the kind. Of these only so many are counted by name.
+        """
         kind, message = one_line(kind), one_line(message)
         self._last_seq += 1
         self._events.append(
@@ -43,14 +56,17 @@ class EventLog:
                 rank=key.rank if key else -1,
             )
         )
-        self.count(f"event.{kind}")
+        self.count(f"event.{kind}" if not by_trainer or self._is_known(kind) else "other")
         logger.log(_LEVELS[level], "%s: %s", kind, message)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter without recording an event."""
-        if name not in self.counters and len(self.counters) >= _MAX_KINDS:
-            name = "other"
         self.counters[name] += amount
+
+    def _is_known(self, kind: str) -> bool:
+        if len(self._of_trainers) < _MAX_KINDS:
+            self._of_trainers.add(kind)
+        return kind in self._of_trainers
 
     def page(self, since: int, limit: int) -> Events:
         """Events with `seq` above `since`, oldest first."""

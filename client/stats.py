@@ -33,8 +33,10 @@ class Stats:
 
     `floor_overrides`: overwritten snapshots that a recovery together with the other ranks may have needed.
     `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
-    `every`: iterations between two snapshots now. `copy_plans_ms`: of the training thread, for phases of the
-    schedule that are new; so many that reorders (`reorders`) take little of the time.
+    `snapshot_bytes`: of the newest snapshot; `captured_bytes`: of all.
+    `every`: iterations between two snapshots now.
+    `copy_plans_ms`: time of the training thread that preparing new phases of the schedule has taken. Steps
+    towards another order of experts (`reorders`) wait until it is little of the time.
     `switches`: schedule changes that all ranks made together. `undecided`: snapshots left out because this
     rank did not know in time whether there was one.
 
@@ -55,6 +57,7 @@ class Stats:
 
     snapshots: int = 0
     snapshot_bytes: int = 0
+    captured_bytes: int = 0
     dense_bytes: int = 0
     window: int = 0
     every: int = 0

@@ -250,7 +250,7 @@ def _describe_trainer(page: _Page, session: m.SessionStatus) -> None:
     if not found:
         return
     page.add("ckptd_snapshots_total", found.get("snapshots", 0), *labels)
-    page.add("ckptd_captured_bytes_total", found.get("snapshot_bytes", 0), *labels)
+    page.add("ckptd_captured_bytes_total", found.get("captured_bytes", 0), *labels)
     page.add("ckptd_capture_bytes_per_second", found.get("capture_gb_per_s", 0) * 1e9, *labels)
     for reason in _MISSING:
         page.add("ckptd_snapshots_missing_total", found.get(reason, 0), *labels, reason)

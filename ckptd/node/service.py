@@ -223,7 +223,7 @@ class Service:
         return None
 
     def _notice(self, session: TrainerSession, message: m.Notice, _: Answer) -> m.Reply | None:
-        self._events.add(message.level, message.kind, message.message, session.key)
+        self._events.add(message.level, message.kind, message.message, session.key, by_trainer=True)
         if message.kind == "parked":
             self.trainers.park_events.heard(session)
         session.recovered |= message.kind == "recovery_phases"

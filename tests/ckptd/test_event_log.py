@@ -36,9 +36,14 @@ def test_pages_follow_each_other() -> None:
 def test_kinds_that_trainers_invent_do_not_fill_the_counters() -> None:
     log = EventLog(limit=10)
     for number in range(1000):
-        log.add("info", f"kind {number}", "x" * 10_000)
+        log.add("info", f"kind {number}", "x" * 10_000, by_trainer=True)
     assert len(log.counters) <= 257
     assert sum(log.counters.values()) == 1000
+    log.add("info", "kind 3", "", by_trainer=True)
+    assert log.counters["event.kind 3"] == 2
+    log.add("warning", "trainer_gone", "")
+    log.count("refused.quota")
+    assert log.counters["event.trainer_gone"] == log.counters["refused.quota"] == 1, "alerts are on them"
     assert len(log.page(0, 1).events[0].message) == 4096
 
 

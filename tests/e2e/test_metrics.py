@@ -134,7 +134,9 @@ def test_the_trainer_s_stalls_are_a_histogram(found: tuple[Page, dict[str, Any]]
     assert count == session["metrics"]["steps"] > 0
     assert total == pytest.approx(session["metrics"]["stall_ms_sum"] / 1e3)
     (captured,) = page.by_labels("ckptd_captured_bytes_total").values()
-    assert captured == session["metrics"]["snapshot_bytes"] > 0
+    (snapshots,) = page.by_labels("ckptd_snapshots_total").values()
+    assert captured == session["metrics"]["captured_bytes"]
+    assert captured > (snapshots - 1) * session["metrics"]["snapshot_bytes"] / 2, "of all, not of the newest"
 
 
 def test_a_recovery_counts_in_each_of_its_phases(found: tuple[Page, dict[str, Any]]) -> None:

@@ -147,6 +147,6 @@ def phase_metrics(durations: Mapping[RecoveryPhase, float]) -> dict[str, float]:
 
 
 def phases_in_metrics(metrics: Mapping[str, float]) -> dict[RecoveryPhase, float]:
-    """The durations among a trainer's counters, in the order of the phases."""
-    named = {phase: f"phase_{phase}_s" for phase in RecoveryPhase}
-    return {phase: metrics[name] for phase, name in named.items() if name in metrics}
+    """The durations among a trainer's counters, in the order of the phases; not what can be none."""
+    found = {phase: metrics.get(f"phase_{phase}_s", -1.0) for phase in RecoveryPhase}
+    return {phase: seconds for phase, seconds in found.items() if 0 <= seconds < math.inf}

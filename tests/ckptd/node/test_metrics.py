@@ -224,7 +224,9 @@ def test_a_trainer_of_another_version_without_buckets_has_no_histogram() -> None
 
 
 def test_captures_and_missing_snapshots() -> None:
-    captured = session(snapshots=9, snapshot_bytes=90, capture_gb_per_s=1.5, torn=2, no_slot=1)
+    captured = session(
+        snapshots=9, snapshot_bytes=10, captured_bytes=90, capture_gb_per_s=1.5, torn=2, no_slot=1
+    )
     page = page_of(replace(VIEW, status=status(sessions=(captured,))))
     assert page.by_labels("ckptd_snapshots_total") == {RANK: 9}
     assert page.by_labels("ckptd_captured_bytes_total") == {RANK: 90}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -86,6 +87,13 @@ def test_phases_are_found_again_among_other_counters() -> None:
     metrics = {"steps": 7.0, **dict(reversed(phase_metrics(durations).items())), "phase_of_the_moon_s": 1.0}
     assert list(phases_in_metrics(metrics).items()) == list(durations.items())
     assert describe_phases(phases_in_metrics({})) == "-"
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_a_duration_that_can_be_none_is_left_out(seconds: float) -> None:
+    """A trainer may report anything; a histogram would keep it for as long as the daemon runs."""
+    metrics = phase_metrics({Phase.IMPORTS: seconds, Phase.PLAN: 0.5})
+    assert phases_in_metrics(metrics) == {Phase.PLAN: 0.5}
 
 
 def test_described_phases_can_be_read_again() -> None:
