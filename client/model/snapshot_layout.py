@@ -122,6 +122,8 @@ class PhasePlan:
     """The known optimizer state of each parameter at the time of planning."""
 
 
+_MOST_ENTRIES = 1 << 16
+
 # A tensor of an image, and where its bytes come from.
 Entry = tuple[TensorEntry, EntrySource]
 
@@ -238,6 +240,8 @@ class StateTable:
         key = (name, *rows, dtype)
         found = self._entries.get(key)
         if found is None:
+            if len(self._entries) >= _MOST_ENTRIES:  # of orders that are gone: rows of fused experts
+                self._entries.clear()
             found = self._entries[key] = tuple(_entries_of(binding, self, name, *rows, dtype))
         return found
 

@@ -135,6 +135,7 @@ class KeptState:
         self._odd: dict[str, list[str]] = {}
         # By parameter: references to the planned parts of tensors that are made of others, by identity.
         self._parts: dict[str, dict[int, Reference]] = {}
+        self._composed = False  # there are such tensors; each look compares their parts, too
         # Where keys differ from the planned ones: all keys, in the optimizer's own order; None:
         # there is no state.
         self._deviating: dict[str, list[str] | None] = {}
@@ -171,7 +172,7 @@ class KeptState:
         Returns:
             A tensor that a new plan could capture; empty if there is none.
         """
-        now = _values_of(self._binding.keepers)
+        now = _values_of(self._binding.keepers, parts=self._composed)
         if specs is not self.specs:
             self.specs, self._looked, self._odd, self._deviating = specs, {}, {}, {}
             self._parts = {}
@@ -196,6 +197,7 @@ class KeptState:
         self._odd.pop(name, None)
         self._deviating.pop(name, None)
         self._parts.pop(name, None)
+        self._composed |= flat.keys() != state.keys()
         # Of a tensor that is made of others, an entry has the class, and references to its parts.
         if whole := [k for k in state if k in odd or k not in flat]:
             self._odd[name] = whole
@@ -499,12 +501,17 @@ def _as_node(entries: Mapping[str, list[list[Any]]]) -> list[Any]:
     ]
 
 
-def _values_of(keepers: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """All values in their state, to see whether any was replaced."""
+def _values_of(keepers: Iterable[torch.optim.Optimizer], *, parts: bool) -> list[Any]:
+    """All values in their state, to see whether any was replaced; at each step.
+
+    Args:
+        parts: also what values are made of that are no plain tensors.
+    """
     found: list[Any] = []
     for keeper in keepers:
         for state in keeper.state.values():
-            found += _with_parts(state.values() if isinstance(state, dict) else (state,))
+            of_state: Iterable[Any] = state.values() if isinstance(state, dict) else (state,)
+            found += _with_parts(of_state) if parts else of_state
             found.append(state)
     return found
 

@@ -411,6 +411,7 @@ class Planner:
         self.turns = PartialTurns.of(context.options, self._operators, identity.rank, identity.world_size)
         self.sharing = context.sharing
         self.limits: tuple[int, int] | None = None
+        self._bandwidth: float | None = None  # measured once: that takes the training thread some time
 
     @property
     def dense(self) -> bool:
@@ -530,7 +531,9 @@ class Planner:
 
     def _speed(self) -> TrainingSpeed:
         tensors = [local(p) for p in self._binding.params.values()]
-        return TrainingSpeed(self._pace.copy_window_s, self._pace.iteration_s, measure_bandwidth(tensors))
+        if self._bandwidth is None:
+            self._bandwidth = measure_bandwidth(tensors)
+        return TrainingSpeed(self._pace.copy_window_s, self._pace.iteration_s, self._bandwidth)
 
     def _scalars_capacity(self) -> int:
         """Room for step scalars, which hold each operator's number (of a shared one, each piece's)."""

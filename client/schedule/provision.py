@@ -572,17 +572,17 @@ class Provision:
         Raises:
             ValueError: they would cost it too much.
         """
-        plan = self.plan
-        needed = 1 if self._interval is None or plan is None else self._interval.needed(plan.every)
-        if plan is not None and every < min(needed, plan.every):
+        assert self.plan is not None
+        now = self.plan.every
+        needed = 1 if self._interval is None else self._interval.needed(now)
+        if every < min(needed, now):
             raise ValueError(
                 f"here snapshots cost too much to take one every {every} iterations, not {needed}"
             )
 
     def use_interval(self, every: int) -> None:
         """Take a snapshot every so many iterations, as all ranks do from now on."""
-        if self.plan is None:
-            return
+        assert self.plan is not None
         self.plan.use_interval(every)
         if self._interval is not None:
             self._interval.changed()

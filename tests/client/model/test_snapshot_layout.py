@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptd.client import values
+from ckptd.client.model import snapshot_layout
 from ckptd.client.model.live_state import LiveState
 from ckptd.client.model.operators import Operator, ParameterRows, discover_operators
 from ckptd.client.model.snapshot_layout import (
@@ -100,6 +101,16 @@ def plan(bound: LiveState, anchored: Iterable[int], **changes: Any) -> PhasePlan
         "state": StateTable.of(bound),
     }
     return build_phase(bound, OPERATORS, **(arguments | changes))
+
+
+def test_entries_that_phases_have_in_common_are_bounded_and_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = binding()
+    phases: list[set[int]] = [{0}, {1}, {0, 1}, {0}]
+    alone = [plan(bound, phase).layout for phase in phases]
+    monkeypatch.setattr(snapshot_layout, "_MOST_ENTRIES", 3)
+    table = StateTable.of(bound)
+    assert [plan(bound, phase, state=table).layout for phase in phases] == alone
+    assert 0 < len(table._entries) <= 3
 
 
 def shapes(found: PhasePlan, prefix: str = "") -> dict[str, tuple[int, ...]]:
