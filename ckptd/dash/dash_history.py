@@ -21,10 +21,12 @@ _STEPS = 60
 
 @dataclass(frozen=True, slots=True)
 class RunPace:
-    """Args:
-    step_s: seconds per iteration; 0: not known yet.
-    stalls: points, oldest first: unix time, milliseconds of stall per iteration, and the share of time that
-        this is; both of the rank that waited longest.
+    """How fast a run goes, and how long it waits.
+
+    Args:
+        step_s: seconds per iteration; 0: not known yet.
+        stalls: points, oldest first: unix time, milliseconds of stall per iteration, and the share of time
+            that this is; both of the rank that waited longest.
     """
 
     step_s: float = 0.0

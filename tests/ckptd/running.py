@@ -33,7 +33,7 @@ from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
 from ckptd.storage.image import ImageLayout
 from ckptd.storage.image_format import TensorEntry
-from ckptd.transport.messages import Attach, Attached, Hello, Reserve, Reserved
+from ckptd.transport.messages import Attach, Attached, Filled, Hello, Reserve, Reserved
 from ckptd.transport.wire import ControlClient
 from tests.ckptd.memory.fresh import put_header
 
@@ -139,6 +139,19 @@ def running_daemon(**settings: str) -> Iterator[DaemonProcess]:
         yield daemon
     finally:
         daemon.clean_up()
+
+
+@contextmanager
+def busy_daemon() -> Iterator[tuple[DaemonProcess, ControlClient]]:
+    """A daemon with two sealed slots, and the client that is attached as their trainer."""
+    with running_daemon() as daemon, daemon.client() as client:
+        attach(client)
+        segment = reserve(client)
+        for index in (0, 1):
+            fill(segment, index, 5 + index, anchors=1 << index)
+            client.send(Filled(0, index, 5 + index))
+        eventually(lambda: all(state_of(segment, i) == 3 for i in (0, 1)), "sealed")
+        yield daemon, client
 
 
 @contextmanager

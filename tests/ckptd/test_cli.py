@@ -12,30 +12,14 @@ import pytest
 
 from ckptd.memory.pages import filesystem_kind, is_in_memory
 from ckptd.transport import messages as m
-from tests.ckptd.running import (
-    ROOT,
-    DaemonProcess,
-    attach,
-    eventually,
-    fill,
-    reserve,
-    running_daemon,
-    state_of,
-)
+from tests.ckptd.running import ROOT, DaemonProcess, attach, busy_daemon, reserve, running_daemon
 
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[DaemonProcess]:
     """A daemon with one detached run: two slots sealed."""
-    with running_daemon() as daemon:
-        with daemon.client() as client:
-            attach(client)
-            segment = reserve(client)
-            for index in (0, 1):
-                fill(segment, index, 5 + index, anchors=1 << index)
-                client.send(m.Filled(0, index, 5 + index))
-            eventually(lambda: all(state_of(segment, i) == 3 for i in (0, 1)), "sealed")
-            client.request(m.Detach())
+    with busy_daemon() as (daemon, client):
+        client.request(m.Detach())
         yield daemon
 
 

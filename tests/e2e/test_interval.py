@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 
 import pytest
 
+from ckptd.core.interval_control import MAX_STALL, IntervalRule, SnapshotCost, interval_of
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
 from tests.e2e.ranks import Ranks, story
@@ -22,7 +24,7 @@ def _every(rule: int | str, **more: float) -> tuple[str, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [("checkfreq", {"max_stall": 0.05}), ("young-daly", {"mtbf_s": 600})])
-def test_an_interval_by_a_rule_grows_until_stalls_are_as_asked(
+def test_an_interval_follows_its_rule_from_what_was_measured(
     jobs: Jobs, daemon: DaemonProcess, rule: tuple[str, dict[str, float]]
 ) -> None:
     """It is used after a kill, too: the snapshots say which one it was."""
@@ -37,6 +39,13 @@ def test_an_interval_by_a_rule_grows_until_stalls_are_as_asked(
     assert len(told) == 1, jobs.log(before)
     every = int(told[0].split("a snapshot every ")[1].split()[0])
     assert f"every='{rule[0]}': a snapshot stalls training for" in told[0]
+    stall_s, busy_s, iteration_s = (float(ms) / 1e3 for ms in re.findall(r"([\d.]+) ms", told[0]))
+    of, bound, mtbf_s = IntervalRule(rule[0]), rule[1].get("max_stall", MAX_STALL), rule[1].get("mtbf_s")
+    shortest, longest = (  # by numbers that are rounded to a tenth of a millisecond
+        interval_of(of, SnapshotCost(stall_s + by, busy_s + by, iteration_s - by), bound=bound, mtbf_s=mtbf_s)
+        for by in (-1e-4, 1e-4)
+    )
+    assert shortest <= every <= longest, told[0]
     total = int(progress.read_text().split()[0]) + 20
     after = jobs.run(CASE, *options, "--run", run, "--seed", "7", "--total", str(total))
     report = jobs.report(after)
@@ -78,6 +87,7 @@ def test_another_interval_takes_effect_at_a_restart_on_all_ranks(jobs: Jobs, dae
     for out in outs:
         report = jobs.report(out)
         assert report["every"] == 5
+        assert report["captured_bytes"] == report["snapshots"] * report["snapshot_bytes"] > 0
         assert report["resumed_from"] > changed
         assert (report["resumed_from"] - changed) % 5 == 0, "the first of them is that of the change itself"
     references = Ranks(jobs, run, case=CASE, daemon="none", total=total).end()

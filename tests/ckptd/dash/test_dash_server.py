@@ -23,7 +23,7 @@ from ckptd.dash.dash_server import DashServer
 from ckptd.dash.dash_view import DashView, view_of
 from ckptd.transport import messages as m
 from tests.ckptd.dash.fabricated import answers, everything
-from tests.ckptd.running import ROOT, DaemonProcess, attach, eventually, fill, reserve, running_daemon
+from tests.ckptd.running import ROOT, DaemonProcess, attach, busy_daemon, eventually
 
 TOKEN = "a-token-of-tests-4711"
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -139,12 +139,7 @@ def test_a_client_that_asks_for_nothing_is_closed_in_time(
 @pytest.fixture(scope="module")
 def busy() -> Iterator[DaemonProcess]:
     """A daemon with an attached trainer and two sealed slots."""
-    with running_daemon() as daemon, daemon.client() as client:
-        attach(client)
-        segment = reserve(client)
-        for index in (0, 1):
-            fill(segment, index, 5 + index, anchors=1 << index)
-            client.send(m.Filled(0, index, 5 + index))
+    with busy_daemon() as (daemon, _):
         yield daemon
 
 

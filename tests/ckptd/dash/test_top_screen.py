@@ -24,16 +24,7 @@ from ckptd.dash.dash_view import DashView, TierGrade, view_of
 from ckptd.dash.top_screen import screen_lines, screen_text
 from ckptd.transport import messages as m
 from tests.ckptd.dash.fabricated import answers, everything
-from tests.ckptd.running import (
-    ROOT,
-    DaemonProcess,
-    attach,
-    eventually,
-    fill,
-    reserve,
-    running_daemon,
-    state_of,
-)
+from tests.ckptd.running import ROOT, DaemonProcess, busy_daemon, running_daemon
 
 
 def test_what_matters_comes_first() -> None:
@@ -73,13 +64,7 @@ def test_a_daemon_without_runs_says_so() -> None:
 @pytest.fixture(scope="module")
 def busy() -> Iterator[DaemonProcess]:
     """A daemon with an attached trainer and two sealed slots."""
-    with running_daemon() as daemon, daemon.client() as client:
-        attach(client)
-        segment = reserve(client)
-        for index in (0, 1):
-            fill(segment, index, 5 + index, anchors=1 << index)
-            client.send(m.Filled(0, index, 5 + index))
-        eventually(lambda: all(state_of(segment, i) == 3 for i in (0, 1)), "sealed")
+    with busy_daemon() as (daemon, client):
         client.send(m.Report(7, {"steps": 7.0, "stall_ms_sum": 1.0}))
         yield daemon
 
