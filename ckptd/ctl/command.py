@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,6 +80,8 @@ EXIT_MEANINGS = {
 _UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 CONNECT_S = 10.0  # requests that take longer set their own limit
+_LISTENER_S = 3.0  # a daemon that replaces its own image does not listen for a moment
+_LISTENER_POLL_S = 0.05
 
 _Reply = TypeVar("_Reply", bound=msgspec.Struct)
 
@@ -138,16 +141,39 @@ def connected(args: argparse.Namespace) -> ControlClient:
     """A connection to the daemon.
 
     Raises:
-        DaemonUnavailable: there is no socket.
+        DaemonUnavailable: there is no socket, or no process listens at the socket.
     """
     endpoint = endpoint_of(args)
+    timeout_s = min(args.timeout, CONNECT_S)
     try:
         there = Path(endpoint.removeprefix("ipc://")).exists()
     except PermissionError:
         there = True  # in a folder that this user may not enter: connecting says so
     if not there:  # connecting would wait for the socket
         raise DaemonUnavailable(f"no daemon serves {endpoint}: there is no socket")
-    return connect(endpoint, min(args.timeout, CONNECT_S))
+    _wait_for_listener(endpoint, min(timeout_s, _LISTENER_S))
+    return connect(endpoint, timeout_s)
+
+
+def _wait_for_listener(endpoint: str, timeout_s: float) -> None:
+    """Returns as soon as the socket does not refuse connections: 0MQ would connect again without an end."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+            probe.settimeout(timeout_s)
+            try:
+                probe.connect(endpoint.removeprefix("ipc://"))
+            except ConnectionRefusedError:
+                pass
+            except OSError:
+                return  # every other error is reported by the connection itself
+            else:
+                return
+        if time.monotonic() > deadline:
+            raise DaemonUnavailable(
+                f"no daemon serves {endpoint}: no process listens at the socket (its daemon was killed?)"
+            )
+        time.sleep(_LISTENER_POLL_S)
 
 
 def ask(

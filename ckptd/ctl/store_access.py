@@ -31,6 +31,7 @@ from ckptd.storage.stores.open_store import open_store
 from ckptd.storage.stores.resilience import Circuit, Resilient, RetryPolicy
 from ckptd.storage.stores.store_base import public_url, secrets_in
 from ckptd.transport import messages as m
+from ckptd.transport.wire import RequestTimeout
 
 __all__ = [
     "STORE_TIMEOUT_S",
@@ -116,7 +117,7 @@ def _store_of_daemon(args: argparse.Namespace) -> str:
     """The URL of its store, which has no credentials; those are the configured ones, or the environment's."""
     try:
         durable = ask(args, m.GetStatus(), m.Status).durable
-    except DaemonUnavailable:
+    except (DaemonUnavailable, RequestTimeout):
         durable = None
     if durable is None:
         raise CommandError(

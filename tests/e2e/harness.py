@@ -127,6 +127,7 @@ class DaemonProcess:
             str(self.runtime_dir),
             "--segment-dir",
             str(self.segment_dir),
+            *("--listen", self.endpoint),
             *("--nice", "0"),  # a busy machine's other tests would starve it
             *self.flags,
         ]

@@ -20,6 +20,7 @@ def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     empty = tmp_path / "empty.toml"
     empty.touch()
     monkeypatch.setenv("CKPTD_CONFIG", str(empty))
+    monkeypatch.setenv("CKPTD_LISTEN", f"ipc://{tmp_path}/no-daemon.sock")
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import socket
+from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.command import ProgressBar, progress_line
+from ckptd.ctl.command import ProgressBar, connected, progress_line
 from ckptd.ctl.main import main
 
 MIB = 1 << 20
@@ -61,3 +64,31 @@ def test_the_default_timeout_of_one_command_is_not_that_of_all(
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert f"seconds to wait (default {expected})" in capsys.readouterr().out
+
+
+# -- the daemon -----------------------------------------------------------------------------------
+
+
+def test_a_socket_of_a_killed_daemon_is_no_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckptd.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    command = ["status", "--endpoint", f"ipc://{path}"]
+    assert main([*command, "--timeout", "0.2"]) == 3
+    assert f"no daemon serves ipc://{path}: no process listens at the socket" in capsys.readouterr().err
+    monkeypatch.setenv("CKPTD_LISTEN", f"ipc://{path}")
+    assert main(["checkpoints", "list"]) == 2
+    assert "no store is configured here, and no daemon with a store answers" in capsys.readouterr().err
+
+
+def test_a_daemon_that_replaces_its_image_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckptd.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        monkeypatch.setattr("time.sleep", lambda _: listener.listen())
+        with connected(argparse.Namespace(endpoint=f"ipc://{path}", timeout=60.0)) as client:
+            assert client.endpoint == f"ipc://{path}"

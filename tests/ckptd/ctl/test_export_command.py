@@ -222,10 +222,8 @@ def test_an_import_to_a_store_tells_what_to_start_from(
     )
 
 
-def test_an_import_needs_a_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CKPTD_STORE", raising=False)
+@pytest.mark.usefixtures("no_configuration")
+def test_an_import_needs_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"w": WEIGHTS}, tmp_path / "model.safetensors")
     command = ["import", "--from", str(tmp_path)]
     assert main(command) == 4
