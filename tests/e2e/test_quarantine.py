@@ -27,6 +27,12 @@ TORN, KILL_AT, TOTAL = 10, 11, 15
 WINDOW_2 = ("--set", "window=2", "--total", str(TOTAL))
 # So that what is filled there is sealed, too.
 KILLED = ("--kill-at", str(KILL_AT), "--kill-point", "after", "--kill-delay-ms", "500")
+# Slots for older snapshots: with W = 2 and none more, one that a busy machine leaves out could leave no
+# whole suffix before the wrong snapshots.
+LONG_RING = (
+    *("--memory", "256MiB", "--replication-slack", "4"),
+    *("--peer-listen", "tcp://127.0.0.1:0", "--peer-security", "plain"),
+)
 FIRST, SECOND = "This is the first failure", "Two replays had the same result"
 
 
@@ -69,16 +75,7 @@ def test_a_snapshot_that_was_sealed_wrong_costs_two_replays_and_an_older_suffix_
 ) -> None:
     """The daemon, too, is killed in between: what the first replay showed must outlive it."""
     options = (*WINDOW_2, "--run", run)
-    with own_daemon(
-        "--memory",
-        "256MiB",
-        "--peer-listen",
-        "tcp://127.0.0.1:0",
-        "--peer-security",
-        "plain",
-        "--replication-slack",
-        "4",
-    ) as own:
+    with own_daemon(*LONG_RING) as own:
         reference = jobs.run("plain", *WINDOW_2, daemon="none")
         jobs.run("plain", *options, *KILLED, "--tear-at", str(TORN), expect_killed=True, daemon=own.endpoint)
         assert FIRST in fails(jobs, *options, "--seed", "77", daemon=own.endpoint)
@@ -100,33 +97,35 @@ def test_a_snapshot_that_was_sealed_wrong_costs_two_replays_and_an_older_suffix_
         assert [f.verdict for f in failures(own, run)] == ["left"]
 
 
-def test_where_one_rank_is_wrong_all_go_back(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
+def test_where_one_rank_is_wrong_all_go_back(jobs: Jobs, run: str) -> None:
     """Only rank 1 recorded something wrong. The other hears of it at the same boundary, neither
     hangs, and both go back alike.
     """
-    dense = ("--set", "window=2")
-    references = Ranks(jobs, run, *dense, daemon="none").end()
-    linger = ("--kill-delay-ms", "500")
-    before = Ranks(jobs, run, *dense, killed=1, each={1: ("--tear-at", "10", *linger)})
-    before.end_by_the_death_of(1)
-    lives = [before]
-    for wanted in (FIRST, SECOND):
-        lives.append(Ranks(jobs, run, *dense, "--seed", str(70 + len(lives))))
-        lives[-1].end_by_themselves()
-        for process, out in lives[-1].started:
-            assert process.exitcode == 1, story(daemon, run, *lives)
-            assert wanted in jobs.log(out), story(daemon, run, *lives)
-    quarantined = states(daemon, run)["quarantined"]
-    assert sorted(2 * [*set(quarantined)]) == quarantined, "of both ranks"
-    assert 10 in quarantined
-    after = Ranks(jobs, run, *dense, "--seed", "79")
-    outs = after.end()
-    resumed = {jobs.report(out)["resumed_from"] for out in outs}
-    assert len(resumed) == 1, story(daemon, run, *lives, after)
-    # How far back depends on what a busy machine has left out; not on what is wrong.
-    assert resumed <= set(range(min(quarantined))), story(daemon, run, *lives, after)
-    for reference, out in zip(references, outs, strict=True):
-        assert differences(reference, out) == []
+    with own_daemon(*LONG_RING) as daemon:
+        jobs.endpoint = daemon.endpoint
+        dense = ("--set", "window=2")
+        references = Ranks(jobs, run, *dense, daemon="none").end()
+        linger = ("--kill-delay-ms", "500")
+        before = Ranks(jobs, run, *dense, killed=1, each={1: ("--tear-at", "10", *linger)})
+        before.end_by_the_death_of(1)
+        lives = [before]
+        for wanted in (FIRST, SECOND):
+            lives.append(Ranks(jobs, run, *dense, "--seed", str(70 + len(lives))))
+            lives[-1].end_by_themselves()
+            for process, out in lives[-1].started:
+                assert process.exitcode == 1, story(daemon, run, *lives)
+                assert wanted in jobs.log(out), story(daemon, run, *lives)
+        quarantined = states(daemon, run)["quarantined"]
+        assert sorted(2 * [*set(quarantined)]) == quarantined, "of both ranks"
+        assert 10 in quarantined
+        after = Ranks(jobs, run, *dense, "--seed", "79")
+        outs = after.end()
+        resumed = {jobs.report(out)["resumed_from"] for out in outs}
+        assert len(resumed) == 1, story(daemon, run, *lives, after)
+        # How far back depends on what a busy machine has left out; not on what is wrong.
+        assert resumed <= set(range(min(quarantined))), story(daemon, run, *lives, after)
+        for reference, out in zip(references, outs, strict=True):
+            assert differences(reference, out) == []
 
 
 def test_what_peers_hold_of_it_is_quarantined_too(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
