@@ -11,6 +11,7 @@
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-host  seeded kills of ranks, zygotes and hosts of a job under hosts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make demo-storage    watch every host being destroyed at once and the job come back from an S3 server (minutes)
+#   make demo-ops        watch the alerts that faults of a two-node job fire in Prometheus (minutes; needs prometheus)
 #   make demo-policies   watch the same kills under four policies, two of which lose updates of experts (minutes)
 #   make campaign-storage  seeded kills in the middle of uploads (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-elastic  seeded kills of elastic jobs, most of all while an incarnation starts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
@@ -38,7 +39,7 @@ GPU_PYTHON ?=
 GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage demo-policies bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
+.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -105,6 +106,9 @@ demo-policies: $(STAMP)
 demo-storage: $(STAMP)
 	$(BIN)/python -m examples.moe_text.storage $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
+demo-ops: $(STAMP)
+	$(BIN)/python -m examples.moe_text.operations
+
 bench: $(STAMP)
 	@mkdir -p out
 	@for subject in schedule window scale papers placement dispatch traces agree stall overhead gpu sharing sampling restore replay transport replication recovery recovery_host rendezvous persist logging localized policies; do \
@@ -138,7 +142,7 @@ campaign-elastic: $(STAMP)
 	$(BIN)/python -m tests.e2e.elastic_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-matrix: $(STAMP)
-	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/ckptd/core/elastic tests/cuda
+	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/examples tests/ckptd/core/elastic tests/cuda
 
 campaign-habits: $(STAMP)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-build-isolation -c constraints.txt -e '.[habits]'

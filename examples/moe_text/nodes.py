@@ -21,30 +21,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from ckptd.demo.lab import SHARED_CORES, Event, read_events
-from ckptd.demo.report import (
-    NodeLoss,
-    differing_tensors,
-    losses_by_step,
-    node_recovery,
-    redone_steps,
-    step_time_ms,
-    table,
-)
-from tests.cluster.daemons import DaemonFailed, HostDaemon, exchange_keys
-from tests.cluster.hosts import Cluster, Host
-from tests.cluster.torchrun import JobFailed, TorchrunJob
+from ckptd.demo.report import NodeLoss, node_recovery, step_time_ms, table
+from examples.moe_text.cluster_run import RUN_TIMEOUT_S, ClusterRun, Progress, what_differs
+from tests.cluster.daemons import DaemonFailed
+from tests.cluster.hosts import Cluster
+from tests.cluster.torchrun import JobFailed
 
 __all__ = ["PlannedLoss", "main", "plan_losses"]
 
 NUM_RANKS = 3
 NUM_SPARES = 1
-BASE_INIT_SEED = 1234
-RUN_TIMEOUT_S = 600.0
 BACK_TIMEOUT_S = 120.0
-START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,91 +58,7 @@ def plan_losses(rng: random.Random, *, steps: int, window: int, count: int) -> l
     return plan
 
 
-class Run:
-    """One training run over the cluster: a daemon on each host unless there is none to be, a
-    torchrun job, logs.
-    """
-
-    def __init__(
-        self, name: str, cluster: Cluster, folder: Path, args: argparse.Namespace, *, daemons: str
-    ) -> None:
-        assert daemons in ("none", "alone", "peers")
-        self.folder = folder / name
-        self.folder.mkdir()
-        self.cluster = cluster
-        self.daemons = {
-            host.name: HostDaemon(
-                host,
-                self.folder,
-                peers=daemons == "peers",
-                settings={"labels": f"rack=r{host.index}", "replicas": str(args.replicas)}
-                if daemons == "peers"
-                else {},
-            )
-            for host in (cluster.hosts if daemons != "none" else [])
-        }
-        self._peers = daemons == "peers"
-        command = [
-            # torchrun would take our options for abbreviations of its own without the dashes.
-            *("-m", "--", "ckptd.demo.train", "--ddp", "--threads", "1"),
-            *("--steps", str(args.steps), "--batch-size", str(args.batch_size)),
-            *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
-            *("--run", "nodes", "--daemon", "none" if daemons == "none" else "auto"),
-            *("--log", str(self.folder / "rank.jsonl"), "--final", str(self.folder / "rank.pt")),
-        ]
-        self.job = TorchrunJob(cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment)
-
-    def _environment(self, host: Host) -> dict[str, str]:
-        """What the agent of a host, and so its trainer, needs to find its daemon."""
-        daemon = self.daemons.get(host.name)
-        return {**SHARED_CORES, **(daemon.env if daemon else {}), "CKPTD_NODE_ID": host.name}
-
-    def start(self) -> None:
-        """Daemons first, then the job."""
-        if self._peers:
-            exchange_keys(self.daemons.values())
-        for daemon in self.daemons.values():
-            daemon.start()
-        self.job.start()
-
-    def stop(self) -> None:
-        """End every process of the run; the hosts are empty for the next one."""
-        self.job.stop()
-        for host in self.cluster.hosts:
-            if host.up:
-                host.destroy()
-            host.boot()
-
-    def events(self, rank: int = 0) -> list[Event]:
-        """The whole log of a rank."""
-        return read_events(self.folder / f"rank-r{rank}.jsonl")
-
-    def last_step(self, rank: int = 0) -> int:
-        """The newest iteration that the rank has completed; -1 for none."""
-        return max((e["step"] for e in self.events(rank) if e["event"] == "step"), default=-1)
-
-    def host_of(self, rank: int) -> Host:
-        """Where the rank's present life is."""
-        node = [event["node"] for event in self.events(rank) if event["event"] == "attached"][-1]
-        return next(host for host in self.cluster.hosts if host.name == node)
-
-    def final(self, rank: int) -> dict[str, torch.Tensor]:
-        """The rank's state at the end."""
-        state: dict[str, torch.Tensor] = torch.load(self.folder / f"rank-r{rank}.pt", weights_only=True)
-        return state
-
-
-class Progress:
-    """Live lines with the time since the start."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-
-    def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._begun:6.1f} s] {text}", flush=True)
-
-
-def strike(planned: PlannedLoss, run: Run, progress: Progress) -> NodeLoss:
+def strike(planned: PlannedLoss, run: ClusterRun, progress: Progress) -> NodeLoss:
     """Wait for the planned moment and destroy the hosts of those ranks."""
     run.job.until(
         lambda: run.last_step() >= planned.step,
@@ -166,15 +69,14 @@ def strike(planned: PlannedLoss, run: Run, progress: Progress) -> NodeLoss:
     hosts = [run.host_of(rank) for rank in planned.ranks]
     begun_s = time.time()
     for host in hosts:
-        host.destroy()
-        run.job.lost(host)
+        run.destroy(host)
     last_step = max(run.last_step(rank) for rank in range(NUM_RANKS))
     names = tuple(host.name for host in hosts)
     progress.say(f"--> destroyed {' and '.join(names)} after iteration {last_step}")
     return NodeLoss(begun_s, names, planned.ranks, last_step)
 
 
-def come_back(loss: NodeLoss, run: Run, progress: Progress) -> None:
+def come_back(loss: NodeLoss, run: ClusterRun, progress: Progress) -> None:
     """Let the job go on without the lost hosts, and return them, empty, as spares.
 
     With fewer hosts left than ranks, the first lost one returns before that: there is no other way.
@@ -182,7 +84,7 @@ def come_back(loss: NodeLoss, run: Run, progress: Progress) -> None:
     """
     waiting = [host for host in run.cluster.hosts if not host.up]
     while sum(host.up for host in run.cluster.hosts) < NUM_RANKS:
-        _return(waiting.pop(0), run)
+        run.return_empty([waiting.pop(0)])
     for rank in range(NUM_RANKS):
         run.job.until(
             lambda rank=rank: run.last_step(rank) > loss.last_step,  # type: ignore[misc]
@@ -195,18 +97,10 @@ def come_back(loss: NodeLoss, run: Run, progress: Progress) -> None:
         if found.back_s is not None
         else "    the job goes on"
     )
-    for host in waiting:
-        _return(host, run)
+    run.return_empty(waiting)
 
 
-def _return(host: Host, run: Run) -> None:
-    host.boot()
-    if host.name in run.daemons:
-        run.daemons[host.name].start()
-    run.job.join(host)
-
-
-def sources(loss: NodeLoss, run: Run) -> str:
+def sources(loss: NodeLoss, run: ClusterRun) -> str:
     """From which nodes the daemons have fetched since the loss, as their events tell."""
     found = set()
     for name, daemon in run.daemons.items():
@@ -218,12 +112,14 @@ def sources(loss: NodeLoss, run: Run) -> str:
     return ", ".join(sorted(found)) or "-"
 
 
-def run_to_end(run: Run) -> None:
+def run_to_end(run: ClusterRun) -> None:
     """Wait until all ranks have finished."""
     run.job.wait(timeout_s=RUN_TIMEOUT_S)
 
 
-def run_destroyed(run: Run, plan: Sequence[PlannedLoss], progress: Progress) -> list[tuple[NodeLoss, str]]:
+def run_destroyed(
+    run: ClusterRun, plan: Sequence[PlannedLoss], progress: Progress
+) -> list[tuple[NodeLoss, str]]:
     """The second run: every planned loss, with where its ranks got their state from."""
     losses = []
     for planned in plan:
@@ -234,7 +130,7 @@ def run_destroyed(run: Run, plan: Sequence[PlannedLoss], progress: Progress) -> 
     return losses
 
 
-def print_losses(losses: Sequence[tuple[NodeLoss, str]], run: Run) -> None:
+def print_losses(losses: Sequence[tuple[NodeLoss, str]], run: ClusterRun) -> None:
     """The table: what was lost when, and how the job came back."""
     rows: list[list[object]] = []
     for number, (loss, where) in enumerate(losses, start=1):
@@ -260,26 +156,7 @@ def print_losses(losses: Sequence[tuple[NodeLoss, str]], run: Run) -> None:
     )
 
 
-def compare(undisturbed: Run, destroyed: Run) -> list[str]:
-    """What differs between the two runs, over all ranks: tensors of the final state, and losses on the way."""
-    problems = []
-    for rank in range(NUM_RANKS):
-        found = differing_tensors(undisturbed.final(rank), destroyed.final(rank))
-        problems += [f"rank {rank}: {line}" for line in found]
-        expected = losses_by_step(undisturbed.events(rank))
-        actual = losses_by_step(destroyed.events(rank))
-        problems += [
-            f"rank {rank}: loss of iteration {step}: {expected.get(step)!r} and {actual.get(step)!r}"
-            for step in sorted(expected.keys() | actual.keys())
-            if expected.get(step) != actual.get(step)
-        ]
-        _, different = redone_steps(destroyed.events(rank))
-        if different:
-            problems.append(f"rank {rank}: {different} iterations differ when done again")
-    return problems
-
-
-def print_summary(undisturbed: Run, destroyed: Run) -> None:
+def print_summary(undisturbed: ClusterRun, destroyed: ClusterRun) -> None:
     stats = [event["stats"] for event in destroyed.events() if event["event"] == "finished"][-1]
     print(
         f"\niteration, median        {step_time_ms(undisturbed.events()):.0f} ms undisturbed,"
@@ -305,9 +182,14 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss], cluster: Cluster
     """Both runs and the report; what differs between them."""
     progress = Progress()
     with tempfile.TemporaryDirectory(prefix="ckptd-nodes-") as scratch:
-        undisturbed = Run("undisturbed", cluster, Path(scratch), args, daemons="none")
-        kind = "alone" if args.no_peers else "peers"
-        destroyed = Run("destroyed", cluster, Path(scratch), args, daemons=kind)
+        folder = Path(scratch)
+        undisturbed = ClusterRun(
+            "undisturbed", cluster, folder, args, num_ranks=NUM_RANKS, settings=None, peers=False
+        )
+        peers = {} if args.no_peers else {"replicas": str(args.replicas)}
+        destroyed = ClusterRun(
+            "destroyed", cluster, folder, args, num_ranks=NUM_RANKS, settings=peers, peers=not args.no_peers
+        )
         try:
             progress.say("Run 1: undisturbed. ckptd takes no part in it.")
             undisturbed.start()
@@ -322,7 +204,7 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss], cluster: Cluster
             destroyed.stop()
         print_losses(losses, destroyed)
         print_summary(undisturbed, destroyed)
-        return compare(undisturbed, destroyed)
+        return what_differs(undisturbed, destroyed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

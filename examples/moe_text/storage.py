@@ -23,35 +23,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from ckptd.demo.lab import SHARED_CORES, Event, read_events
-from ckptd.demo.report import (
-    NodeLoss,
-    differing_tensors,
-    losses_by_step,
-    node_recovery,
-    redone_steps,
-    step_time_ms,
-    table,
-)
+from ckptd.demo.report import NodeLoss, node_recovery, step_time_ms, table
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.checkpoints.verifier import verify_run
 from ckptd.storage.stores.open_store import open_store
-from examples.moe_text.nodes import Progress
-from tests.cluster.daemons import DaemonFailed, HostDaemon
-from tests.cluster.hosts import Cluster, Host
+from examples.moe_text.cluster_run import JOB, RUN_TIMEOUT_S, ClusterRun, Progress, what_differs
+from tests.cluster.daemons import DaemonFailed
+from tests.cluster.hosts import Cluster
 from tests.cluster.proxy import FaultProxy
-from tests.cluster.torchrun import JobFailed, TorchrunJob
+from tests.cluster.torchrun import JobFailed
 from tests.storage.s3_server import BUCKET, S3Server, weed
 
 __all__ = ["PlannedLoss", "main", "plan_losses"]
 
-JOB, RUN = "demo", "storage"
+RUN = "destroyed"
 URL = f"s3://{BUCKET}/demo"
 NUM_RANKS = 2
-BASE_INIT_SEED = 1234
-RUN_TIMEOUT_S = 600.0
 BACK_TIMEOUT_S = 180.0
 
 
@@ -114,83 +101,8 @@ class Storage:
         return damaged, len(report.whole), report.read_bytes
 
 
-class Run:
-    """One training run over all hosts of the cluster: a daemon on each if there is storage, a
-    torchrun job, logs.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        cluster: Cluster,
-        folder: Path,
-        args: argparse.Namespace,
-        storage: Storage | None,
-    ) -> None:
-        self.folder, self.cluster = folder / name, cluster
-        self.folder.mkdir()
-        settings = storage.settings(args.every) if storage is not None else {}
-        self.daemons = {
-            host.name: HostDaemon(host, self.folder, peers=False, settings=settings)
-            for host in (cluster.hosts if storage is not None else [])
-        }
-        command = [
-            *("-m", "--", "ckptd.demo.train", "--ddp", "--threads", "1"),
-            *("--steps", str(args.steps), "--batch-size", str(args.batch_size)),
-            *("--window", str(args.window), "--init-seed", str(BASE_INIT_SEED)),
-            *("--job", JOB, "--run", RUN, "--daemon", "none" if storage is None else "auto"),
-            *("--log", str(self.folder / "rank.jsonl"), "--final", str(self.folder / "rank.pt")),
-        ]
-        self.job = TorchrunJob(cluster, command, nnodes=NUM_RANKS, folder=self.folder, env=self._environment)
-
-    def _environment(self, host: Host) -> dict[str, str]:
-        daemon = self.daemons.get(host.name)
-        return {**SHARED_CORES, **(daemon.env if daemon else {}), "CKPTD_NODE_ID": host.name}
-
-    def start(self) -> None:
-        """Daemons first, then the job."""
-        for daemon in self.daemons.values():
-            daemon.start()
-        self.job.start()
-
-    def stop(self) -> None:
-        """End every process of the run; the hosts are empty for the next one."""
-        self.job.stop()
-        for host in self.cluster.hosts:
-            if host.up:
-                host.destroy()
-            host.boot()
-
-    def destroy_all(self) -> None:
-        """Nothing of the run is left on any host."""
-        for host in self.cluster.hosts:
-            host.destroy()
-            self.job.lost(host)
-
-    def return_empty(self) -> None:
-        """New hosts under the old names."""
-        for host in self.cluster.hosts:
-            host.boot()
-            self.daemons[host.name].start()
-        for host in self.cluster.hosts:
-            self.job.join(host)
-
-    def events(self, rank: int = 0) -> list[Event]:
-        """The whole log of a rank."""
-        return read_events(self.folder / f"rank-r{rank}.jsonl")
-
-    def last_step(self, rank: int = 0) -> int:
-        """The newest iteration that the rank has completed; -1 for none."""
-        return max((e["step"] for e in self.events(rank) if e["event"] == "step"), default=-1)
-
-    def final(self, rank: int) -> dict[str, torch.Tensor]:
-        """The rank's state at the end."""
-        state: dict[str, torch.Tensor] = torch.load(self.folder / f"rank-r{rank}.pt", weights_only=True)
-        return state
-
-
 def lose_everything(
-    planned: PlannedLoss, run: Run, storage: Storage, progress: Progress
+    planned: PlannedLoss, run: ClusterRun, storage: Storage, progress: Progress
 ) -> tuple[NodeLoss, int]:
     """At the planned moment, destroy all hosts; wait until the job is beyond it. Also the newest
     that was durable then.
@@ -202,12 +114,13 @@ def lose_everything(
     )
     time.sleep(planned.delay_s)
     begun_s = time.time()
-    run.destroy_all()
+    for host in run.cluster.hosts:
+        run.destroy(host)
     last_step = max(run.last_step(rank) for rank in range(NUM_RANKS))
     durable = storage.committed()[0]
     progress.say(f"--> destroyed all hosts after iteration {last_step}; {durable} is the newest durable")
     loss = NodeLoss(begun_s, tuple(h.name for h in run.cluster.hosts), tuple(range(NUM_RANKS)), last_step)
-    run.return_empty()
+    run.return_empty(run.cluster.hosts)
     for rank in range(NUM_RANKS):
         run.job.until(
             lambda rank=rank: (
@@ -222,26 +135,9 @@ def lose_everything(
     return loss, durable
 
 
-def compare(undisturbed: Run, destroyed: Run) -> list[str]:
-    """What differs between the two runs, over all ranks: tensors of the final state, and losses on the way."""
-    problems = []
-    for rank in range(NUM_RANKS):
-        found = differing_tensors(undisturbed.final(rank), destroyed.final(rank))
-        problems += [f"rank {rank}: {line}" for line in found]
-        expected = losses_by_step(undisturbed.events(rank))
-        actual = losses_by_step(destroyed.events(rank))
-        problems += [
-            f"rank {rank}: loss of iteration {step}: {expected.get(step)!r} and {actual.get(step)!r}"
-            for step in sorted(expected.keys() | actual.keys())
-            if expected.get(step) != actual.get(step)
-        ]
-        _, different = redone_steps(destroyed.events(rank))
-        if different:
-            problems.append(f"rank {rank}: {different} iterations differ when done again")
-    return problems
-
-
-def print_report(losses: Sequence[tuple[NodeLoss, int]], undisturbed: Run, destroyed: Run) -> None:
+def print_report(
+    losses: Sequence[tuple[NodeLoss, int]], undisturbed: ClusterRun, destroyed: ClusterRun
+) -> None:
     """The table of losses, and what storing cost."""
     rows: list[list[object]] = []
     for number, (loss, durable) in enumerate(losses, start=1):
@@ -300,8 +196,18 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss], cluster: Cluster
         server = S3Server.start()
         stack.callback(server.stop)
         storage = Storage(server, cluster, stack)
-        undisturbed = Run("undisturbed", cluster, folder, args, None)
-        destroyed = Run("destroyed", cluster, folder, args, storage)
+        undisturbed = ClusterRun(
+            "undisturbed", cluster, folder, args, num_ranks=NUM_RANKS, settings=None, peers=False
+        )
+        destroyed = ClusterRun(
+            RUN,
+            cluster,
+            folder,
+            args,
+            num_ranks=NUM_RANKS,
+            settings=storage.settings(args.every),
+            peers=False,
+        )
         try:
             progress.say("Run 1: undisturbed. ckptd takes no part in it.")
             undisturbed.start()
@@ -318,7 +224,7 @@ def play(args: argparse.Namespace, plan: Sequence[PlannedLoss], cluster: Cluster
         print_report(losses, undisturbed, destroyed)
         damaged, whole, read_bytes = storage.check()
         print(f"stored, and verified     {whole} checkpoints, {read_bytes / 1e6:.1f} MB")
-        return damaged + compare(undisturbed, destroyed)
+        return damaged + what_differs(undisturbed, destroyed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
