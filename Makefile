@@ -142,7 +142,8 @@ campaign-elastic: $(STAMP)
 	$(BIN)/python -m tests.e2e.elastic_campaign --kills $(CKPTD_KILLS) $(if $(CKPTD_SEED),--seed $(CKPTD_SEED))
 
 campaign-matrix: $(STAMP)
-	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/e2e tests/cluster tests/bench tests/client tests/examples tests/ckptd/core/elastic tests/cuda
+	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m long --ignore tests/habits
+	CKPTD_LONG=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not long' tests/ckptd/core/elastic
 
 campaign-habits: $(STAMP)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-build-isolation -c constraints.txt -e '.[habits]'

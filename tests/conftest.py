@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from ckptd.core.state_machine import validate_always
+from tests.long import LONG
 from tests.transcripts import Driver, compare
 
 os.environ["CKPTD_VALIDATE"] = "1"  # of children
@@ -28,6 +29,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, af
 settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("CKPTD_RANDOM_EXAMPLES"):
     settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if not LONG else ():
+        if mark := item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

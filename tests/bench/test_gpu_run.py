@@ -33,6 +33,7 @@ from bench.gpu_run import (
     shown,
     tidy,
 )
+from tests.long import long
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = Machine(
@@ -324,6 +325,7 @@ def test_a_run_that_goes_on_later_begins_no_stage_that_it_would_cut_off(tmp_path
     assert path.read_text().count("| passed |") == 3
 
 
+@long
 @pytest.mark.slow
 def test_the_command_on_the_cpu(tmp_path: Path) -> None:
     """The whole command in a process of its own, with the stages whose twins are quick."""

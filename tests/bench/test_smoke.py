@@ -172,6 +172,11 @@ SLOW = {
     "replication",
     "recovery",
     "recovery_host",
+    "placement",
+    "replay",
+    "restore",
+    "dispatch",
+    "sampling",
 }
 
 

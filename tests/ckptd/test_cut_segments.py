@@ -25,6 +25,7 @@ from tests.ckptd.running import (
     running_daemon,
     state_of,
 )
+from tests.long import long
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -55,7 +56,14 @@ def is_alive(node: Node) -> bool:
     return node.process.poll() is None
 
 
-@pytest.mark.parametrize(("data", "short_cut"), [("stream", "false"), ("zmq", "false"), ("stream", "true")])
+@pytest.mark.parametrize(
+    ("data", "short_cut"),
+    [
+        ("stream", "false"),
+        pytest.param("zmq", "false", marks=long),
+        pytest.param("stream", "true", marks=long),
+    ],
+)
 def test_a_trainer_that_cuts_its_segment_costs_itself_and_not_the_daemon(
     data: str, short_cut: str, tmp_path: Path
 ) -> None:

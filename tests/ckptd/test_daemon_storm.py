@@ -32,7 +32,7 @@ from tests.ckptd.running import (
     state_of,
 )
 
-SEEDS = range(int(os.environ.get("CKPTD_STORM_SEEDS", "2")))
+SEEDS = range(int(os.environ.get("CKPTD_STORM_SEEDS", "1")))
 STEPS = 60
 RANKS = 3
 

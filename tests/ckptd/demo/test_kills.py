@@ -10,6 +10,7 @@ import pytest
 from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from ckptd.demo.model import PRECISIONS, native_precision
 from tests.examples.playing import play
+from tests.long import long
 
 pytest.importorskip("matplotlib", reason="the demo draws a picture (extra: demo)")
 
@@ -29,7 +30,7 @@ def _seeds(output: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=long)])
 def test_the_demo_is_exact_and_names_the_phases(tmp_path: Path, plain: bool) -> None:
     precision = "fp32" if plain else "bf16"
     output = _play(tmp_path, *(["--plain"] if plain else []), "--precision", precision)

@@ -15,9 +15,10 @@ from tests.ckptd.nodes import Net, Node
 from tests.ckptd.peers_harness import Job
 from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import flip
+from tests.long import long
 
 pytestmark = pytest.mark.timeout(90)
-both = pytest.mark.parametrize("data", ["stream", "zmq"])
+both = pytest.mark.parametrize("data", ["stream", pytest.param("zmq", marks=long)])
 
 SIZE = 600_000
 SLOW = 250_000.0  # bytes per second: an image takes more than two seconds

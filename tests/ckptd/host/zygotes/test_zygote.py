@@ -16,6 +16,7 @@ import pytest
 from ckptd.host.trainer_host import HOST_LOST
 from ckptd.host.zygotes.zygote import serve_stores
 from tests.ckptd.host.hosting import ROOT, Hosting, children_of, gone, until
+from tests.long import long
 
 CUDA = """
 import types
@@ -438,7 +439,7 @@ while not os.path.exists("stop") or dist.get_world_size() == 3:
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=long)])
 def test_an_elastic_job_goes_on_without_a_lost_node(hosting: Hosting, end: signal.Signals) -> None:
     """Nobody meets anew. A zygote that has remembered the rank at an import is replaced."""
     hosting.write("library/remembers.py", "import os; rank = int(os.environ['RANK'])")
