@@ -433,6 +433,26 @@ class Checkpointer:
             self._begin_parking()
         return log
 
+    def copy_in_bubbles(self, schedule: Any, *, always: bool = False) -> None:
+        """Copy snapshots while this rank's pipeline schedule waits for other stages, on CPU.
+
+        What does not fit there is copied beside training, as without this call; so is everything if the
+        schedule has no bubbles, which the log says. Call it once, before the loop; ``close`` undoes it.
+
+        Args:
+            schedule: of ``torch.distributed.pipelining``.
+            always: do not measure whether that is faster than other ways to copy.
+        Raises:
+            ValueError: ``schedule`` is none, the second call, or ``inline_copy=True``.
+        """
+        if self.off:
+            return
+        recorder = self._loop.recorder
+        assert recorder is not None
+        self._cleanup.enter_context(
+            self._pipeline.copy_in_bubbles(schedule, recorder, self._subject.device, always=always)
+        )
+
     # -- looking ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from ckptd.client.capture.comparison import Differences
+from ckptd.client.capture.recorder import Recorder
 from ckptd.client.capture.stage_shapes import StageShapes
 from ckptd.client.daemon_link.rank_memory import RankMemory
 from ckptd.client.identity import Identity
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.communication import Communication
 from ckptd.client.pipeline.boundary_log import BoundaryLog
+from ckptd.client.pipeline.bubble_watch import BubbleWatch, Unwatchable
 from ckptd.client.pipeline.isolated_stage import IsolatedStage
 from ckptd.client.pipeline.stage_hooks import listen
 from ckptd.client.recovery.localized_recovery import LocalizedStart, end_localized
@@ -43,6 +45,8 @@ class PipelinePart:
         self._stats = stats
         self._isolated: IsolatedStage | None = None
         self._logged: frozenset[int] = frozenset()
+        self._bubbles: BubbleWatch | None = None
+        self._no_bubbles = ""
         self.log: BoundaryLog | None = None
         self.start: LocalizedStart | None = None
 
@@ -75,6 +79,28 @@ class PipelinePart:
             # After the log, which must see what is dropped.
             self._isolated.stand_in_for(stages)
         return undo
+
+    def copy_in_bubbles(
+        self, schedule: Any, recorder: Recorder, device: torch.device, *, always: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Copy while this schedule waits for other stages; closing the result undoes it.
+
+        Raises:
+            ValueError: it is no schedule, or copies cannot wait for bubbles by other settings.
+        """
+        if self._bubbles is not None:
+            raise ValueError("copy_in_bubbles() was called before: one schedule of a rank is watched")
+        try:
+            watch = BubbleWatch(schedule, lambda: recorder.copy_window_s)
+            if device.type != "cpu":
+                raise Unwatchable("a device copies on a stream of its own, and the host is ahead of it")
+        except Unwatchable as why:
+            self._no_bubbles = f"copies run as without a pipeline: {why}"
+            logger.info("%s", self._no_bubbles)
+            return contextlib.nullcontext()
+        recorder.use_bubbles(watch, always=always)
+        self._bubbles = watch
+        return watch.listening()
 
     def run_isolated(
         self, rank: int, start: LocalizedStart, stages: Mapping[int, StageShapes | None]
@@ -160,7 +186,9 @@ class PipelinePart:
 
     def describe(self) -> list[str]:
         """Lines for ``Checkpointer.describe``."""
-        return [] if self.log is None else [self.log.describe(), *self.log.describe_domain()]
+        lines = [] if self.log is None else [self.log.describe(), *self.log.describe_domain()]
+        bubbles = self._no_bubbles if self._bubbles is None else self._bubbles.describe()
+        return [*lines, bubbles] if bubbles else lines
 
     def close(self) -> None:
         """Stop logging."""

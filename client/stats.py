@@ -35,6 +35,8 @@ class Stats:
     `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
     `snapshot_bytes`: of the newest snapshot; `captured_bytes`: of all.
     `every`: iterations between two snapshots now.
+    `inline_copy`: 1 if copies run in the training thread. `in_bubbles`: 1 if in bubbles of a pipeline;
+    `bubble_bytes`: copied there so far; `bubble_fraction`: the measured part of an iteration that is bubble.
     `copy_plans_ms`: time of the training thread that preparing new phases of the schedule has taken. Steps
     towards another order of experts (`reorders`) wait until it is little of the time.
     `switches`: schedule changes that all ranks made together. `undecided`: snapshots left out because this
@@ -91,6 +93,9 @@ class Stats:
     undecided: int = 0
     prepare_ms: float = 0.0
     inline_copy: int = 0
+    in_bubbles: int = 0
+    bubble_bytes: int = 0
+    bubble_fraction: float = 0.0
     capture_gb_per_s: float = 0.0
     stall_ms_last: float = 0.0
     stall_ms_max: float = 0.0

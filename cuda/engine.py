@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,12 +24,15 @@ from ckptd.cuda.samples import Samples
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CopyEngine", "CopyItem", "CopyList", "CpuEngine", "HostMemory", "measure_bandwidth"]
+__all__ = ["CopyEngine", "CopyGate", "CopyItem", "CopyList", "CpuEngine", "HostMemory", "measure_bandwidth"]
 
 # Below torch's parallel grain (32,768 elements) an operation stays on the calling thread. Above it, a second
 # OpenMP team in this process would make the trainer's threads sleep at every barrier instead of spinning (65
 # % slower on two cores). torch's number of threads is not ours to change: that changes bits.
 _SERIAL_NUMEL = 32_767
+
+# The pieces of a copy that is paced take 0.1 to 0.3 ms each.
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,35 @@ class CopyEngine(Protocol):
         """Wait for the copy in flight and end the engine's threads."""
 
 
+class CopyGate(Protocol):
+    """Says when a copy in the background may go on."""
+
+    enabled: bool
+
+    def begin(self, total_bytes: int) -> None:
+        """A copy of so many bytes begins."""
+
+    def admit(self, size_bytes: int) -> None:
+        """Return when a piece of this size may be copied."""
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """A copy is complete, and took so long without the time in which it was held."""
+
+    def hurry(self) -> None:
+        """The trainer waits for the copy: from now on, hold nothing of it."""
+
+
 class CpuEngine:
-    """Copies host tensors in a background thread (``inline``: in the caller)."""
+    """Copies host tensors in a background thread (``inline``: in the caller).
+
+    Attributes:
+        pacer: if it is enabled, copies in the background go piece by piece, when it says so.
+    """
 
     device = torch.device("cpu")
     host_waits = True
     last_copy_s = 0.0
+    pacer: CopyGate | None = None
 
     def __init__(self, *, inline: bool = False, restore_threads: int = 2) -> None:
         self.inline = inline
@@ -169,17 +195,27 @@ class CpuEngine:
     ) -> None:
         self.wait()
         failed = _attempt(lambda: _all_to_host(at_once, memory, base))
+        pacer = self.pacer if self.pacer is not None and self.pacer.enabled and not self.inline else None
 
         def job() -> None:
-            started = time.perf_counter()
-            error = failed or _attempt(lambda: _all_to_host((*items, *late()), memory, base))
+            started, held_s = time.perf_counter(), [0.0]
+
+            def copy() -> None:
+                if pacer is None:
+                    _all_to_host((*items, *late()), memory, base)
+                else:
+                    held_s[0] = _paced_to_host(items, late, memory, base, pacer)
+
+            error = failed or _attempt(copy)
             if error is None:
-                self.last_copy_s = time.perf_counter() - started
+                self.last_copy_s = time.perf_counter() - started - held_s[0]
             done(error)
 
         if self.inline:
             job()
             return
+        if pacer is not None:
+            pacer.begin(sum(i.nbytes for i in items))
         self._idle.clear()
         self._jobs.put(job)
 
@@ -194,6 +230,8 @@ class CpuEngine:
         if self._idle.is_set():
             return 0.0
         started = time.perf_counter()
+        if self.pacer is not None:
+            self.pacer.hurry()
         self._idle.wait()
         return time.perf_counter() - started
 
@@ -219,6 +257,8 @@ class CpuEngine:
             raise errors[0]
 
     def close(self) -> None:
+        if self.pacer is not None:
+            self.pacer.hurry()
         self._jobs.put(None)
         self._thread.join(timeout=30)
 
@@ -264,6 +304,53 @@ def _attempt(work: Callable[[], object]) -> BaseException | None:
 def _all_to_host(items: Sequence[CopyItem], memory: HostMemory, base: int) -> None:
     for item in items:
         _to_host(item, memory, base)
+
+
+def _paced_to_host(
+    items: Sequence[CopyItem],
+    late: Callable[[], Sequence[CopyItem]],
+    memory: HostMemory,
+    base: int,
+    pacer: CopyGate,
+) -> float:
+    """Copy piece by piece; returns the seconds for which the pacer held it."""
+    held_s, size_bytes, started = 0.0, 0, time.perf_counter()
+
+    def pieces() -> Iterator[CopyItem]:
+        for item in items:
+            yield from _pieces(item)
+        for item in late():
+            yield from _pieces(item)
+
+    for piece in pieces():
+        asked = time.perf_counter()
+        pacer.admit(piece.nbytes)
+        held_s += time.perf_counter() - asked
+        _to_host(piece, memory, base)
+        size_bytes += piece.nbytes
+    pacer.copied(size_bytes, time.perf_counter() - started - held_s)
+    return held_s
+
+
+def _pieces(item: CopyItem) -> Iterator[CopyItem]:
+    """Rows of at most ``_PIECE_BYTES`` together; a single row is not cut."""
+    view = item.view()
+    rows = view.shape[0] if view.dim() else 1
+    if item.nbytes <= _PIECE_BYTES or rows <= 1:
+        yield item
+        return
+    row_bytes = item.nbytes // rows
+    step, first = max(1, _PIECE_BYTES // row_bytes), item.start or 0
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        yield CopyItem(
+            item.tensor,
+            first + start,
+            first + stop,
+            item.dtype,
+            item.offset + start * row_bytes,
+            (stop - start) * row_bytes,
+        )
 
 
 def _to_host(item: CopyItem, memory: HostMemory, base: int) -> None:

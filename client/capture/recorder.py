@@ -28,17 +28,18 @@ from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.rng_state import Draws, capture_rng
 from ckptd.client.schedule.expert_losses import RECORDED
 from ckptd.client.schedule.expert_selection import ExpertSelection
-from ckptd.client.schedule.measurements import CopyModeChooser, StepTiming
+from ckptd.client.schedule.measurements import CopyMode, CopyModeChooser, StepTiming
 from ckptd.client.schedule.planner import RankContext
 from ckptd.client.schedule.provision import Provision
 from ckptd.client.schedule.schedule_change import ScheduleChanges
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.state_machine import MachineState, Transitions, validated
 from ckptd.core.window_control import SnapshotReading
-from ckptd.cuda.engine import CpuEngine
+from ckptd.cuda.engine import CopyGate, CpuEngine
 
 __all__ = [
     "TRANSITIONS",
+    "Bubbles",
     "ChainEvent",
     "ChainState",
     "Recorder",
@@ -177,6 +178,22 @@ class TopListener(Protocol):
         """The top of a further step of an accumulation: the weights are those of the top before."""
 
 
+class Bubbles(Protocol):
+    """Knows when this rank of a pipeline waits for others."""
+
+    @property
+    def pacer(self) -> CopyGate: ...
+
+    @property
+    def measured_fraction(self) -> float: ...
+
+    @property
+    def bytes_inside(self) -> int: ...
+
+    def top(self) -> None:
+        """The top of a step."""
+
+
 class Recorder:
     """Takes snapshots at the pace that the options and the measurements allow.
 
@@ -215,6 +232,7 @@ class Recorder:
         self._draws = Draws(watches=bool(context.sharing.replicas))
         self._parking: TopListener | None = None
         self._selection: ExpertSelection | None = None  # of partial snapshots
+        self._bubbles: Bubbles | None = None
 
     def set_top_listener(self, listener: TopListener) -> None:
         """From now on ``listener`` hears of the top of each step."""
@@ -229,6 +247,11 @@ class Recorder:
     def plan(self) -> SnapshotPlan | None:
         """The snapshot plan; None before the first steps are measured."""
         return self._provision.plan
+
+    @property
+    def copy_window_s(self) -> float:
+        """From the end of a boundary to the optimizer's step, as a rule; 0: not known yet."""
+        return self._pace.copy_window_s
 
     def newest_of(self, optimizer: int) -> int:
         """The iteration of the snapshot that optimizer number ``optimizer`` is about to update; -1: none."""
@@ -253,6 +276,9 @@ class Recorder:
         pace = self._pace
         boundary, waited, sealing = pace.boundary_s, pace.wait_s + pace.device_s, pace.sealing_s
         last = pace.top(time.perf_counter())
+        if self._bubbles is not None:
+            self._bubbles.top()
+            self._stats.bubble_bytes = self._bubbles.bytes_inside
         if last is not None:
             self._stats.note_stall(boundary, waited)
             if self._memory.session.connected:
@@ -296,11 +322,34 @@ class Recorder:
         if chooser is None or self._capture is None or not isinstance(self._engine, CpuEngine):
             return
         before = chooser.decided
-        self._engine.inline = chooser.note(iteration_s)
+        self._copy_as(chooser.note(iteration_s))
         if chooser.decided and not before:
-            where = "in the training thread" if chooser.inline else "beside training"
-            logger.info("copies run %s (%s)", where, chooser.reason)
-        self._stats.inline_copy = int(chooser.inline)
+            logger.info("copies run %s (%s)", chooser.mode, chooser.reason)
+
+    def _copy_as(self, mode: CopyMode) -> None:
+        assert isinstance(self._engine, CpuEngine)
+        self._engine.inline = mode is CopyMode.INLINE
+        if self._bubbles is not None:
+            self._bubbles.pacer.enabled = mode is CopyMode.IN_BUBBLES
+        self._stats.inline_copy = int(mode is CopyMode.INLINE)
+        self._stats.in_bubbles = int(mode is CopyMode.IN_BUBBLES)
+
+    def use_bubbles(self, bubbles: Bubbles, *, always: bool) -> None:
+        """Copy in bubbles: always, or if that is measured to be faster.
+
+        Raises:
+            ValueError: copies run in the training thread by option.
+        """
+        assert isinstance(self._engine, CpuEngine)
+        if self._options.inline_copy:
+            raise ValueError("copy_in_bubbles(): with inline_copy=True no copy runs beside training")
+        self._bubbles, self._engine.pacer = bubbles, bubbles.pacer
+        if always:
+            self._chooser = None
+            self._copy_as(CopyMode.IN_BUBBLES)
+        else:
+            inline = () if self._options.inline_copy is False else (CopyMode.INLINE,)
+            self._chooser = CopyModeChooser((CopyMode.BESIDE, *inline, CopyMode.IN_BUBBLES))
 
     def first_forward(self) -> None:
         """The model's first forward of this step begins."""
@@ -611,6 +660,8 @@ class Recorder:
         now = time.monotonic()
         if now - self._reported_at >= _REPORT_S:
             self._reported_at = now
+            if self._bubbles is not None:
+                self._stats.bubble_fraction = self._bubbles.measured_fraction
             self._stats.daemon_outages = self._memory.session.outages
             self._stats.daemon_changes = self._memory.session.changes
             self._memory.session.report(step, self._stats.as_dict())

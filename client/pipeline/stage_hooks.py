@@ -31,7 +31,7 @@ from ckptd.client.pipeline.isolated_stage import hooked
 from ckptd.client.rng_state import capture_rng, restore_rng
 from ckptd.core.slots.boundary import SentKind
 
-__all__ = ["callables_of", "listen", "rehearsal_tap", "stages_of", "without_trace"]
+__all__ = ["SCHEDULES", "callables_of", "listen", "rehearsal_tap", "stages_of", "without_trace"]
 
 logger = get_logger(__name__)
 
@@ -86,7 +86,7 @@ def _receiving(log: BoundaryLog, stage: Any, name: str, micro_batch: int, operat
     return operations
 
 
-_SCHEDULES = "torch.distributed.pipelining.schedules"
+SCHEDULES = "torch.distributed.pipelining.schedules"
 
 # The methods of schedules that rehearse: the first in newer versions of torch, the others (for one stage,
 # for several) in older ones.
@@ -108,7 +108,7 @@ def rehearsal_tap(around: Callable[[], AbstractContextManager[None]]) -> Iterato
             for base, name in _rehearsals(schedules):
                 stack.enter_context(layered(base, name, tapped))
 
-        imported = sys.modules.get(_SCHEDULES)
+        imported = sys.modules.get(SCHEDULES)
         if imported is not None:
             tap(imported)
         else:
@@ -142,7 +142,7 @@ def _warn_unknown(version: str) -> None:
         "resumed run may differ from "
         "the recorded one: give its stages example inputs and outputs",
         version,
-        _SCHEDULES,
+        SCHEDULES,
         ", ".join((_SHARED, *_SEPARATE)),
     )
 
@@ -161,7 +161,7 @@ class _ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _SCHEDULES or self not in sys.meta_path:
+        if fullname != SCHEDULES or self not in sys.meta_path:
             return None
         # Only the finders after this one: another checkpointer's watch would ask this one again.
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ckptd.client.schedule.snapshot_plan import SnapshotPlan
 from ckptd.core.schedule import Ordering, needs_reorder, order_operators, reorder, update_popularity
 from ckptd.core.snapshot_policy import Schedule
 
-__all__ = ["CopyModeChooser", "PrecisionProbe", "ReorderPace", "StepTiming", "TokenCounter"]
+__all__ = ["CopyMode", "CopyModeChooser", "PrecisionProbe", "ReorderPace", "StepTiming", "TokenCounter"]
 
 logger = get_logger(__name__)
 
@@ -33,7 +34,7 @@ _KEPT = 20
 
 _BLOCK = 6
 _BLOCKS_EACH = 3
-# Inline stalls the trainer visibly, so it must win clearly.
+# Inline stalls the trainer visibly, and in bubbles a snapshot is complete later: both must win clearly.
 _MARGIN = 0.99
 
 
@@ -127,46 +128,64 @@ class ReorderPace:
         self._began_s, self._spent_s = now_s, spent_s
 
 
+class CopyMode(StrEnum):
+    """Where copies of host tensors run."""
+
+    BESIDE = "beside training"
+    INLINE = "in the training thread"
+    IN_BUBBLES = "beside training, in bubbles of the pipeline"
+
+
 class CopyModeChooser:
-    """Tries threaded and inline copies for ``2 * _BLOCKS_EACH`` blocks, then keeps the faster.
+    """Tries each mode for ``_BLOCKS_EACH`` blocks in turn, then keeps the fastest.
 
     With a spare core a copying thread is free. Where training keeps every core busy it delays each
-    parallel region by a scheduler's slice, and copying at the top of the loop is cheaper. Short
-    alternating blocks cancel drift.
+    parallel region by a scheduler's slice, and copying at the top of the loop is cheaper; or copying while
+    a stage of a pipeline waits for others. Short alternating blocks cancel drift.
 
     Args:
+        modes: the first is kept unless another one is clearly faster.
         again_after: the number of iterations for which a decision holds.
     """
 
     reason = "not measured yet"
 
-    def __init__(self, *, again_after: int = 2000) -> None:
+    def __init__(
+        self, modes: Sequence[CopyMode] = (CopyMode.BESIDE, CopyMode.INLINE), *, again_after: int = 2000
+    ) -> None:
+        self._modes = tuple(modes)
         self._again_after = again_after
         self._restart()
-        self.inline = False
+        self.mode = self._modes[0]
 
     def _restart(self) -> None:
-        self._times: dict[bool, list[float]] = {False: [], True: []}
+        self._times: dict[CopyMode, list[float]] = {mode: [] for mode in self._modes}
         self._count = 0
         self.decided = False
 
-    def note(self, iteration_s: float) -> bool:
-        """Note an iteration under the current mode; returns True if the next one copies inline."""
+    def note(self, iteration_s: float) -> CopyMode:
+        """Note an iteration under the current mode; returns the mode of the next one."""
         position = self._count % _BLOCK
         if not self.decided and position:  # the first of a block still carries the other mode's copy
-            self._times[self.inline].append(iteration_s)
+            self._times[self.mode].append(iteration_s)
         self._count += 1
         if self.decided:
             if self._count >= self._again_after:
                 self._restart()
-        elif self._count >= 2 * _BLOCKS_EACH * _BLOCK:
-            threaded, inline = (statistics.median(self._times[mode]) for mode in (False, True))
-            self.inline = inline < _MARGIN * threaded
-            self.decided, self._count = True, 0
-            self.reason = f"threaded {threaded * 1e3:.2f} ms, inline {inline * 1e3:.2f} ms per iteration"
+                self.mode = self._modes[0]
+        elif self._count >= len(self._modes) * _BLOCKS_EACH * _BLOCK:
+            self._decide()
         elif self._count % _BLOCK == 0:
-            self.inline = not self.inline
-        return self.inline
+            self.mode = self._modes[self._count // _BLOCK % len(self._modes)]
+        return self.mode
+
+    def _decide(self) -> None:
+        found = {mode: statistics.median(times) for mode, times in self._times.items()}
+        usual = self._modes[0]
+        fastest = min(found, key=found.__getitem__)
+        self.mode = fastest if found[fastest] < _MARGIN * found[usual] else usual
+        self.decided, self._count = True, 0
+        self.reason = ", ".join(f"{mode}: {s * 1e3:.2f} ms" for mode, s in found.items()) + " per iteration"
 
 
 class PrecisionProbe:

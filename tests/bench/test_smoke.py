@@ -101,6 +101,20 @@ SUBJECTS = [
         {"logging_fraction", "own_cpu_ms", "log_bytes_per_iteration", "log_memory_bytes"},
     ),
     (
+        "bubbles",
+        [
+            *("--rounds", "1", "--block", "2", "--settle", "8", "--stages", "2", "--micro-batches", "2"),
+            *("--width", "32", "--tokens", "16", "--experts", "2"),
+        ],
+        {
+            "bubbles_vs_off",
+            "bubbles_vs_beside",
+            "bubble_predicted_1",
+            "bubble_measured_1",
+            "bubble_closed_form",
+        },
+    ),
+    (
         "localized",
         ["--rounds", "1", "--stages", "2", "--window", "2", "--micro-batches", "2", "--rows", "1"],
         {
@@ -167,6 +181,7 @@ SLOW = {
     "overhead",
     "persist",
     "sharing",
+    "bubbles",
     "logging",
     "policies",
     "replication",

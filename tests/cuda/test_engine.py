@@ -258,6 +258,88 @@ class TestCpuEngine(EngineTests):
         assert torch.get_num_threads() == threads
 
 
+class Gate:
+    """A pacer that admits pieces once it is told to, and notes them."""
+
+    enabled = True
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.begun: list[int] = []
+        self.sizes: list[int] = []
+        self.copied_: list[tuple[int, float]] = []
+        self.asked, self._open = threading.Event(), threading.Event()
+        if is_open:
+            self._open.set()
+
+    def begin(self, total_bytes: int) -> None:
+        self.begun.append(total_bytes)
+
+    def admit(self, size_bytes: int) -> None:
+        self.asked.set()
+        assert self._open.wait(20), "nobody was in a hurry"
+        self.sizes.append(size_bytes)
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        self.copied_.append((size_bytes, seconds))
+
+    def hurry(self) -> None:
+        self._open.set()
+
+
+class TestCpuEnginePaced(EngineTests):
+    """Piece by piece, when a pacer admits them."""
+
+    device = "cpu"
+
+    @pytest.fixture
+    def engine(self, memory: Memory) -> Iterator[CopyEngine]:
+        engine = CpuEngine()
+        engine.pacer = Gate()
+        yield engine
+        engine.close()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_large_tensors_go_in_pieces(self, memory: Memory, dtype: torch.dtype) -> None:
+        engine, gate = CpuEngine(), Gate()
+        engine.pacer = gate
+        rows = item(self.random(700, 1024), 64, rows=(3, 650), dtype=dtype)
+        late = item(self.random(300), 4 << 20)
+        done = Done()
+        engine.begin([rows], memory, SLOT, done, late=lambda: [late])
+        engine.wait()
+        assert done.result() is None
+        for each in (rows, late):
+            assert torch.equal(memory.read(each), each.view().to(each.dtype))
+        assert memory.untouched([rows, late])
+        assert gate.begun == [rows.nbytes]
+        assert len(gate.sizes) > 2
+        assert max(gate.sizes) <= 1 << 20
+        assert sum(gate.sizes) == gate.copied_[0][0] == rows.nbytes + late.nbytes
+        engine.close()
+
+    def test_whoever_waits_for_a_copy_ends_its_pauses(self, memory: Memory) -> None:
+        engine, gate, tensor = CpuEngine(), Gate(is_open=False), self.random(64)
+        engine.pacer = gate
+        done = Done()
+        engine.begin([item(tensor, 0)], memory, SLOT, done)
+        assert gate.asked.wait(20)
+        assert (done.calls, gate.sizes) == ([], [])
+        waited = engine.wait()
+        assert done.result() is None
+        assert torch.equal(memory.read(item(tensor, 0)), tensor)
+        assert waited > 0
+        assert engine.last_copy_s > 0
+        assert gate.copied_[0][0] == 256
+        engine.close()
+
+    def test_a_pacer_that_is_off_is_not_asked(self, memory: Memory) -> None:
+        engine, gate = CpuEngine(), Gate(is_open=False)
+        engine.pacer, gate.enabled = gate, False
+        self.copy(engine, memory, [item(self.random(64), 0)])
+        assert (gate.begun, gate.sizes) == ([], [])
+        engine.close()
+
+
 class TestCpuEngineInline(EngineTests):
     device = "cpu"
 

@@ -20,7 +20,12 @@ from tests.long import long_since
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.parameters())
 def test_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -> None:
-    assert_exact_through_a_kill(jobs, daemon, case)
+    reports = assert_exact_through_a_kill(jobs, daemon, case)
+    if case is CASES.cases["in_bubbles"]:
+        for report in reports:
+            assert report["in_bubbles"], report["describe"]
+            assert report["bubble_bytes"] > 0, report["describe"]
+            assert "bubbles of Schedule1F1B: " in report["describe"]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ckptd.client.model.operators import Operator, discover_operators
 from ckptd.client.pipeline.stage_hooks import callables_of
 from ckptd.client.schedule.measurements import (
+    CopyMode,
     CopyModeChooser,
     PrecisionProbe,
     ReorderPace,
@@ -74,10 +75,13 @@ def test_the_first_step_has_no_predecessor() -> None:
     assert pace.top(3.0) == 2.0
 
 
-def settle(chooser: CopyModeChooser, time_of: Callable[[bool, int], float]) -> int:
+INLINE, IN_BUBBLES = CopyMode.INLINE, CopyMode.IN_BUBBLES
+
+
+def settle(chooser: CopyModeChooser, time_of: Callable[[CopyMode, int], float]) -> int:
     """Feed it until it decides; how many iterations that took."""
     for count in range(1, 1000):
-        chooser.note(time_of(chooser.inline, count))
+        chooser.note(time_of(chooser.mode, count))
         if chooser.decided:
             return count
     raise AssertionError("never decided")
@@ -86,41 +90,49 @@ def settle(chooser: CopyModeChooser, time_of: Callable[[bool, int], float]) -> i
 @pytest.mark.parametrize(("inline_s", "chosen"), [(0.8, True), (1.0, False), (0.995, False), (1.2, False)])
 def test_inline_must_win_clearly(inline_s: float, chosen: bool) -> None:
     chooser = CopyModeChooser()
-    settle(chooser, lambda inline, _: inline_s if inline else 1.0)
-    assert chooser.inline is chosen
-    assert "threaded 1000.00 ms" in chooser.reason
+    settle(chooser, lambda mode, _: inline_s if mode is INLINE else 1.0)
+    assert (chooser.mode is INLINE) is chosen
+    assert "beside training: 1000.00 ms" in chooser.reason
 
 
-def test_both_are_tried_in_turn_so_that_drift_cancels() -> None:
-    chooser = CopyModeChooser()
-    modes: list[bool] = []
+def test_all_are_tried_in_turn_so_that_drift_cancels() -> None:
+    for modes in ((CopyMode.BESIDE, INLINE), (CopyMode.BESIDE, INLINE, IN_BUBBLES)):
+        chooser = CopyModeChooser(modes)
+        tried: list[CopyMode] = []
 
-    def slower_and_slower(inline: bool, count: int) -> float:
-        modes.append(inline)
-        return count + (-10.0 if inline else 0.0)
+        def slower_and_slower(mode: CopyMode, count: int, tried: list[CopyMode] = tried) -> float:
+            tried.append(mode)
+            return count + (-20.0 if mode is INLINE else 0.0)
 
-    settle(chooser, slower_and_slower)
-    assert modes.count(True) == modes.count(False)
-    assert modes[0] is False
-    assert chooser.inline
+        settle(chooser, slower_and_slower)
+        assert {tried.count(mode) for mode in modes} == {len(tried) // len(modes)}
+        assert tried[0] is CopyMode.BESIDE
+        assert chooser.mode is INLINE
+
+
+def test_the_fastest_of_three_is_kept() -> None:
+    seconds = {CopyMode.BESIDE: 1.0, INLINE: 0.9, IN_BUBBLES: 0.8}
+    chooser = CopyModeChooser(tuple(seconds))
+    settle(chooser, lambda mode, _: seconds[mode])
+    assert chooser.mode is IN_BUBBLES
 
 
 def test_single_outliers_do_not_decide() -> None:
     chooser = CopyModeChooser()
-    settle(chooser, lambda inline, count: 100.0 if count % 6 == 2 else (0.8 if inline else 1.0))
-    assert chooser.inline
+    settle(chooser, lambda mode, count: 100.0 if count % 6 == 2 else (0.8 if mode is INLINE else 1.0))
+    assert chooser.mode is INLINE
 
 
 def test_a_decision_holds_and_is_looked_at_again() -> None:
     chooser = CopyModeChooser(again_after=5)
-    settle(chooser, lambda inline, _: 0.5 if inline else 1.0)
-    assert chooser.inline
+    settle(chooser, lambda mode, _: 0.5 if mode is INLINE else 1.0)
+    assert chooser.mode is INLINE
     for _ in range(5):
         assert chooser.decided
         chooser.note(1.0)
     assert not chooser.decided
-    settle(chooser, lambda inline, _: 1.5 if inline else 1.0)
-    assert not chooser.inline
+    settle(chooser, lambda mode, _: 1.5 if mode is INLINE else 1.0)
+    assert chooser.mode is CopyMode.BESIDE
 
 
 class Model(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from tests.e2e.compare import differences
 from tests.e2e.harness import DaemonProcess, Jobs
@@ -14,9 +15,9 @@ from tests.e2e.ranks import Ranks, story
 __all__ = ["assert_exact_through_a_kill", "assert_noticed_when_left_out"]
 
 
-def assert_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -> None:
+def assert_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -> list[dict[str, Any]]:
     """One rank dies in the middle of a step; all come back, replay with operators frozen, and end
-    at the exact bits.
+    at the exact bits. Returns what the ranks reported then.
     """
     run = uuid.uuid4().hex[:8]
     references = _life(jobs, run, case, daemon="none").end()
@@ -35,6 +36,7 @@ def assert_exact_through_a_kill(jobs: Jobs, daemon: DaemonProcess, case: Case) -
         assert report["replayed_with_frozen"] > 0, f"rank {rank}{told}"
         found = differences(reference, out)
         assert found == [], f"rank {rank} differs in {len(found)}: {sorted(found)[:8]}{told}"
+    return reports
 
 
 def assert_noticed_when_left_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,3 +230,12 @@ def with_replicas_static(seed: int) -> Job:
     construction: it then sends buffers.
     """
     return replicated_job(seed, static=True)
+
+
+@CASES.case(quick=True, total=22)
+def in_bubbles(seed: int) -> Job:
+    """Snapshots are copied while a stage waits for the other one, which takes some milliseconds."""
+    job = one_stage_job(seed, Schedule1F1B)
+    job.model.register_forward_hook(lambda *_: time.sleep(4e-3))
+    job.on_start = lambda job: job.ckpt.copy_in_bubbles(job.extra["schedule"], always=True)
+    return job
