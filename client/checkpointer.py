@@ -56,6 +56,7 @@ from ckptd.client.recovery.start import Recovery, newest_window
 from ckptd.client.recovery.verification import Certificate, DenseState, certify
 from ckptd.client.schedule.expert_losses import ExpertLosses, LostUpdates
 from ckptd.client.schedule.measurements import PrecisionProbe, TokenCounter
+from ckptd.client.schedule.partial_schedule import durable_text, durable_turns
 from ckptd.client.schedule.planner import RankContext, needed_memory, own_share_bytes
 from ckptd.client.schedule.snapshot_plan import SnapshotPlan, describe_table, operator_costs
 from ckptd.client.stats import Stats
@@ -486,6 +487,8 @@ class Checkpointer:
             window = f"window: {schedule.window} ({schedule.reason})"
             if plan.lossy:
                 window = f"PARTIAL SNAPSHOTS: a recovery loses updates of experts. {window}"
+                if turns := durable_turns(self._options.snapshots, operators):
+                    window += f". {durable_text(turns, schedule.window)}"
         head = [
             f"job {identity.job}, run {identity.run}, rank {identity.rank} of {identity.world_size}",
             f"freezing in replay: {self._recovery.freezing} ({self._recovery.freezing_reason})",
@@ -645,7 +648,7 @@ class Checkpointer:
             sharing=self._sharing,
         )
         stateful = self._subject.stateful
-        losses = ExpertLosses(counter)
+        losses = ExpertLosses(counter, durable_turns(context.options, self._operators))
         scalars = StepScalars(self._binding, stateful, self._loop.tape, self._buckets, self._program, losses)
         self._loop.protect(self._subject, context, Recorder(context, scalars), ranks=self._ranks)
 

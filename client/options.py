@@ -164,8 +164,17 @@ class PartialOptions:
     """The limit of the proportion of lost tokens (PLT). More experts than K are in each snapshot while a
     failure could exceed the limit: in the first steps of a run, and after failures. None: no limit."""
 
+    persist_experts: int | None = None
+    """K_persist: of each layer, the experts that a durable checkpoint stores anew; it takes the others from
+    earlier ones. At least K, and rounded up to the experts of whole snapshots. None: all. A recovery from
+    storage loses more updates the fewer they are; ``lost_tokens_limit`` holds for it, too."""
+
     def __post_init__(self) -> None:
-        for name, number in (("experts", self.experts), ("num_experts", self.num_experts)):
+        for name, number in (
+            ("experts", self.experts),
+            ("num_experts", self.num_experts),
+            ("persist_experts", self.persist_experts),
+        ):
             if number is not None and not _is_count(number, 1):
                 raise ValueError(f"{name}={number!r}: pass a number of experts from 1 on, or None")
         if self.experts is not None and self.num_experts is not None and self.experts > self.num_experts:
@@ -174,11 +183,31 @@ class PartialOptions:
             )
         _check_choice("scope", self.scope, *map(str, PartialScope))
         _check_choice("selection", self.selection, *map(str, Selection))
+        self._check_durable()
         limit = self.lost_tokens_limit
         if limit is not None and not (_is_number(limit) and 0 <= limit < 1):
             raise ValueError(
                 f"lost_tokens_limit={limit!r}: pass a share of the tokens, such as {LOST_TOKENS_LIMIT}, "
                 "or None"
+            )
+
+    def _check_durable(self) -> None:
+        stored = self.persist_experts
+        if stored is None:
+            return
+        if self.selection != "turns":
+            raise ValueError(
+                f"persist_experts={stored} and selection={self.selection!r}: durable checkpoints store "
+                "experts in turn; pass selection='turns', or persist_experts=None"
+            )
+        if self.num_experts is not None and stored > self.num_experts:
+            raise ValueError(
+                f"persist_experts={stored}: a layer has num_experts={self.num_experts}; pass at most as many"
+            )
+        if self.experts is not None and stored < self.experts:
+            raise ValueError(
+                f"persist_experts={stored}: a checkpoint stores the experts of whole snapshots, and each has "
+                f"experts={self.experts} of a layer; pass at least as many, or fewer experts="
             )
 
 
@@ -285,6 +314,11 @@ class SnapshotOptions:
         if self.policy not in ("partial", "selected"):
             raise ValueError(
                 f"partial= is for policy='partial' and 'selected', and the policy is {self.policy!r}"
+            )
+        if self.policy == "selected" and self.partial.persist_experts is not None:
+            raise ValueError(
+                f"persist_experts={self.partial.persist_experts}: it is for policy='partial', where experts "
+                "take turns; pass that, or persist_experts=None"
             )
         if self.window is not None and self.partial.experts is not None:
             raise ValueError(

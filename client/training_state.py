@@ -87,7 +87,10 @@ def examine(
             "Pass snapshots=SnapshotOptions(policy='dense') to capture everything in every snapshot"
         )
     snapshots = options.snapshots
-    lossy = snapshots.asked if snapshots.of_experts is not None else ""
+    of_experts = snapshots.of_experts
+    lossy = snapshots.asked if of_experts is not None else ""
+    if of_experts is not None and of_experts.persist_experts is not None:
+        lossy += f" (persist_experts={of_experts.persist_experts})"
     identity = agreed_identity(identify(run.job, run.name, run.rank, run.world_size), lossy)
     freezing = choose_freezing(
         model,

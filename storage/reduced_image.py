@@ -3,6 +3,7 @@
 Of partial snapshots (``ckptd.core.partial_experts``) a recovery loads the newest one whole, and from older
 ones the experts that no newer one anchors. So a *reduced image* of an older one is enough: an image with
 fewer tensors and anchors, whose bytes are ranges of the image in memory. Nothing is copied but the header.
+A *bare* image is one of the newest snapshot without its experts, which are then taken from older ones.
 ``docs/format.md`` section 5 is the specification.
 
 Invariants: a reduced image is an image, with digests of its own; each operator that it anchors, and no newer
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -21,7 +22,7 @@ import xxhash
 from ckptd.storage.image import ImageView, layout_id_of
 from ckptd.storage.image_format import ImageTensor, parse_header, render_header
 
-__all__ = ["NewerSnapshots", "StorableImage", "cut", "reduced"]
+__all__ = ["NewerSnapshots", "StorableImage", "bare", "cut", "reduced"]
 
 # Step scalars, and what describes and packs small optimizer state: each snapshot needs its own.
 _ALWAYS = "ckptd."
@@ -94,12 +95,37 @@ def reduced(image: memoryview, view: ImageView, newer: NewerSnapshots) -> Storab
 
     The bytes of the image must have their digests: those of the kept tensors are taken from its header.
     """
+    return _keeping(image, view, lambda tensor: not newer.have(tensor), view.anchors & ~newer.anchors)
+
+
+def bare(
+    image: memoryview, view: ImageView, experts: int, parameters: Collection[str], another: NewerSnapshots
+) -> StorableImage | None:
+    """The image without the experts that it anchors; None if it has nothing of them.
+
+    What a snapshot has of experts that it does not anchor stays.
+
+    Args:
+        experts: bitmap of the operators that are experts.
+        parameters: the names of their parameters.
+        another: a snapshot that anchors other experts: what it has of these, this image keeps.
+    """
+
+    def stays(tensor: ImageTensor) -> bool:
+        return another.have(tensor) or _parameter_of(tensor.name) not in parameters
+
+    return _keeping(image, view, stays, view.anchors & ~experts)
+
+
+def _keeping(
+    image: memoryview, view: ImageView, stays: Callable[[ImageTensor], bool], anchors: int
+) -> StorableImage | None:
+    """The image with fewer tensors; None if it keeps all of them."""
     parsed = parse_header(bytes(image[: view.data_offset]))
     pairs = zip(parsed.tensors, parsed.digests, strict=True)
-    kept = [(t, d) for t, d in pairs if t.name.startswith(_ALWAYS) or not newer.have(t)]
+    kept = [(t, d) for t, d in pairs if t.name.startswith(_ALWAYS) or stays(t)]
     if len(kept) == len(parsed.tensors):
         return None
-    anchors = view.anchors & ~newer.anchors
     bitmap = anchors.to_bytes((view.num_operators + 7) // 8, "little")
     own = {
         "digests": b"".join([digest for _, digest in kept]).hex(),
@@ -135,6 +161,18 @@ def _split(name: str) -> tuple[str, tuple[int, int] | None]:
     """The name of a tensor without the rows, and the rows (None: all)."""
     match = _ROWS.fullmatch(name)
     return (name, None) if match is None else (match["name"], (int(match["begin"]), int(match["end"])))
+
+
+def _parameter_of(name: str) -> str:
+    """The parameter to which a tensor belongs; "" for a buffer."""
+    kind, _, rest = name.partition("/")
+    if kind == "optim":
+        rest = rest.partition("/")[2]
+    elif kind == "buffer":
+        return ""
+    elif kind != "master":
+        rest = name
+    return _split(rest)[0]
 
 
 def _runs(tensors: Sequence[ImageTensor]) -> Iterator[tuple[int, int]]:

@@ -58,7 +58,7 @@ def compare(name: str, driver: Driver, *, update: bool) -> None:
 
 def shown(action: Any) -> str:
     """What a machine wants done, in one line: its name and its values; a snapshot by its iteration."""
-    values = [getattr(action, field.name) for field in dataclasses.fields(action)]
+    values = [getattr(action, field.name) for field in dataclasses.fields(action) if field.compare]
     words = [_word(value) for value in values if not isinstance(value, SlotRecord)]
     return " ".join(["  ", type(action).__name__, *words])
 

@@ -138,10 +138,14 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStored:
-    """A snapshot is in storage; this many of its bytes were uploaded."""
+    """A snapshot is in storage; this many of its bytes were uploaded.
+
+    ``for_later``: false if only the checkpoint that is under way can do with what is stored of it.
+    """
 
     key: SnapshotKey
     uploaded_bytes: int
+    for_later: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +210,14 @@ class Store:
     """Upload this snapshot, whose slot is held.
 
     ``newer``: snapshots of the same checkpoint, newest first, that together anchor what any newer one has of
-    it. If no replay leads through them, a recovery takes that from them.
+    it. If no replay leads through them, a recovery takes that from them. ``checkpoint``: all snapshots of it,
+    oldest first, with their phases; empty if it is not one of those that ranks may begin by themselves.
     """
 
     key: SnapshotKey
     record: SlotRecord
     newer: tuple[SnapshotKey, ...] = ()
+    checkpoint: tuple[tuple[SnapshotKey, int], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +266,7 @@ class _Checkpoint:
     held: set[SnapshotKey]
     flush: bool
     asked: set[SnapshotKey] = field(default_factory=set)
+    own: set[SnapshotKey] = field(default_factory=set)  # stored for this checkpoint alone
 
     @property
     def last(self) -> SnapshotKey:
@@ -333,9 +340,13 @@ class Persister:
     def _take_answer(self, event: _Answer) -> None:
         """Take what the store or the ring reports of a snapshot, or of the whole checkpoint."""
         match event:
-            case SnapshotStored(key, uploaded_bytes):
+            case SnapshotStored(key, uploaded_bytes, for_later):
                 self._uploaded_bytes += uploaded_bytes
-                self._note_stored(key)
+                asked = self._current is not None and key in self._current.asked
+                if for_later or asked:
+                    self._note_stored(key)
+                if self._current is not None and asked and not for_later:
+                    self._current.own.add(key)
             case StoreFailed(key, reason):
                 if self._wants(key):
                     self._fail(reason)
@@ -381,6 +392,8 @@ class Persister:
         self._phase = TRANSITIONS.after(self._phase, event)
         if self._phase not in _UNDER_WAY and self._current is not None:
             self._effects += [Release(key) for key in sorted(self._current.held)]
+            for key in self._current.own:
+                self._stored.pop(key, None)
             self._current = None
 
     def _validate(self) -> None:
@@ -516,9 +529,12 @@ class Persister:
             self._effects.append(Commit(current.end, self.cadence.stride, tuple(current.records)))
             return
         free = self._parallel - sum(key in current.asked for key in waiting)
+        # All ranks that store this iteration must decide the same; a flush alone comes upon other ones.
+        expected = current.end % self.cadence.every == 0
+        phases = tuple([(key, record.phase) for key, record in current.records.items() if expected])
         for key in [key for key in waiting if key not in current.asked][: max(0, free)]:
             current.asked.add(key)
-            self._effects.append(Store(key, current.records[key], current.newer_than(key)))
+            self._effects.append(Store(key, current.records[key], current.newer_than(key), phases))
 
     def _begin_due(self) -> None:
         end = self._due()

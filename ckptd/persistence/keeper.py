@@ -169,10 +169,11 @@ class Keeper:
         hold = self._files.hold(message.path, message.index, message.snapshot)
         with run.turn(message.snapshot.iteration), hold as slot:
             self._pacer.wait()
-            done = rank.put(message.snapshot, slot, newer)
+            plan = rank.plan(message.checkpoint, slot, lambda: self._files.newest(message.newest))
+            done = rank.put(message.snapshot, slot, newer, plan)
             self._pacer.spend(done.uploaded_bytes)
         self._files.forget_removed()
-        return w.StoredSlot(message.id, done.size_bytes, done.uploaded_bytes)
+        return w.StoredSlot(message.id, done.size_bytes, done.uploaded_bytes, done.for_later)
 
     def _commit(self, message: w.CommitRank) -> Struct:
         name = message.rank

@@ -123,6 +123,9 @@ class StoreSlot(Struct, frozen=True, tag=True):
     `StoredSlot`.
 
     ``newer``: what these snapshots have, too, may be left out (`ckptd.storage.reduced_image`).
+    ``checkpoint``: of partial snapshots, all of the same checkpoint, oldest first, each with its phase: what
+    the last checkpoint has of experts may stay (`ckptd.core.durable_experts`). ``newest``: the last of them,
+    if its slot is held.
     """
 
     id: int
@@ -131,6 +134,8 @@ class StoreSlot(Struct, frozen=True, tag=True):
     path: str
     index: int
     newer: tuple[SlotPlace, ...] = ()
+    checkpoint: tuple[tuple[SnapshotId, int], ...] = ()
+    newest: SlotPlace | None = None
 
 
 class CommitRank(Struct, frozen=True, tag=True):
@@ -241,11 +246,15 @@ class RunOpened(Struct, frozen=True, tag=True):
 
 
 class StoredSlot(Struct, frozen=True, tag=True):
-    """The snapshot is in storage; ``uploaded_bytes`` of its ``size_bytes`` had to be uploaded."""
+    """The snapshot is in storage; ``uploaded_bytes`` of its ``size_bytes`` had to be uploaded.
+
+    ``for_later``: another checkpoint may refer to it, too. False: not all of it is stored, or nothing.
+    """
 
     id: int
     size_bytes: int
     uploaded_bytes: int
+    for_later: bool = True
 
 
 class Answer(Struct, frozen=True, tag=True):

@@ -15,33 +15,38 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
 import ckptd
-from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.core.durable_experts import Listed
+from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, slot_lock_byte
 from ckptd.core.slots.slots import SlotState
 from ckptd.errors import SegmentError
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment, open_segment
+from ckptd.persistence.durable_plan import DurablePlan, NewestSnapshot, choice_after, read_newest
 from ckptd.persistence.keeper_wire import CommitRank, SlotPlace, SnapshotId
 from ckptd.persistence.run_in_store import RunInStore, Seen
 from ckptd.storage.checkpoints.catalog import Views
 from ckptd.storage.checkpoints.manifest import RankManifest, StoredSnapshot
+from ckptd.storage.checkpoints.names import CheckpointId
 from ckptd.storage.checkpoints.reader import (
     read_image_header,
     read_manifest,
     restore_snapshot,
 )
+from ckptd.storage.checkpoints.sealed_json import ManifestError
 from ckptd.storage.checkpoints.upload_plan import StoredIndex, UploadPlan, plan_upload
 from ckptd.storage.image import DigestMismatch, ImageView, verify
 from ckptd.storage.image_format import ImageError
-from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, reduced
+from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, bare, reduced
 from ckptd.storage.stores.objects import Damaged, ObjectExists, ObjectInfo, Unavailable
 from ckptd.storage.strong_digest import strong_digest_of
 
@@ -70,6 +75,7 @@ class LockedSlot:
 
     header: SlotHeader
     image: memoryview
+    descriptor: SegmentDescriptor
     digest: str = ""  # the image's cryptographic digest if it is kept in the segment, else ""
 
 
@@ -99,7 +105,18 @@ class SlotFiles:
             if found != (snapshot.iteration, snapshot.epoch, snapshot.sequence):
                 raise SlotLost(f"slot {index} of {segment.path.name} holds iteration {found[0]}")
             kept = segment.kept_digest(index, header)
-            yield LockedSlot(header, segment.image(index, header), kept)
+            yield LockedSlot(header, segment.image(index, header), segment.descriptor, kept)
+
+    def newest(self, place: SlotPlace | None) -> NewestSnapshot | None:
+        """What the newest snapshot of a checkpoint says of durable experts; None: store all of them."""
+        if place is None:
+            return None
+        try:
+            with self.hold(place.path, place.index, place.snapshot) as slot:
+                return read_newest(slot.image, slot.header, slot.descriptor)
+        except SlotLost as error:
+            logger.warning("all experts of a checkpoint are stored: %s", error)
+            return None
 
     def newer(self, places: Iterable[SlotPlace]) -> NewerSnapshots:
         """What these snapshots have; of one whose slot is lost, nothing."""
@@ -107,10 +124,7 @@ class SlotFiles:
         for place in places:
             try:
                 with self.hold(place.path, place.index, place.snapshot) as slot:
-                    view = ImageView(slot.image)
-                    header = slot.image[: view.data_offset]
-                    if xxhash.xxh3_128_digest(header) == slot.header.header_digest:
-                        found.add(view)
+                    _add_readable(found, slot)
             except (SlotLost, ImageError) as error:
                 logger.warning(
                     "what iteration %d has is stored once more: %s", place.snapshot.iteration, error
@@ -159,6 +173,8 @@ _FORGET_S = 4 * 3600.0
 # minute each.
 _LIST_WITHIN_S = 60.0
 
+_PLANS = 4  # checkpoints that are remembered: the one under way, and late answers to earlier ones
+
 _Name = tuple[int, int, int]  # iteration, epoch, sequence: unique among the snapshots of a rank
 
 
@@ -171,10 +187,13 @@ class Overtaken(RuntimeError):
 
 
 class Uploaded(NamedTuple):
-    """The size of an image, and the bytes of it that had to be uploaded."""
+    """The size of an image, the bytes of it that had to be uploaded, and whether a later checkpoint may refer
+    to it.
+    """
 
     size_bytes: int
     uploaded_bytes: int
+    for_later: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +215,30 @@ class KeptSnapshot:
         return self.snapshot.iteration, self.snapshot.epoch, self.snapshot.sequence
 
 
+class _Written(NamedTuple):
+    """A manifest of this rank, and its snapshots."""
+
+    manifest: RankManifest
+    kept: dict[_Name, KeptSnapshot]
+
+
+class _Planned(NamedTuple):
+    """What a checkpoint stores, and what it takes from the last one."""
+
+    plan: DurablePlan
+    kept: list[KeptSnapshot]
+
+
 class RankStore:
     """Stores and commits the snapshots of one rank.
 
     Args:
         run_id: of the run that uses the names.
         base: the key of this rank's last manifest if it is sure to stay, else "".
+        committed: the same of the last checkpoint that all ranks have.
         look: lists the run for a commit of the checkpoint that ends at an iteration; True: list it now.
         neighbours: the other ranks of this run on this node.
+        is_committed: whether all ranks have a checkpoint.
     """
 
     def __init__(
@@ -213,24 +248,97 @@ class RankStore:
         *,
         run_id: str,
         base: str,
+        committed: str,
         look: Callable[[int, bool], Seen],
         neighbours: Callable[[], Iterable[RankStore]],
+        is_committed: Callable[[CheckpointId], bool],
     ) -> None:
         self._at, self.rank = at, rank
         self._run_id, self._look, self._neighbours = run_id, look, neighbours
-        self._lock = threading.Lock()
+        self._is_committed = is_committed
+        self._lock, self._planning = threading.Lock(), threading.Lock()
         self._since: dict[_Name, KeptSnapshot] = {}
         self._base: dict[_Name, KeptSnapshot] = {}
+        # The last manifest, and the last that all ranks are known to have.
+        self._last: _Written | None = None
+        self._committed: _Written | None = None
+        # Of the newest checkpoints of partial snapshots; None: all experts are stored.
+        self._plans: dict[tuple[_Name, ...], _Planned | None] = {}
         if base:
-            self._base = self._of_manifest(read_manifest(at.store, base))
+            self._last = self._written(read_manifest(at.store, base))
+            self._base = self._last.kept
+        if committed == base:
+            self._committed = self._last
+        elif committed:
+            self._committed = self._written(read_manifest(at.store, committed))
 
     def stored_of(self, iteration: int) -> list[KeptSnapshot]:
         """The snapshots of an iteration that were stored since the last manifest."""
         with self._lock:
             return [kept for name, kept in self._since.items() if name[0] == iteration]
 
-    def put(self, snapshot: SnapshotId, slot: LockedSlot, newer: NewerSnapshots | None = None) -> Uploaded:
+    def plan(
+        self,
+        checkpoint: Sequence[tuple[SnapshotId, int]],
+        slot: LockedSlot,
+        newest: Callable[[], NewestSnapshot | None],
+    ) -> DurablePlan | None:
+        """Which experts this checkpoint stores; None: all of them.
+
+        Args:
+            checkpoint: its snapshots with their phases, oldest first; ``slot`` holds one of them.
+            newest: reads the last one.
+        Raises:
+            StoreError: whether all ranks have the last checkpoint is not known.
+        """
+        if not checkpoint:
+            return None
+        key = tuple([_name(snapshot) for snapshot, _ in checkpoint])
+        with self._planning:
+            if key not in self._plans:
+                while len(self._plans) >= _PLANS:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[key] = self._planned(checkpoint, slot, newest)
+            planned = self._plans[key]
+        return None if planned is None else planned.plan
+
+    def _planned(
+        self,
+        checkpoint: Sequence[tuple[SnapshotId, int]],
+        slot: LockedSlot,
+        newest: Callable[[], NewestSnapshot | None],
+    ) -> _Planned | None:
+        end, another = checkpoint[-1][0].iteration, NewerSnapshots()
+        if slot.header.iteration == end or not _add_readable(another, slot):
+            return None
+        says = newest()
+        if says is None:
+            return None
+        # Ranks that go by different checkpoints would choose differently.
+        last = self._last
+        if last is None or not self._is_committed(last.manifest.checkpoint):
+            last = self._committed
+        if last is None or last.manifest.run_id != self._run_id:
+            return None
+        self._committed = last
+        now = [Listed(snapshot.iteration, phase) for snapshot, phase in checkpoint]
+        choice = choice_after(last.manifest, now, says)
+        if choice is None:
+            return None
+        kept = [each for name, each in last.kept.items() if name[0] in choice.kept]
+        return _Planned(DurablePlan(choice, says, end, another), kept)
+
+    def put(
+        self,
+        snapshot: SnapshotId,
+        slot: LockedSlot,
+        newer: NewerSnapshots | None = None,
+        plan: DurablePlan | None = None,
+    ) -> Uploaded:
         """Store the snapshot in a slot, without what newer ones have.
+
+        Args:
+            plan: what its checkpoint stores of it.
 
         Raises:
             SlotLost: the bytes differ from the sealed ones.
@@ -238,24 +346,33 @@ class RankStore:
         """
         name = _name(snapshot)
         newer = newer or NewerSnapshots()
+        header = slot.header
+        if plan is not None and not plan.stores(header.iteration):
+            return Uploaded(header.image_len, 0, for_later=False)
+        is_bare = plan is not None and plan.stores_bare(header.iteration)
         with self._lock:
             known = self._since.get(name) or self._base.get(name)
-        header = slot.header
         try:
             view = ImageView(slot.image)
+            wanted = view.anchors & ~newer.anchors
+            if plan is not None and is_bare:
+                wanted &= ~plan.newest.experts
             # It may have been reduced for a checkpoint of a history that was abandoned.
-            if known is not None and not view.anchors & ~newer.anchors & ~known.snapshot.anchors:
-                return Uploaded(known.snapshot.image_len, 0)
+            if known is not None and not wanted & ~known.snapshot.anchors:
+                return Uploaded(known.snapshot.image_len, 0, not is_bare)
             verify(slot.image, header.header_digest, map_fn=self._at.map_fn)
         except ImageError as error:
             what = error.tensor if isinstance(error, DigestMismatch) else str(error)
             raise SlotLost(f"iteration {header.iteration} is damaged in memory: {what}") from error
         begun_s = time.monotonic()
-        image = reduced(slot.image, view, newer) or StorableImage.whole(
-            slot.image, view, header.header_digest
-        )
+        if plan is not None and is_bare:
+            says = plan.newest
+            image = bare(slot.image, view, says.experts, says.parameters, plan.another)
+        else:
+            image = reduced(slot.image, view, newer)
+        image = image or StorableImage.whole(slot.image, view, header.header_digest)
         index, relied, since_s = self._index(header.iteration)
-        plan = plan_upload(
+        upload = plan_upload(
             image.pieces,
             index,
             job=self._at.job,
@@ -264,11 +381,11 @@ class RankStore:
             epoch=header.epoch,
             sequence=header.sequence,
         )
-        info, uploaded = self._upload(plan, image)
-        stored = _stored(slot, image, plan, info)
+        info, uploaded = self._upload(upload, image)
+        stored = _stored(slot, image, upload, info)
         if self._at.read_back:
             restore_snapshot(self._at.store, stored, memoryview(bytearray(stored.image_len)))
-        if plan.reused:
+        if upload.reused:
             kept = KeptSnapshot(stored, image.header, relied, since_s)
         else:
             kept = KeptSnapshot(stored, image.header, frozenset(), begun_s)
@@ -277,7 +394,7 @@ class RankStore:
             now_s = time.monotonic()
             for old in [n for n, k in self._since.items() if now_s - k.since_s > _FORGET_S]:
                 del self._since[old]
-        return Uploaded(image.image_len, uploaded)
+        return Uploaded(image.image_len, uploaded, not is_bare)
 
     def commit(self, message: CommitRank) -> RankManifest:
         """Write this rank's manifest.
@@ -287,22 +404,14 @@ class RankStore:
             Overtaken: a newer checkpoint is committed, or a later history has begun.
             StoreError: the store does not accept it.
         """
-        kept = self._chosen(message.snapshots)
-        manifest = RankManifest(
-            self._at.job,
-            self._at.run,
-            self._run_id,
-            self.rank,
-            message.world_size,
-            message.window,
-            message.stride,
-            self._at.wall_ns(),
-            message.slot_bytes,
-            message.num_slots,
-            message.descriptor,
-            TOOL,
-            tuple(k.snapshot for k in kept),
-        ).signed_by(self._at.signer)
+        kept = self._listed(message)
+        try:
+            manifest = self._manifest_of(message, kept)
+        except ManifestError as error:
+            if self._last is None and self._committed is None:
+                raise
+            self._forget()  # it does not go with what the last checkpoint has of experts
+            raise UnknownSnapshot(f"checkpoint {message.end} must be stored anew: {error}") from error
         relied = frozenset().union(*(k.relied for k in kept))
         seen = self._look(message.end, False)
         if seen.shared and seen.views.refusal(manifest.checkpoint, relied):
@@ -320,31 +429,74 @@ class RankStore:
             kept = list(self._of_manifest(manifest).values())
         with self._lock:
             self._base = self._based(manifest.key, kept)
+            self._last = _Written(manifest, self._base)
             self._since = {n: k for n, k in self._since.items() if n not in self._base}
         return manifest
 
-    def _chosen(self, snapshots: Iterable[SnapshotId]) -> list[KeptSnapshot]:
+    def _manifest_of(self, message: CommitRank, kept: Sequence[KeptSnapshot]) -> RankManifest:
+        return RankManifest(
+            self._at.job,
+            self._at.run,
+            self._run_id,
+            self.rank,
+            message.world_size,
+            message.window,
+            message.stride,
+            self._at.wall_ns(),
+            message.slot_bytes,
+            message.num_slots,
+            message.descriptor,
+            TOOL,
+            tuple(k.snapshot for k in kept),
+        ).signed_by(self._at.signer)
+
+    def _listed(self, message: CommitRank) -> list[KeptSnapshot]:
+        """The snapshots of the manifest, oldest first."""
+        names = [_name(snapshot) for snapshot in message.snapshots]
+        with self._planning:
+            planned = self._plans.get(tuple(names))
+        if planned is None:
+            return self._chosen(names)
+        stored = self._chosen([name for name in names if planned.plan.stores(name[0])])
+        found = sorted((*planned.kept, *stored), key=lambda each: each.name)
+        # In this checkpoint each follows the one before it.
+        linked = found[:1]
+        for before, each in pairwise(found):
+            after = replace(each.snapshot, previous=before.snapshot.iteration)
+            linked.append(replace(each, snapshot=after))
+        return linked
+
+    def _chosen(self, names: Iterable[_Name]) -> list[KeptSnapshot]:
         now_s = time.monotonic()
         with self._lock:
             known = {**self._base, **self._since}
             found = []
-            for snapshot in snapshots:
-                kept = known.get(_name(snapshot))
+            for name in names:
+                kept = known.get(name)
                 if kept is None or now_s - kept.since_s > _FORGET_S:
                     self._since.clear()
-                    raise UnknownSnapshot(f"iteration {snapshot.iteration} was not stored lately")
+                    raise UnknownSnapshot(f"iteration {name[0]} was not stored lately")
                 found.append(kept)
             return found
+
+    def _forget(self) -> None:
+        """Upload everything anew."""
+        with self._planning, self._lock:
+            self._since.clear()
+            self._base.clear()
+            self._plans.clear()
+            self._last = self._committed = None
 
     def _check_may_commit(self, views: Views, manifest: RankManifest, relied: frozenset[str]) -> None:
         if not (reason := views.refusal(manifest.checkpoint, relied)):
             return
         if views.refusal(manifest.checkpoint, ()):
             raise Overtaken(f"checkpoint {manifest.end} is not committed: {reason}")
-        with self._lock:
-            self._since.clear()
-            self._base.clear()
+        self._forget()
         raise UnknownSnapshot(f"checkpoint {manifest.end} must be stored anew: {reason}")
+
+    def _written(self, manifest: RankManifest) -> _Written:
+        return _Written(manifest, self._of_manifest(manifest))
 
     def _of_manifest(self, manifest: RankManifest) -> dict[_Name, KeptSnapshot]:
         headers = [read_image_header(self._at.store, s) for s in manifest.snapshots]
@@ -388,6 +540,15 @@ class RankStore:
         if info.size != plan.size:
             raise Damaged(plan.key, f"it has {info.size} bytes, {plan.size} were put")
         return info, plan.size
+
+
+def _add_readable(to: NewerSnapshots, slot: LockedSlot) -> bool:
+    """Add what a snapshot has, if its header is undamaged; ImageError if it is none."""
+    view = ImageView(slot.image)
+    whole = xxhash.xxh3_128_digest(slot.image[: view.data_offset]) == slot.header.header_digest
+    if whole:
+        to.add(view)
+    return whole
 
 
 def _name(snapshot: SnapshotId) -> _Name:

@@ -111,27 +111,29 @@ class RunStore:
         identity = self._claim()
         views = self._look()
         self._check_epochs(views.own, epoch)
-        base = views.base_of(rank)
-        opened = self._make_rank(rank, identity, "" if base is None else base.manifests[rank].key)
+        last = [_key_of(checkpoint, rank) for checkpoint in (views.base_of(rank), views.committed_base())]
+        opened = self._make_rank(rank, identity, *last)
         with self._lock:
             self._ranks[rank] = opened
         return -1 if views.own.newest is None else views.own.newest.id.end
 
-    def _make_rank(self, rank: int, identity: RunIdentity, base: str) -> RankStore:
+    def _make_rank(self, rank: int, identity: RunIdentity, base: str, committed: str) -> RankStore:
         try:
             return RankStore(
                 self.at,
                 rank,
                 run_id=identity.run_id,
                 base=base,
+                committed=committed,
                 look=self._look_to_commit,
                 neighbours=lambda: self._others(rank),
+                is_committed=lambda checkpoint: self.is_committed(checkpoint),
             )
         except (ManifestError, ObjectMissing, SnapshotDamaged) as error:
-            if not base:
+            if not base and not committed:
                 raise
             self.at.report("warning", "store_damaged", f"{error}; everything is uploaded anew")
-            return self._make_rank(rank, identity, "")
+            return self._make_rank(rank, identity, "", "")
 
     def rank(self, rank: int) -> RankStore | None:
         """The rank, if it was opened."""
@@ -236,6 +238,11 @@ class RunStore:
             return False, f"the ranks do not agree: {', '.join(c.reason for c in found)}"
         return False, found[0].reason if found else "it is not listed"
 
+    def is_committed(self, checkpoint: CheckpointId) -> bool:
+        """Whether every rank has written its manifest of this checkpoint."""
+        catalog = self._catalog_of(checkpoint.end)
+        return any(c.id == checkpoint and c.complete for c in catalog.checkpoints)
+
     def find(
         self, ranks: Iterable[int], *, left_out: frozenset[tuple[int, int]] = frozenset()
     ) -> list[w.CommittedCheckpoint]:
@@ -322,7 +329,7 @@ class RunStore:
             window=manifest.window,
             slot_bytes=manifest.slot_bytes,
             # The restarted rank needs room for the next suffix while this one is held, as before.
-            num_slots=manifest.num_slots,
+            num_slots=max(manifest.num_slots, len(manifest.snapshots) + 1),
             descriptor=manifest.descriptor,
             lengths=[s.image_len for s in manifest.snapshots],
             headers=[pack_slot_header(_slot_header(s)) for s in manifest.snapshots],
@@ -355,6 +362,12 @@ class RunStore:
             self._doubted.add(manifest.checkpoint)
             text = f"checkpoint {manifest.checkpoint} of {self.at.title} is damaged ({name})"
             self.at.report("error", "checkpoint_damaged", text)
+
+
+def _key_of(checkpoint: StoredCheckpoint | None, rank: int) -> str:
+    """The key of a rank's manifest; "" if it has none."""
+    info = None if checkpoint is None else checkpoint.manifests.get(rank)
+    return "" if info is None else info.key
 
 
 def _slot_header(stored: StoredSnapshot) -> SlotHeader:

@@ -242,12 +242,13 @@ class RankPersistence:
             str(held.segment.path),
             held.index,
             self._superseding(held, effect.newer),
+            *self._checkpoint_of(held, effect),
         )
 
         def stored(reply: w.StoredSlot) -> None:
             self._events.count("persisted_bytes", reply.uploaded_bytes)
             self._events.count("persist_spared_bytes", reply.size_bytes - reply.uploaded_bytes)
-            self.feed(SnapshotStored(key, reply.uploaded_bytes))
+            self.feed(SnapshotStored(key, reply.uploaded_bytes, reply.for_later))
 
         def refused(code: str, reason: str) -> None:
             # `keeper_died` handles the keeper's end. A held slot that is lost is damaged, or its file was
@@ -268,6 +269,20 @@ class RankPersistence:
             return ()
         return tuple(
             [w.SlotPlace(w.SnapshotId(*key), str(slot.segment.path), slot.index) for key, slot in found]
+        )
+
+    def _checkpoint_of(
+        self, held: HeldSnapshot, effect: Store
+    ) -> tuple[tuple[tuple[w.SnapshotId, int], ...], w.SlotPlace | None]:
+        """Of partial snapshots, all of the checkpoint, and where the newest one is."""
+        if policy_of(held.segment.descriptor) != PolicyKind.PARTIAL or not effect.checkpoint:
+            return (), None
+        last = effect.checkpoint[-1][0]
+        newest = self._holds.get(last)
+        return tuple([(w.SnapshotId(*each), phase) for each, phase in effect.checkpoint]), (
+            None
+            if newest is None
+            else w.SlotPlace(w.SnapshotId(*last), str(newest.segment.path), newest.index)
         )
 
     def _ask_to_commit(self, effect: Commit) -> None:

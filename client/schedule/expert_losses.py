@@ -22,6 +22,7 @@ from torch import Tensor
 from ckptd.client.model.operators import Operator
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.schedule.measurements import TokenCounter
+from ckptd.core.durable_experts import DurableTurns
 from ckptd.core.partial_experts import LayerTokens, proportion_lost
 from ckptd.core.snapshot_policy import PartialScope
 
@@ -70,6 +71,8 @@ class LostUpdates:
 class ExpertLosses:
     """Counts what is lost over the life of a run.
 
+    Args:
+        durable: what the user wants durable checkpoints to store of experts; None: all.
     Attributes:
         lost_iterations: the PLT so far in iterations of all experts' tokens.
         last: of the recovery with which this process began; None: it lost nothing.
@@ -77,8 +80,8 @@ class ExpertLosses:
         captured: the tokens of each expert at the recovery: what it was given before is not at risk.
     """
 
-    def __init__(self, counter: TokenCounter) -> None:
-        self._counter = counter
+    def __init__(self, counter: TokenCounter, durable: DurableTurns | None = None) -> None:
+        self._counter, self._durable = counter, durable
         self._lost: Counts = {}
         self.lost_iterations = 0.0
         self.cumulative_plt = 0.0
@@ -87,11 +90,14 @@ class ExpertLosses:
 
     def record(self) -> dict[str, Any]:
         """For a snapshot's step scalars; the counts of fused experts are tensors on their device."""
+        durable = self._durable
         return {
             "given": self._counter.totals(),
             "lost": self._lost,
             "lost_iterations": self.lost_iterations,
             "plt": self.cumulative_plt,
+            # For the store keeper (`ckptd.persistence.durable_plan`).
+            "durable": durable and {"experts": durable.experts, "of": durable.of, "limit": durable.limit},
         }
 
     def resume(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ckptd.client.model.operators import Operator
 from ckptd.client.model.replicated_params import EVERY_RANK
 from ckptd.client.options import MAX_WINDOW, PartialOptions, SnapshotOptions
+from ckptd.core.durable_experts import DurableTurns, turns_of
 from ckptd.core.partial_experts import (
     Selection,
     experts_of_layers,
@@ -22,7 +23,7 @@ from ckptd.core.partial_experts import (
 )
 from ckptd.core.snapshot_policy import OperatorCost, PartialScope, Schedule
 
-__all__ = ["PartialTurns", "check_experts", "scope_of"]
+__all__ = ["PartialTurns", "check_experts", "durable_text", "durable_turns", "scope_of"]
 
 
 def scope_of(options: SnapshotOptions) -> PartialScope | None:
@@ -60,6 +61,37 @@ def check_experts(operators: Sequence[Operator], options: SnapshotOptions) -> No
                 f"experts={of_experts.experts}: {layer} has {here} experts; pass at most as many, or "
                 "num_experts= if other ranks have more of them"
             )
+    if of_experts.persist_experts is not None and of_experts.persist_experts > total:
+        raise ValueError(
+            f"persist_experts={of_experts.persist_experts}: {name} has {total} experts; pass at most "
+            "as many, or num_experts= if other ranks have more of them"
+        )
+
+
+def durable_turns(options: SnapshotOptions, operators: Sequence[Operator]) -> DurableTurns | None:
+    """How many experts a durable checkpoint stores; None: all."""
+    found = options.of_experts
+    if found is None or found.persist_experts is None:
+        return None
+    of = found.num_experts or max(experts_of_layers([op.expert for op in operators]).values())
+    return DurableTurns(found.persist_experts, of, found.lost_tokens_limit)
+
+
+def durable_text(turns: DurableTurns, window: int) -> str:
+    """What durable checkpoints have of experts, in words."""
+    phases = turns_of(turns.experts, turns.of, window)
+    if phases == window:
+        return f"a durable checkpoint stores all {turns.of} experts of a layer"
+    limit = (
+        ""
+        if turns.limit is None
+        else (f"; as many more as keep a PLT of {turns.limit:.2%} after a recovery from storage")
+    )
+    return (
+        f"A DURABLE CHECKPOINT STORES {phases} OF {window} PARTS of the experts (persist_experts="
+        f"{turns.experts} of {turns.of} in a layer) and takes the others from earlier ones, so each expert "
+        f"is stored with one of {-(-window // phases) + 1} checkpoints or more often{limit}"
+    )
 
 
 @dataclass(frozen=True)

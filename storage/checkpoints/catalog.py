@@ -290,6 +290,11 @@ class Views:
         last = self.own.last_of(rank)
         return last if last is not None and last.id in self._staying() else None
 
+    def committed_base(self) -> StoredCheckpoint | None:
+        """The newest checkpoint of all ranks, whose images a new one may list; None if it may be deleted."""
+        newest = self.own.newest
+        return newest if newest is not None and newest.id in self._staying() else None
+
     def refusal(self, checkpoint: CheckpointId, relied: Collection[str]) -> str:
         """The reason why a rank must not write its manifest of ``checkpoint``; "" if it may.
 

@@ -100,6 +100,14 @@ def made(**keywords: Any) -> Checkpointer:
             "partial= is for policy='partial' and 'selected', and the policy is 'sliding'",
         ),
         (
+            {"partial": PartialOptions(persist_experts=2), "policy": "selected"},
+            "persist_experts=2: it is for policy='partial', where experts take turns",
+        ),
+        (
+            {"partial": PartialOptions(persist_experts=2)},
+            "partial= is for policy='partial' and 'selected', and the policy is 'sliding'",
+        ),
+        (
             {"partial": PartialOptions(experts=2), "window": 2, "policy": "partial"},
             "window=2 and experts=2: both say how many experts",
         ),
@@ -218,6 +226,10 @@ def test_every_field_is_documented_where_it_is_defined() -> None:
         ({"experts": 0}, "experts=0: pass a number of experts from 1 on"),
         ({"num_experts": "8"}, "num_experts='8': pass a number of experts"),
         ({"experts": 9, "num_experts": 8}, "experts=9: a layer has num_experts=8"),
+        ({"persist_experts": 0}, "persist_experts=0: pass a number of experts from 1 on"),
+        ({"persist_experts": 9, "num_experts": 8}, "persist_experts=9: a layer has num_experts=8"),
+        ({"persist_experts": 1, "experts": 2}, "each has experts=2 of a layer; pass at least as many"),
+        ({"persist_experts": 1, "selection": "layer"}, "pass selection='turns', or persist_experts=None"),
         ({"selection": "best"}, "selection='best': choose 'turns', 'layer' or 'model'"),
         ({"scope": "all"}, "scope='all': choose 'both', 'optimizer' or 'weights'"),
         ({"lost_tokens_limit": 1}, "lost_tokens_limit=1: pass a share of the tokens, such as 0.0375"),

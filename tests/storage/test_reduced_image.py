@@ -13,7 +13,7 @@ from ckptd.storage.checkpoints.reader import restore_snapshot
 from ckptd.storage.checkpoints.upload_plan import PartLimits, plan_upload
 from ckptd.storage.image import ImageView, verify
 from ckptd.storage.image_format import TensorEntry
-from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, cut, reduced
+from ckptd.storage.reduced_image import NewerSnapshots, StorableImage, bare, cut, reduced
 from ckptd.storage.strong_digest import matches, strong_digest_of
 from tests.storage.memory_store import MemoryStore
 from tests.storage.samples import JOB, RUN, Sample, Writer, make_sample
@@ -137,6 +137,35 @@ def test_of_a_reduced_image_too_only_new_tensors_are_uploaded() -> None:
     restore_snapshot(store, stored, into)
     assert into == b"".join(made.pieces)
     assert ImageView(into).data("expert.0") == first.view.data("expert.0")
+
+
+def stripped(image: Sample, another: Sample, *parameters: str) -> StorableImage | None:
+    found = NewerSnapshots()
+    found.add(another.view)
+    return bare(image.image, image.view, 0b01, parameters, found)
+
+
+def test_a_bare_image_has_everything_but_the_experts_that_it_anchored() -> None:
+    shared = ("dense", "optim/exp_avg/dense", "buffer/expert.0")
+    newest = sample(4, *shared, "expert.0", "master/expert.0", "optim/exp_avg:codes/expert.0", anchors=0b11)
+    another = sample(3, "dense", "optim/exp_avg/dense", "expert.1", anchors=0b10)
+    made = stripped(newest, another, "expert.0", "expert.1")
+    assert made is not None
+    whole = memoryview(b"".join(made.pieces))
+    verify(whole, made.header_digest)
+    view = ImageView(whole)
+    assert view.names() == (*shared, "ckptd.scalars")
+    assert view.anchors == made.anchors == 0b10
+    # The other snapshot lacks what is no expert's, too: that is no reason to leave it out.
+    assert names_of(stripped(newest, sample(3, "gate"), "expert.0")) == {*shared, "ckptd.scalars"}
+    assert stripped(newest, another, "expert.7") is None
+
+
+def test_a_bare_image_keeps_what_every_snapshot_has_of_experts() -> None:
+    """Weights of all of them, or optimizer state, of fused ones in other rows than the other snapshot."""
+    newest = sample(4, "w[0:2]", "w[2:8]", "optim/exp_avg/w[0:2]", "master/w[0:2]")
+    another = sample(3, "w[0:4]", "w[4:8]", "optim/exp_avg/w[4:8]", "master/w[4:8]")
+    assert names_of(stripped(newest, another, "w")) == {"w[0:2]", "w[2:8]", "ckptd.scalars"}
 
 
 @given(st.lists(st.binary(max_size=5), max_size=6), st.data())

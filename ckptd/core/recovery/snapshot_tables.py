@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -104,12 +104,26 @@ def tables_of(known: Known, limits: Mapping[int, int]) -> Tables:
 
 def groups_of(numbers: Iterable[int], known: Known, limits: Mapping[int, int]) -> Sequence[Group]:
     """The snapshots of one rank by operator table; tables without records are absent."""
-    merged: dict[tuple[str, int], Copies] = {}
+    merged: dict[tuple[str, int, str], Copies] = {}
     for number in numbers:
         h = known[number]
-        copies = merged.setdefault((h.operators_id, h.num_operators), {})
+        # No snapshot in memory continues such a chain, and its images have less than those in memory.
+        alone = h.segment if h.node == STORE_NODE and skips(h.records) else ""
+        copies = merged.setdefault((h.operators_id, h.num_operators, alone), {})
         _merge(number, h.records, limits, copies)
     return [_group(merged[key], key[1], known) for key in sorted(merged) if merged[key]]
+
+
+def skips(chain: Sequence[SlotRecord]) -> bool:
+    """Whether snapshots were taken between those of a chain: images of several durable checkpoints.
+
+    Each image has then some experts only, and the ranks must take the same ones
+    (`ckptd.core.durable_experts`).
+
+    Args:
+        chain: in the order of iterations.
+    """
+    return any(after.sequence != before.sequence + 1 for before, after in pairwise(chain))
 
 
 def whole_images(
@@ -225,13 +239,19 @@ def all_spans(tables: Tables) -> Iterator[tuple[int, int]]:
 
 
 def _in_phase(tables: Tables, start: int, end: int) -> bool:
-    """Whether every rank recorded the same phases of the schedule from ``start`` to ``end``."""
+    """Whether every rank recorded the same phases of the schedule from ``start`` to ``end``, and, where
+    snapshots of a chain are missing, all ranks lack the same ones.
+    """
     phases: dict[int, int] = {}
-    return all(
-        phases.setdefault(record.iteration, record.phase) == record.phase
-        for groups in tables.values()
-        for record in between(best_group(groups, start, end), start, end)
-    )
+    listed: set[tuple[int, ...]] = set()
+    any_skips = False
+    for groups in tables.values():
+        chain = between(best_group(groups, start, end), start, end)
+        if any(phases.setdefault(record.iteration, record.phase) != record.phase for record in chain):
+            return False
+        any_skips = any_skips or skips(chain[::-1])
+        listed.add(tuple([record.iteration for record in chain]))
+    return len(listed) == 1 or not any_skips
 
 
 def one_before(tables: Tables, start: int, end: int, *, within: int) -> int | str:
@@ -323,11 +343,19 @@ def has_suffix(groups: Sequence[Group]) -> bool:
 
 
 def best_group(groups: Sequence[Group], start: int, end: int) -> Group:
-    """The operator table that was written last, of those with snapshots over the whole span."""
+    """The operator table that was written last, of those with snapshots over the whole span.
+
+    Of several, the one with the fewest: a chain of durable images is the same on all ranks.
+    """
     if len(groups) == 1:
         return groups[0]
     fit = [group for group in groups if start in covering_starts(group, end)]
-    return max(fit, key=lambda group: (group.newest[end].epoch, group.newest[end].sequence))
+
+    def rating(group: Group) -> tuple[int, int, int]:
+        newest = group.newest[end]
+        return newest.epoch, newest.sequence, -len(between(group, start, end))
+
+    return max(fit, key=rating)
 
 
 # A large job has hundreds of thousands of sources. Structs that the garbage collector does not track are

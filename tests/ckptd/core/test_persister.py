@@ -130,6 +130,34 @@ def test_what_is_stored_is_not_stored_again() -> None:
     assert of(Store, effects) == [Store(key(3), snapshot(3))]
 
 
+def test_what_was_stored_for_one_checkpoint_alone_is_stored_again() -> None:
+    core = persister(every=1)
+    core.handle(slots(1, 2), now_s=0.0)
+    core.handle(stored(1), now_s=0.0)
+    only = replace(stored(2), for_later=False)
+    (commit,) = of(Commit, core.handle(only, now_s=0.0))
+    assert commit == Commit(2, 1, (key(1), key(2)))
+    core.handle(Committed(key(2)), now_s=0.0)
+    effects = core.handle(slots(1, 2, 3), now_s=0.0)
+    assert [hold.key for hold in of(Hold, effects)] == [key(2), key(3)]  # type: ignore[union-attr]
+    # A late answer about the last checkpoint says nothing of this one's snapshots that were not asked for.
+    core = persister(every=1)
+    assert core.handle(only, now_s=0.0) == []
+    assert of(Hold, core.handle(slots(1, 2), now_s=0.0)) == [Hold(key(i), snapshot(i)) for i in (1, 2)]
+
+
+def test_who_stores_learns_of_all_snapshots_of_a_checkpoint_that_every_rank_may_begin() -> None:
+    core = persister(every=2)
+    (asked,) = of(Store, core.handle(slots(1, 2), now_s=0.0))
+    assert isinstance(asked, Store)
+    assert asked.checkpoint == ((key(1), snapshot(1).phase), (key(2), snapshot(2).phase))
+    core = persister(every=4)
+    core.handle(slots(1, 2, 3), now_s=0.0)
+    (asked,) = of(Store, core.handle(Flush(), now_s=0.0))
+    assert isinstance(asked, Store)
+    assert asked.checkpoint == ()
+
+
 def test_one_checkpoint_at_a_time_and_then_the_newest_that_is_due() -> None:
     core = persister(every=1)
     core.handle(slots(1, 2), now_s=0.0)

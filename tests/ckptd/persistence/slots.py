@@ -20,7 +20,9 @@ WINDOW = 2
 FROZEN_BYTES, FRESH_BYTES = 300_000, 100_000
 
 
-def descriptor(rank: int = 0, *, world_size: int = 1, partial: bool = False) -> SegmentDescriptor:
+def descriptor(
+    rank: int = 0, *, world_size: int = 1, partial: bool = False, client: bytes = b""
+) -> SegmentDescriptor:
     """Of a rank with two operators; with ``partial``, of two experts and the rest."""
     return SegmentDescriptor(
         job="job",
@@ -34,6 +36,7 @@ def descriptor(rank: int = 0, *, world_size: int = 1, partial: bool = False) -> 
         created_at_ns=1,
         window=WINDOW,
         num_operators=2 + partial,
+        client=client,
     )
 
 
@@ -51,18 +54,21 @@ def fill(
     epoch: int = 1,
     seed: int | None = None,
     partial: bool = False,
+    scalars: bytes = b"",
 ) -> SnapshotId:
     """Seal a snapshot in a slot: a tensor that never changes, and one that is new each time (or of
     this seed).
 
     Args:
         partial: it also has an expert, one of two in turns, and anchors that and the rest.
+        scalars: what its trainer recorded of the step.
     """
     told, turn = segment.descriptor, iteration % WINDOW
     expert = (
         {f"expert.{turn}": np.random.default_rng([iteration, turn]).bytes(FRESH_BYTES)} if partial else {}
     )
-    entries = [TensorEntry(name, "U8", (len(data),)) for name, data in expert.items()]
+    packed = {"ckptd.scalars": scalars} if scalars else {}
+    entries = [TensorEntry(name, "U8", (len(data),)) for name, data in {**expert, **packed}.items()]
     layout = ImageLayout.build(
         [TensorEntry("frozen", "U8", (FROZEN_BYTES,)), TensorEntry("fresh", "U8", (FRESH_BYTES,)), *entries],
         identity={
@@ -75,11 +81,12 @@ def fill(
         anchors=1 << turn | (1 << WINDOW) * partial,
     )
     image = segment.image(index, SlotHeader(image_len=layout.image_len))
-    layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=0)
+    layout.write_header(image, iteration=iteration, previous=iteration - 1, scalars_len=len(scalars))
     content = {
         "frozen": np.random.default_rng(0).bytes(FROZEN_BYTES),
         "fresh": np.random.default_rng(iteration if seed is None else seed).bytes(FRESH_BYTES),
         **expert,
+        **packed,
     }
     for name, data in content.items():
         at = layout.offset_of(name)

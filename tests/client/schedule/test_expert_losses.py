@@ -11,6 +11,7 @@ import torch
 
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.schedule.expert_losses import RECORDED, CapacityBoost, ExpertLosses, LostUpdates
+from ckptd.core.durable_experts import DurableTurns
 from ckptd.core.snapshot_policy import OperatorKind, PartialScope
 
 OPERATORS = [
@@ -65,6 +66,13 @@ def recovered(
 
 def snapshot(counts: Counts, losses: ExpertLosses) -> dict[str, Any]:
     return copy.deepcopy(losses.record())
+
+
+def test_a_snapshot_says_what_storage_shall_have_of_experts() -> None:
+    counter: Any = Counts(1, 2, 3)
+    assert ExpertLosses(counter).record()["durable"] is None
+    found = ExpertLosses(counter, DurableTurns(2, 8, 0.01)).record()
+    assert found["durable"] == {"experts": 2, "of": 8, "limit": 0.01}
 
 
 @pytest.mark.parametrize("fused", [False, True])

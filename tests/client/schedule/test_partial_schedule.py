@@ -8,7 +8,15 @@ import pytest
 
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.options import PartialOptions, SnapshotOptions
-from ckptd.client.schedule.partial_schedule import PartialTurns, check_experts, scope_of
+from ckptd.client.schedule.partial_schedule import (
+    PartialTurns,
+    check_experts,
+    durable_text,
+    durable_turns,
+    scope_of,
+)
+from ckptd.core.durable_experts import DurableTurns
+from ckptd.core.partial_experts import LOST_TOKENS_LIMIT
 from ckptd.core.snapshot_policy import OperatorCost, OperatorKind, PartialScope
 
 
@@ -47,6 +55,7 @@ def test_other_policies_have_no_turns() -> None:
         (0, {}, "no experts were found in this model"),
         (4, {"experts": 5}, "experts=5: 0 has 4 experts; pass at most as many"),
         (4, {"num_experts": 3}, "num_experts=3: 0 has 4 experts on this rank alone"),
+        (4, {"persist_experts": 5}, "persist_experts=5: 0 has 4 experts; pass at most as many"),
     ],
 )
 def test_what_no_model_can_meet_is_refused(experts: int, partial: dict[str, Any], message: str) -> None:
@@ -105,3 +114,16 @@ def test_only_experts_that_no_other_rank_has_are_selected() -> None:
     assert selectable(turns(4, world_size=2, selection="model", num_experts=8)) == 8
     assert selectable(turns(4, world_size=4, selection="model", num_experts=8)) == 0
     assert selectable(turns(4, selection="model"), [-1, 0, 1, *[-1] * 6]) == 6
+
+
+def test_durable_checkpoints_store_whole_parts_of_the_experts_and_say_so() -> None:
+    assert durable_turns(options(), operators(4)) is None
+    assert durable_turns(SnapshotOptions(), operators(4)) is None
+    found = durable_turns(options(persist_experts=3), operators(8))
+    assert found == DurableTurns(3, 8, LOST_TOKENS_LIMIT)
+    told = durable_text(found, 4)
+    assert "STORES 2 OF 4 PARTS of the experts (persist_experts=3 of 8 in a layer)" in told
+    assert "each expert is stored with one of 3 checkpoints or more often; as many more as keep a PLT" in told
+    assert durable_text(found, 1) == "a durable checkpoint stores all 8 experts of a layer"
+    spread = durable_turns(options(persist_experts=3, num_experts=16, lost_tokens_limit=None), operators(8))
+    assert spread == DurableTurns(3, 16, None)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.recovery.global_plan import NoRecovery, RecoveryPlan, complete_suffixes, plan_recovery
-from ckptd.core.recovery.held import HeldRecords, from_wire, to_wire
+from ckptd.core.recovery.held import STORE_NODE, HeldRecords, from_wire, to_wire
 from ckptd.core.recovery.snapshot_tables import SnapshotCopy, SnapshotToLoad
 from ckptd.core.slots.ring import choose_slot, slots_for_window
 from ckptd.core.slots.slots import SlotRecord, SlotState
@@ -373,6 +373,56 @@ def test_operator_tables_never_mix() -> None:
     assert [p.record.sequence for p in plan.per_rank[0]] == [55, 56], "the table written last wins"
 
 
+# -- durable copies of partial snapshots ---------------------------------------------------------
+
+
+def durable(number: int, *listed: int) -> HeldRecords:
+    """What storage has of a rank with three operators: of each a copy, and the newest snapshot without any.
+    Each image links to the one that is listed before it.
+    """
+    records = [
+        snap(t, 1 << t % 3 if t != listed[-1] else 0, previous=before, digest=b"stored %02d" % t)
+        for before, t in zip((2, *listed), listed, strict=False)
+    ]
+    return replace(
+        held(number, records, node=STORE_NODE, own=False, window=3), segment=f"{listed[-1]}/{number}"
+    )
+
+
+def of_each_rank(plan: RecoveryPlan) -> list[list[int]]:
+    return [[piece.record.iteration for piece in pieces] for _, pieces in sorted(plan.per_rank.items())]
+
+
+def test_no_image_of_a_durable_chain_is_mixed_with_memory() -> None:
+    """Rank 0 has all in memory, and more of iteration 12 than storage has; replicas must not differ."""
+    listed = (4, 5, 9, 12)
+    plan = planned([rank(0, 3, 2, 14), durable(0, *listed), durable(1, *listed)])
+    assert of_each_rank(plan) == [[*listed]] * 2
+    assert [{source.node for piece in of for source in piece.sources} for of in plan.per_rank.values()] == [
+        {STORE_NODE}
+    ] * 2
+    assert "different snapshots" not in plan.reason
+    # Memory of both is newer, and better.
+    both = planned([rank(0, 3, 2, 14), rank(1, 3, 2, 12), durable(0, *listed), durable(1, *listed)])
+    assert of_each_rank(both) == [[10, 11, 12]] * 2
+
+
+def test_a_rank_that_went_back_to_storage_and_one_whose_memory_is_older_do_not_mix() -> None:
+    """After such a recovery the one has images of 4, 5, 9 and 12, the other one all snapshots since 2."""
+    listed = (4, 5, 9, 12)
+    back = replace(durable(1, *listed), node="1", segment="r1~g0.seg", own=True)
+    assert isinstance(plan_recovery([rank(0, 3, 2, 12), back], 2), NoRecovery)
+    stored = [durable(number, *listed) for number in range(2)]
+    assert of_each_rank(planned([rank(0, 3, 2, 12), back, *stored])) == [[*listed]] * 2
+
+
+def test_durable_checkpoints_that_share_images_are_apart() -> None:
+    older, newer = (4, 5, 9, 12), (5, 9, 13, 15)
+    stored = [durable(number, *of) for number in range(2) for of in (older, newer)]
+    assert of_each_rank(planned(stored)) == [[*newer]] * 2
+    assert of_each_rank(planned(stored[:3])) == [[*older]] * 2
+
+
 # -- histories -----------------------------------------------------------------------------------
 
 
@@ -504,15 +554,16 @@ class Reference:
     def best(self) -> tuple[int, int] | None:
         """The best (end, start)."""
         times = {r.iteration for _, r in self.live}
-        pairs = ((end, start) for end in times for start in times)
-        return max(
-            (
-                (end, start)
-                for end, start in pairs
-                if all(self.runs(n, start, end) for n in range(self.world_size))
-            ),
-            default=None,
-        )
+        ranks = range(self.world_size)
+        for end in sorted(times, reverse=True):
+            starts = [start for start in times if all(self.runs(n, start, end) for n in ranks)]
+            if not starts:
+                continue
+            chosen = [max(self.runs(n, max(starts), end), key=preferred) for n in ranks]
+            skipping = any(b.sequence != a.sequence + 1 for run in chosen for a, b in itertools.pairwise(run))
+            if not skipping or len({tuple(r.iteration for r in run) for run in chosen}) == 1:
+                return end, max(starts)
+        return None
 
     def holders(self, number: int, record: SlotRecord, table: str) -> set[SnapshotCopy]:
         return {
@@ -520,6 +571,11 @@ class Reference:
             for h, r in self.live
             if h.rank == number and h.operators_id == table and identity(r) == identity(record)
         }
+
+
+def preferred(run: Sequence[SlotRecord]) -> tuple[int, int, int]:
+    """Of several operator tables that one written last, and of these the one with the fewest snapshots."""
+    return run[-1].epoch, run[-1].sequence, -len(run)
 
 
 def identity(record: SlotRecord) -> tuple[int, int, int, bytes]:
