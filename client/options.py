@@ -266,6 +266,13 @@ class SnapshotOptions:
     nan_check_every: int = 16
     """Look for NaN in the weights of every n-th snapshot. 0: never."""
 
+    to_peers: Literal["state", "gradients"] = "state"
+    """What peers get of a snapshot. ``"gradients"``: those of the last step, from which a peer computes
+    weights and optimizer state on its CPU (docs/recompute.md; as in MoEtion): a third of the bytes with
+    AdamW. What a peer computes counts only if it has the bits of this process; otherwise it gets the state.
+    For parameters on the CPU that AdamW, Adam or SGD of torch.optim update, and snapshots of each iteration
+    that hold them whole. Slots become larger by the gradients, which stay in memory until the next step."""
+
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, "sliding", "aligned", "dense", "partial", "selected")
         _check_choice("ordering", self.ordering, *(str(each) for each in Ordering))
@@ -285,6 +292,7 @@ class SnapshotOptions:
                 f"max_overhead={self.max_overhead!r}: pass the share of an iteration, such as 0.01"
             )
         _check_switch("inline_copy", self.inline_copy, "whichever is measured to be faster")
+        self._check_to_peers()
         if not _is_count(self.nan_check_every):
             raise ValueError(
                 f"nan_check_every={self.nan_check_every!r}: pass a number of snapshots, or 0 for never"
@@ -302,6 +310,21 @@ class SnapshotOptions:
             raise ValueError(
                 f"mtbf_s={mtbf_s!r}: every='young-daly' needs the seconds between two failures of the job, "
                 "such as mtbf_s=3600"
+            )
+
+    def _check_to_peers(self) -> None:
+        _check_choice("to_peers", self.to_peers, "state", "gradients")
+        if self.to_peers == "state":
+            return
+        if self.every != 1:
+            raise ValueError(
+                f"to_peers='gradients' and every={self.every!r}: the gradients of one step lead from a "
+                "snapshot to the next one only if every iteration has one; pass every=1"
+            )
+        if self.policy in ("sliding", "aligned") and self.window != 1:
+            raise ValueError(
+                f"to_peers='gradients' with policy={self.policy!r}: two snapshots in a row hold the same "
+                "state whole with policy='dense', 'partial' and 'selected' only, or window=1"
             )
 
     def _check_partial(self) -> None:

@@ -386,13 +386,16 @@ class LoopSide:
                 self.rehearsal = None
             elif self.rehearsal.enter(number := self._number_of(optimizer)):
                 rehearse = partial(self.rehearsal.before_update, number, args, kwargs)
-        return before_update(args, kwargs, partial(self._weights_are_about_to_change, rehearse))
+        work = partial(self._weights_are_about_to_change, self._number_of(optimizer), rehearse)
+        return before_update(args, kwargs, work)
 
-    def _weights_are_about_to_change(self, rehearse: Callable[[Any], None] | None, loss: Any) -> None:
+    def _weights_are_about_to_change(
+        self, optimizer: int, rehearse: Callable[[Any], None] | None, loss: Any
+    ) -> None:
         self._shows(StepStage.UPDATE)
         self.replaying.before_optimizer_step()
         if self.recorder is not None:
-            self._survive(self.recorder, self.recorder.before_optimizer_step)
+            self._survive(self.recorder, self.recorder.before_optimizer_step, optimizer)
         # In a replay there is no moment that could end, and the next top opens none: nobody must
         # wait for it.
         if self.parking is not None and self.replaying.replay is None:

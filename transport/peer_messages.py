@@ -101,6 +101,9 @@ class BeginSlot(Struct, frozen=True, tag=True):
 
     ``oldest``: of a boundary log, the oldest iteration that the primary holds in this generation (-1:
     unknown).
+
+    ``gradient_bytes``: so many bytes behind the image have the gradients from which a peer that holds the
+    snapshot of iteration ``base`` can compute this one (docs/recompute.md); 0: none.
     """
 
     lease: Ticket
@@ -111,6 +114,8 @@ class BeginSlot(Struct, frozen=True, tag=True):
     span: Span = 1
     epoch: KnownEpoch = -1
     oldest: Iteration = -1
+    gradient_bytes: Count = 0
+    base: Iteration = -1
 
 
 class RegionFile(Struct, frozen=True):
@@ -123,22 +128,29 @@ class RegionFile(Struct, frozen=True):
 
 
 class SlotGranted(Struct, frozen=True, tag=True):
-    """Put the image into this region, then seal."""
+    """Put the image into this region, then seal.
+
+    ``recomputes``: or put what does not follow from the gradients, and the gradients behind the image.
+    ``why_whole``: gradients were offered, and the image is needed for this reason.
+    """
 
     ticket: Ticket
     region: Ticket
     token: Token
     length: Count
     file: RegionFile | None = None
+    recomputes: bool = False
+    why_whole: Text = ""
 
 
 class SealSlot(Struct, frozen=True, tag=True):
     """All bytes are there: verify the image against its digests and against this cryptographic digest of the
-    whole image, then show it to recovery.
+    whole image, then show it to recovery. ``recompute``: first compute what is missing from the gradients.
     """
 
     ticket: Ticket
     digest: ImageDigest
+    recompute: bool = False
 
 
 class AbortSlot(Struct, frozen=True, tag=True):
@@ -259,8 +271,8 @@ class PeerDone(Struct, frozen=True, tag=True):
 
 
 class PeerRefused(Struct, frozen=True, tag=True):
-    """Refused; ``code`` is one word: protocol, unknown, busy, quota, held, stale, digest, bad_message,
-    internal.
+    """Refused; ``code`` is one word: protocol, unknown, busy, quota, held, stale, digest, recompute,
+    bad_message, internal.
     """
 
     code: ShortText

@@ -32,6 +32,7 @@ from ckptd.peers.run_directory import RunDirectory
 from ckptd.peers.run_records import RunRecords
 from ckptd.peers.run_survey import RecordUpdates, RunSurvey
 from ckptd.persistence.store_link import StoreLink
+from ckptd.recompute.recomputation import Recomputation
 from ckptd.restore.fetches import Fetches
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import (
@@ -120,13 +121,21 @@ class Peering:
         )
         self._stored: StoreLink | None = None
         self.fetches = Fetches(node, self.maker, self.replicas, workers, link=self._holder, doubt=doubt)
+        self._recomputation = Recomputation(node)
         self.host: Host | None = None
         if self.fabric is not None:
             self.host = Host(
                 node,
                 self.fabric,
                 self.replicas,
-                HostWorkers(self._digesters, self.maker, self._settlers, digests.want, workers.digests),
+                HostWorkers(
+                    self._digesters,
+                    self.maker,
+                    self._settlers,
+                    digests.want,
+                    workers.digests,
+                    self._recomputation,
+                ),
                 records=self.records,
                 promise_of=self.runs.promise_of,
                 holdings=self.holdings,
@@ -309,6 +318,7 @@ class Peering:
         self.runs.tick(now_s)
         if self.host is not None:
             guarded("replicas", partial(self.host.tick, now_s))
+            guarded("recomputation", partial(self._recomputation.tick, now_s))
         guarded("records", lambda: self.records.expire(now_s, retain_s, self._is_wanted))
         guarded("updates", self._updates.tick)
         guarded("fetches", self.fetches.tick)
@@ -324,6 +334,7 @@ class Peering:
             self.fabric.close()
         if self.host is not None:  # last: nothing touches its slots any more
             self.host.close()
+        self._recomputation.close()
         self._settlers.close(timeout_s=0.0)
         self._digesters.close(timeout_s=0.0)
 

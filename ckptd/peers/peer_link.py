@@ -105,11 +105,14 @@ class PeerLink:
         """Send a message without an answer; it is lost if the peer is away."""
         self._peer.request(encode_peer(message), timeout_s=ASK_TIMEOUT_S, answered=lambda _: None)
 
-    def put(self, source: memoryview, target: RegionKey, *, deadline_s: float, done: Done) -> Transfer:
+    def put(
+        self, source: memoryview, target: RegionKey, *, offset: int = 0, deadline_s: float, done: Done
+    ) -> Transfer:
         """`Peer.put`; ``done`` is called on the loop thread."""
         return self._peer.put(
             source,
             target,
+            offset=offset,
             deadline_s=deadline_s,
             done=lambda completion: self._post(lambda: done(completion)),
         )

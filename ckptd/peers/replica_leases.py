@@ -24,6 +24,7 @@ from ckptd.memory.slot_digests import Vouch
 from ckptd.node_context import DigestThreads, NodeContext
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replica_store import ReplicaStore, same_primary
+from ckptd.recompute.recomputation import Recomputation
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.transport.verbs import Fabric, Region
@@ -150,6 +151,9 @@ class HostWorkers:
     """Makes digests of images."""
 
     digests: DigestThreads = field(default_factory=DigestThreads)
+
+    recomputation: Recomputation | None = None
+    """Computes snapshots from gradients; None: all come whole."""
 
 
 @dataclass(frozen=True, slots=True)

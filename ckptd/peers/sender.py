@@ -7,7 +7,8 @@ that ends. A slot that a peer granted is sealed or given back there, even if the
 While an image travels, a worker makes its cryptographic digest, unless that is known; the slot is held
 until both are there. The digest goes with the `SealSlot`, over the control session.
 
-The same core and messages replicate snapshots and boundary logs; a *ring* makes the difference.
+The same core and messages replicate snapshots and boundary logs; a *ring* makes the difference. Whether a
+snapshot travels as an image or as gradients (`ckptd.recompute.gradient_puts`) makes none to the core.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from ckptd.memory.slot_digests import Vouch
 from ckptd.memory.slot_holds import SlotHolds
 from ckptd.node_context import NodeContext
 from ckptd.peers.peer_link import PeerLink, region_of
+from ckptd.recompute.gradient_puts import GradientOffer, GradientOffers, PutOfPieces
 from ckptd.transport import peer_messages as p
 from ckptd.transport.messages import HeldSlot
 from ckptd.transport.verbs import Completion, RegionKey, Transfer
@@ -131,6 +133,7 @@ _SLOWEST_BYTES_PER_S = 4 << 20  # a put may take so much longer than the deadlin
 class _Grant:
     ticket: int
     region: RegionKey
+    offer: GradientOffer | None = None  # that the peer has accepted
 
 
 @dataclass(slots=True)
@@ -181,9 +184,10 @@ class RankReplication:
         self._deadline_s = node.config.peer_deadline_s
         self._holds = SlotHolds(node.store, key)
         self._leases: dict[tuple[str, int], int] = {}
-        self._transfers: dict[tuple[str, SnapshotKey], Transfer] = {}
+        self._transfers: dict[tuple[str, SnapshotKey], Transfer | PutOfPieces] = {}
         self._sent: dict[tuple[str, SnapshotKey], _Sending] = {}  # put, and not sealed yet
         self._granted: set[tuple[str, int]] = set()  # node, ticket: neither sealed nor given back
+        self._offers = GradientOffers()
         self._closed = False
 
     def begin(self, promise: Promise | None) -> None:
@@ -211,6 +215,7 @@ class RankReplication:
 
     def changed(self) -> None:
         """The rank's slots changed: one was sealed, or a generation came or went."""
+        self._offers.let_go()
         self.feed(*self._slots())
 
     def read_slots(self) -> None:
@@ -332,6 +337,7 @@ class RankReplication:
         if link is None or lease is None:
             self.feed(BeginRefused(node, key, "unreachable", f"no connection to {node}"))
             return
+        offer = self._offers.of(node, key, held.segment, held.index)
         width = (held.segment.descriptor.num_operators + 7) // 8
         message = p.BeginSlot(
             lease,
@@ -339,6 +345,8 @@ class RankReplication:
             effect.record.anchors.to_bytes(width, "little"),
             *self._run.promised(),
             self.ring.oldest(key.generation),
+            0 if offer is None else offer.bytes_behind,
+            -1 if offer is None else offer.base,
         )
 
         def granted(reply: p.SlotGranted) -> None:
@@ -346,7 +354,10 @@ class RankReplication:
             if self._closed:
                 self._give_back(node, reply.ticket)
                 return
-            self.feed(Granted(node, key, _Grant(reply.ticket, region_of(reply))))
+            if offer is not None and not reply.recomputes:
+                self._goes_whole(node, key, self._offers.declined(node, reply.why_whole))
+            accepted = offer if reply.recomputes else None
+            self.feed(Granted(node, key, _Grant(reply.ticket, region_of(reply), accepted)))
 
         link.ask(
             message,
@@ -377,7 +388,11 @@ class RankReplication:
             sending.ended = completion
             self._put_over(node, key, sending)
 
-        self._transfers[node, key] = link.put(image, grant.region, deadline_s=deadline_s, done=done)
+        if grant.offer is None:
+            put: Transfer | PutOfPieces = link.put(image, grant.region, deadline_s=deadline_s, done=done)
+        else:
+            put = PutOfPieces(link, grant.region, grant.offer.pieces, deadline_s=deadline_s, done=done)
+        self._transfers[node, key] = put
         self._vouch(held.segment, held.index, header, vouched)
 
     def _put_over(self, node: str, key: SnapshotKey, sending: _Sending) -> None:
@@ -411,19 +426,33 @@ class RankReplication:
 
         def sealed(_: p.PeerDone) -> None:
             self._granted.discard((node, grant.ticket))
+            if grant.offer is not None:
+                self._offers.accepted(node)
+                self._node.events.count("gradient_puts")
+                self._node.events.count("gradient_put_bytes", grant.offer.put_bytes)
             self.feed(SealedThere(node, key))
 
         def refused(code: str, reason: str) -> None:
             self._give_back(node, grant.ticket)  # it may not know that the put has ended
+            if code == "recompute":
+                self._goes_whole(node, key, self._offers.failed(node, key, reason))
             self.feed(SealRefused(node, key, code, reason))
 
         link.ask(
-            p.SealSlot(grant.ticket, sending.digest),
+            p.SealSlot(grant.ticket, sending.digest, grant.offer is not None),
             p.PeerDone,
             sealed,
             refused,
             timeout_s=2 * self._deadline_s,
         )
+
+    def _goes_whole(self, node: str, key: SnapshotKey, news: str) -> None:
+        """Report why gradients were not enough, if the reason is a new one."""
+        if news:
+            text = (
+                f"{node} does not compute iteration {key.iteration} from gradients, so it goes whole: {news}"
+            )
+            self._node.events.add("info", "gradients_declined", text, self.key)
 
     def _abort(self, effect: Abort) -> None:
         transfer = self._transfers.get((effect.node, effect.key))

@@ -6,6 +6,10 @@ A slot that a peer *fills* has a ticket: OPEN (the peer puts its image) → VERI
 reach the slot any more; a worker compares the digests, last the cryptographic one that came over
 the control session) → sealed, or given up: aborted, not verified, its peer gone, or idle for long.
 A slot that is given up is free once nothing can land in it any more (`RegionLoans`).
+
+A peer may put gradients instead of what follows from them and from a snapshot that is here, the *base*
+(docs/recompute.md). The rest is computed before the digests are compared, so what is sealed has the bits
+of the sender, or nothing is.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
+
 from ckptd.core.replication.log_replicas import admit_log
 from ckptd.core.replication.replicas import Admit, Deny, Promise, admit
 from ckptd.core.slots.segment_format import (
     SlotHeader,
     slot_lock_byte,
+    slot_view,
     unpack_slot_header,
     write_slot_header,
 )
@@ -31,6 +38,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.node_context import DigestThreads
 from ckptd.peers.peer_link import AnswerPeer
 from ckptd.peers.replica_leases import SLOWEST_BYTES_PER_S, HostParts, Loan, ReplicaLeases
+from ckptd.recompute.recomputation import PlacedSnapshot
 from ckptd.storage.image import verify
 from ckptd.storage.image_format import ImageError
 from ckptd.storage.strong_digest import matches
@@ -178,8 +186,10 @@ class _Ticket:
     loan: Loan
     header: SlotHeader
     until_s: float
+    base: int = -1  # the slot from which this one may be computed
     digest: str = ""  # arrives with the seal
     verifying: bool = False
+    computed: bool = False
 
 
 class WriteGrants:
@@ -198,9 +208,10 @@ class WriteGrants:
         return {t.loan.index for t in self._tickets.values() if t.loan.segment is segment}
 
     def _busy(self, segment: Segment) -> set[int]:
-        """Slots of a replica that a peer fills, reads, or still touches."""
+        """Slots of a replica that a peer fills, reads, or still touches, and those that are computed from."""
         touched = self._reads.slots_of(segment) | self._host.loans.slots_of(segment)
-        return self.slots_of(segment) | touched
+        bases = {t.base for t in self._tickets.values() if t.loan.segment is segment}
+        return self.slots_of(segment) | touched | bases
 
     # -- from peers ------------------------------------------------------------------------------
 
@@ -215,6 +226,9 @@ class WriteGrants:
             return p.PeerRefused("bad_message", "not the header of a sealed slot")
         if not 0 < header.image_len <= segment.geometry.slot_bytes:
             return p.PeerRefused("bad_message", f"an image of {header.image_len} bytes")
+        if header.image_len + message.gradient_bytes > segment.geometry.slot_bytes:
+            text = f"{message.gradient_bytes} bytes of gradients do not fit behind the image"
+            return p.PeerRefused("bad_message", text)
         own = sum(ticket.peer == peer for ticket in self._tickets.values())
         if len(self._tickets) >= _MAX_TICKETS or own >= _MAX_TICKETS_PER_PEER:
             return p.PeerRefused("busy", "too many slots are being filled")
@@ -233,7 +247,32 @@ class WriteGrants:
         decision = admitted(segment, header, message)
         if not isinstance(decision, Admit):
             return p.PeerRefused(decision.code, decision.reason)
-        return self._grant(peer, boot_id, segment, decision.index, header)
+        base, why_whole = self._base(segment, decision.index, header, message)
+        reply = self._grant(peer, boot_id, segment, (decision.index, base, message.gradient_bytes), header)
+        if isinstance(reply, p.SlotGranted) and message.gradient_bytes:
+            reply = msgspec.structs.replace(reply, recomputes=base >= 0, why_whole=why_whole)
+        return reply
+
+    def _base(
+        self, segment: Segment, index: int, header: SlotHeader, message: p.BeginSlot
+    ) -> tuple[int, str]:
+        """The slot from which a snapshot can be computed; or -1, and why it is needed whole."""
+        if not message.gradient_bytes:
+            return -1, ""
+        recomputation = self._host.workers.recomputation
+        if recomputation is None:
+            return -1, "nothing is computed from gradients here"
+        if why := recomputation.why_not():
+            return -1, why
+        found = [
+            (h.sequence, i)
+            for i, h in segment.headers()
+            if i != index
+            and (h.state, h.iteration, h.epoch) == (SlotState.SEALED, message.base, header.epoch)
+        ]
+        if not found:
+            return -1, "the snapshot from which it would be computed is not here"
+        return max(found)[1], ""
 
     def _admit_log(self, segment: Segment, header: SlotHeader, message: p.BeginSlot) -> Admit | Deny:
         return admit_log(
@@ -268,9 +307,13 @@ class WriteGrants:
         if ticket.verifying:
             answer(p.PeerRefused("busy", "it is being verified"))
             return
-        ticket.verifying, ticket.digest = True, message.digest
+        if message.recompute and ticket.base < 0:
+            answer(p.PeerRefused("bad_message", "this snapshot is not computed here: put all of its image"))
+            return
+        ticket.verifying, ticket.digest, ticket.computed = True, message.digest, message.recompute
         # The image must not change any more once it is verified.
-        self._host.loans.quiet(ticket.loan, partial(self._verify, message.ticket, answer))
+        then = self._compute if message.recompute else self._verify
+        self._host.loans.quiet(ticket.loan, partial(then, message.ticket, answer))
 
     def abort(self, peer: str, message: p.AbortSlot) -> None:
         ticket = self._tickets.get(message.ticket)
@@ -310,19 +353,22 @@ class WriteGrants:
     # -- one ticket ------------------------------------------------------------------------------
 
     def _grant(
-        self, peer: str, boot_id: str, segment: Segment, index: int, header: SlotHeader
+        self, peer: str, boot_id: str, segment: Segment, place: tuple[int, int, int], header: SlotHeader
     ) -> p.PeerReply:
-        register = partial(self._register, peer, segment, index, header)
+        """A ticket for a place: the slot, its base (or -1), and the bytes of gradients behind the image."""
+        index, base, gradient_bytes = place
+        length = header.image_len + (gradient_bytes if base >= 0 else 0)
+        register = partial(self._register, peer, segment, index, header, length)
         loan = _lend(segment, index, register, writable=True)
         if isinstance(loan, p.PeerRefused):
             return loan
         number, key = next(self._host.ids), loan.region.key
         until_s = self._host.node.clock() + self._deadline_s + header.image_len / SLOWEST_BYTES_PER_S
-        self._tickets[number] = _Ticket(peer, boot_id, loan, header, until_s)
+        self._tickets[number] = _Ticket(peer, boot_id, loan, header, until_s, base)
         return p.SlotGranted(number, key.region, key.token, key.length, _file_message(key))
 
     def _register(
-        self, peer: str, segment: Segment, index: int, header: SlotHeader, fd: int
+        self, peer: str, segment: Segment, index: int, header: SlotHeader, length: int, fd: int
     ) -> Region | p.PeerRefused:
         """A region over the slot; the slot is marked as filling last, when nothing can fail any more."""
         if not locks.try_lock(fd, slot_lock_byte(index), exclusive=True):
@@ -332,7 +378,7 @@ class WriteGrants:
         if is_being_filled(segment.fd, geometry.slot_offset(index), geometry.slot_bytes):
             return p.PeerRefused("busy", f"slot {index} is still being written")
         region = self._host.fabric.register(
-            segment.image(index, header),
+            slot_view(segment.buffer, geometry, index)[:length],
             access=Access.WRITE,
             scope=Scope(peer, segment.key.job, segment.key.run),
             file=slot_file(segment, index),
@@ -340,6 +386,37 @@ class WriteGrants:
         filling = replace(header, state=SlotState.FILLING, writer_pid=os.getpid())
         write_slot_header(segment.buffer, geometry, index, filling)
         return region
+
+    def _compute(self, number: int, answer: AnswerPeer) -> None:
+        """Fill in what the peer did not put, then verify all of it."""
+        ticket, recomputation = self._tickets.get(number), self._host.workers.recomputation
+        if ticket is None or recomputation is None:
+            answer(p.PeerRefused("unknown", "the replica is gone: open it again"))
+            return
+        segment, image_len = ticket.loan.segment, ticket.header.image_len
+        base = segment.header(ticket.base)
+        if base is None:
+            self._not_computed(number, answer, "the header of its base is damaged")
+            return
+        recomputation.compute(
+            str(segment.path),
+            segment.geometry.slot_bytes,
+            _place(segment, ticket.base, base),
+            _place(segment, ticket.loan.index, ticket.header),
+            timeout_s=self._deadline_s + image_len / SLOWEST_BYTES_PER_S,
+            done=partial(self._computed, number, answer),
+            failed=partial(self._not_computed, number, answer),
+        )
+
+    def _computed(self, number: int, answer: AnswerPeer, computed_bytes: int) -> None:
+        self._host.node.events.count("replica.recomputed_bytes", computed_bytes)
+        self._verify(number, answer)
+
+    def _not_computed(self, number: int, answer: AnswerPeer, reason: str) -> None:
+        if number in self._tickets:
+            self._end(number, SlotState.FREE)
+        self._host.node.events.count("replica.not_recomputed")
+        answer(p.PeerRefused("recompute", reason))
 
     def _verify(self, number: int, answer: AnswerPeer) -> None:
         ticket = self._tickets.get(number)
@@ -364,6 +441,10 @@ class WriteGrants:
             return
         segment, index, events = ticket.loan.segment, ticket.loan.index, self._host.node.events
         kind, wrong = found
+        if wrong and ticket.computed:
+            # What arrived has digests of its own on the way, so the sender's kernels are others than ours.
+            self._not_computed(number, answer, f"computed with other bits than the sender's: {wrong}")
+            return
         if wrong:
             self._end(number, SlotState.FREE)
             where = f"{segment.path.name} slot {index} (iteration {ticket.header.iteration})"
@@ -374,6 +455,7 @@ class WriteGrants:
         write_slot_header(segment.buffer, segment.geometry, index, ticket.header)
         self._end(number, None)
         events.count("replica.sealed")
+        events.count("replica.recomputed", int(ticket.computed))
         events.count("replica.sealed_bytes", ticket.header.image_len)
         answer(p.PeerDone())
 
@@ -382,6 +464,11 @@ class WriteGrants:
             self._end(number, SlotState.FREE)
         self._host.node.failed("verifying a replica", error)
         answer(p.PeerRefused("internal", repr(error)[:4000]))
+
+
+def _place(segment: Segment, index: int, header: SlotHeader) -> PlacedSnapshot:
+    offset = segment.geometry.slot_offset(index)
+    return PlacedSnapshot(offset, header.image_len, header.iteration, header.sequence)
 
 
 def _mismatch(

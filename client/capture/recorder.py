@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+from ckptd.client.capture.gradient_recorder import GradientCopy, GradientRecorder
 from ckptd.client.capture.live_tensors import RestlessBuffers
 from ckptd.client.capture.slot_writer import Capture, nan_tensors
 from ckptd.client.capture.step_state import StepScalars
 from ckptd.client.daemon_link.mapped_segment import MappedSegment
 from ckptd.client.log_lines import get_logger
 from ckptd.client.model.replicated_params import ReplicatedParams
+from ckptd.client.model.snapshot_layout import PhasePlan
 from ckptd.client.optimizers.optimizer_audit import cannot_be_captured
 from ckptd.client.optimizers.value_trees import NotCapturable
 from ckptd.client.rng_state import Draws, capture_rng
@@ -233,6 +235,8 @@ class Recorder:
         self._parking: TopListener | None = None
         self._selection: ExpertSelection | None = None  # of partial snapshots
         self._bubbles: Bubbles | None = None
+        gives = context.options.to_peers == "gradients"
+        self._gradients = GradientRecorder(context.binding) if gives else None
 
     def set_top_listener(self, listener: TopListener) -> None:
         """From now on ``listener`` hears of the top of each step."""
@@ -299,6 +303,8 @@ class Recorder:
             self._pend()
         elif not self._chain.refused:
             self._take_unless_refused(step)
+        if self._gradients is not None and not (pending or self._taken_bytes):
+            self._gradients.drop()
         if pace.steps <= _WATCHED_STEPS:
             self.watch()
         self._forget_updates()
@@ -361,9 +367,11 @@ class Recorder:
         if self._capture is not None:
             self._capture.forward_ended()
 
-    def before_optimizer_step(self) -> None:
-        """The optimizer is about to change what is being copied."""
+    def before_optimizer_step(self, optimizer: int) -> None:
+        """Optimizer number ``optimizer`` is about to change what is being copied."""
         self.finish()
+        if self._gradients is not None:
+            self._gradients.hold(optimizer)
         self._restless.look()
         if self._pace.steps and not self._stepped:
             self._pace.optimizer_begins(time.perf_counter())
@@ -542,7 +550,7 @@ class Recorder:
             return
         layout, begins = phase
         previous = -1 if begins else self._chain.previous
-        begun = capture.begin(step, layout, previous, scalars)
+        begun = capture.begin(step, layout, previous, scalars, self._gradients_of(step, layout))
         self._pace.sealed(capture.take_sealing_s())
         if not begun:
             self._missed(step, capture.need_generation)
@@ -556,6 +564,13 @@ class Recorder:
         self._in_a_row = 0
         self._drop_unneeded()
         provision.maybe_grow(step, crowded=capture.crowded)
+
+    def _gradients_of(self, step: int, layout: PhasePlan) -> GradientCopy | None:
+        """What leads from the snapshot before to that of ``step``, for peers."""
+        if self._gradients is None:
+            return None
+        slot_bytes = self._memory.table.segments[-1].geometry.slot_bytes
+        return self._gradients.take(step, layout, self._chain.previous, slot_bytes)
 
     def _selected(self, plan: SnapshotPlan) -> frozenset[int] | None:
         """The experts of this top's snapshot; None: those whose turn it is, if it is partial."""

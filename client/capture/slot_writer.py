@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ckptd.client import values
+from ckptd.client.capture.gradient_recorder import GradientCopy
 from ckptd.client.capture.live_tensors import CopySplit, LiveSources
 from ckptd.client.daemon_link.mapped_segment import MappedSegment, SlotTable
 from ckptd.client.daemon_link.session import Session
@@ -105,6 +106,8 @@ class Fill:
     """Names of tensors that were written before the optimizer's step."""
     changed_at_once: set[str] = field(default_factory=set)
     """The same of tensors that were copied at the top."""
+    gradients: GradientCopy | None = None
+    """What peers need to compute this snapshot from the one before."""
     error: BaseException | None = None
     looked: bool = False
     """True once the sources have been sampled for the last time."""
@@ -218,7 +221,14 @@ class Capture:
         self.crowded = False
         self.seal_s = 0.0
 
-    def begin(self, step: int, plan: PhasePlan, previous: int, scalars: dict[str, Any]) -> bool:
+    def begin(
+        self,
+        step: int,
+        plan: PhasePlan,
+        previous: int,
+        scalars: dict[str, Any],
+        gradients: GradientCopy | None = None,
+    ) -> bool:
         """Start the snapshot of ``step``; False if no slot can be had (see ``need_generation``)."""
         self.settle()
         segment = self._table.segments[-1]
@@ -249,8 +259,12 @@ class Capture:
         segment.begin_filling(index, header)
         mask = sum(1 << i for i in plan.anchored)
         self._table.note_anchors(segment.generation, index, header.sequence, mask)
-        fill = Fill(segment, index, plan, header, scalars)
+        fill = Fill(segment, index, plan, header, scalars, gradients=gradients)
         late, at_once = self._items(plan, fill)
+        if gradients is not None and gradients.at_once:
+            at_once = [*at_once, *gradients.items()]
+        elif gradients is not None:
+            late = _both(late, gradients)
         self._engine.read(fill.samples, lambda error: self._sampled(fill, error))
         self._fill = fill
         self._claimed = None
@@ -371,6 +385,8 @@ class Capture:
             fill.check_versions()
         if fill.error is None:
             self._check(fill, fill.check_copy)
+            if fill.gradients is not None:
+                fill.gradients.copied()
         self._arrive(fill, "copies")
 
     @staticmethod
@@ -456,6 +472,11 @@ class Capture:
         try:
             packed = values.pack(fill.scalars, "step scalars")
             if len(packed) <= plan.scalars_capacity:
+                if fill.gradients is not None:
+                    slot, header = fill.segment.slot(fill.index), fill.header
+                    fill.gradients.write(
+                        slot, header.image_len, iteration=header.iteration, sequence=header.sequence
+                    )
                 write_image(fill.segment, fill.index, plan, fill.header, packed)
                 return True
             self.outgrown = len(packed)
@@ -559,6 +580,11 @@ class Capture:
         """True if promised snapshots must stay, and the promise, without how far other ranks are behind."""
         hard = self._table.is_hard(connected=self._session.connected)
         return hard, self._table.ring_hint._replace(behind=0)
+
+
+def _both(packed: Callable[[], list[CopyItem]], gradients: GradientCopy) -> Callable[[], list[CopyItem]]:
+    """Packed state and gradients, when their turn comes."""
+    return lambda: [*packed(), *gradients.items()]
 
 
 def some(names: set[str], most: int = 3) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ckptd.client.model.live_state import LiveState, local
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.optimizers.optimizer_probe import StateSpec
 from ckptd.core.snapshot_policy import Level
+from ckptd.storage.gradient_block import block_bytes_max
 from ckptd.storage.image import ImageLayout
 from ckptd.storage.image_format import TensorEntry
 
@@ -36,11 +37,13 @@ __all__ = [
     "common",
     "entry_name",
     "free_bytes",
+    "gradient_room",
     "member_bytes",
     "merge",
     "parse_entry_name",
     "rows_of_piece",
     "rows_within",
+    "whole_states",
 ]
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
@@ -65,6 +68,7 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTY
 SCALARS = "ckptd.scalars"
 # What a fresh process must know to rebuild optimizer state, the same in every image of a plan.
 STATIC = "ckptd.optim_layout"
+_PLAIN = (Tensor, torch.nn.Parameter)
 # Prefix of an entry's name, by the kind of its source. `param` comes last: every name has its empty prefix.
 _PREFIXES = {
     "master": "master/",
@@ -437,3 +441,34 @@ def _text_of(path: str) -> str:
         return Path(path).read_text(encoding="ascii")
     except OSError:  # no such file on this system, so no such limit
         return ""
+
+
+# -- gradients behind an image -----------------------------------------------------------------------
+
+
+def whole_states(plan: PhasePlan) -> dict[str, dict[str, str]]:
+    """Parameters whose weight and state a snapshot holds whole: the image's tensor of each state, by key."""
+    found: dict[str, dict[str, str]] = {}
+    cut = set()
+    for source in plan.sources:
+        if source is None or source.kind not in ("param", "master", "optim"):
+            continue
+        if source.start is not None:
+            cut.add(source.name)
+        elif source.kind == "optim":
+            found.setdefault(source.name, {})[source.key] = entry_name(source)
+    whole = {source.name for source in plan.sources if source is not None and source.kind == "param"}
+    return {name: states for name, states in found.items() if name in whole - cut}
+
+
+def gradient_room(binding: LiveState, plan: PhasePlan) -> int:
+    """Bytes of a slot behind an image, for the gradients of all that a peer might compute."""
+    sizes = list(_sizes(binding, plan))
+    return block_bytes_max(sizes, len({binding.owner[name] for name, _ in sizes})) if sizes else 0
+
+
+def _sizes(binding: LiveState, plan: PhasePlan) -> Iterator[tuple[str, int]]:
+    for name in whole_states(plan):
+        weight = binding.held(name)
+        if type(weight) in _PLAIN and weight.device.type == "cpu":
+            yield name, weight.numel() * weight.element_size()

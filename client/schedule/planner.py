@@ -125,6 +125,7 @@ class PlanInputs:
     before: SnapshotPlan | None = None
     iteration_s: float = 0.0
     turns: PartialTurns | None = None
+    gradients: bool = False
 
     @property
     def scope(self) -> PartialScope | None:
@@ -234,6 +235,7 @@ def _plan_once(
         slack=inputs.slack,
         budget_bytes=inputs.budget_bytes,
         scope=scope,
+        with_gradients=inputs.gradients,
     )
     if before is None:
         whole = operator_costs(binding, parts, compute_dtypes, scope)
@@ -475,6 +477,7 @@ class Planner:
             before=before,
             iteration_s=0.0 if shortage is None else shortage.iteration_s,
             turns=self.turns if (policy or self.policy) == "partial" else None,
+            gradients=options.to_peers == "gradients",
         )
         plan = make_plan(self._binding, self._operators, inputs)
         plan.asked = options.asked
@@ -564,7 +567,10 @@ def needed_memory(
     # Selected experts may be as old as two windows.
     of_experts = options.of_experts
     rings = 2 if of_experts is not None and of_experts.selection != "turns" else 1
-    sizes = {w: (rings * w + 2) * (compute + (anchor - compute) // w + _MIN_SCALARS) for w in windows}
+    always = _MIN_SCALARS
+    if options.to_peers == "gradients":
+        always += sum(local(held).numel() * local(held).element_size() for _, held in binding.named_held())
+    sizes = {w: (rings * w + 2) * (compute + (anchor - compute) // w + always) for w in windows}
     best = min(sizes, key=lambda w: sizes[w])
     slots = rings * best + 2
     text = f"{slots} slots of {sizes[best] // slots} bytes for a window of {best}"

@@ -240,6 +240,7 @@ class Provision:
                 not find what they leave to this one.
         """
         self.plan = plan
+        plan.with_gradients = self._options.to_peers == "gradients"
         if plan.shares:
             self._planner.sharing = sharing
 

@@ -18,7 +18,13 @@ from ckptd.client import values
 from ckptd.client.model.live_state import LiveState, local, named_modules, named_parameters
 from ckptd.client.model.operators import Operator, ParameterRows
 from ckptd.client.model.replicated_params import EVERY_RANK, NOTHING_SHARED, ReplicatedParams
-from ckptd.client.model.snapshot_layout import PhasePlan, StateTable, build_phase, member_bytes
+from ckptd.client.model.snapshot_layout import (
+    PhasePlan,
+    StateTable,
+    build_phase,
+    gradient_room,
+    member_bytes,
+)
 from ckptd.client.optimizers.optimizer_probe import StateSpec
 from ckptd.core.partial_experts import Selection
 from ckptd.core.slots.segment_format import SegmentGeometry
@@ -91,6 +97,8 @@ class SnapshotPlan:
     """The experts that may be selected by tokens at risk; the others take turns."""
     asked: str = ""
     """What the script asked for, also where only dense snapshots are exact; "" if unknown."""
+    with_gradients: bool = False
+    """Slots have room for gradients behind the image, for peers."""
     _policy: SnapshotPolicy | None = None
     _phases: dict[tuple[int, frozenset[int] | None], tuple[PhasePlan, bool]] = field(default_factory=dict)
     _state: StateTable | None = None
@@ -277,7 +285,8 @@ class SnapshotPlan:
 
     def measure_slots(self, binding: LiveState) -> None:
         """Fix the geometry: slots for the largest image, enough for a suffix and what is in flight."""
-        largest = max(plan.layout.image_len for plan in self._phase_plans(binding))
+        plans, room = self._phase_plans(binding), self.with_gradients
+        largest = max(p.layout.image_len + (gradient_room(binding, p) if room else 0) for p in plans)
         # A reorder shifts bytes between phases.
         slack = 0 if self.schedule.window == 1 else largest // 50 + _SLOT_SLACK
         self.slot_bytes = -(-(largest + slack) // 4096) * 4096

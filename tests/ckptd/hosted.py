@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest.mock import Mock
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.replicas import Promise
@@ -21,6 +20,7 @@ from ckptd.peers.replica_leases import HostWorkers
 from ckptd.peers.replica_server import Host, local_holdings
 from ckptd.peers.replica_store import ReplicaStore
 from ckptd.peers.run_records import RunRecords
+from ckptd.recompute.recomputation import Recomputation
 from ckptd.transport import peer_messages as p
 from ckptd.transport.fabric.regions import LocalRegion
 from ckptd.transport.fabric.zmq_fabric import ZmqFabric
@@ -68,6 +68,7 @@ class Setting:
     span: int = 1
     epoch: int = 1
     retain_s: float = 0.0
+    computes: bool = False
     doubted: list[tuple[Segment, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,11 +79,14 @@ class Setting:
         maker = SegmentMaker(self.store, self.events, self.workers, lambda: self.now_s)
         self.records = RunRecords(self.store.folder, self.events)
         digests = ImageDigests(self.workers, self.events, threads=1, map_fn=None, doubt=self.doubt)
+        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        node = NodeContext(config, self.store, self.events, self.posted.put, "here", clock=lambda: self.now_s)
+        self.recomputation = Recomputation(node) if self.computes else None
         self.host = Host(
-            NodeContext(config, self.store, self.events, Mock(), "here", clock=lambda: self.now_s),
+            node,
             self.fabric,
             self.replicas,
-            HostWorkers(self.workers, maker, self.workers, digests.want),
+            HostWorkers(self.workers, maker, self.workers, digests.want, recomputation=self.recomputation),
             records=self.records,
             promise_of=lambda job, run: (self.epoch, self.promise, self.span),
             holdings=self.holdings,
@@ -118,6 +122,8 @@ class Setting:
     def until(self, condition: Callable[[], bool], what: str) -> None:
         def collected() -> bool:
             self.workers.collect()
+            while not self.posted.empty():
+                self.posted.get()()
             if not condition():
                 self.host._loans.tick()  # what outlasts its worker is looked at again
             return condition()
@@ -154,12 +160,14 @@ class Setting:
 
 
 @contextmanager
-def hosted(folder: Path, *, retain_s: float = 0.0) -> Iterator[Setting]:
-    """A host with 40 MiB, and its end."""
+def hosted(folder: Path, *, retain_s: float = 0.0, computes: bool = False) -> Iterator[Setting]:
+    """A host with 40 MiB, and its end; ``computes``: snapshots from gradients, in a process of its own."""
     fabric = Watched()
     store = SegmentStore(folder, 40 * MIB, "host", mlock="off", hugepages="off")
-    setting = Setting(store, fabric, retain_s=retain_s)
+    setting = Setting(store, fabric, retain_s=retain_s, computes=computes)
     yield setting
+    if setting.recomputation is not None:
+        setting.recomputation.close()
     setting.host.close()
     fabric.close()
     setting.workers.close(5.0)

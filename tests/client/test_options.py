@@ -114,6 +114,13 @@ def made(**keywords: Any) -> Checkpointer:
         ({"max_overhead": 0}, "max_overhead=0: pass the share of an iteration"),
         ({"inline_copy": "yes"}, "inline_copy='yes': pass True, False, or None"),
         ({"nan_check_every": -1}, "nan_check_every=-1: pass a number of snapshots"),
+        ({"to_peers": "grads"}, "to_peers='grads': choose 'state' or 'gradients'"),
+        ({"to_peers": "gradients"}, "to_peers='gradients' with policy='sliding'"),
+        ({"to_peers": "gradients", "policy": "dense", "every": 2}, "to_peers='gradients' and every=2"),
+        (
+            {"to_peers": "gradients", "policy": "dense", "every": "gemini"},
+            "and every='gemini': the gradients",
+        ),
         ({"resume_at": -1}, "resume_at=-1: pass the number of an iteration, or None"),
         ({"resume_at": True}, "resume_at=True"),
         ({"verify_iterations": -1}, "verify_iterations=-1: pass how many iterations"),

@@ -191,7 +191,7 @@ class SealedThere:
 
 @dataclass(frozen=True, slots=True)
 class SealRefused:
-    """The node did not seal the snapshot; ``code`` is digest, unknown, or any other."""
+    """The node did not seal the snapshot; ``code`` is digest, recompute, unknown, or any other."""
 
     node: str
     key: SnapshotKey
@@ -627,6 +627,9 @@ class ReplicationTarget:
             self._unknown(event.reason)
             return
         self._on(TargetEvent.FAIL)
+        if event.code == "recompute" and not self._failures:
+            self._failures = 1  # it could not be computed from gradients there: it goes whole, at once
+            return
         self._back_off(event.code, event.reason)
         if event.code != "digest":
             return

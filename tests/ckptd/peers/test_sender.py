@@ -14,7 +14,7 @@ import pytest
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.replicator import Replicator
 from ckptd.core.sessions import RankKey
-from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte
+from ckptd.core.slots.segment_format import SlotHeader, slot_lock_byte, slot_view
 from ckptd.event_log import EventLog
 from ckptd.memory import locks
 from ckptd.memory.segment_file import Segment
@@ -26,6 +26,7 @@ from ckptd.peers.sender import RankReplication, SnapshotRing
 from ckptd.transport import peer_messages as p
 from ckptd.transport.verbs import Completion, Done, Fault
 from tests.ckptd.memory.fresh import put_header
+from tests.ckptd.recomputed import step_of
 from tests.ckptd.running import descriptor
 from tests.ckptd.snapshots import snapshot_of
 
@@ -46,6 +47,7 @@ class Put:
     """A transfer that ends when the test says so."""
 
     done: Done
+    offset: int = 0
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -78,8 +80,10 @@ class Link:
     def tell(self, message: p.PeerMessage) -> None:
         self.told.append(message)
 
-    def put(self, source: memoryview, target: object, *, deadline_s: float, done: Done) -> Put:
-        self.puts.append(Put(done))
+    def put(
+        self, source: memoryview, target: object, *, offset: int = 0, deadline_s: float, done: Done
+    ) -> Put:
+        self.puts.append(Put(done, offset))
         return self.puts[-1]
 
     @property
@@ -284,3 +288,63 @@ def test_what_this_node_cannot_vouch_for_is_not_sealed_elsewhere(sender: Sender)
     assert not any(isinstance(a.message, p.SealSlot) for a in sender.link.asked)
     (state,) = sender.rank.core.states(now_s=100.0)
     assert "digest: iteration 4 does not match" in state.reason
+
+
+# -- gradients instead of images (docs/recompute.md) -----------------------------------------------
+
+
+@pytest.fixture
+def with_gradients(sender: Sender) -> Sender:
+    """The same with a snapshot that has gradients behind its image."""
+    step, segment = step_of("AdamW", lr=3e-3), sender.segment
+    slot_view(segment.buffer, segment.geometry, 0)[:] = step.slot
+    put_header(segment.buffer, segment.geometry, 0, step.after.header)
+    return sender
+
+
+def until_seal_of_gradients(sender: Sender) -> Asked:
+    beginning = sender.until_begin()
+    assert isinstance(beginning.message, p.BeginSlot)
+    assert beginning.message.base == 7
+    assert beginning.message.gradient_bytes > 0
+    beginning.done(msgspec.structs.replace(GRANT, recomputes=True))
+    ended = 0
+    while ended < len(sender.link.puts):
+        sender.link.puts[ended].end()
+        ended += 1
+    assert min(put.offset for put in sender.link.puts) > 0, "not the image, which begins at 0"
+    return sender.link.asked[-1]
+
+
+def test_a_peer_that_computes_gets_the_gradients(with_gradients: Sender) -> None:
+    sealing = until_seal_of_gradients(with_gradients)
+    assert sealing.message == p.SealSlot(77, DIGEST, recompute=True)
+    sealing.done(p.PeerDone())
+    assert with_gradients.events.counters["gradient_puts"] == 1
+    assert with_gradients.events.counters["gradient_put_bytes"] > 0
+    assert with_gradients.link.aborted == []
+
+
+def test_a_peer_that_cannot_says_why_and_gets_the_image(with_gradients: Sender) -> None:
+    with_gradients.until_begin().done(msgspec.structs.replace(GRANT, why_whole="no torch here"))
+    (put,) = with_gradients.link.puts
+    assert put.offset == 0
+    put.end()
+    assert with_gradients.link.asked[-1].message == p.SealSlot(77, DIGEST)
+    (event,) = with_gradients.events.page(0, 10).events
+    assert event.kind == "gradients_declined"
+    assert (
+        "away does not compute iteration 8 from gradients, so it goes whole: no torch here" in event.message
+    )
+
+
+def test_a_snapshot_that_could_not_be_computed_goes_whole(with_gradients: Sender) -> None:
+    until_seal_of_gradients(with_gradients).failed(
+        "recompute", "computed with other bits than the sender's: x"
+    )
+    assert with_gradients.link.aborted == [77]
+    again = with_gradients.link.asked[-1]
+    assert isinstance(again.message, p.BeginSlot)
+    assert (again.message.base, again.message.gradient_bytes) == (-1, 0)
+    again.done(GRANT)
+    assert with_gradients.link.puts[-1].offset == 0

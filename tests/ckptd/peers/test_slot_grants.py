@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckptd.core.slots.segment_format import SegmentDescriptor, slot_lock_byte
@@ -17,6 +18,8 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.peers.replica_leases import Loan, RegionLoans
 from ckptd.peers.slot_grants import slot_file
+from ckptd.storage.gradient_block import pack_pieces, read_block
+from ckptd.storage.image import ImageView
 from ckptd.transport import peer_messages as p
 from ckptd.transport.fabric import short_cut
 from ckptd.transport.fabric.regions import LocalRegion, Regions
@@ -24,6 +27,7 @@ from ckptd.transport.verbs import Access, Scope
 from ckptd.workers import Workers
 from tests.ckptd.hosted import MIB, Setting, hosted
 from tests.ckptd.puppet import begin_slot
+from tests.ckptd.recomputed import Step, step_of
 from tests.ckptd.running import eventually
 from tests.ckptd.snapshots import snapshot_of, states_in
 
@@ -185,3 +189,120 @@ def test_what_fails_after_a_slot_was_locked_leaves_it_free(
     assert not locked(segment, 1)
     assert states_in(segment.path)[1] is SlotState.FREE
     setting.begin(lease, snapshot_of(6))
+
+
+# -- gradients instead of images (docs/recompute.md) -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return step_of("AdamW", lr=3e-3)
+
+
+def offer(lease: int, step: Step) -> p.BeginSlot:
+    """Asks for a slot for the second snapshot of a step, with its gradients."""
+    behind = len(step.slot) - len(step.after.image)
+    message = begin_slot(lease, step.after)
+    return msgspec.structs.replace(message, gradient_bytes=behind, base=step.before.header.iteration)
+
+
+def put_gradients(setting: Setting, granted: p.SlotGranted, step: Step, *, flip: bool = False) -> None:
+    """What the sender puts; ``flip``: with one bit of a gradient changed."""
+    header, slot = step.after.header, memoryview(bytearray(step.slot))
+    block = read_block(slot, header.image_len, iteration=header.iteration, sequence=header.sequence)
+    assert block is not None
+    if flip:
+        slot[block.start + 64 + 2] ^= 0x40
+    buffer = setting.fabric.regions[granted.region].buffer
+    for offset, piece in pack_pieces(slot, ImageView(slot[: header.image_len]), block):
+        buffer[offset : offset + len(piece)] = piece
+
+
+@pytest.fixture(scope="module")
+def computing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    """A host with a process that computes; it imports torch, so one serves the tests of a module."""
+    with hosted(tmp_path_factory.mktemp("computing"), computes=True) as setting:
+        yield setting
+
+
+def opened(setting: Setting, step: Step, run: str) -> int:
+    """A lease on a replica that holds the base."""
+    lease = setting.open(run=run).lease
+    setting.fill(lease, step.before)
+    setting.until(lambda: setting.recomputation is not None and not setting.recomputation.why_not(), "torch")
+    return lease
+
+
+def test_a_snapshot_is_computed_from_gradients_with_the_bits_of_its_sender(
+    computing: Setting, step: Step
+) -> None:
+    lease = opened(computing, step, "computed")
+    granted = computing.ask(offer(lease, step))
+    assert isinstance(granted, p.SlotGranted)
+    assert granted.recomputes
+    assert granted.length == len(step.slot)
+    put_gradients(computing, granted, step)
+    sealed = computing.ask(p.SealSlot(granted.ticket, step.after.digest, recompute=True))
+    assert isinstance(sealed, p.PeerDone), sealed
+    found = next(s for s in computing.replicas if s.key.run == "computed")
+    headers = {h.iteration: (i, h) for i, h in found.headers() if h.state is SlotState.SEALED}
+    assert found.image(*headers[step.after.header.iteration]) == step.after.image
+    assert found.kept_digest(*headers[step.after.header.iteration]) == step.after.digest
+    assert computing.events.counters["replica.recomputed"] == 1
+
+
+def test_other_bits_are_never_sealed_and_the_image_comes_instead(computing: Setting, step: Step) -> None:
+    lease = opened(computing, step, "other-bits")
+    granted = computing.ask(offer(lease, step))
+    assert isinstance(granted, p.SlotGranted)
+    put_gradients(computing, granted, step, flip=True)
+    refused = computing.ask(p.SealSlot(granted.ticket, step.after.digest, recompute=True))
+    assert isinstance(refused, p.PeerRefused)
+    assert refused.code == "recompute"
+    assert "other bits than the sender's: the digest of" in refused.message
+    (found,) = (s for s in computing.replicas if s.key.run == "other-bits")
+    assert {h.iteration for _, h in found.headers() if h.state is SlotState.SEALED} == {7}
+    assert not computing.events.counters["event.replica_damaged"]
+    computing.fill(lease, step.after)
+    assert {h.iteration for _, h in found.headers() if h.state is SlotState.SEALED} == {7, 8}
+
+
+def test_after_a_gap_the_image_is_needed(computing: Setting, step: Step) -> None:
+    """The base was never here; and what was to be an image is not computed."""
+    lease = opened(computing, step, "gap")
+    granted = computing.ask(msgspec.structs.replace(offer(lease, step), base=6))
+    assert isinstance(granted, p.SlotGranted)
+    assert not granted.recomputes
+    assert "the snapshot from which it would be computed is not here" in granted.why_whole
+    assert granted.length == len(step.after.image)
+    refused = computing.ask(p.SealSlot(granted.ticket, step.after.digest, recompute=True))
+    assert isinstance(refused, p.PeerRefused)
+    assert refused.code == "bad_message"
+    computing.fabric.regions[granted.region].buffer[:] = step.after.image
+    assert isinstance(computing.ask(p.SealSlot(granted.ticket, step.after.digest)), p.PeerDone)
+
+
+def test_the_base_is_not_given_away_while_it_is_computed_from(computing: Setting, step: Step) -> None:
+    """Four slots: the base, the one that is computed, and two that others fill; then none is left."""
+    lease = opened(computing, step, "busy")
+    computed = computing.ask(offer(lease, step))
+    assert isinstance(computed, p.SlotGranted)
+    others = [computing.ask(begin_slot(lease, snapshot_of(20 + i))) for i in range(3)]
+    assert [type(each) for each in others] == [p.SlotGranted, p.SlotGranted, p.PeerRefused]
+    put_gradients(computing, computed, step)
+    assert isinstance(
+        computing.ask(p.SealSlot(computed.ticket, step.after.digest, recompute=True)), p.PeerDone
+    )
+
+
+def test_gradients_that_do_not_fit_are_refused_and_a_host_that_computes_nothing_says_so(
+    setting: Setting, step: Step
+) -> None:
+    lease = setting.open().lease
+    setting.fill(lease, step.before)
+    refused = setting.ask(msgspec.structs.replace(offer(lease, step), gradient_bytes=2 * MIB))
+    assert isinstance(refused, p.PeerRefused)
+    assert "do not fit" in refused.message
+    granted = setting.ask(offer(lease, step))
+    assert isinstance(granted, p.SlotGranted)
+    assert (granted.recomputes, granted.why_whole) == (False, "nothing is computed from gradients here")

@@ -404,6 +404,16 @@ class TestRefusals:
             effects = core.handle(Tick(), now_s=now_s)
         assert effects[-1] == Begin("a", key(4), snapshot(4))
 
+    def test_what_could_not_be_computed_there_is_sent_again_at_once_and_then_after_a_pause(self) -> None:
+        """The shell puts the image then, which is not computed; a peer that says so again is not believed."""
+        core = opened("a")
+        for attempt, effects in enumerate(([Begin("a", key(3), snapshot(3))], [])):
+            core.handle(Granted("a", key(3), attempt), now_s=0)
+            core.handle(PutEnded("a", key(3), True, ""), now_s=0)
+            found = core.handle(SealRefused("a", key(3), "recompute", "other bits"), now_s=0)
+            assert [each for each in found if isinstance(each, Begin)] == effects
+        assert core.wake_at_s is not None
+
     def test_a_failed_put_gives_the_grant_back_and_is_tried_again(self) -> None:
         core = opened("a")
         core.handle(Granted("a", key(3), "g"), now_s=0)
