@@ -79,7 +79,8 @@ class GradientOffers:
 
     def accepted(self, node: str) -> None:
         """The node has computed a snapshot."""
-        self._peers[node] = _Peer()
+        peer = self._peers.setdefault(node, _Peer())
+        peer.failed = peer.leave_out = 0
 
     def declined(self, node: str, reason: str) -> str:
         """The node wants the image, and may take gradients next time; returns a new reason, for the log."""

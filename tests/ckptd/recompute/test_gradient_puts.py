@@ -91,6 +91,8 @@ def test_a_reason_to_decline_is_said_once() -> None:
     offers = GradientOffers()
     told = [offers.declined("n", reason) for reason in ("starts", "starts", "no torch", "no torch")]
     assert told == ["starts", "", "no torch", ""]
+    offers.accepted("n")
+    assert offers.declined("n", "no torch") == "", "a ring that lags behind has gaps all the time"
 
 
 @dataclass
