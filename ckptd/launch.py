@@ -22,6 +22,7 @@ from ckptd.config.daemon_config import ConfigError, load_config, trusted_users
 from ckptd.config.runtime_dir import UnusableFolder, is_operated, private_folder
 from ckptd.config.settings import given_settings
 from ckptd.errors import DaemonUnavailable
+from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.messages import Ping, Pong
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
@@ -41,7 +42,7 @@ def ensure_daemon(
 
     Several processes may call this at once: one starts the daemon, all get the same endpoint. If an
     operator runs the daemon (`ckptd run`), none is started while that one is away: it would have another
-    store, other peers and another quota.
+    store, other peers and another quota. Nor is one if CKPTD_DAEMON_USER names another user as the daemon's.
 
     Args:
         runtime_dir: folder of the daemon; default as for `ckptd run`.
@@ -63,6 +64,9 @@ def ensure_daemon(
     if answers(config.listen):
         return config.listen
     deadline = time.monotonic() + timeout_s
+    if user := trusted_users() - own_users():
+        _wait_for_daemon_of(max(user), config.listen, deadline)
+        return config.listen
     try:
         folder = private_folder(config.runtime_dir, "runtime folder")
     except UnusableFolder as error:
@@ -154,6 +158,24 @@ def _operator_is_back(folder: Path, endpoint: str, deadline: float) -> bool:
             )
         time.sleep(0.1)
     return True
+
+
+def _wait_for_daemon_of(user: int, endpoint: str, deadline: float) -> None:
+    """As at the boot of a node, where trainers may come first.
+
+    Raises:
+        DaemonUnavailable: none answers in time.
+    """
+    while not answers(endpoint):
+        if time.monotonic() > deadline:
+            raise DaemonUnavailable(
+                f"no daemon answers on {endpoint}; CKPTD_DAEMON_USER says that user {user_name(user)} "
+                "runs it, so a trainer starts none",
+                operation="find daemon",
+                hint="start the daemon (its service, or its pod on this node) and look at its log; or unset "
+                "CKPTD_DAEMON_USER, and trainers start their own",
+            )
+        time.sleep(0.1)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import sys
 
 from ckptd.config.runtime_dir import UnusableFolder
-from ckptd.host.host_options import UsageError, options_from
+from ckptd.host.host_options import UsageError, options_from, place_in_step
 from ckptd.host.process_control import die_as
 from ckptd.host.trainer_host import TrainerHost
 
@@ -19,6 +19,7 @@ def main() -> int:
     logging.raiseExceptions = False  # a log whose reader has gone is no reason to end a trainer
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="ckptd.host: %(message)s")
     try:
+        os.environ.update(place_in_step(os.environ))  # for the trainers, too
         options = options_from(sys.argv[1:], os.environ)
     except UsageError as error:
         logger.error("%s", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 
 from ckptd.host.zygotes.script_main import Script
 
-__all__ = ["HostOptions", "UsageError", "options_from", "place_without"]
+__all__ = ["HostOptions", "UsageError", "options_from", "place_in_step", "place_without"]
 
 USAGE = "usage: python -m ckptd.host [--max-restarts N] [--min-ranks N] [--no-fork] [-m] script [arguments]"
 _MODULE = "ckptd.host"
 _PORT_MAX = (1 << 16) - 1
+_STEP_PORTS = range(10_000, 30_000)  # below those that Linux gives to connections
 _SILENCE_MAX_S = 3600
 
 
@@ -113,7 +115,7 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         raise UsageError(f"there is no script\n{USAGE}")
     world_size = _integer(environ, "WORLD_SIZE", 1)
     if world_size > 1 and not environ.get("RANK"):
-        raise UsageError("WORLD_SIZE is set and RANK is not; with srun: RANK=$SLURM_PROCID")
+        raise UsageError("WORLD_SIZE is set and RANK is not")
     rank = _integer(environ, "RANK", 0)
     if rank >= world_size:
         raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
@@ -139,6 +141,43 @@ def options_from(words: Sequence[str], environ: Mapping[str, str]) -> HostOption
         node=_node(environ),
         may_fork=may_fork,
     )
+
+
+def place_in_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a task of a Slurm step lacks for ``init_process_group("env://")``, from the variables of `srun`.
+
+    Nothing where a launcher has set RANK, or where this is no task of a step: a batch script has
+    SLURM_PROCID, too. The port is one for each step of each start of a job, so that two jobs on a node seldom
+    meet; MASTER_PORT sets another.
+
+    Raises:
+        UsageError: WORLD_SIZE is not the number of tasks, or the variables of `srun` cannot be read.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if not tasks or environ.get("RANK"):
+        return {}
+    if environ.get("WORLD_SIZE", tasks) != tasks:
+        raise UsageError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, and this step of Slurm has {tasks} tasks: unset WORLD_SIZE"
+        )
+    start = [environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
+    place = {
+        "RANK": f"{_integer(environ, 'SLURM_PROCID', 0)}",
+        "LOCAL_RANK": f"{_integer(environ, 'SLURM_LOCALID', 0)}",
+        "WORLD_SIZE": tasks,
+        "MASTER_ADDR": "127.0.0.1" if one_node else _first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        "MASTER_PORT": f"{_STEP_PORTS[zlib.crc32('.'.join(start).encode()) % len(_STEP_PORTS)]}",
+    }
+    return {name: text for name, text in place.items() if not environ.get(name)}
+
+
+def _first_host(nodes: str) -> str:
+    """Of a node list as ``gpu[007-009,12]-a,login``: here ``gpu007-a``."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
+    if first is None:
+        raise UsageError(f"SLURM_STEP_NODELIST={nodes!r} names no node: set MASTER_ADDR")
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def interpreter_flags(command: Sequence[str]) -> tuple[str, ...]:

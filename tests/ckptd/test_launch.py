@@ -114,3 +114,25 @@ def test_a_start_that_never_ends_is_bounded(folders: tuple[Path, Path]) -> None:
             ensure_daemon(str(runtime), segment_dir=str(segments), timeout_s=0.3)
     finally:
         os.close(fd)
+
+
+def test_a_trainer_waits_for_the_daemon_of_another_user_and_starts_none(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Kubernetes and at boot a trainer may come before the daemon of its node; a daemon of its own would
+    then be in that one's folders.
+    """
+    runtime, segments = folders
+    runtime.rmdir()
+    monkeypatch.setenv("CKPTD_DAEMON_USER", str(STRANGER))
+    with pytest.raises(DaemonUnavailable, match=f"user {STRANGER} runs it"):
+        ensure_daemon(str(runtime), segment_dir=str(segments), timeout_s=0.3)
+    assert not runtime.exists()
+    env = dict(os.environ)
+    del env["CKPTD_DAEMON_USER"]
+    late = f"import time; time.sleep(0.5); {ASK}"
+    command = [sys.executable, "-c", late, str(runtime), str(segments)]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE) as daemon:
+        endpoint = ensure_daemon(str(runtime), segment_dir=str(segments))
+        assert daemon.stdout is not None
+        assert daemon.stdout.read().decode().strip() == endpoint

@@ -11,6 +11,7 @@ from ckptd.host.host_options import (
     UsageError,
     interpreter_flags,
     options_from,
+    place_in_step,
     place_without,
 )
 
@@ -101,6 +102,64 @@ def test_with_how_many_ranks_a_job_can_go_on() -> None:
 )  # fmt: skip
 def test_which_node_this_is(environ: dict[str, str], node: int | None) -> None:
     assert given("t.py", **environ).node == node
+
+
+STEP = {
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def test_a_task_of_srun_needs_no_other_launcher() -> None:
+    place = place_in_step(STEP)
+    assert {name: place[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")} == {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "16",
+        "MASTER_ADDR": "gpu007",
+    }
+    options = options_from(["t.py"], STEP | place)
+    assert (options.rank, options.node, options.one_machine) == (9, 1, False)
+    assert options.store == ("gpu007", int(place["MASTER_PORT"]))
+    assert place_in_step(STEP | {"SLURM_PROCID": "0"})["MASTER_PORT"] == place["MASTER_PORT"], (
+        "all meet there"
+    )
+    assert place_in_step(STEP | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] != place["MASTER_PORT"]
+    assert place_in_step(STEP | {"SLURM_STEP_NUM_NODES": "1"})["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_what_is_set_stays_and_a_batch_script_is_no_task() -> None:
+    given_by_user = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "LOCAL_RANK": "0"}
+    assert place_in_step(STEP | given_by_user) == {"RANK": "9"}
+    assert place_in_step(STEP | {"RANK": "3"}) == {}, "torchrun within srun"
+    assert place_in_step({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}) == {}
+    with pytest.raises(UsageError, match="this step of Slurm has 16 tasks"):
+        place_in_step(STEP | {"WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[01-03,7],m", "n01"),
+        ("r[2-3]n[10,12]", "r2n10"),
+        ("gpu[5]-ib,x", "gpu5-ib"),
+    ],
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert place_in_step(STEP | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
+
+
+def test_a_step_without_nodes_is_refused() -> None:
+    with pytest.raises(UsageError, match="set MASTER_ADDR"):
+        place_in_step(STEP | {"SLURM_STEP_NODELIST": ""})
 
 
 def test_ranks_and_nodes_that_are_left_close_up() -> None:
