@@ -32,7 +32,7 @@ STAMP := $(VENV)/.ckptd-installed
 PIP_FLAGS ?=
 # Two at a time, file by file (fixtures are shared within a file): most tests wait for processes more than they compute.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
-EXTRAS := bench demo release test
+EXTRAS := bench demo deploy release test
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 GPU_PYTHON ?=

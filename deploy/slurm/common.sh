@@ -28,6 +28,7 @@ end_daemon() {
         as_owner "$CKPTD_SLURM_BIN/ckptctl" stop --wait --timeout 60 >/dev/null 2>&1
         if is_running; then # the process that it has written into its lock, as its owner: root kills for no user
             say "the daemon in $run does not stop: SIGKILL"
+            # shellcheck disable=SC2016 # for the inner shell
             as_owner sh -c 'kill -KILL "$(head -n 1 "$1")"' sh "$run/.ckptd.lock"
         fi
     fi
@@ -36,7 +37,8 @@ end_daemon() {
 
 # A folder that root owns and nobody else may write to.
 root_folder() {
-    mkdir -p -m 755 -- "$1" && [ ! -L "$1" ] && [ "$(stat -c '%u %a' -- "$1")" = "0 755" ] && return
+    [ -e "$1" ] || install -d -m 755 -- "$1"
+    [ ! -L "$1" ] && [ "$(stat -c '%u %a' -- "$1")" = "0 755" ] && return
     say "$1 must be a folder of root with mode 755; found: $(stat -c '%U %a' -- "$1")"
     return 1
 }
