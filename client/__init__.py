@@ -12,6 +12,7 @@ from ckptd.client.options import (
 from ckptd.client.phase_clock import note_imported
 from ckptd.client.recovery.replay import ReplayMismatch
 from ckptd.client.recovery.verification import Certificate
+from ckptd.client.scalars import write_scalars
 from ckptd.client.schedule.expert_losses import CapacityBoost, LostUpdates
 from ckptd.saved import SavedIteration, saved_iterations
 
@@ -29,6 +30,7 @@ __all__ = [
     "SavedIteration",
     "SnapshotOptions",
     "saved_iterations",
+    "write_scalars",
 ]
 
 note_imported()

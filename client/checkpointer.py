@@ -54,6 +54,7 @@ from ckptd.client.pipeline.stage_hooks import stages_of
 from ckptd.client.ranks.collectives import Collectives
 from ckptd.client.recovery.start import Recovery, newest_window
 from ckptd.client.recovery.verification import Certificate, DenseState, certify
+from ckptd.client.scalars import TierSteps, scalars_of
 from ckptd.client.schedule.expert_losses import ExpertLosses, LostUpdates
 from ckptd.client.schedule.measurements import PrecisionProbe, TokenCounter
 from ckptd.client.schedule.partial_schedule import durable_text, durable_turns
@@ -459,6 +460,17 @@ class Checkpointer:
     def stats(self) -> dict[str, float]:
         """Counters since the start: stalls in ms, bytes, snapshots, skipped snapshots by reason."""
         return self._stats.as_dict()
+
+    def scalars(self) -> dict[str, float]:
+        """What a logger shows of this rank, by names such as ``ckptd/stall_ms``; empty without a daemon.
+
+        For any step: it costs microseconds, and sends nothing (docs/observability.md has all names).
+        """
+        if self.off and not self._stats.unprotected:
+            return {}
+        session, plan = None if self._memory is None else self._memory.session, self._plan()
+        tiers = TierSteps() if session is None else TierSteps(session.replicated, session.durable)
+        return scalars_of(self._stats, self.step, tiers, lossy=plan is not None and plan.lossy)
 
     @property
     def lost_updates(self) -> LostUpdates | None:

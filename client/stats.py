@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ckptd.core.histogram import STALL_BOUNDS_S, Histogram, bucket_metrics
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, phase_metrics
 
 __all__ = ["Stats"]
+
+_RECENT_STEPS = 100
 
 
 @dataclass(slots=True)
@@ -26,14 +29,17 @@ class Stats:
     `first_new_step_at`: unix time of the last of them; 0 before.
 
     `stalls`: how long the training thread was held up in each step; as numbers, `stall_le_<bound>_s` is the
-    number of steps that were held up for at most this many seconds.
+    number of steps that were held up for at most this many seconds. `recent_stalls_ms`: those of the last 100
+    steps; not a counter.
 
     `unprotected`: 1 if the attach was refused and the user allowed training to continue.
     `daemon_changes`: how often a daemon with other settings (store, peers, quota) replaced the one before.
 
     `floor_overrides`: overwritten snapshots that a recovery together with the other ranks may have needed.
     `grown`: enlargements of the ring because another rank lagged behind or had a longer window.
-    `snapshot_bytes`: of the newest snapshot; `captured_bytes`: of all.
+    `snapshot_bytes`: of the newest snapshot, `snapshot_step`: its iteration (-1: none yet); `captured_bytes`:
+    of all.
+    `lost_iterations`: done before a failure, in no snapshot that the recovery could use, and done again.
     `every`: iterations between two snapshots now.
     `inline_copy`: 1 if copies run in the training thread. `in_bubbles`: 1 if in bubbles of a pipeline;
     `bubble_bytes`: copied there so far; `bubble_fraction`: the measured part of an iteration that is bubble.
@@ -58,6 +64,7 @@ class Stats:
     """
 
     snapshots: int = 0
+    snapshot_step: int = -1
     snapshot_bytes: int = 0
     captured_bytes: int = 0
     dense_bytes: int = 0
@@ -78,6 +85,7 @@ class Stats:
     lost_tokens: int = 0
     older_experts: int = 0
     lost_tokens_share: float = 0.0
+    lost_iterations: int = 0
     replayed_steps: int = 0
     replay_s: float = 0.0
     attach_s: float = 0.0
@@ -122,6 +130,7 @@ class Stats:
     first_new_step_at: float = 0.0
     phases: Mapping[RecoveryPhase, float] = field(default_factory=dict)
     stalls: Histogram = field(default_factory=lambda: Histogram(STALL_BOUNDS_S))
+    recent_stalls_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def note_stall(self, boundary_s: float, wait_s: float) -> None:
         """Add one step's time in the training thread: at the loop's top, and before the optimizer's step."""
@@ -129,12 +138,16 @@ class Stats:
         self.stall_ms_last = self.boundary_ms_last + self.wait_ms_last
         self.stall_ms_max = max(self.stall_ms_max, self.stall_ms_last)
         self.stall_ms_sum += self.stall_ms_last
+        self.recent_stalls_ms.append(self.stall_ms_last)
         self.steps += 1
         self.stalls.observe(boundary_s + wait_s)
 
     def as_dict(self) -> dict[str, float]:
         """All counters as numbers, with the mean and the histogram of stalls and the phases of the start."""
         mean = self.stall_ms_sum / self.steps if self.steps else 0.0
-        counters = asdict(self)
-        more = phase_metrics(counters.pop("phases")) | bucket_metrics("stall", counters.pop("stalls"))
-        return {**{k: float(v) for k, v in counters.items()}, "stall_ms_mean": mean, **more}
+        counters = {name: float(getattr(self, name)) for name in _COUNTERS}
+        more = phase_metrics(self.phases) | bucket_metrics("stall", self.stalls)
+        return {**counters, "stall_ms_mean": mean, **more}
+
+
+_COUNTERS = [each.name for each in fields(Stats) if each.type in ("int", "float")]

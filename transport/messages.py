@@ -302,12 +302,16 @@ class Done(Struct, frozen=True, tag=True):
 class Pong(Struct, frozen=True, tag=True):
     """``attached`` is false if this connection has no session (attach again).
 
-    ``park``: the number of a park request that this trainer has not answered; 0: none.
+    ``park``: the number of a park request that this trainer has not answered; 0: none. ``replicated`` and
+    ``durable``: the iterations at which this rank could resume from the best other node that answers, and
+    from storage; -1: at none.
     """
 
     boot_id: str
     attached: bool
     park: int = 0
+    replicated: Iteration = -1
+    durable: Iteration = -1
 
 
 class Refused(Struct, frozen=True, tag=True):

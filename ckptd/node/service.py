@@ -309,8 +309,16 @@ class Service:
         return m.Done()
 
     def _ping(self, session: TrainerSession | None) -> m.Reply:
-        wanted = 0 if session is None else self.trainers.parks.number_for(session.key)
-        return m.Pong(self._node.boot_id, session is not None, wanted)
+        if session is None:
+            return m.Pong(self._node.boot_id, attached=False)
+        key, tier = session.key, self._tier
+        return m.Pong(
+            self._node.boot_id,
+            attached=True,
+            park=self.trainers.parks.number_for(key),
+            replicated=self._peering.runs.replicated_up_to(key),
+            durable=-1 if tier is None else tier.durable_up_to(key),
+        )
 
 
 def _no_session(what: str) -> m.Refused:

@@ -91,6 +91,12 @@ class RunDirectory:
         found = self.by_name.get((job, run))
         return (-1, Promise(), 1) if found is None else (found.epoch, found.promise, found.span)
 
+    def replicated_up_to(self, key: RankKey) -> int:
+        """The iteration at which a local rank could resume from another node alone; -1: at none."""
+        found = self.by_name.get((key.job, key.run))
+        rank = None if found is None else found.ranks.get(key.rank)
+        return -1 if rank is None else rank.core.recoverable_up_to
+
     def nodes(self) -> set[str]:
         """The configured nodes, and those that take part in a run of this node."""
         members = (member.card.node for run in self.by_name.values() for member in run.members)

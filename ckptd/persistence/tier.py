@@ -401,6 +401,11 @@ class StorageTier:
         """The state of every local rank."""
         return {key: rank.state() for key, rank in sorted(self._ranks.items())}
 
+    def durable_up_to(self, key: RankKey) -> int:
+        """The newest checkpoint of a local rank's run that all ranks have in storage; -1: none."""
+        rank = self._ranks.get(key)
+        return -1 if rank is None else rank.state().committed
+
     def close(self) -> None:
         """Stop; the next start resumes unfinished work."""
         for rank in self._ranks.values():

@@ -426,6 +426,7 @@ class Capture:
         if usable:
             self._stats.snapshots += 1
             self._stats.snapshot_bytes = fill.plan.layout.image_len
+            self._stats.snapshot_step = fill.header.iteration
             self._stats.captured_bytes += fill.plan.layout.image_len
             if self._engine.last_copy_s:
                 self._stats.capture_gb_per_s = fill.plan.layout.image_len / self._engine.last_copy_s / 1e9

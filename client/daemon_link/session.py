@@ -93,6 +93,7 @@ class Session(DaemonConnection):
     Attributes:
         segments, logs, parked: this rank's segments, as the daemon last listed them.
         failure_ago_s, others_ended_ago_s: as in `Attached`, at the last attach.
+        replicated, durable: as in the last `Pong`, about once a second.
     Raises:
         DaemonUnavailable: no daemon answers within ``timeout_s``.
         AttachRefused: it answers and refuses; code, message and hint are the daemon's.
@@ -121,6 +122,7 @@ class Session(DaemonConnection):
         self.node_id = self.segment_dir = ""
         self.card = NodeCard("nobody")
         self.slack, self.persists = 0, False
+        self.replicated = self.durable = -1
         self.failure_ago_s = self.others_ended_ago_s = -1.0
         self.segments: tuple[SegmentInfo, ...] = ()
         self.logs: tuple[SegmentInfo, ...] = ()
@@ -448,6 +450,7 @@ class Session(DaemonConnection):
         self._rejoin()
 
     def _answered(self, pong: Pong) -> None:
+        self.replicated, self.durable = pong.replicated, pong.durable
         if self._join_again:
             self._rejoin()
         number = pong.park

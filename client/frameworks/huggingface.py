@@ -83,6 +83,8 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
             them took. False: skip them; correct if a sample depends only on its index (collators may draw
             random numbers, but not in workers). None: skip them only if they provably follow from their
             indices.
+        log_scalars: with each log of the Trainer, give ``Checkpointer.scalars`` to what it reports to. They
+            are not in its ``log_history``, which a resumed training repeats.
         state: more objects to capture, by name (see ``Checkpointer``).
         options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
             ``Checkpointer``. The default of ``run=`` is the name of ``output_dir``; the name of a second
@@ -97,11 +99,12 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
         self,
         *,
         refetch: bool | None = None,
+        log_scalars: bool = False,
         state: Mapping[str, Stateful] | None = None,
         **options: Unpack[OptionGroups],
     ) -> None:
         check_keywords("CkptdCallback()", options)
-        self._refetch, self._state = refetch, dict(state or {})
+        self._refetch, self._state, self._log_scalars = refetch, dict(state or {}), log_scalars
         self._options = CheckpointerOptions.of(options)
         self._named = self._options
         self._loop: TrainerLoop | None = None
@@ -125,7 +128,7 @@ class CkptdCallback(TrainerCallback):  # type: ignore[misc]
             name=_run_name(args.output_dir), rank=args.process_index, world_size=args.world_size
         )
         self._named = replace(self._options, run=name_of_this_training(who))
-        self._loop = TrainerLoop(trainer, self._make, refetch=self._refetch)
+        self._loop = TrainerLoop(trainer, self._make, refetch=self._refetch, log_scalars=self._log_scalars)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach; the end of the last epoch took the last snapshot."""
@@ -449,9 +452,10 @@ class TrainerLoop:
         make: called with model, optimizer and state before the first epoch.
         refetch: fetch all batches of the interrupted epoch again instead of skipping them; None: only if
             they do not provably follow from their indices.
+        log_scalars: add ours to what all callbacks are told to log.
     """
 
-    def __init__(self, trainer: Trainer, make: Make, *, refetch: bool | None) -> None:
+    def __init__(self, trainer: Trainer, make: Make, *, refetch: bool | None, log_scalars: bool) -> None:
         self._trainer, self._make, self._refetch = trainer, make, refetch
         self._position = DataPosition()
         self._driver: StepDriver | None = None
@@ -461,12 +465,22 @@ class TrainerLoop:
         self._layers = ExitStack()
         self._layers.enter_context(layered(trainer, "_run_epoch", self._run_epoch))
         self._layers.enter_context(layered(trainer, "get_batch_samples", self._get_batch_samples))
+        if log_scalars:
+            # Of the handler: `on_log` of our callback comes after those of the loggers.
+            handler = trainer.callback_handler
+            self._layers.enter_context(layered(handler, "on_log", self._on_log))
 
     def close(self) -> None:
         """Restore the Trainer's methods; the daemon keeps the snapshots."""
         self._layers.close()
         if self._driver is not None:
             self._driver.close()
+
+    def _on_log(
+        self, below: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any, **kwargs: Any
+    ) -> Any:
+        scalars = {} if self._driver is None else self._driver.checkpointer.scalars()
+        return below(args, state, control, {**logs, **scalars}, **kwargs)
 
     # -- an epoch --------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
         refetch: True: fetch the batches of the interrupted epoch again, which takes as long as fetching
             them took. False: skip them; correct if a sample depends only on its index. None: skip them
             only if they provably follow from their indices.
+        log_scalars: every ``log_every_n_steps`` give ``Checkpointer.scalars`` to the Trainer's loggers.
         state: more objects to capture, by name (see ``Checkpointer``).
         options: ``run=``, ``daemon=``, ``snapshots=``, ``recovery=`` and ``layout=``, as for
             ``Checkpointer``. The run name of a second ``fit()`` in the same process ends with its number.
@@ -90,11 +91,12 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
         self,
         *,
         refetch: bool | None = None,
+        log_scalars: bool = False,
         state: Mapping[str, Stateful] | None = None,
         **options: Unpack[OptionGroups],
     ) -> None:
         check_keywords("CkptdCallback()", options)
-        self._refetch, self._state = refetch, dict(state or {})
+        self._refetch, self._state, self._log_scalars = refetch, dict(state or {}), log_scalars
         self._options = CheckpointerOptions.of(options)
         self._who: dict[str, int] = {}
         self._loop: LightningLoop | None = None
@@ -116,6 +118,11 @@ class CkptdCallback(*_callback_classes()):  # type: ignore[misc]
         # Lightning's own launcher does not set RANK.
         self._who = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         self._loop = LightningLoop(trainer, self, self._make, refetch=self._refetch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log the scalars where Lightning logs its own."""
+        if self._log_scalars and self._loop is not None:
+            self._loop.log_scalars()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach; the last snapshot has been taken."""
@@ -346,6 +353,15 @@ class LightningLoop:
         """Restore the Trainer's methods; the daemon keeps the snapshots."""
         self._layers.close()
         self._driver.close()
+
+    def log_scalars(self) -> None:
+        """Give ours to the loggers, in the steps in which Lightning gives them its own."""
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        if (not self._manual and trainer.fit_loop._should_accumulate()) or not connector.should_update_logs:
+            return
+        scalars, step = self._driver.checkpointer.scalars(), trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers if scalars else ():
+            logger.log_metrics(scalars, step=step)
 
     # -- an epoch --------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,10 +58,13 @@ def found(net: Net, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     hold.touch()
     options = ("--total", str(TOTAL), "--run", "run", "--step-ms", "40")
     jobs.run("plain", *options, "--kill-at", str(KILL_AT), expect_killed=True)
-    process, out = jobs.start("plain", *options, "--hold", str(hold))
+    stats = folder / "stats"
+    process, out = jobs.start("plain", *options, "--hold", str(hold), "--stats", str(stats))
     try:
         eventually(settled(node), "every tier has caught up")
-        yield observed(node)
+        page, told = observed(node)
+        eventually(lambda: heard(told, stats), "the trainer knows what the daemon does")
+        yield page, {**told, "trainer": json.loads(stats.read_text())}
     finally:
         hold.unlink()
         jobs.end(process, out)
@@ -105,6 +109,22 @@ def test_each_tier_is_as_far_behind_as_ckptctl_says(found: tuple[Page, dict[str,
     assert list(page.by_labels("ckptd_persist_lag_iterations").values()) == [durable["lag_iterations"]]
     lags = page.by_labels("ckptd_replication_lag_iterations", **labels)
     assert lags == {("snapshots", "n1"): replication["targets"][0]["lag_iterations"]}
+
+
+def heard(told: dict[str, Any], stats: Path) -> bool:
+    """Whether the trainer knows what other nodes and the store have: the daemon's signs of life tell it."""
+    (replication,), (durable,) = told["peers"]["ranks"], told["status"]["durable"]["ranks"]
+    logged = json.loads(stats.read_text())
+    reached = (logged["ckptd/replica_step"], logged["ckptd/durable_step"])
+    return reached == (replication["targets"][0]["current_up_to"], durable["committed"])
+
+
+def test_the_trainer_logs_the_same(found: tuple[Page, dict[str, Any]]) -> None:
+    logged, step = found[1]["trainer"], TOTAL - 1
+    for tier in ("replica", "durable", "snapshot"):
+        assert logged[f"ckptd/{tier}_lag"] == step - logged[f"ckptd/{tier}_step"]
+    assert logged["ckptd/recovery_s"] == pytest.approx(sum(phases_in_metrics(logged).values()))
+    assert logged["ckptd/replayed_steps"] > 0
 
 
 def test_memory_and_sessions_are_those_of_ckptctl(found: tuple[Page, dict[str, Any]]) -> None:

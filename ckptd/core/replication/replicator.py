@@ -178,6 +178,12 @@ class Replicator:
         """The end of the newest complete suffix on ``node``, or -1."""
         return self._targets[node].copies.run.last if node in self._targets else -1
 
+    @property
+    def recoverable_up_to(self) -> int:
+        """The end of the newest complete suffix on the best target that answers, or -1."""
+        ends = (t.copies.run.last for t in self._targets.values() if t.wanted and t.alive)
+        return max(ends, default=-1)
+
     def lag(self, node: str) -> Lag:
         """How far ``node`` is behind."""
         return self._targets[node].copies.lag() if node in self._targets else Lag(0, 0)

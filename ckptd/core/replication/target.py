@@ -416,6 +416,11 @@ class ReplicationTarget:
             return self._retry_at_s
         return None
 
+    @property
+    def alive(self) -> bool:
+        """Whether its node answers."""
+        return self._alive
+
     def state(self, now_s: float) -> TargetState:
         """For ``ckptctl peers``."""
         return TargetState(

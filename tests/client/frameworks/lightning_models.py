@@ -9,12 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ckptd.client.frameworks.lightning import CkptdCallback
 
-__all__ = ["CkptdCallback", "Fetching", "Manual", "Model", "Odd", "fit"]
+__all__ = ["CSVLogger", "CkptdCallback", "Fetching", "Manual", "Model", "Odd", "fit"]
 
 
 class Model(pl.LightningModule):  # type: ignore[misc]
@@ -62,13 +63,13 @@ class Odd(pl.Callback):  # type: ignore[misc]
         return {"file": object()}
 
 
-def fit(model: Any, *callbacks: Any) -> Any:
+def fit(model: Any, *callbacks: Any, **options: Any) -> Any:
     trainer = pl.Trainer(
         max_steps=5,
         accelerator="cpu",
         devices=1,
         callbacks=list(callbacks),
-        logger=False,
+        **{"logger": False, **options},
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -168,6 +168,26 @@ def test_off_it_changes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
 # -- what is kept --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("tensorboard"), reason="tensorboard is not installed: ckptd[test] has it")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_its_loggers_get_the_scalars_and_its_history_does_not(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    callback = ckptd_callback(daemon=endpoint, log_scalars=True)
+    made = trainer(tmp_path, callback, report_to="tensorboard", logging_steps=2, max_steps=12)
+    made.train()
+    read = EventAccumulator(str(tmp_path / "logs"))
+    read.Reload()
+    assert [event.step for event in read.Scalars("train/ckptd/stall_ms")] == [2, 4, 6, 8, 10, 12]
+    assert [event.step for event in read.Scalars("train/loss")] == [2, 4, 6, 8, 10, 12]
+    assert not [name for each in made.state.log_history for name in each if "ckptd" in name]
+    assert "on_log" not in vars(made.callback_handler)
+
+
 def holder(history: list[dict[str, Any]]) -> Any:
     return SimpleNamespace(state=SimpleNamespace(log_history=history))
 

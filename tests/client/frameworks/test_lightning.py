@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +71,13 @@ def test_off_it_changes_nothing_and_leaves_nothing(made: Any) -> None:
         (loop, "on_run_end"),
     ]
     assert not [name for holder, name in wrapped if name in vars(holder)]
+
+
+def test_its_loggers_get_the_scalars_with_its_own(made: Any, endpoint: str, tmp_path: Path) -> None:
+    logger = made.CSVLogger(tmp_path, name="csv", version=0)
+    callback = made.CkptdCallback(daemon=endpoint, log_scalars=True, run="lightning-scalars")
+    made.fit(made.Model(), callback, logger=logger, log_every_n_steps=2)
+    with (tmp_path / "csv/version_0/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["ckptd/stall_ms"]] == ["1", "3"]
+    assert all(float(row["ckptd/unprotected"]) == 0.0 for row in rows)
