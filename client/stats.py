@@ -24,6 +24,9 @@ class Stats:
     `restore_s` for the whole start up to the first replayed iteration, `replay_s` from there until the
     state was dense.
 
+    `from_peers`, `from_storage`: how many snapshots of the last recovery other nodes or storage had to
+    provide; `epoch`: of the run since then (-1: none yet).
+
     `phases`: seconds of each phase of this start, once its first new step was done; as numbers,
     `phase_<name>_s` (docs/operations.md). They are absent before, and so are phases that did not occur.
     `first_new_step_at`: unix time of the last of them; 0 before.
@@ -94,6 +97,9 @@ class Stats:
     fetch_last_s: float = 0.0
     restore_s: float = 0.0
     restored_bytes: int = 0
+    from_peers: int = 0
+    from_storage: int = 0
+    epoch: int = -1
     verified_tensors: int = 0
     reorders: int = 0
     copy_plans_ms: float = 0.0

@@ -42,6 +42,7 @@ __all__ = [
     "notify_settings",
     "render_table",
     "render_toml",
+    "traces_wanted",
     "trusted_users",
 ]
 
@@ -140,6 +141,21 @@ def notify_settings(environ: Mapping[str, str] | None = None) -> tuple[str | Non
     for_us = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     watchdog_s = int(period) / 1e6 if period.isdigit() and int(period) > 0 and for_us else None
     return environ.get("NOTIFY_SOCKET"), watchdog_s
+
+
+def traces_wanted(config: DaemonConfig, environ: Mapping[str, str] | None = None) -> str | None:
+    """The URL that traces go to; "": the one in OpenTelemetry's own variables; None: there is none."""
+    environ = os.environ if environ is None else environ
+    if config.otel_endpoint:
+        return f"{config.otel_endpoint.rstrip('/').removesuffix('/v1/traces')}/v1/traces"
+    off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    other = environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
+    named = any(environ.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_"))
+    http = all(
+        environ.get(f"OTEL_EXPORTER_OTLP_{name}PROTOCOL", "http/protobuf") == "http/protobuf"
+        for name in ("", "TRACES_")
+    )
+    return "" if named and http and not off and not other else None
 
 
 @cache

@@ -153,6 +153,12 @@ def _metrics_value(text: str) -> str:
     return text
 
 
+def _otel_value(text: str) -> str:
+    if text and not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s@?#]*)?", text):
+        raise ValueError("a URL of http or https; credentials belong in OTEL_EXPORTER_OTLP_HEADERS")
+    return text
+
+
 def _static_peers(text: str) -> str:
     parse_peers(text)
     return text
@@ -399,6 +405,12 @@ class DaemonConfig:
     chooses a free one), or a unix socket, which trainer_group can connect to. There is no authentication,
     and the page names jobs, runs and nodes. Needs the package prometheus_client (`pip install
     'ckptd[metrics]'`)."""
+
+    otel_endpoint: str = _key("", _otel_value, "http://host:port, https://host:port, or empty", "off")
+    """OTLP/HTTP collector that gets a trace of each recovery (docs/observability.md#traces-of-recoveries);
+    /v1/traces is added. Empty: the one that OpenTelemetry's own variables name, if any
+    (OTEL_EXPORTER_OTLP_ENDPOINT, …), which hold credentials and certificates, too. Needs `pip install
+    'ckptd[otel]'`."""
 
     max_events: int = _key(10_000, _integer_value(16, 1_000_000), "16 to 1000000")
     """Number of events that are kept in memory for `ckptctl events`."""

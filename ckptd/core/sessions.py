@@ -130,7 +130,8 @@ class TrainerSession:
     step: int = -1
     metrics: Mapping[str, float] = field(default_factory=dict)
     parked_told: int = -1  # its parked states up to this sequence were reported
-    recovered: bool = False  # it told of a recovery; its next report has the durations of the phases
+    # Kind and text of its notice that its start is over; its next report has the durations of the phases.
+    told_start: tuple[str, str] | None = None
     owner_seen: bool = False  # the owner lock was held once: since then its loss means death
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from ckptd.config.daemon_config import ConfigError, notify_settings
+from ckptd.config.daemon_config import ConfigError, notify_settings, traces_wanted
 from ckptd.config.runtime_dir import (
     AlreadyRunning,
     claim,
@@ -63,6 +63,7 @@ from ckptd.workers import Workers
 
 if TYPE_CHECKING:
     from ckptd.node.metrics_listener import MetricsListener
+    from ckptd.node.recovery_traces import RecoveryTraces
 
 __all__ = ["Daemon", "Notifier", "take_over"]
 
@@ -85,7 +86,7 @@ class Daemon(SlotListener):
     Raises:
         AlreadyRunning: another daemon uses one of the folders.
         UnusableFolder: a folder belongs to another user, or is not in memory.
-        ConfigError: metrics are to be served, and their library is not installed.
+        ConfigError: metrics are to be served, or traces sent, and their library is not installed.
     """
 
     def __init__(self, config: DaemonConfig, check: Callable[[], object] | None = None) -> None:
@@ -130,6 +131,7 @@ class Daemon(SlotListener):
         workers = NodeWorkers(self._sealers, self._slow, digests)
         self._peering = Peering(node, workers, doubt=self._housekeeper.doubts.add)
         self._tier = self._make_tier(node) if config.store else None
+        self._traces = self._send_traces(node)
         self._service = Service(
             node,
             self._housekeeper,
@@ -137,6 +139,7 @@ class Daemon(SlotListener):
             self._peering,
             self._tier,
             stop=self.stop,
+            traces=None if self._traces is None else self._traces.tell,
         )
         address, watchdog_s = notify_settings()
         self._notifier = Notifier(address)
@@ -170,6 +173,24 @@ class Daemon(SlotListener):
         listener = MetricsListener(node, self._group, self._service.view)
         self._events.add("info", "metrics", f"metrics are served at {listener.address}")
         return listener
+
+    def _send_traces(self, node: NodeContext) -> RecoveryTraces | None:
+        endpoint = traces_wanted(self._config)
+        if endpoint is None:
+            return None
+        try:
+            # Only here: its libraries take memory that most daemons do not need.
+            from ckptd.node.recovery_traces import RecoveryTraces
+        except ModuleNotFoundError as error:
+            text = f"traces of recoveries need the package {error.name}"
+            if not endpoint:  # the variables may be there for other programs
+                self._events.add("info", "no_traces", f"{text}: run `pip install 'ckptd[otel]'`")
+                return None
+            raise ConfigError(
+                f"otel_endpoint = {self._config.otel_endpoint!r}: {text}: run `pip install 'ckptd[otel]'`, "
+                "or leave otel_endpoint empty"
+            ) from error
+        return RecoveryTraces(node, endpoint)
 
     # -- from the housekeeper --------------------------------------------------------------------
 
@@ -314,6 +335,8 @@ class Daemon(SlotListener):
         self._trainers.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._traces is not None:
+            self._traces.close()
         deadline = time.monotonic() + self._config.drain_timeout_s
         self._housekeeper.seal_all()
         while self._busy() and time.monotonic() < deadline:

@@ -7,14 +7,21 @@ admission are in `ckptd.core.sessions`; the truth about memory is in the segment
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from ckptd.core.recovery.quarantine import open_failures
-from ckptd.core.recovery.recovery_phases import RecoveryHistograms, phases_in_metrics
+from ckptd.core.recovery.recovery_phases import (
+    RecoveryHistograms,
+    ToldStart,
+    first_phase,
+    phases_in_metrics,
+)
 from ckptd.core.sessions import TrainerSession, wrong_members
+from ckptd.holdings import policy_of
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.node.admin import Admin, ElasticFacts, NodeView
 from ckptd.node.peering import Peering
@@ -29,6 +36,8 @@ from ckptd.units import format_bytes
 
 __all__ = ["Service"]
 
+_RECOVERED, _STARTED = "recovery_phases", "start_phases"
+_CLOCK_OFF_S = 3600.0  # a trainer's unix time that is farther from ours is none
 _MAX_UNANSWERED = 64  # requests of one connection; a client has one at a time, and some that it gave up
 
 
@@ -37,6 +46,7 @@ class Service:
 
     Args:
         tier: None where no store is configured.
+        traces: takes what trainers tell of their starts; None: nobody wants it.
         stop: ends this daemon for a reason; called when it makes way for another one.
     """
 
@@ -49,7 +59,9 @@ class Service:
         tier: StorageTier | None = None,
         *,
         stop: Callable[[str], None],
+        traces: Callable[[ToldStart], None] | None = None,
     ) -> None:
+        self._traces = traces
         store, events, clock = node.store, node.events, node.clock
         self._node, self._tier, self._stop = node, tier, stop
         self._store, self._events, self._clock = store, events, clock
@@ -217,16 +229,42 @@ class Service:
 
     def _report(self, session: TrainerSession, message: m.Report, _: Answer) -> m.Reply | None:
         session.step, session.metrics = message.step, message.metrics
-        if session.recovered:
-            session.recovered = False
-            self._recoveries.observe(phases_in_metrics(message.metrics))
+        if session.told_start is not None:
+            (kind, text), session.told_start = session.told_start, None
+            self._started(session, kind == _RECOVERED, text)
         return None
+
+    def _started(self, session: TrainerSession, recovery: bool, text: str) -> None:
+        """A trainer's start is over, and its phases are known."""
+        key, durations = session.key, phases_in_metrics(session.metrics)
+        if recovery:
+            self._recoveries.observe(durations)
+        if self._traces is None:
+            return
+        segments = self._store.of_rank(key)
+        self._traces(
+            ToldStart(
+                key.job,
+                key.run,
+                key.rank,
+                session.wish.world_size,
+                epoch=_count_in(session.metrics, "epoch"),
+                iteration=session.step,
+                recovery=recovery,
+                began_with=first_phase(text),
+                durations=durations,
+                ended_ns=_unix_ns(session.metrics.get("first_new_step_at", 0.0)),
+                tier=_tier_in(session.metrics),
+                policy=policy_of(segments[-1].descriptor) if segments else "",
+            )
+        )
 
     def _notice(self, session: TrainerSession, message: m.Notice, _: Answer) -> m.Reply | None:
         self._events.add(message.level, message.kind, message.message, session.key, by_trainer=True)
         if message.kind == "parked":
             self.trainers.park_events.heard(session)
-        session.recovered |= message.kind == "recovery_phases"
+        if message.kind in (_RECOVERED, _STARTED):
+            session.told_start = message.kind, message.message
         return None
 
     def _park(self, message: m.Park, answer: Answer) -> None:
@@ -319,6 +357,25 @@ class Service:
             replicated=self._peering.runs.replicated_up_to(key),
             durable=-1 if tier is None else tier.durable_up_to(key),
         )
+
+
+def _count_in(metrics: Mapping[str, float], name: str) -> int:
+    """A counter of a trainer as a whole number; -1: it is absent or none."""
+    value = metrics.get(name, -1.0)
+    return int(value) if 0 <= value < 1 << 53 else -1
+
+
+def _unix_ns(reported_s: float) -> int:
+    """A unix time of a trainer, or now if that can be none."""
+    now_s = time.time()
+    return round((reported_s if abs(reported_s - now_s) < _CLOCK_OFF_S else now_s) * 1e9)
+
+
+def _tier_in(metrics: Mapping[str, float]) -> str:
+    """The farthest tier from which the snapshots of a trainer's last recovery came."""
+    if _count_in(metrics, "from_storage") > 0:
+        return "storage"
+    return "peers" if _count_in(metrics, "from_peers") > 0 else "memory"
 
 
 def _no_session(what: str) -> m.Refused:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ckptd.client.daemon_link.mapped_segment import Generations, MappedSegment, RankTaken, SlotTable
-from ckptd.client.daemon_link.retrieval import Arrivals, Retrieval, Retrieved
+from ckptd.client.daemon_link.retrieval import Arrivals, Retrieval, Retrieved, only_stored
 from ckptd.client.daemon_link.run_inventory import RankNote, RunView, see_run
 from ckptd.client.daemon_link.session import Session
 from ckptd.client.daemon_link.snapshot_image import SnapshotImage
@@ -259,6 +259,9 @@ class RankMemory:
         """
         unlike = self._newer_than_table_of(pieces[0], view) if pieces else []
         mine = [record for record in retrieved.own if record is not None]
+        stats = self._stats
+        stats.from_storage = sum(map(only_stored, retrieved.missing(pieces)))
+        stats.from_peers = len(pieces) - len(mine) - stats.from_storage
         if mine and not unlike:
             unlike = self._segments.of_another_window(self._segments.of(mine[-1]))
         arriving = None if retrieved.fetched is None else self._map(retrieved.fetched)
@@ -304,6 +307,7 @@ class RankMemory:
             replicas = -1 if self._replicas is None else self._replicas
             self.session.join(Join(epoch, start, members, replicas, follows))
         self.epoch, self.epoch_start = epoch, start
+        self._stats.epoch = epoch
         self.table.epoch, self.table.epoch_start = epoch, start
 
     def _newer_than_table_of(self, piece: SnapshotToLoad, view: RunView) -> list[MappedSegment]:

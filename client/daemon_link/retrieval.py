@@ -28,7 +28,7 @@ from ckptd.storage.image import DigestMismatch, ImageView, verify
 from ckptd.storage.image_format import ImageError
 from ckptd.transport.messages import FetchState, NodeCard, RefusalCode, SegmentInfo
 
-__all__ = ["Arrivals", "KnowsFetches", "Retrieval", "Retrieved", "wait_until_sealed"]
+__all__ = ["Arrivals", "KnowsFetches", "Retrieval", "Retrieved", "only_stored", "wait_until_sealed"]
 
 logger = get_logger(__name__)
 
@@ -49,6 +49,10 @@ class Retrieved:
     own: Sequence[SlotRecord | None]
     fetched: SegmentInfo | None = None
     asked_s: float = 0.0
+
+    def missing(self, pieces: Sequence[SnapshotToLoad]) -> list[SnapshotToLoad]:
+        """Those of the plan's pieces that are not local, in the order in which they were requested."""
+        return [piece for piece, mine in zip(pieces, self.own, strict=True) if mine is None]
 
 
 class Retrieval:
@@ -81,7 +85,7 @@ class Retrieval:
             undo.callback(self._session.drop, fetched.generation)
             # What only storage has has no other copy: if it is damaged, all ranks must go back to
             # an older snapshot.
-            if any(_only_stored(piece) for piece in missing) and not self._arrives(fetched):
+            if any(only_stored(piece) for piece in missing) and not self._arrives(fetched):
                 raise TryAgain
         except AttachRefused as error:
             # If its holders are gone, others may have it. If there is no memory for it, there will be none.
@@ -153,7 +157,8 @@ class Retrieval:
         return bad
 
 
-def _only_stored(piece: SnapshotToLoad) -> bool:
+def only_stored(piece: SnapshotToLoad) -> bool:
+    """Whether no node has this snapshot in its memory."""
     return all(source.node == STORE_NODE for source in piece.sources)
 
 

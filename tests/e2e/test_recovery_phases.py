@@ -1,19 +1,27 @@
-"""A job that was killed tells how long each phase of its recovery took: in its counters, in an event, in ``ckptctl``."""
+"""A job that was killed tells how long each phase of its recovery took: in its counters, in an event, in
+``ckptctl``, and as a trace.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptd.core.recovery.recovery_phases import RecoveryPhase, describe_phases, phases_in_metrics
+from ckptd.core.snapshot_policy import PolicyKind
 from tests.ckptd.running import eventually
 from tests.e2e.habits import SCRIPT, environment, start
-from tests.e2e.harness import DaemonProcess, Jobs
+from tests.e2e.harness import DaemonProcess, Jobs, own_daemon
 from tests.e2e.ranks import KILL_AT, Ranks, story
 
 Phase = RecoveryPhase
@@ -43,9 +51,108 @@ ckpt.close()""",
 )
 
 
+class Collector:
+    """An OTLP/HTTP receiver that parses what it gets.
+
+    Attributes:
+        requests: the path of each request, and its spans with the service that sent them.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, list[tuple[str, Any]]]] = []
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                found = otlp.ExportTraceServiceRequest.FromString(body).resource_spans
+                spans = [
+                    (attributes_of(each.resource)["service.name"], span)
+                    for each in found
+                    for scope in each.scope_spans
+                    for span in scope.spans
+                ]
+                collector.requests.append((self.path, spans))
+                self.send_response(200)
+                self.send_header("Content-Type", "application/x-protobuf")
+                self.end_headers()
+                self.wfile.write(otlp.ExportTraceServiceResponse().SerializeToString())
+
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def spans(self, run: str) -> list[Any]:
+        return [s for _, spans in self.requests for _, s in spans if attributes_of(s)["ckptd.run"] == run]
+
+
+def attributes_of(holder: Any) -> dict[str, Any]:
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in holder.attributes}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def daemon(collector: Collector) -> Iterator[DaemonProcess]:
+    there = f"http://127.0.0.1:{collector.server.server_address[1]}"
+    traced = ("--otel-endpoint", there) if find_spec("opentelemetry") else ()
+    with own_daemon("--memory", "2GiB", *traced) as process:
+        yield process
+
+
 @pytest.mark.slow
-def test_both_ranks_tell_where_the_time_went(jobs: Jobs, daemon: DaemonProcess) -> None:
-    run = uuid.uuid4().hex[:8]
+def test_both_ranks_tell_where_the_time_went(jobs: Jobs, daemon: DaemonProcess, collector: Collector) -> None:
+    """And all of a recovery is one trace, if OpenTelemetry is installed."""
+    both_ranks_come_back(jobs, daemon, run := uuid.uuid4().hex[:8])
+    if not find_spec("opentelemetry"):
+        pytest.skip("no traces were sent: opentelemetry is not installed (pip install ckptd[test])")
+    recoveries = {
+        text: found for text in daemon.events("recovery_phases", run) if (found := OF_RANKS.fullmatch(text))
+    }
+    assert len(recoveries) == 2
+
+    def told() -> bool:
+        return [s.name.startswith("rank ") for s in collector.spans(run)].count(True) == 4
+
+    eventually(told, "two ranks told of two starts each")
+    assert {path for path, _ in collector.requests} == {"/v1/traces"}
+    assert {service for _, spans in collector.requests for service, _ in spans} == {"ckptd"}
+    spans = collector.spans(run)
+    whole = {span.name: span for span in spans if not span.parent_span_id}
+    assert whole.keys() == {"start", "recovery"}
+    assert len({span.trace_id for span in spans}) == 2
+    ours = [span for span in spans if span.trace_id == whole["recovery"].trace_id]
+    ranks = {span.name: span for span in ours if span.parent_span_id == whole["recovery"].span_id}
+    assert ranks.keys() == {"rank 0", "rank 1"}
+    for name, rank in ranks.items():
+        phases = [span for span in ours if span.parent_span_id == rank.span_id]
+        phases.sort(key=lambda span: (span.end_time_unix_nano, list(Phase).index(Phase(span.name))))
+        assert [span.name for span in phases] == [Phase.DETECTED, *FORKED_PHASES]
+        # As the event says, and without a gap.
+        took = [(s.end_time_unix_nano - s.start_time_unix_nano) / 1e9 for s in phases]
+        said = describe_phases(dict(zip(FORKED_PHASES, took[1:], strict=True)))
+        assert said in {match[3] for match in recoveries.values()}
+        starts = [span.start_time_unix_nano for span in phases]
+        assert starts == [rank.start_time_unix_nano, *(s.end_time_unix_nano for s in phases[:-1])]
+        about = attributes_of(phases[-1])
+        assert about == attributes_of(rank)
+        assert (about["ckptd.rank"], about["ckptd.world_size"]) == (int(name[-1]), 2)
+        assert (about["ckptd.tier"], about["ckptd.policy"]) == ("memory", PolicyKind.SLIDING)
+        assert str(about["ckptd.iteration"]) in {match[1] for match in recoveries.values()}
+
+
+def both_ranks_come_back(jobs: Jobs, daemon: DaemonProcess, run: str) -> None:
+    """Rank 0 is killed, and both begin again."""
     before = Ranks(jobs, run, killed=0)
     before.end_by_the_death_of(0)
     # Both are found dead before others come.

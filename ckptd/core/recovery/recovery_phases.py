@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptd.core.histogram import Histogram
@@ -21,7 +22,9 @@ __all__ = [
     "RecoveryHistograms",
     "RecoveryPhase",
     "RecoveryTrace",
+    "ToldStart",
     "describe_phases",
+    "first_phase",
     "parse_phases",
     "phase_metrics",
     "phases_in_metrics",
@@ -110,6 +113,33 @@ class RecoveryTrace:
         return f"{whole}: {describe_phases(self.durations)}"
 
 
+@dataclass(frozen=True, slots=True)
+class ToldStart:
+    """What a rank told of its start, once its first new step was done.
+
+    Args:
+        iteration: of that step.
+        recovery: False for a first start.
+        began_with: the phase whose end is the beginning; None: unknown.
+        durations: seconds of the phases after it.
+        ended_ns: unix time of the first new step.
+        tier: the farthest one from which snapshots came: memory, peers or storage.
+    """
+
+    job: str
+    run: str
+    rank: int
+    world_size: int
+    epoch: int
+    iteration: int
+    recovery: bool
+    began_with: RecoveryPhase | None
+    durations: Mapping[RecoveryPhase, float]
+    ended_ns: int
+    tier: str
+    policy: str
+
+
 # From a phase that is hardly there to a launcher that waits for a node.
 RECOVERY_BOUNDS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -139,6 +169,15 @@ _DESCRIBED = re.compile(rf"\b({'|'.join(RecoveryPhase)}) (\d+\.\d{{3}}) s")
 def parse_phases(text: str) -> dict[RecoveryPhase, float]:
     """The durations in a text with the output of `describe_phases`, such as that of an event."""
     return {RecoveryPhase(found[1]): float(found[2]) for found in _DESCRIBED.finditer(text)}
+
+
+_BEGAN = re.compile(rf" s from ({'|'.join(RecoveryPhase)}) to ")
+
+
+def first_phase(text: str) -> RecoveryPhase | None:
+    """The phase with whose end a trace begins, in a text with the output of `RecoveryTrace.describe`."""
+    found = _BEGAN.search(text)
+    return None if found is None else RecoveryPhase(found[1])
 
 
 def phase_metrics(durations: Mapping[RecoveryPhase, float]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from ckptd.config.daemon_config import (
     notify_settings,
     render_table,
     render_toml,
+    traces_wanted,
     trusted_users,
 )
 from ckptd.config.runtime_dir import default_runtime_dir
@@ -330,3 +331,37 @@ def test_root_gives_credentials_to_a_daemon_of_another_user_by_its_group() -> No
             )
             said, _ = process.communicate(timeout=60)
             assert int(said) == warnings
+
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "environ", "wanted"),
+    [
+        ("", {}, None),
+        ("http://collector:4318", {}, "http://collector:4318/v1/traces"),
+        ("http://collector:4318/", {}, "http://collector:4318/v1/traces"),
+        ("https://c/base/v1/traces", {}, "https://c/base/v1/traces"),
+        ("", ENDPOINT, ""),
+        ("", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318/v1/traces"}, ""),
+        ("", ENDPOINT | {"OTEL_SDK_DISABLED": "true"}, None),
+        ("", ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, None),
+        ("", ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, None),
+        (
+            "http://collector:4318",
+            ENDPOINT | {"OTEL_SDK_DISABLED": "true"},
+            "http://collector:4318/v1/traces",
+        ),
+    ],
+)
+def test_traces_go_where_the_setting_or_opentelemetry_says(
+    endpoint: str, environ: dict[str, str], wanted: str | None
+) -> None:
+    assert traces_wanted(load_config({"otel_endpoint": endpoint}, environ={}).config, environ) == wanted
+
+
+@pytest.mark.parametrize("text", ["collector:4318", "grpc://c:4317", "http://user:secret@collector:4318"])
+def test_a_collector_is_a_url_without_credentials(text: str) -> None:
+    with pytest.raises(ConfigError, match="credentials belong in OTEL_EXPORTER_OTLP_HEADERS"):
+        load_config({"otel_endpoint": text}, environ={})
