@@ -20,6 +20,7 @@ import msgspec
 
 from ckptd.core.recovery.recovery_phases import parse_phases
 from ckptd.dash.dash_history import RunName, RunPace
+from ckptd.dash.recoverable import TierEnds, recoverable
 from ckptd.transport import messages as m
 
 __all__ = [
@@ -257,6 +258,7 @@ class _RankFacts:
     durable: m.DurableRank | None = None
     hosted: m.HostedReplica | None = None
     surveyed: SurveyedRank | None = None
+    ends: TierEnds = field(default_factory=TierEnds)
 
     @property
     def local(self) -> bool:
@@ -297,11 +299,15 @@ def _facts_by_run(answers: Answers) -> dict[RunName, _Facts]:
         for rank, surveyed in ranks.items():
             found[name][rank].surveyed = surveyed
     _add_durable(found, () if answers.status.durable is None else answers.status.durable.ranks)
+    tiers = recoverable(answers.status, answers.snapshots, answers.peers)
+    for (job, run), ranks_of in found.items():
+        for rank, known in ranks_of.items():
+            known.ends = tiers.at(job, run, rank)
     return found
 
 
 def _add_durable(found: Mapping[RunName, _Facts], ranks: Sequence[m.DurableRank]) -> None:
-    """A committed checkpoint has all ranks: what one rank reports holds for those of other nodes, too."""
+    """Of ranks of other nodes, what one of this node reports."""
     of_rank = {(durable.job, durable.run, durable.rank): durable for durable in ranks}
     of_run = {(d.job, d.run): msgspec.structs.replace(d, reason="") for d in ranks}
     for name, facts in found.items():
@@ -351,7 +357,7 @@ def _in_memory(facts: _RankFacts, scale: _Scale) -> TierView:
     """Normal: one snapshot is being copied or sealed while the next one is due."""
     ring, normal = facts.ring, 2 * facts.every()
     if ring is not None:
-        end = ring.suffix[1]
+        end = -1 if facts.ends.memory is None else facts.ends.memory
         filled = max((slot.filled_at_ns for slot in ring.slots if slot.iteration == end), default=0)
         return scale.tier(end, normal, note="" if end >= 0 else ring.reason, filled_at_ns=filled)
     if facts.session is not None:
@@ -366,9 +372,8 @@ def _in_memory(facts: _RankFacts, scale: _Scale) -> TierView:
 def _on_peers(facts: _RankFacts, answers: Answers, scale: _Scale) -> TierView:
     """Normal: a snapshot is on its way while the next ones are made."""
     normal = 4 * facts.every()
-    if facts.local and facts.replication is not None:
-        alive = [target for target in facts.replication.targets if target.alive]
-        best = max((target.current_up_to for target in alive), default=-1)
+    best = facts.ends.peers
+    if facts.local and facts.replication is not None and best is not None:
         reasons = [target.reason for target in facts.replication.targets if target.reason]
         note = "" if best >= 0 else next(iter(reasons), "no other node holds it")
         return scale.tier(best, normal, note=note)
@@ -389,9 +394,10 @@ def _in_storage(facts: _RankFacts, answers: Answers, scale: _Scale) -> TierView:
     if answers.status.durable is None:
         return TierView(TierGrade.OFF, note="no store")
     durable = facts.durable
-    if durable is None or durable.committed < 0:
+    committed = facts.ends.storage
+    if durable is None or committed is None or committed < 0:
         return TierView(TierGrade.NONE, note=(durable and durable.reason) or "no checkpoint yet")
-    return scale.tier(durable.committed, 2 * max(1, durable.stride), note=durable.reason)
+    return scale.tier(committed, 2 * max(1, durable.stride), note=durable.reason)
 
 
 def _badness(tier: TierView) -> tuple[int, bool, int]:

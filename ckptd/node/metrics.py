@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from ckptd.core.histogram import STALL_BOUNDS_S, buckets_in_metrics
 from ckptd.core.snapshot_policy import PolicyKind
+from ckptd.dash.recoverable import TierEnds, recoverable
 from ckptd.node.admin import NodeView
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
@@ -27,7 +28,6 @@ from ckptd.transport.messages import RefusalCode
 __all__ = ["METRICS", "MetricSpec", "metric_families"]
 
 _Labels = tuple[str, ...]
-_Tiers = dict[str, dict[_Labels, int]]
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
 
@@ -261,25 +261,26 @@ def _describe_trainer(page: _Page, session: m.SessionStatus) -> None:
 
 def _describe_ranks(page: _Page, view: NodeView) -> None:
     sessions = {_labels(session): session for session in view.status.sessions}
-    tiers = _recoverable(view)
+    tiers = recoverable(view.status, view.snapshots, view.peers)
     for rank in view.snapshots.ranks:
         labels = _labels(rank)
         session = sessions.pop(labels, None)
-        _describe_progress(page, rank, -1 if session is None else session.step, tiers)
+        ends = tiers.at(rank.job, rank.run, rank.rank)
+        _describe_progress(page, rank, -1 if session is None else session.step, ends)
         if rank.policy == PolicyKind.PARTIAL and session is not None:
             page.add("ckptd_lost_tokens_ratio", session.metrics.get("lost_tokens_share", 0.0), *labels)
     for labels in sessions:  # attached, and without a snapshot yet
         page.add("ckptd_suffix_complete", 0, *labels, "memory")
 
 
-def _describe_progress(page: _Page, rank: m.RankSnapshots, step: int, tiers: _Tiers) -> None:
+def _describe_progress(page: _Page, rank: m.RankSnapshots, step: int, ends: TierEnds) -> None:
     labels, seconds = _labels(rank), _iteration_seconds(rank.slots)
     reached = max(step, *(slot.iteration for slot in rank.slots if slot.state != "free"), -1)
     page.add("ckptd_iteration", reached, *labels)
     if seconds is not None:
         page.add("ckptd_iteration_seconds", seconds, *labels)
-    for tier, found in tiers.items():
-        if (iteration := found.get(labels)) is None:
+    for tier in ("memory", "peers", "storage"):
+        if (iteration := getattr(ends, tier)) is None:
             continue
         page.add("ckptd_suffix_complete", iteration >= 0, *labels, tier)
         if iteration >= 0:
@@ -287,19 +288,6 @@ def _describe_progress(page: _Page, rank: m.RankSnapshots, step: int, tiers: _Ti
             page.add("ckptd_rpo_iterations", lost, *labels, tier)
             if seconds is not None:
                 page.add("ckptd_rpo_seconds", lost * seconds, *labels, tier)
-
-
-def _recoverable(view: NodeView) -> _Tiers:
-    """For each tier, where each rank that uses it could resume from it alone; -1: nowhere."""
-    tiers = {"memory": {_labels(rank): rank.suffix[1] for rank in view.snapshots.ranks}}
-    tiers["peers"] = {
-        _labels(rank): max((t.current_up_to for t in rank.targets if t.alive), default=-1)
-        for rank in view.peers.ranks
-        if rank.kind == "snapshots" and rank.wanted
-    }
-    if view.status.durable is not None:
-        tiers["storage"] = {_labels(rank): rank.committed for rank in view.status.durable.ranks}
-    return tiers
 
 
 def _iteration_seconds(slots: Iterable[m.SlotInfo]) -> float | None:
