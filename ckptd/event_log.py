@@ -20,11 +20,15 @@ _MAX_KINDS = 256  # that trainers name; the table of counters stays small
 
 
 class EventLog:
-    """The newest events, each also written to the log. On the daemon's loop thread."""
+    """The newest events, each also written to the log. On the daemon's loop thread.
+
+    Attributes:
+        last_seq: the number of the newest one.
+    """
 
     def __init__(self, limit: int) -> None:
         self._events: deque[EventInfo] = deque(maxlen=limit)
-        self._last_seq = 0
+        self.last_seq = 0
         self.counters: Counter[str] = Counter()
         self._of_trainers: set[str] = set()
 
@@ -43,10 +47,10 @@ class EventLog:
             by_trainer: a trainer chose the kind. Of these only so many are counted by name.
         """
         kind, message = one_line(kind), one_line(message)
-        self._last_seq += 1
+        self.last_seq += 1
         self._events.append(
             EventInfo(
-                seq=self._last_seq,
+                seq=self.last_seq,
                 time_ns=time.time_ns(),
                 level=level,
                 kind=kind,
@@ -70,7 +74,7 @@ class EventLog:
 
     def page(self, since: int, limit: int) -> Events:
         """Events with `seq` above `since`, oldest first."""
-        first = self._events[0].seq if self._events else self._last_seq + 1
+        first = self._events[0].seq if self._events else self.last_seq + 1
         skip = max(0, since + 1 - first)
         found = [self._events[i] for i in range(skip, min(skip + limit, len(self._events)))]
-        return Events(events=tuple(found), first_seq=first, last_seq=self._last_seq)
+        return Events(events=tuple(found), first_seq=first, last_seq=self.last_seq)

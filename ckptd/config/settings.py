@@ -406,6 +406,11 @@ class DaemonConfig:
     and the page names jobs, runs and nodes. Needs the package prometheus_client (`pip install
     'ckptd[metrics]'`)."""
 
+    dash: str = _key("", _metrics_value, "address:port, unix:/path, or empty", "off")
+    """Where this daemon serves the page of `ckptctl dash`: an address with a port (0 chooses a free one), or
+    a unix socket, which trainer_group can connect to. Beyond loopback viewers need the token in
+    <runtime_dir>/dash.token, which the daemon makes (docs/operations.md)."""
+
     otel_endpoint: str = _key("", _otel_value, "http://host:port, https://host:port, or empty", "off")
     """OTLP/HTTP collector that gets a trace of each recovery (docs/observability.md#traces-of-recoveries);
     /v1/traces is added. Empty: the one that OpenTelemetry's own variables name, if any

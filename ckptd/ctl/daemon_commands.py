@@ -183,7 +183,7 @@ def _dash(args: argparse.Namespace) -> CommandOutcome:
         view = poll.view()
         try:
             server = DashServer(args.address, args.port, _token(args))
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise CommandError(f"{args.address} port {args.port} cannot be used: {error}") from error
         with server:
             server.publish(view)  # before anybody can know the address

@@ -17,12 +17,58 @@ from ckptd.holdings import newest_history
 from ckptd.transport import messages as m
 from ckptd.transport.wire import ControlClient, RefusedError, RequestTimeout, WireError
 
-__all__ = ["DaemonPoll", "surveyed_ranks"]
+__all__ = ["SELDOM_S", "DaemonPoll", "DashMemory", "surveyed_ranks"]
 
-_SELDOM_S = 10.0  # between two questions whose answers are large
+SELDOM_S = 10.0  # between two questions whose answers are large
 _EVENTS_KEPT = 500
 _PAGE = 10_000
 _RECOVERIES_KEPT = 256
+
+
+class DashMemory:
+    """Makes views of one daemon's answers, and keeps what earlier ones showed, as much as the page shows."""
+
+    def __init__(self) -> None:
+        self._history = PaceHistory()
+        self._events = deque[m.EventInfo](maxlen=_EVENTS_KEPT)
+        self._recoveries = deque[m.EventInfo](maxlen=_RECOVERIES_KEPT)
+        self._boot_id, self._last_seq = "", 0
+        self._placements: dict[RunName, PlacementView] = {}
+        self.surveys: dict[RunName, dict[int, SurveyedRank]] = {}
+
+    def events_since(self, boot_id: str) -> int:
+        """The event after which the daemon that was started under this id is to be asked for more."""
+        if boot_id != self._boot_id:  # a restarted daemon counts anew
+            self._boot_id, self._last_seq = boot_id, 0
+        return self._last_seq
+
+    def place(self, seen: m.SeenElastic) -> None:
+        """Note the placements of elastic jobs."""
+        self._placements = {(each.job, each.run): placement_of(each.elastic) for each in seen.told}
+
+    def take(
+        self, status: m.Status, snapshots: m.Snapshots, peers: m.Peers, page: m.Events, at_s: float
+    ) -> Answers:
+        """All answers of ``at_s`` (unix time), with what is kept.
+
+        Args:
+            page: the events after `events_since`.
+        """
+        self._last_seq = page.events[-1].seq if page.events else page.last_seq
+        self._events.extend(page.events)
+        self._recoveries.extend(event for event in page.events if event.kind == "recovery_phases")
+        self._history.add(status.sessions, at_s)
+        return Answers(
+            at_s=at_s,
+            status=status,
+            snapshots=snapshots,
+            peers=peers,
+            events=tuple(self._events),
+            recoveries=tuple(self._recoveries),
+            placements=self._placements,
+            paces=self._history.paces(),
+            surveys=self.surveys,
+        )
 
 
 class DaemonPoll:
@@ -36,13 +82,8 @@ class DaemonPoll:
         self, client: ControlClient, *, whole_job: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         self._client, self._whole_job, self._clock = client, whole_job, clock
-        self._history = PaceHistory()
-        self._events = deque[m.EventInfo](maxlen=_EVENTS_KEPT)
-        self._recoveries = deque[m.EventInfo](maxlen=_RECOVERIES_KEPT)
-        self._boot_id, self._last_seq = "", 0
+        self._memory = DashMemory()
         self._seldom_due_s = 0.0
-        self._placements: dict[RunName, PlacementView] = {}
-        self._surveys: dict[RunName, dict[int, SurveyedRank]] = {}
         self._answers: Answers | None = None
 
     def view(self) -> DashView:
@@ -64,37 +105,19 @@ class DaemonPoll:
         status = ask(m.GetStatus(), m.Status)
         snapshots = ask(m.GetSnapshots(), m.Snapshots)
         peers = ask(m.GetPeers(), m.Peers)
-        self._read_events(status.boot_id)
+        since = self._memory.events_since(status.boot_id)
+        page = ask(m.GetEvents(since=since, limit=_PAGE), m.Events)
         now_s = self._clock()
-        self._history.add(status.sessions, now_s)
         if now_s >= self._seldom_due_s:
             self._ask_seldom(status)
-            self._seldom_due_s = now_s + _SELDOM_S
-        return Answers(
-            at_s=now_s,
-            status=status,
-            snapshots=snapshots,
-            peers=peers,
-            events=tuple(self._events),
-            recoveries=tuple(self._recoveries),
-            placements=self._placements,
-            paces=self._history.paces(),
-            surveys=self._surveys,
-        )
-
-    def _read_events(self, boot_id: str) -> None:
-        if boot_id != self._boot_id:  # a restarted daemon counts anew
-            self._boot_id, self._last_seq = boot_id, 0
-        page = self._client.ask(m.GetEvents(since=self._last_seq, limit=_PAGE), m.Events)
-        self._last_seq = page.events[-1].seq if page.events else page.last_seq
-        self._events.extend(page.events)
-        self._recoveries.extend(event for event in page.events if event.kind == "recovery_phases")
+            self._seldom_due_s = now_s + SELDOM_S
+        return self._memory.take(status, snapshots, peers, page, now_s)
 
     def _ask_seldom(self, status: m.Status) -> None:
-        seen = self._client.ask(m.GetElastic(), m.SeenElastic)
-        self._placements = {(each.job, each.run): placement_of(each.elastic) for each in seen.told}
+        self._memory.place(self._client.ask(m.GetElastic(), m.SeenElastic))
         live = {(session.job, session.run) for session in status.sessions}
-        self._surveys = {name: self._survey(*name) for name in sorted(live)} if self._whole_job else {}
+        surveys = {name: self._survey(*name) for name in sorted(live)} if self._whole_job else {}
+        self._memory.surveys = surveys
 
     def _survey(self, job: str, run: str) -> dict[int, SurveyedRank]:
         try:

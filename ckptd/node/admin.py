@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import ckptd
 from ckptd.core.recovery.recovery_phases import RecoveryHistograms
@@ -24,6 +24,7 @@ from ckptd.units import format_bytes
 __all__ = ["Admin", "ElasticFacts", "NodeView", "openers"]
 
 
+_EVENTS_IN_VIEW = 500
 RUNS_MAX = 16  # a placement of 64 layers on 1,024 nodes is some megabytes
 
 
@@ -64,12 +65,14 @@ class ElasticFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What metrics are made of: the answers that `ckptctl` gets, all of one moment."""
+    """What metrics and page are made of: the answers that `ckptctl` gets, all of one moment."""
 
     status: m.Status
     peers: m.Peers
     snapshots: m.Snapshots
     recoveries: RecoveryHistograms
+    events: m.Events = field(default_factory=lambda: m.Events((), 1, 0))
+    elastic: m.SeenElastic = field(default_factory=lambda: m.SeenElastic(()))
 
 
 class Admin:
@@ -118,10 +121,13 @@ class Admin:
             durable=None if self._tier is None else self._durable(self._tier),
         )
 
-    def view(self, recoveries: RecoveryHistograms) -> NodeView:
-        """Everything of this moment, for another thread."""
+    def view(self, recoveries: RecoveryHistograms, elastic: m.SeenElastic, since: int) -> NodeView:
+        """Everything of this moment, with the newest events after ``since``, for another thread."""
         snapshots = self.snapshots(m.GetSnapshots())
-        return NodeView(self.status(), self._peering.status(), snapshots, deepcopy(recoveries))
+        since = max(since, self._events.last_seq - _EVENTS_IN_VIEW)
+        events = self._events.page(since, _EVENTS_IN_VIEW)
+        peers = self._peering.status()
+        return NodeView(self.status(), peers, snapshots, deepcopy(recoveries), events, elastic)
 
     def _durable(self, tier: StorageTier) -> m.DurableStatus:
         counters = self._events.counters

@@ -62,7 +62,7 @@ from ckptd.units import format_bytes
 from ckptd.workers import Workers
 
 if TYPE_CHECKING:
-    from ckptd.node.metrics_listener import MetricsListener
+    from ckptd.node.node_pages import NodePages
     from ckptd.node.recovery_traces import RecoveryTraces
 
 __all__ = ["Daemon", "Notifier", "take_over"]
@@ -145,7 +145,7 @@ class Daemon(SlotListener):
         self._notifier = Notifier(address)
         self._beat_s = min(_TICK_S, watchdog_s / 2) if watchdog_s else _TICK_S
         self._trainers = TrainerSocket(node, group, self._service.handle)
-        self._metrics = self._serve_metrics(node) if config.metrics else None
+        self._pages = self._serve_pages(node) if config.metrics or config.dash else None
         self._stop_reason = ""
         self._interrupted = False
         logger.info("quota %s in %s, %d digest threads", format_bytes(quota), folder, digesters)
@@ -161,18 +161,20 @@ class Daemon(SlotListener):
         peering.use_store(tier.link)
         return tier
 
-    def _serve_metrics(self, node: NodeContext) -> MetricsListener:
+    def _serve_pages(self, node: NodeContext) -> NodePages:
+        # Only here, and it imports more only where it is needed: most daemons serve nothing.
+        from ckptd.node.node_pages import NodePages
+
         try:
-            # Only here: its library takes memory that most daemons do not need.
-            from ckptd.node.metrics_listener import MetricsListener
+            pages = NodePages(node, self._group, self._service.view)
         except ModuleNotFoundError as error:
             text = f"metrics = {self._config.metrics!r} needs the package {error.name}"
             raise ConfigError(
                 f"{text}: run `pip install 'ckptd[metrics]'`, or leave metrics empty"
             ) from error
-        listener = MetricsListener(node, self._group, self._service.view)
-        self._events.add("info", "metrics", f"metrics are served at {listener.address}")
-        return listener
+        for name, text in pages.said.items():
+            self._events.add("info", name, text)
+        return pages
 
     def _send_traces(self, node: NodeContext) -> RecoveryTraces | None:
         endpoint = traces_wanted(self._config)
@@ -333,8 +335,8 @@ class Daemon(SlotListener):
         self._events.add("info", "stopping", self._stop_reason or "an error")
         self._poller.unregister(self._trainers.socket)
         self._trainers.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._pages is not None:
+            self._pages.close()
         if self._traces is not None:
             self._traces.close()
         deadline = time.monotonic() + self._config.drain_timeout_s

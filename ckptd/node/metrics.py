@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from ckptd.core.histogram import STALL_BOUNDS_S, buckets_in_metrics
 from ckptd.core.snapshot_policy import PolicyKind
@@ -25,7 +29,7 @@ from ckptd.node.admin import NodeView
 from ckptd.transport import messages as m
 from ckptd.transport.messages import RefusalCode
 
-__all__ = ["METRICS", "MetricSpec", "metric_families"]
+__all__ = ["METRICS", "MetricSpec", "metric_families", "metrics_text"]
 
 _Labels = tuple[str, ...]
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
@@ -144,6 +148,21 @@ _PERSIST_FAILURES = {
 }
 _MISSING = ("failed", "torn", "no_slot", "undecided")
 _PUTS = {"peers": "replicated", "storage": "persisted"}
+
+
+def metrics_text(view: NodeView) -> bytes:
+    """The page that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_OneView(view))
+    return generate_latest(registry)
+
+
+class _OneView(Collector):
+    def __init__(self, view: NodeView) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        return metric_families(self._view)
 
 
 def metric_families(view: NodeView) -> list[Family]:

@@ -186,9 +186,9 @@ class Service:
         if len(self.sessions) or any(s.detached_at_s is None for s in self._store.everything()):
             self._busy_s = now_s
 
-    def view(self) -> NodeView:
-        """What this node does at this moment."""
-        return self._admin.view(self._recoveries)
+    def view(self, since: int) -> NodeView:
+        """What this node does at this moment, with the newest events after ``since``."""
+        return self._admin.view(self._recoveries, self._elastic.seen("", "", self._clock()), since)
 
     @property
     def idle_s(self) -> float:

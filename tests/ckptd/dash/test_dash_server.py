@@ -18,9 +18,11 @@ from typing import Any, Self
 import msgspec
 import pytest
 
+from ckptd import http_server
 from ckptd.dash import dash_server
 from ckptd.dash.dash_server import DashServer
 from ckptd.dash.dash_view import DashView, view_of
+from ckptd.http_server import Page
 from ckptd.transport import messages as m
 from tests.ckptd.dash.fabricated import answers, everything
 from tests.ckptd.running import ROOT, DaemonProcess, attach, busy_daemon, eventually
@@ -81,7 +83,7 @@ def test_the_page_asks_nothing_of_others_and_its_policy_forbids_it(server: DashS
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
 def test_nothing_but_get_is_served(server: DashServer, method: str) -> None:
-    assert get(server.url, "/view.json", method=method).status == 501
+    assert get(server.url, "/view.json", method=method).status == 405
 
 
 def test_other_paths_do_not_exist(server: DashServer) -> None:
@@ -112,7 +114,7 @@ def test_with_a_token_the_view_is_for_those_who_have_it(view: DashView) -> None:
 
 
 def test_silent_clients_block_nobody(server: DashServer) -> None:
-    """Each holds a thread; beyond a number of them the oldest is closed."""
+    """Beyond a number of connections the oldest is closed."""
     host, _, port = server.url.removeprefix("http://").rstrip("/").rpartition(":")
     silent = [socket.create_connection((host, int(port)), 20) for _ in range(3 * dash_server._CONNECTIONS)]
     for each in silent:
@@ -127,7 +129,7 @@ def test_silent_clients_block_nobody(server: DashServer) -> None:
 def test_a_client_that_asks_for_nothing_is_closed_in_time(
     server: DashServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dash_server._Handler, "timeout", 0.2)
+    monkeypatch.setattr(http_server, "_DEADLINE_S", 0.2)
     host, _, port = server.url.removeprefix("http://").rstrip("/").rpartition(":")
     with socket.create_connection((host, int(port)), 20) as silent:
         assert silent.recv(1) == b""
@@ -259,21 +261,17 @@ def test_a_browser_shows_everything(browser: str, tmp_path: Path, world_size: in
 
 
 @pytest.mark.slow
-def test_the_page_updates_by_itself_and_says_when_it_cannot(
-    browser: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, asked = dash_server._Handler.do_GET, list[str]()
-    server = DashServer("127.0.0.1", 0, TOKEN)
+def test_the_page_updates_by_itself_and_says_when_it_cannot(browser: str, tmp_path: Path) -> None:
+    asked = list[int]()
 
-    def next_view(handler: Any) -> None:
-        served(handler)
-        if handler.path == "/view.json":
-            asked.append(handler.path)
+    class Changing(DashServer):
+        async def _current(self) -> Page:
+            asked.append(len(asked))
             error = "no answer to GetStatus" if len(asked) > 2 else ""
-            server.publish(view_of(replace(answers(), error=error)))
+            self.publish(view_of(replace(answers(), error=error)))
+            return await super()._current()
 
-    monkeypatch.setattr(dash_server._Handler, "do_GET", next_view)
-    with server:
+    with Changing("127.0.0.1", 0, TOKEN) as server:
         server.publish(view_of(answers()))
         document = browse(browser, server.url, tmp_path, "--dump-dom")
     assert len(asked) > 3

@@ -503,7 +503,7 @@ def test_a_recovery_is_counted_once_by_the_report_that_follows_its_notice(settin
         m.Report(10, {"phase_loaded_s": 0.25, "phase_replayed_s": 1.0}),
     ):
         setting.service.handle(b"t", told, setting.answers.append)
-    found = setting.service.view().recoveries
+    found = setting.service.view(0).recoveries
     assert setting.answers == []
     assert (found.whole.count, found.whole.total) == (1, 1.25)
     assert {phase for phase, histogram in found.phases.items() if histogram.count} == {"loaded", "replayed"}
@@ -511,7 +511,7 @@ def test_a_recovery_is_counted_once_by_the_report_that_follows_its_notice(settin
 
 def test_a_view_stays_as_it_was(setting: Setting) -> None:
     """Another thread reads it while the daemon goes on."""
-    before = setting.service.view()
+    before = setting.service.view(0)
     setting.attach()
     setting.service.handle(b"t", m.Notice("info", "recovery_phases", ""), setting.answers.append)
     setting.service.handle(b"t", m.Report(9, {"phase_loaded_s": 0.25}), setting.answers.append)

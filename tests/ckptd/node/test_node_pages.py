@@ -1,7 +1,8 @@
-"""The page over HTTP: addresses, refusals, and scrapers that are slow, silent or too many."""
+"""Metrics and page over HTTP: addresses, tokens, and scrapers that are slow, silent or too many."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
@@ -9,17 +10,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from ckptd import http_server
 from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.config.settings import DaemonConfig
+from ckptd.dash.dash_poll import DaemonPoll
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore
-from ckptd.node import metrics_listener
+from ckptd.node import metrics, node_pages
 from ckptd.node.admin import NodeView
-from ckptd.node.metrics_listener import MetricsListener
+from ckptd.node.node_pages import NodePages
 from ckptd.node_context import NodeContext
 from ckptd.transport import messages as m
 from ckptd.transport.wire import RefusedError
@@ -33,12 +40,16 @@ class Node:
 
     Attributes:
         asked: how often it was asked for a view.
+        since: after which event, each time.
     """
 
-    def __init__(self, folder: Path, metrics: str) -> None:
+    def __init__(self, folder: Path, metrics: str, dash: str = "") -> None:
         store = SegmentStore(folder, 1 << 20, "here", mlock="off", hugepages="off")
-        self.context = NodeContext(DaemonConfig(metrics=metrics), store, EventLog(100), self.post)
+        self.context = NodeContext(
+            DaemonConfig(metrics=metrics, dash=dash, runtime_dir=str(folder)), store, EventLog(100), self.post
+        )
         self.asked, self.busy = 0, False
+        self.since: list[int] = []
         self.held: list[Callable[[], None]] = []
         self.errors: list[RuntimeError] = []
 
@@ -51,14 +62,16 @@ class Node:
         except RuntimeError as error:  # as `NodeContext.guarded`
             self.errors.append(error)
 
-    def view(self) -> NodeView:
+    def view(self, since: int) -> NodeView:
         self.asked += 1
-        return full()
+        self.since.append(since)
+        event = m.EventInfo(since + 1, 0, "info", "kind", "text")
+        return replace(full(), events=m.Events((event,), 1, since + 1))
 
 
 @contextmanager
-def listening(node: Node, group: int | None = None) -> Iterator[MetricsListener]:
-    listener = MetricsListener(node.context, group, node.view)
+def listening(node: Node, group: int | None = None) -> Iterator[NodePages]:
+    listener = NodePages(node.context, group, node.view)
     try:
         yield listener
     finally:
@@ -72,44 +85,46 @@ def node(tmp_path: Path) -> Node:
 
 def test_a_scrape_is_answered_with_a_page(node: Node) -> None:
     with listening(node) as listener:
-        response, text = get(listener.address)
+        response, text = get(listener.addresses["metrics"])
         assert (response.status, response.getheader("Content-Length")) == (200, str(len(text)))
         assert response.getheader("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
-        assert scrape(listener.address)["ckptd_sessions"] == 1
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
 
 
 @pytest.mark.parametrize(("method", "target", "status"), [("GET", "/", 404), ("POST", "/metrics", 405)])
 def test_nothing_else_is_served(node: Node, method: str, target: str, status: int) -> None:
     with listening(node) as listener:
-        assert get(listener.address, target, method)[0].status == status
+        assert get(listener.addresses["metrics"], target, method)[0].status == status
     assert node.asked == 0
 
 
 def test_the_daemon_describes_itself_once_a_second_however_many_ask(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_listener, "_FRESH_S", 3600.0)
+    monkeypatch.setattr(node_pages, "_FRESH_S", 3600.0)
     with listening(node) as listener:
-        assert {scrape(listener.address).text for _ in range(5)} == {scrape(listener.address).text}
+        assert {scrape(listener.addresses["metrics"]).text for _ in range(5)} == {
+            scrape(listener.addresses["metrics"]).text
+        }
     assert node.asked == 1
 
 
 def test_a_page_is_made_anew_when_it_is_old(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_listener, "_FRESH_S", 0.0)
-    monkeypatch.setattr(metrics_listener, "_SHARE", float("inf"))
+    monkeypatch.setattr(node_pages, "_FRESH_S", 0.0)
+    monkeypatch.setattr(node_pages, "_SHARE", float("inf"))
     with listening(node) as listener:
         for _ in range(3):
-            scrape(listener.address)
+            scrape(listener.addresses["metrics"])
     assert node.asked == 3
 
 
 def test_a_description_that_takes_long_is_made_less_often(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_listener, "_FRESH_S", 0.0)
-    monkeypatch.setattr(metrics_listener, "_SHARE", 1e-9)
+    monkeypatch.setattr(node_pages, "_FRESH_S", 0.0)
+    monkeypatch.setattr(node_pages, "_SHARE", 1e-9)
     with listening(node) as listener:
-        assert scrape(listener.address).text == scrape(listener.address).text
+        assert scrape(listener.addresses["metrics"]).text == scrape(listener.addresses["metrics"]).text
     assert node.asked == 1
 
 
@@ -117,7 +132,7 @@ def test_a_unix_socket_is_this_user_s_alone(tmp_path: Path) -> None:
     path = tmp_path / "metrics.sock"
     with listening(Node(tmp_path, f"unix:{path}")) as listener:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert scrape(listener.address)["ckptd_sessions"] == 1
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
     assert not path.exists()
 
 
@@ -148,16 +163,19 @@ def test_a_file_at_the_path_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_an_error_with_its_address(tmp_path: Path, node: Node) -> None:
     with listening(node) as listener:
-        other = Node(tmp_path, listener.address)
-        with pytest.raises(UnusableFolder, match=f"at {listener.address}: .*in use"), listening(other):
+        other = Node(tmp_path, listener.addresses["metrics"])
+        with (
+            pytest.raises(UnusableFolder, match=f"at {listener.addresses['metrics']}: .*in use"),
+            listening(other),
+        ):
             pass
 
 
 # -- scrapers that do not behave ------------------------------------------------------------------
 
 
-def connect(listener: MetricsListener) -> socket.socket:
-    host, _, port = listener.address.rpartition(":")
+def connect(listener: NodePages) -> socket.socket:
+    host, _, port = listener.addresses["metrics"].rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
 
 
@@ -176,51 +194,48 @@ def send_forever(connection: socket.socket) -> None:
 
 
 def test_silent_clients_are_closed_at_the_deadline(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_listener, "_DEADLINE_S", 0.1)
+    monkeypatch.setattr(http_server, "_DEADLINE_S", 0.1)
     with listening(node) as listener, connect(listener) as silent:
         assert silent.recv(1) == b""  # and no sooner answer: it never asked
-        assert scrape(listener.address)["ckptd_sessions"] == 1
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
 
 
 def test_a_client_that_sends_without_an_end_is_closed(node: Node) -> None:
     with listening(node) as listener, connect(listener) as endless:
         with pytest.raises(ConnectionError):
             send_forever(endless)
-        assert scrape(listener.address)["ckptd_sessions"] == 1
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
 
 
 def test_a_client_that_never_reads_is_closed_with_what_it_was_sent(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page is larger than what the kernel takes for it."""
-    monkeypatch.setattr(metrics_listener, "_DEADLINE_S", 0.3)
-    monkeypatch.setattr(metrics_listener, "generate_latest", lambda _: b"x" * (32 << 20))
+    monkeypatch.setattr(http_server, "_DEADLINE_S", 0.3)
+    monkeypatch.setattr(metrics, "generate_latest", lambda _: b"x" * (32 << 20))
     with listening(node) as listener, connect(listener) as stuck:
         stuck.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        eventually(lambda: listener._open == 1, "it is being answered")
-        eventually(lambda: listener._open == 0, "it was closed")
+        eventually(lambda: listener.server.open == 1, "it is being answered")
+        eventually(lambda: listener.server.open == 0, "it was closed")
         got = 0
         while part := stuck.recv(1 << 20):
             got += len(part)
         assert got < 32 << 20
 
 
-def test_too_many_connections_are_closed_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_listener, "_CONNECTIONS", 2)
+def test_beyond_a_number_of_connections_the_oldest_is_closed(node: Node) -> None:
     with listening(node) as listener, ExitStack() as stack:
-        first = [stack.enter_context(connect(listener)) for _ in range(2)]
-        eventually(lambda: listener._open == 2, "both are accepted")
-        with connect(listener) as third:
-            assert answer_on(third) == b""
-        first.pop().close()
-        eventually(lambda: listener._open == 1, "one is gone")
-        assert scrape(listener.address)["ckptd_sessions"] == 1
+        silent = [stack.enter_context(connect(listener)) for _ in range(8)]
+        eventually(lambda: listener.server.open == 8, "all are accepted")
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
+        assert silent[0].recv(1) == b""
+        assert answer_on(silent[1]) == b"HTTP/1.1 200 OK\r"
 
 
 def test_a_daemon_that_is_busy_answers_late_and_keeps_nothing_of_scrapers_that_left(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_listener, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(http_server, "_DEADLINE_S", 0.2)
     node.busy = True
     with listening(node) as listener:
         with connect(listener) as early:
@@ -229,27 +244,101 @@ def test_a_daemon_that_is_busy_answers_late_and_keeps_nothing_of_scrapers_that_l
         for work in node.held:
             work()
         assert node.asked == 0
-        assert scrape(listener.address)["ckptd_sessions"] == 1
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
 
 
 def test_an_error_in_a_description_ends_one_scrape_only(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> NodeView:
+    def fail(_: int) -> NodeView:
         raise RuntimeError("a bug")
 
     good = node.view
-    monkeypatch.setattr(node, "view", lambda: good() if node.errors else fail())
+    monkeypatch.setattr(node, "view", lambda since: good(since) if node.errors else fail(since))
     with listening(node) as listener:
         with connect(listener) as unlucky:
             assert answer_on(unlucky) == b""
-        assert scrape(listener.address)["ckptd_sessions"] == 1
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
     assert [str(error) for error in node.errors] == ["a bug"]
 
 
 def test_a_close_does_not_wait_for_scrapers(node: Node) -> None:
     with listening(node) as listener, connect(listener):
-        eventually(lambda: listener._open == 1, "it is accepted")
-        thread = listener._thread
+        eventually(lambda: listener.server.open == 1, "it is accepted")
+        thread = listener.server._thread
     assert not thread.is_alive()
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def fetched(address: str, **headers: str) -> tuple[int, Any]:
+    connection = HTTPConnection(address, timeout=20)
+    try:
+        connection.request("GET", "/view.json", headers=headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        return answer.status, json.loads(text) if answer.status == 200 else text.decode()
+    finally:
+        connection.close()
+
+
+def test_one_description_serves_metrics_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_pages, "_FRESH_S", 3600.0)
+    node = Node(tmp_path, "127.0.0.1:0", "127.0.0.1:0")
+    with listening(node) as listener:
+        assert scrape(listener.addresses["metrics"])["ckptd_sessions"] == 1
+        status, view = fetched(listener.addresses["dash"])
+        assert get(listener.addresses["dash"], "/")[0].status == 200
+        assert get(listener.addresses["dash"], "/metrics")[0].status == 404
+        assert get(listener.addresses["metrics"], "/view.json")[0].status == 404
+    assert status == 200
+    assert [run["run"] for run in view["runs"]] == ["run"]
+    assert node.asked == 1
+
+
+def test_events_are_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_pages, "_FRESH_S", 0.0)
+    monkeypatch.setattr(node_pages, "_SHARE", float("inf"))
+    node = Node(tmp_path, "", "127.0.0.1:0")
+    with listening(node) as listener:
+        seen = [fetched(listener.addresses["dash"])[1]["events"] for _ in range(3)]
+    assert node.since == [0, 1, 2]
+    assert [event["seq"] for event in seen[-1]] == [1, 2, 3]
+
+
+def test_without_a_page_no_events_are_asked_for(node: Node) -> None:
+    with listening(node) as listener:
+        scrape(listener.addresses["metrics"])
+    assert node.since == [1 << 62]
+
+
+def test_beyond_loopback_the_token_in_a_private_file_is_needed(tmp_path: Path) -> None:
+    file = tmp_path / "dash.token"
+    with listening(Node(tmp_path, "", "0.0.0.0:0")) as listener:
+        port = listener.addresses["dash"].rpartition(":")[2]
+        token = file.read_text()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert token not in listener.said["dash"]
+        assert str(file) in listener.said["dash"]
+        assert fetched(f"127.0.0.1:{port}")[0] == 401
+        assert fetched(f"127.0.0.1:{port}", Authorization=f"Bearer {token}")[0] == 200
+    with listening(Node(tmp_path, "", "0.0.0.0:0")):
+        assert file.read_text() == token, "a restart keeps it"
+    file.write_text("1234")
+    with pytest.raises(UnusableFolder, match="holds no token"), listening(Node(tmp_path, "", "0.0.0.0:0")):
+        pass
+
+
+def test_on_loopback_only_names_of_the_address_are_served(tmp_path: Path) -> None:
+    with listening(Node(tmp_path, "", "127.0.0.1:0")) as listener:
+        assert fetched(listener.addresses["dash"], Host="evil.example")[0] == 421
+    assert not (tmp_path / "dash.token").exists()
+
+
+def test_a_unix_socket_needs_no_token(tmp_path: Path) -> None:
+    with listening(Node(tmp_path, "", f"unix:{tmp_path}/dash.sock")) as listener:
+        answer, text = get(listener.addresses["dash"], "/view.json")
+        assert (answer.status, len(json.loads(text)["runs"])) == (200, 1)
+    assert not (tmp_path / "dash.sock").exists()
 
 
 # -- a real daemon --------------------------------------------------------------------------------
@@ -293,3 +382,19 @@ def test_without_the_library_the_start_says_what_to_install(tmp_path: Path) -> N
     assert done.returncode == 2, done.stderr
     assert "run `pip install 'ckptd[metrics]'`, or leave metrics empty" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_daemon_serves_its_page(tmp_path: Path) -> None:
+    """The same that `ckptctl dash` would show, which asks over the daemon's socket."""
+    with running_daemon(dash=f"unix:{tmp_path}/dash.sock") as daemon, daemon.client() as client:
+        attach(client)
+        text = get(f"unix:{tmp_path}/dash.sock", "/view.json")[1]
+        mine = json.loads(text)
+        theirs = json.loads(msgspec.json.encode(DaemonPoll(client).view()))
+        told = client.ask(m.GetEvents(since=0, limit=1000), m.Events).events
+    assert f"the page is served at unix:{tmp_path}/dash.sock" in [event.message for event in told]
+    assert [run["live"] for run in mine["runs"]] == [True]
+    for view in (mine, theirs):
+        for moving in ("at_s", "uptime_s"):
+            del view[moving]
+    assert mine == theirs

@@ -1,0 +1,120 @@
+"""The server of pages: what it answers to whom, on several addresses, and to what is no HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+from collections.abc import Iterator
+from email.message import Message
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPResponse
+
+import pytest
+
+from ckptd import http_server
+from ckptd.http_server import HttpServer, Page, Site, listener_at, shown_address
+from tests.ckptd.running import eventually
+
+LONG = Page(b"long " * 1000, "text/plain", {"X-Of": "long"})
+
+
+async def short() -> Page:
+    return Page(b"short", "text/plain")
+
+
+async def long() -> Page:
+    return LONG
+
+
+def refuse(path: str, headers: Message) -> tuple[HTTPStatus, str] | None:
+    return (HTTPStatus.UNAUTHORIZED, "not for you") if headers.get("X-Who") == "nobody" else None
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[HttpServer, str, str]]:
+    sites = [
+        Site(listener_at("127.0.0.1:0"), {"/short": short, "/long": long}, refuse),
+        Site(listener_at("127.0.0.1:0"), {"/": long}),
+    ]
+    one, other = (shown_address(site.listener) for site in sites)
+    server = HttpServer("test", sites, connections=4)
+    yield server, one, other
+    server.close()
+    for address in (one, other):
+        host, _, port = address.rpartition(":")
+        with socket.socket() as trial:
+            assert trial.connect_ex((host, int(port))) != 0, "it listens no more"
+
+
+def get(address: str, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
+    connection = HTTPConnection(address, timeout=20)
+    try:
+        connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        answer = connection.getresponse()
+        return answer, answer.read()
+    finally:
+        connection.close()
+
+
+def test_each_address_has_pages_of_its_own(served: tuple[HttpServer, str, str]) -> None:
+    _, one, other = served
+    assert get(one, "/short?query")[1] == b"short"
+    answer, body = get(other, "/")
+    assert (body, answer.getheader("X-Of"), answer.getheader("Cache-Control")) == (
+        LONG.body,
+        "long",
+        "no-store",
+    )
+    assert get(other, "/short")[0].status == 404
+
+
+def test_long_pages_are_compressed_for_those_who_understand_it(served: tuple[HttpServer, str, str]) -> None:
+    _, one, _ = served
+    answer, body = get(one, "/long", Accept_Encoding="br, gzip")
+    assert answer.getheader("Content-Encoding") == "gzip"
+    assert gzip.decompress(body) == LONG.body
+    assert get(one, "/short", Accept_Encoding="gzip")[1] == b"short"
+    assert get(one, "/long")[1] == LONG.body
+
+
+def test_what_is_refused_has_its_status_and_reason(served: tuple[HttpServer, str, str]) -> None:
+    _, one, _ = served
+    answer, body = get(one, "/short", X_Who="nobody")
+    assert (answer.status, body) == (401, b"Unauthorized: not for you\n")
+    assert get(one, "/short", "POST")[0].status == 405
+    assert get(one, "/nothing", X_Who="nobody")[0].status == 404
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"GET\r\n\r\n", b"GET /short HTTP/1.1\r\n: : :\r\n\r\n"],
+)
+def test_what_is_no_http_harms_nobody(served: tuple[HttpServer, str, str], request_: bytes) -> None:
+    server, one, _ = served
+    host, _, port = one.rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as strange:
+        strange.sendall(request_)
+        strange.settimeout(20)
+        while strange.recv(4096):
+            pass
+    assert get(one, "/short")[1] == b"short"
+    eventually(lambda: server.open == 0, "nothing stays open")
+
+
+def test_more_headers_than_anybody_sends_end_the_connection(served: tuple[HttpServer, str, str]) -> None:
+    _, one, _ = served
+    host, _, port = one.rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as strange:
+        strange.sendall(b"GET /short HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n")
+        assert strange.recv(1) == b""
+    assert get(one, "/short")[1] == b"short"
+
+
+def test_a_silent_client_is_closed_at_the_deadline(
+    served: tuple[HttpServer, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_DEADLINE_S", 0.1)
+    _, one, _ = served
+    host, _, port = one.rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as silent:
+        assert silent.recv(1) == b""
