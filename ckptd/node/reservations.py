@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.sessions import AttachWish, RankKey, TrainerSession
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
 from ckptd.errors import SegmentError
@@ -251,13 +252,11 @@ def _bad_request(request: _Request) -> str | None:
         return f"rank {message.rank} of a run with {world_size} ranks"
     if len(request.image_lens) < len(message.pieces):
         return "a slot header in the request is damaged"
-    if not request.is_copy:
-        return None
     source = request.source
-    names = f"{source.job}~{source.run}~r{source.rank}~g"
+    files, stored = f"{source.job}~{source.run}~r{source.rank}~g", f"{source.job}/{source.run}/"
     for piece in message.pieces:
         for each in piece.sources:
-            if not each.segment.startswith(names):
+            if not each.segment.startswith(stored if each.node == STORE_NODE else files):
                 return f"{each.segment} on {each.node} is no segment of {source}"
     return None
 

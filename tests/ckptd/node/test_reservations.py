@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from ckptd.config.settings import DaemonConfig
+from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
@@ -143,6 +145,19 @@ def test_a_copy_holds_what_the_other_rank_has_and_is_nobodys_memory(setting: Set
     reserved = setting.ask(m.Reserve(MIB, 1, own))
     assert isinstance(reserved, m.Reserved)
     assert reserved.segment.generation == 0
+
+
+@pytest.mark.parametrize("node", ["here", "elsewhere", STORE_NODE])
+def test_a_rank_fetches_from_segments_of_its_own_run_only(setting: Setting, node: str) -> None:
+    """Otherwise the daemon would copy what the trainer may not read."""
+    setting.attach(OTHER)
+    theirs = setting.make("snapshots", 5, run="other")
+    name = "job/other/000000000005/commit-0" if node == STORE_NODE else ""
+    request = msgspec.structs.replace(wanted(theirs, name=name, node=node), kind="", rank=-1)
+    refused = setting.ask(request, OTHER)
+    assert isinstance(refused, m.Refused)
+    assert refused.code is m.RefusalCode.BAD_MESSAGE
+    assert refused.message == f"{name or theirs.path.name} on {node} is no segment of job/run rank 1"
 
 
 def test_a_copy_counts_until_it_is_dropped(setting: Setting) -> None:
