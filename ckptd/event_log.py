@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from itertools import islice
 
 from ckptd.core.sessions import RankKey
 from ckptd.printable import one_line
@@ -72,9 +74,14 @@ class EventLog:
             self._of_trainers.add(kind)
         return kind in self._of_trainers
 
-    def page(self, since: int, limit: int) -> Events:
-        """Events with `seq` above `since`, oldest first."""
+    def page(self, since: int, limit: int, sees: Callable[[str], bool] | None = None) -> Events:
+        """Events with `seq` above `since`, oldest first, at most ``limit``.
+
+        Args:
+            sees: leaves out events of other jobs than those for which it is true.
+        """
         first = self._events[0].seq if self._events else self.last_seq + 1
         skip = max(0, since + 1 - first)
-        found = [self._events[i] for i in range(skip, min(skip + limit, len(self._events)))]
-        return Events(events=tuple(found), first_seq=first, last_seq=self.last_seq)
+        found = islice(self._events, skip, None)
+        wanted = found if sees is None else (event for event in found if sees(event.job))
+        return Events(events=tuple(islice(wanted, limit)), first_seq=first, last_seq=self.last_seq)

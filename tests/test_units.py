@@ -224,6 +224,32 @@ def test_several_users_have_a_daemon_each(systemd: Systemd) -> None:
         systemd.ctl("stop", "ckptd@alice", "ckptd@bob")
 
 
+def test_users_of_one_daemon_are_kept_apart_by_the_drop_in(unit: Systemd) -> None:
+    folder = unit.root / "etc/systemd/system/ckptd.service.d"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "deploy/ckptd-users.conf", folder / "users.conf")
+    try:
+        unit.ctl("daemon-reload")
+        unit.ctl("restart", "ckptd")
+        job = f"u{unit.run('id', '-u', 'alice').stdout.strip()}.e2e"
+        training = Training(unit, "apart", "--set", f"job={json.dumps(job)}")
+        training.end()
+        (segment,) = shown(unit, "status")["segments"]
+        assert segment["job"] == job
+        assert shown(unit, "status")["users"][0]["quota_bytes"] == 64 << 30
+        assert unit.run("head", "-c8", segment["path"], user="alice").stdout == "CKPTDSEG"
+        assert unit.run("head", "-c8", segment["path"], user="bob", check=False).returncode != 0
+        seen = json.loads(ckptctl(unit, "status", "--json", user="bob").stdout)
+        assert (seen["sessions"], seen["segments"], seen["users"]) == ([], [], [])
+        refused = ckptctl(unit, "forget", "--yes", job, "apart", user="bob")
+        assert refused.returncode == 4
+        assert "the names of this user's jobs begin with" in refused.stderr
+        assert ckptctl(unit, "forget", "--yes", job, "apart").returncode == 0
+    finally:
+        shutil.rmtree(folder)
+        unit.ctl("daemon-reload")
+
+
 # -- hardening ------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,9 @@ class RefusalCode(StrEnum):
     TOPOLOGY = "topology"  # same job, run and rank, but another world size or topology
     LAYOUT_VERSION = "layout_version"  # the segments were written by another client layout
     QUOTA = "quota"  # the daemon's memory quota is too small
+    USER_QUOTA = "user_quota"  # the memory quota of the job's user is too small
+    NOT_MEMBER = "not_member"  # the user of the process is not in the daemon's trainer_group
+    FOREIGN = "foreign"  # another user's job, or no user's
     SEGMENT_FS = "segment_fs"  # the filesystem under the segments is too small
     BAD_DESCRIPTOR = "bad_descriptor"  # a segment descriptor that contradicts the session
     NOT_FOUND = "not_found"  # no such job, run or generation
@@ -681,8 +684,16 @@ class DurableStatus(Struct, frozen=True, tag=True):
     ranks: tuple[DurableRank, ...] = ()
 
 
+class UserStatus(Struct, frozen=True, tag=True):
+    """The memory of one user on this node, with replicas of its jobs; ``quota_bytes`` 0: no limit."""
+
+    user: int
+    used_bytes: int
+    quota_bytes: int
+
+
 class Status(Struct, frozen=True, tag=True):
-    """What ``ckptctl status`` shows."""
+    """What ``ckptctl status`` shows. ``users`` is empty where the daemon does not keep users apart."""
 
     version: str
     node_id: str
@@ -705,6 +716,7 @@ class Status(Struct, frozen=True, tag=True):
     segments: tuple[SegmentStatus, ...]
     counters: dict[str, int]
     durable: DurableStatus | None = None  # None where no store is configured
+    users: tuple[UserStatus, ...] = ()
 
 
 class SlotInfo(Struct, frozen=True, tag=True):

@@ -40,6 +40,7 @@ __all__ = [
     "decode",
     "encode",
     "peer_process",
+    "peer_user",
 ]
 
 MAX_BODY_BYTES = 32 << 20  # a slot table with 100,000 operator names is about 10 MB
@@ -157,12 +158,21 @@ def peer_process(frame: zmq.Frame) -> int:
 
     0: it has no number in our pid namespace. -1: libzmq does not say. (It says "<host>:<uid>:<gid>:<pid>".)
     """
+    return _credential(frame, -1)
+
+
+def peer_user(frame: zmq.Frame) -> int:
+    """The user of that process when it connected, likewise; -1: libzmq does not say."""
+    return _credential(frame, -3)
+
+
+def _credential(frame: zmq.Frame, place: int) -> int:
     try:
         address = frame.get("Peer-Address")
     except (KeyError, zmq.ZMQError):  # a libzmq that was built without it
         return -1
     parts = str(address).split(":")
-    return int(parts[-1]) if len(parts) >= 4 and parts[-1].isdecimal() else -1
+    return int(parts[place]) if len(parts) >= 4 and parts[place].isdecimal() else -1
 
 
 class ControlClient:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.config.runtime_dir import UnusableFolder, builtin_runtime_dir, default_runtime_dir, group_number
-from ckptd.config.settings import DaemonConfig
+from ckptd.config.settings import DaemonConfig, parse_bytes, parse_user_quotas
 from ckptd.core.state_machine import validate_always
+from ckptd.core.users import UserQuotas
 from ckptd.printable import HIDDEN, for_json, hide_options, hide_secrets
 from ckptd.transport.access.local_trust import own_users, user_name
 
@@ -44,6 +45,7 @@ __all__ = [
     "render_toml",
     "traces_wanted",
     "trusted_users",
+    "user_quotas",
 ]
 
 _SECRETIVE = ("store", "store_options")  # may contain credentials: their values are not shown
@@ -207,7 +209,35 @@ def _complete(values: dict[str, Any], environ: Mapping[str, str]) -> DaemonConfi
     if "listen" not in values:
         values["listen"] = _parse("listen", endpoint_for(runtime_dir), "made from runtime_dir")
     values.setdefault("keys_dir", f"{runtime_dir}/keys")
-    return DaemonConfig(**values)
+    config = DaemonConfig(**values)
+    user_quotas(config)
+    return config
+
+
+def user_quotas(config: DaemonConfig) -> UserQuotas | None:
+    """The quotas of users; None if users are not kept apart.
+
+    Raises:
+        ConfigError: they need another setting, or are for a user that does not exist.
+    """
+    default_bytes, by_name = parse_bytes(config.user_quota), parse_user_quotas(config.user_quotas)
+    if not config.isolate_users:
+        if default_bytes or by_name:
+            raise ConfigError(
+                "user_quota and user_quotas need isolate_users = true: without it a job is of no user"
+            )
+        return None
+    if not config.trainer_group:
+        raise ConfigError(
+            "isolate_users = true needs trainer_group: without it no user but the daemon's can attach"
+        )
+    by_user: dict[int, int] = {}
+    for name, size in by_name.items():
+        try:
+            by_user[int(name) if name.isdecimal() else pwd.getpwnam(name).pw_uid] = size
+        except KeyError as error:
+            raise ConfigError(f"user_quotas: there is no user {name!r} on this machine") from error
+    return UserQuotas(default_bytes, by_user)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,15 @@ from typing import Any
 
 from ckptd.storage.stores.store_base import public_url
 
-__all__ = ["DaemonConfig", "given_settings", "parse_bytes", "parse_labels", "parse_memory", "parse_peers"]
+__all__ = [
+    "DaemonConfig",
+    "given_settings",
+    "parse_bytes",
+    "parse_labels",
+    "parse_memory",
+    "parse_peers",
+    "parse_user_quotas",
+]
 
 _IPC_PATH_LIMIT = 107  # sun_path of a unix socket, less the terminating zero
 _UNITS = {"": 1, "B": 1}
@@ -169,6 +177,26 @@ def _rate_value(text: str) -> str:
     return text.strip()
 
 
+def parse_user_quotas(text: str) -> dict[str, int]:
+    """Bytes by user (a name or a number), of "alice=128GiB,1003=16GiB".
+
+    Raises:
+        ValueError: not such pairs.
+    """
+    quotas: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        user, equals, size = part.partition("=")
+        if not equals or not user or user in quotas:
+            raise ValueError(f"{part!r} is not a new user=bytes")
+        quotas[user] = parse_bytes(size)
+    return quotas
+
+
+def _user_quotas_value(text: str) -> str:
+    parse_user_quotas(text)
+    return text
+
+
 def _labels_value(text: str) -> str:
     """The text itself, so that every setting is one line; `parse_labels` reads it."""
     parse_labels(text)
@@ -245,6 +273,17 @@ class DaemonConfig:
     trainer_group: str = _key("", str, "a group's name or number, or empty", "off")
     """Group whose members may attach as users other than the daemon's: they can enter the two folders,
     connect, and map their segments. Empty: only the daemon's own user (and root)."""
+
+    isolate_users: bool = _key(False, _boolean_value, "true or false")
+    """Keep the users of trainer_group apart: each has jobs of its own, whose names begin with u<uid>., and
+    can neither read, change nor see those of the others. Off: members of trainer_group trust each other."""
+
+    user_quota: str = _key("0", _rate_value, "bytes with units, or 0")
+    """Largest memory of each user's segments on this node, with replicas of the user's ranks on other nodes;
+    0: only `memory` limits it. Needs isolate_users."""
+
+    user_quotas: str = _key("", _user_quotas_value, "user=bytes pairs, separated by commas")
+    """Other limits for some users, by name or number, such as "alice=128GiB,1003=16GiB"; 0: none."""
 
     node_id: str = _key(
         "", _name_value, "1 to 64 of A-Z a-z 0-9 . _ -", "<hostname>-<random>, kept in runtime_dir"

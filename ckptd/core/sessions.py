@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ckptd.core.users import UserQuotas, owner_of, same_owner
 from ckptd.transport.messages import Member, Parks, RankParked, RefusalCode
 from ckptd.units import format_bytes
 
@@ -27,9 +28,11 @@ __all__ = [
     "SegmentFacts",
     "SessionTable",
     "TrainerSession",
+    "bytes_of_user",
     "decide_attach",
     "reject_if_too_large",
     "room_for_replicas",
+    "users_of",
     "wrong_members",
 ]
 
@@ -83,7 +86,8 @@ class MemoryFacts:
     """The numbers of the segment memory.
 
     `promised` is what live sessions said they need; `replica_bytes` is the part of the quota that replicas of
-    other nodes' segments use.
+    other nodes' segments use, `replicas_of` the same for each user. `quotas` is None where users are not kept
+    apart.
     """
 
     quota_bytes: int
@@ -92,6 +96,8 @@ class MemoryFacts:
     segment_dir: str
     promised: Mapping[RankKey, int] = field(default_factory=dict)
     replica_bytes: int = 0
+    replicas_of: Mapping[int, int] = field(default_factory=dict)
+    quotas: UserQuotas | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class TrainerSession:
     """One attached trainer.
 
     `pid` is its process in this pid namespace; `writer_pid` in its own one, which it writes into slots.
+    `user` is that of the process behind the connection; None: unknown.
     """
 
     identity: bytes
@@ -127,6 +134,7 @@ class TrainerSession:
     last_seen_s: float
     watched_by: str
     writer_pid: int
+    user: int | None = None
     step: int = -1
     metrics: Mapping[str, float] = field(default_factory=dict)
     parked_told: int = -1  # its parked states up to this sequence were reported
@@ -247,7 +255,10 @@ def decide_attach(
         return too_large
     generations = tuple(sorted(s.generation for s in own if s.ready))
     available = memory.quota_bytes - _taken_by_others(wish.key, segments, memory)
-    return Admitted(generations, available, _stale_notes(wish.key, segments))
+    user = owner_of(wish.key.job)
+    if limit := _quota_of(user, memory):
+        available = min(available, limit - bytes_of_user(user, segments, memory, but=wish.key))
+    return Admitted(generations, available, _stale_notes(wish.key, segments, memory))
 
 
 def reject_if_too_large(
@@ -263,13 +274,15 @@ def reject_if_too_large(
     own = sum(s.total_bytes for s in segments if s.key == key)
     if needed_bytes <= own:
         return None  # the rank has it already, even if the quota was lowered since
+    if (over := _over_user_quota(key, needed_bytes, how, segments, memory)) is not None:
+        return over
     if needed_bytes > memory.quota_bytes - others:
         return Rejected(
             RefusalCode.QUOTA,
             f"{key} needs {format_bytes(needed_bytes)}{how}; the quota is "
             f"{format_bytes(memory.quota_bytes)}, of which {format_bytes(others)} is in use"
             f"{_users(key, segments, memory)}{_replicas(memory)}",
-            _quota_hint(key, segments),
+            _quota_hint(key, segments, memory),
         )
     pending = _pending(key, segments, memory)
     missing = needed_bytes - own
@@ -306,11 +319,66 @@ def wrong_members(members: Sequence[Member], world_size: int) -> str:
     return ""
 
 
-def room_for_replicas(segments: Sequence[SegmentFacts], memory: MemoryFacts) -> int:
-    """The bytes that a replica may take: neither in use nor promised to a rank."""
+def room_for_replicas(segments: Sequence[SegmentFacts], memory: MemoryFacts, user: int | None = None) -> int:
+    """The bytes that a replica may take: neither in use nor promised to a rank.
+
+    Args:
+        user: the owner of the job, whose quota counts, too.
+    """
     in_quota = memory.quota_bytes - _taken_by_others(None, segments, memory)
     in_fs = memory.fs_available_bytes - _pending(None, segments, memory)
-    return max(0, min(in_quota, in_fs))
+    room = min(in_quota, in_fs)
+    if limit := _quota_of(user, memory):
+        room = min(room, limit - bytes_of_user(user, segments, memory))
+    return max(0, room)
+
+
+def bytes_of_user(
+    user: int | None, segments: Sequence[SegmentFacts], memory: MemoryFacts, *, but: RankKey | None = None
+) -> int:
+    """The memory of a user on this node: what its ranks have or were promised, and replicas of its jobs.
+
+    Args:
+        but: a rank that does not count.
+    """
+    if user is None:
+        return 0
+    ranks = sum(size for key, size in _ranks(but, segments, memory) if owner_of(key.job) == user)
+    return ranks + memory.replicas_of.get(user, 0)
+
+
+def users_of(segments: Sequence[SegmentFacts], memory: MemoryFacts) -> list[int]:
+    """The users with memory on this node, or named in quotas; none where they are not kept apart."""
+    if memory.quotas is None:
+        return []
+    ranks = _ranks(None, segments, memory)
+    owners = {user for key, _ in ranks if (user := owner_of(key.job)) is not None}
+    return sorted(owners | set(memory.replicas_of) | set(memory.quotas.by_user))
+
+
+def _quota_of(user: int | None, memory: MemoryFacts) -> int:
+    return 0 if memory.quotas is None else memory.quotas.of(user)
+
+
+def _over_user_quota(
+    key: RankKey, needed_bytes: int, how: str, segments: Sequence[SegmentFacts], memory: MemoryFacts
+) -> Rejected | None:
+    """The refusal if a rank's memory does not fit the quota of its user."""
+    user = owner_of(key.job)
+    limit, others = _quota_of(user, memory), bytes_of_user(user, segments, memory, but=key)
+    if user is None or not limit or needed_bytes <= limit - others:
+        return None
+    of_user = [found for found in segments if same_owner(found.key.job, key.job)]
+    promised = {k: size for k, size in memory.promised.items() if same_owner(k.job, key.job)}
+    own = replace(memory, promised=promised)
+    replicas = memory.replicas_of.get(user, 0)
+    copies = f", {format_bytes(replicas)} of it by replicas of its ranks on other nodes" if replicas else ""
+    return Rejected(
+        RefusalCode.USER_QUOTA,
+        f"{key} needs {format_bytes(needed_bytes)}{how}; user {user} may have {format_bytes(limit)} on this "
+        f"node, of which {format_bytes(others)} is in use{_users(key, of_user, own)}{copies}",
+        _free_hint(key, of_user, own, "ask the operator to raise user_quota, or this user's in user_quotas"),
+    )
 
 
 def _rank_taken(key: RankKey, owner_pid: int | None, open_in: Collection[int]) -> Rejected:
@@ -380,10 +448,15 @@ def _ranks(
     return [(k, max(n, memory.promised.get(k, 0))) for k, n in sorted(has.items()) if k != but]
 
 
+def _may_name(key: RankKey, job: str, memory: MemoryFacts) -> bool:
+    """Whether a refusal of this rank may name that job."""
+    return memory.quotas is None or same_owner(key.job, job)
+
+
 def _users(but: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> str:
     runs: dict[str, int] = {}
     for key, size in _ranks(but, segments, memory):
-        name = f"{key.job}/{key.run}"
+        name = f"{key.job}/{key.run}" if _may_name(but, key.job, memory) else "jobs of other users"
         runs[name] = runs.get(name, 0) + size
     largest = sorted(runs.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest[:8])
@@ -391,27 +464,32 @@ def _users(but: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) 
     return f" by {shown}{more}" if runs else ""
 
 
-def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts]) -> str:
+def _quota_hint(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> str:
+    return _free_hint(key, segments, memory, "start the daemon with a larger CKPTD_MEMORY")
+
+
+def _free_hint(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts, raise_it: str) -> str:
     """The remedy: a run whose memory can be freed at once, the largest one without a live trainer."""
     alive = {(s.key.job, s.key.run) for s in segments if s.owned} | {(key.job, key.run)}
     free: dict[tuple[str, str], int] = {}
     for found in segments:
         run = (found.key.job, found.key.run)
-        if run not in alive:
+        if run not in alive and _may_name(key, found.key.job, memory):
             free[run] = free.get(run, 0) + found.total_bytes
-    raise_it = "start the daemon with a larger CKPTD_MEMORY"
     if not free:
         return raise_it
     job, run_name = max(free, key=lambda run: free[run])
     return f"free some with `ckptctl forget {job} {run_name}`, or {raise_it}"
 
 
-def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts]) -> tuple[str, ...]:
+def _stale_notes(key: RankKey, segments: Sequence[SegmentFacts], memory: MemoryFacts) -> tuple[str, ...]:
     """Notes on segments that are not served: of other runs of the job, and of jobs of the same script."""
     runs: dict[str, int] = {}
     others: dict[str, int] = {}
     for found in segments:
         job, run = found.key.job, found.key.run
+        if not _may_name(key, job, memory):
+            continue
         if job == key.job and run != key.run:
             runs[run] = runs.get(run, 0) + found.total_bytes
         elif job != key.job and _of_same_script(job, key.job):

@@ -38,6 +38,7 @@ from ckptd.dash.top_screen import screen_text, watch
 from ckptd.launch import answers
 from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.transport import messages as m
+from ckptd.transport.access.local_trust import user_name
 from ckptd.transport.wire import RefusedError
 from ckptd.units import format_age, format_bytes, format_table
 
@@ -275,11 +276,26 @@ def status_text(answer: m.Status) -> str:
         f"sealing   {answer.seal_queue} waiting{_digest_rate(answer.counters)}"
     )
     parts = [_sessions(answer.sessions), *_phases(answer.sessions), _segments(answer.segments)]
+    if answer.users:
+        parts.append(_users(answer.users))
     if answer.durable is not None:
         parts.append(_durable(answer.durable))
     interesting = sorted((k, v) for k, v in answer.counters.items() if not k.startswith("event."))
     shown = ", ".join(f"{name} {value}" for name, value in interesting)
     return "\n\n".join([head, *parts, f"counters  {shown or 'none yet'}"])
+
+
+def _users(users: Sequence[m.UserStatus]) -> str:
+    return records(
+        [
+            {
+                "user": user_name(one.user),
+                "memory": format_bytes(one.used_bytes),
+                "quota": format_bytes(one.quota_bytes) if one.quota_bytes else "none",
+            }
+            for one in users
+        ]
+    )
 
 
 def _sessions(sessions: Sequence[m.SessionStatus]) -> str:

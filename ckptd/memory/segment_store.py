@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,9 +45,11 @@ from ckptd.core.slots.segment_format import (
     segment_file_name,
     write_prologue,
 )
+from ckptd.core.users import UserQuotas, owner_of
 from ckptd.event_log import EventLog
 from ckptd.memory.pages import FileMapping, allocate, populate, try_mlock
 from ckptd.memory.segment_file import ASIDE, Adopted, Adoption, Segment, open_segment
+from ckptd.memory.user_files import open_to_user
 from ckptd.transport.messages import RefusalCode, Refused
 from ckptd.units import format_bytes
 from ckptd.workers import Workers
@@ -130,6 +133,7 @@ class SegmentStore:
         folder: an existing folder that this store has claimed.
         mlock: auto, on or off, as configured.
         group: may write to segments, and read replicas.
+        users: their quotas, if users are kept apart: then only the owner of a job may open its files.
         remake_folder: makes and claims the folder again, if somebody has removed it.
     """
 
@@ -142,12 +146,13 @@ class SegmentStore:
         mlock: str,
         hugepages: str,
         group: int | None = None,
+        users: UserQuotas | None = None,
         remake_folder: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.quota_bytes = quota_bytes
         self.node_id = node_id
-        self._mlock, self._group = mlock, group
+        self._mlock, self._group, self._users = mlock, group, users
         self._hugepages = hugepages
         self._remake_folder = remake_folder
         # By purpose and file name.
@@ -211,7 +216,31 @@ class SegmentStore:
             segment_dir=str(self.folder),
             promised=dict(self.promised()),
             replica_bytes=self.bytes_for(Purpose.REPLICA, Purpose.DRILL),
+            replicas_of=self._replicas_of_users(),
+            quotas=self._users,
         )
+
+    def _replicas_of_users(self) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for purpose in (Purpose.REPLICA, Purpose.DRILL):
+            for held in self._held[purpose].values():
+                if (user := owner_of(held.plan.descriptor.job)) is not None:
+                    found[user] += held.size_bytes
+        return found
+
+    def share(self, fd: int, purpose: Purpose, job: str) -> None:
+        """Let trainers open a segment of this job: those of its owner, or all.
+
+        Raises:
+            OSError: the filesystem does not allow it.
+        """
+        if self._users is not None:
+            # Nobody but the daemon reads what it rehearses.
+            user = None if purpose is Purpose.DRILL else owner_of(job)
+            open_to_user(fd, user, write=purpose is not Purpose.REPLICA)
+        elif self._group is not None:
+            os.fchown(fd, -1, self._group)
+            os.fchmod(fd, 0o640 if purpose is Purpose.REPLICA else 0o660)
 
     def promise(self, plan: SegmentPlan) -> None:
         """Count the plan's bytes as used from now on."""
@@ -241,6 +270,9 @@ class SegmentStore:
             of_run.setdefault(segment.key, {})[segment.generation] = segment
 
     def enter_found(self, segment: Segment, purpose: Purpose) -> None:
+        """Enter a segment of an earlier daemon, which may have had another rule of who opens what."""
+        if self._users is not None:
+            self.share(segment.fd, purpose, segment.key.job)
         plan = SegmentPlan(segment.descriptor, segment.geometry, segment.path, purpose)
         self.enter(plan, segment)
 
@@ -341,9 +373,7 @@ class SegmentStore:
         try:
             allocate(fd, segment.file_bytes)
             FileMapping(fd, segment.file_bytes).view[:] = segment.buffer
-            if self._group is not None:
-                os.fchown(fd, -1, self._group)
-                os.fchmod(fd, 0o660)
+            self.share(fd, Purpose.RANK, segment.key.job)
             os.link(temporary, segment.path)  # a rename would replace an existing file
             found = open_segment(segment.path)
         finally:
@@ -454,9 +484,7 @@ class SegmentStore:
                     "raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit), or set CKPTD_MLOCK=auto",
                 )
             write_prologue(buffer, plan.geometry, plan.descriptor)
-            if self._group is not None:
-                os.fchown(fd, -1, self._group)
-                os.fchmod(fd, 0o640 if plan.purpose is Purpose.REPLICA else 0o660)
+            self.share(fd, plan.purpose, plan.descriptor.job)
             temporary.rename(plan.path)
         except BaseException:
             os.close(fd)
@@ -584,15 +612,18 @@ class SegmentMaker:
             owned = f" beside {format_bytes(own)} that it has" if own else ""
             no = reject_if_too_large(rank, own + needed, what + owned, facts, memory)
             return None if no is None else Refused(no.code, no.message, no.hint)
-        free = room_for_replicas(facts, memory)
-        if needed <= free:
-            return None
-        text = (
-            f"the replica of {plan.key} needs {format_bytes(needed)}, and of "
-            f"{format_bytes(memory.quota_bytes)} here {format_bytes(free)} is free"
-            f"{_promised(memory.promised)}"
-        )
-        return Refused(RefusalCode.QUOTA, text, "raise its CKPTD_MEMORY")
+        free, user = room_for_replicas(facts, memory), owner_of(plan.descriptor.job)
+        what = f"the replica of {plan.key} needs {format_bytes(needed)}, and of"
+        if needed > free:
+            text = (
+                f"{what} {format_bytes(memory.quota_bytes)} here {format_bytes(free)} is free"
+                f"{_promised(memory.promised)}"
+            )
+            return Refused(RefusalCode.QUOTA, text, "raise its CKPTD_MEMORY")
+        if needed > (left := room_for_replicas(facts, memory, user)):
+            text = f"{what} the memory that user {user} may have here {format_bytes(left)} is free"
+            return Refused(RefusalCode.USER_QUOTA, text, "raise its CKPTD_USER_QUOTA")
+        return None
 
     def give_back(self, segment: Segment) -> None:
         """Unlink and forget a segment now; a worker gives its pages back."""

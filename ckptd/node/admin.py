@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 
 import ckptd
 from ckptd.core.recovery.recovery_phases import RecoveryHistograms
-from ckptd.core.sessions import RankKey, SessionTable, TrainerSession
+from ckptd.core.sessions import MemoryFacts, RankKey, SessionTable, TrainerSession, bytes_of_user, users_of
+from ckptd.core.users import owner_of, same_owner
 from ckptd.memory import inventory, locks
 from ckptd.memory.housekeeping import Housekeeper
 from ckptd.memory.segment_file import Segment
@@ -119,6 +121,16 @@ class Admin:
             segments=tuple(inventory.segment_status(s, now_s) for s in self._store.everything()),
             counters={**self._events.counters, **self._peering.fabric_counters},
             durable=None if self._tier is None else self._durable(self._tier),
+            users=self._users(memory),
+        )
+
+    def _users(self, memory: MemoryFacts) -> tuple[m.UserStatus, ...]:
+        if memory.quotas is None:
+            return ()
+        facts = self._store.facts()
+        return tuple(
+            m.UserStatus(user, bytes_of_user(user, facts, memory), memory.quotas.of(user))
+            for user in users_of(facts, memory)
         )
 
     def view(self, recoveries: RecoveryHistograms, elastic: m.SeenElastic, since: int) -> NodeView:
@@ -176,9 +188,9 @@ class Admin:
             tuple(self._peering.quarantine.reports(message.job, message.run)),
         )
 
-    def events(self, message: m.GetEvents) -> m.Events:
-        """A page of the event log."""
-        return self._events.page(message.since, message.limit)
+    def events(self, message: m.GetEvents, sees: Callable[[str], bool]) -> m.Events:
+        """A page of the event log, of the jobs that may be seen."""
+        return self._events.page(message.since, message.limit, sees)
 
     def unquarantine(self, message: m.Unquarantine) -> m.Done | m.Refused:
         """Lift the quarantine of a run's snapshots, and verify their digests once more."""
@@ -217,7 +229,9 @@ class Admin:
         known = self._peering.knows(message.job, message.run)
         replicas = self._peering.forget(message.job, message.run)
         if not segments and not bad and not replicas and not known:
-            runs = sorted({f"{s.key.job}/{s.key.run}" for s in self._store.everything()})
+            # A user's command names no job of another user.
+            told = (s.key for s in self._store.everything() if _may_name(s.key.job, message.job))
+            runs = sorted({f"{key.job}/{key.run}" for key in told})
             held = f"in memory are {', '.join(runs)}" if runs else "nothing is in memory"
             return m.Refused(RefusalCode.NOT_FOUND, f"no segments of {name}; {held}")
         size = sum(segment.file_bytes for segment in segments) + replicas
@@ -226,6 +240,10 @@ class Admin:
         put_aside = f" and {bad} damaged files" if bad else ""
         who = ", and who took part in it" if known else ""
         return m.Done(f"freed {format_bytes(size)} in {len(segments)} segments{put_aside}{who}")
+
+
+def _may_name(job: str, asked: str) -> bool:
+    return owner_of(asked) is None or same_owner(job, asked)
 
 
 def openers(segments: list[Segment]) -> list[int]:

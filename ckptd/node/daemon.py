@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from ckptd.config.daemon_config import ConfigError, notify_settings, traces_wanted
+from ckptd.config.daemon_config import ConfigError, notify_settings, traces_wanted, user_quotas
 from ckptd.config.runtime_dir import (
     AlreadyRunning,
     claim,
@@ -43,6 +43,7 @@ from ckptd.launch import connect
 from ckptd.memory.housekeeping import Housekeeper, SlotListener
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.user_files import close_files
 from ckptd.node.node_limits import (
     check_descriptors,
     check_filesystem,
@@ -94,6 +95,7 @@ class Daemon(SlotListener):
         self.restarts = self._reload_asked = False
         raise_descriptor_limit()
         self._group = group = group_number(config.trainer_group)
+        users = user_quotas(config)
         runtime = private_folder(config.runtime_dir, "runtime folder", group)
         self._runtime = runtime
         marked = not config.started_by_trainer and mark_operated(runtime)
@@ -106,6 +108,8 @@ class Daemon(SlotListener):
                 forget_operator(runtime)
             raise
         check_filesystem(folder, config.allow_disk_segments)
+        if users is not None:
+            close_files(folder)
         quota = quota_bytes(config.memory, folder)
         self._events = EventLog(config.max_events)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -120,6 +124,7 @@ class Daemon(SlotListener):
             mlock=config.mlock,
             hugepages=config.hugepages,
             group=group,
+            users=users,
             remake_folder=self._remake_folder,
         )
         self._housekeeper = Housekeeper(config, store, self._events, self._sealers, self._slow, pool, self)

@@ -114,6 +114,10 @@ METRICS = {
     "ckptd_memory_bytes": MetricSpec("gauge", ("kind",), "Segment memory by kind."),
     "ckptd_memory_promised_bytes": MetricSpec("gauge", (), "Memory that attached trainers asked for."),
     "ckptd_memory_quota_bytes": MetricSpec("gauge", (), "Quota of all segments together."),
+    "ckptd_user_memory_bytes": MetricSpec(
+        "gauge", ("user",), "Segment memory of a user, by number, if users are kept apart (isolate_users)."
+    ),
+    "ckptd_user_quota_bytes": MetricSpec("gauge", ("user",), "Quota of a user; 0: none of its own."),
     "ckptd_daemon_memory_bytes": MetricSpec("gauge", ("kind",), "Resident memory of the daemon's process."),
     "ckptd_recovery_seconds": MetricSpec(
         "histogram", (), "How long recoveries took until the first new iteration (one for each rank)."
@@ -147,6 +151,7 @@ _PERSIST_FAILURES = {
     "unusable": ("event.storage_unusable",),
 }
 _MISSING = ("failed", "torn", "no_slot", "undecided")
+_MAX_USERS = 64  # those with the most memory
 _PUTS = {"peers": "replicated", "storage": "persisted"}
 
 
@@ -218,6 +223,9 @@ def _describe_node(page: _Page, view: NodeView) -> None:
         page.add("ckptd_memory_bytes", size, kind)
     page.add("ckptd_memory_promised_bytes", status.promised_bytes)
     page.add("ckptd_memory_quota_bytes", status.quota_bytes)
+    for user in sorted(status.users, key=lambda one: -one.used_bytes)[:_MAX_USERS]:
+        page.add("ckptd_user_memory_bytes", user.used_bytes, str(user.user))
+        page.add("ckptd_user_quota_bytes", user.quota_bytes, str(user.user))
     page.add("ckptd_daemon_memory_bytes", status.rss_anon_bytes, "anonymous")
     page.add("ckptd_daemon_memory_bytes", status.rss_file_bytes, "libraries")
     page.add("ckptd_daemon_memory_bytes", status.rss_shmem_bytes, "segments")

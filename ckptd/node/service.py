@@ -27,6 +27,7 @@ from ckptd.node.admin import Admin, ElasticFacts, NodeView
 from ckptd.node.peering import Peering
 from ckptd.node.reservations import Answer, Reservations
 from ckptd.node.trainers import PidWatcher, Trainers
+from ckptd.node.user_access import UserAccess
 from ckptd.node_context import NodeContext
 from ckptd.persistence.tier import StorageTier
 from ckptd.restore.store_restore import StoreRestore
@@ -76,6 +77,7 @@ class Service:
         link = None if tier is None else tier.link
         self._store_restore = StoreRestore(link, store, peering.maker, peering.fetches, housekeeper)
         store.promised = self.sessions.promised
+        self._users = UserAccess(apart=node.config.isolate_users)
         self._admin = admin = Admin(node, self.sessions, housekeeper, peering, tier)
         self._unanswered: Counter[bytes] = Counter()
         self._elastic = ElasticFacts()
@@ -104,7 +106,6 @@ class Service:
             m.Drill: peering.drill,
             m.GetStatus: lambda _message, _: admin.status(),
             m.GetSnapshots: lambda message, _: admin.snapshots(message),
-            m.GetEvents: lambda message, _: admin.events(message),
             m.GetElastic: self._see_elastic,
             m.GetDurableWorlds: lambda message, _: self._store_restore.look(message),
             m.BringStored: lambda message, _: self._store_restore.restore(message),
@@ -115,20 +116,26 @@ class Service:
             m.AdmitNodes: self._admit_nodes,
         }
 
-    def handle(self, identity: bytes, message: m.Message, answer: Answer, process: int = -1) -> None:
+    def handle(
+        self, identity: bytes, message: m.Message, answer: Answer, process: int = -1, user: int | None = None
+    ) -> None:
         """Serve one message; `answer` is called once, now or later, or never for a one-way message.
 
         Args:
             process: the sender, as `peer_process` returns it.
+            user: its user, as the kernel says; None: unknown, and an operator.
         """
+        session = self.sessions.of_identity(identity)
+        if (refused := self._users.refusal(user, message, session)) is not None:
+            answer(refused)
+            return
         if isinstance(message, m.Hello):
             answer(self.trainers.hello(identity, message, process))
             return
-        session = self.sessions.of_identity(identity)
         if session is not None:
             session.last_seen_s = self._clock()
-        serve = self._handler(identity, message, session)
-        answered = self._counted(identity, message, answer)
+        serve = self._handler(identity, message, session, user)
+        answered = self._counted(identity, message, self._narrowed(user, answer))
         if answered is None:
             text = f"{_MAX_UNANSWERED} requests of this connection are not answered yet"
             answer(m.Refused(RefusalCode.BUSY, text, "wait for the answers"))
@@ -137,13 +144,18 @@ class Service:
         if reply is not None:
             answered(reply)
 
+    def _narrowed(self, user: int | None, answer: Answer) -> Answer:
+        return lambda reply: answer(self._users.narrowed(user, reply))
+
     def _handler(
-        self, identity: bytes, message: m.Message, session: TrainerSession | None
+        self, identity: bytes, message: m.Message, session: TrainerSession | None, user: int | None
     ) -> Callable[[Answer], m.Reply | None]:
         """The function that serves a message; it returns the answer, or gives it later."""
         kind = type(message)
         if isinstance(message, m.Attach):
-            return lambda _: self.trainers.attach(identity, message)
+            return lambda _: self.trainers.attach(identity, message, user)
+        if isinstance(message, m.GetEvents):
+            return lambda _: self._admin.events(message, self._users.sees(user))
         if isinstance(message, m.Ping):
             return lambda _: self._ping(session)
         if (of_anybody := self._of_anybody.get(kind)) is not None:

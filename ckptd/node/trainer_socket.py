@@ -15,11 +15,11 @@ import zmq
 from ckptd.config.runtime_dir import UnusableFolder, give_to_group
 from ckptd.node_context import NodeContext
 from ckptd.transport.access.doorkeeper import LocalDoor, fd_of_frame, local_limits
-from ckptd.transport.access.local_trust import check_way, own_users
+from ckptd.transport.access.local_trust import OVERFLOW_UID, check_way, own_users, user_name
 from ckptd.transport.access.refusals import RefusalLog
 from ckptd.transport.messages import Message, RefusalCode, Refused, Reply
 from ckptd.transport.verbs import FabricCounters
-from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process
+from ckptd.transport.wire import MAX_BODY_BYTES, WireError, decode, encode, peer_process, peer_user
 
 __all__ = ["TrainerSocket"]
 
@@ -29,8 +29,9 @@ _BATCH = 256  # messages served before looking at anything else
 _QUEUE = 1024  # messages kept per client that does not read
 _BACKLOG = 1024  # connections that wait to be accepted; further clients have to try again
 _GARBAGE_LOG_S = 10.0
+_OF_USERS = (RefusalCode.NOT_MEMBER, RefusalCode.FOREIGN)  # reported as events, at a bounded rate
 
-_Serve = Callable[[bytes, Message, Callable[[Reply], None], int], None]
+_Serve = Callable[[bytes, Message, Callable[[Reply], None], int, int], None]
 
 
 class TrainerSocket:
@@ -38,7 +39,7 @@ class TrainerSocket:
 
     Args:
         group: its members may connect besides this user; None: nobody else.
-        serve: called with each message: sender, message, how to answer it, and the sender's process.
+        serve: called with each message: sender, message, how to answer it, and the sender's process and user.
     """
 
     def __init__(self, node: NodeContext, group: int | None, serve: _Serve) -> None:
@@ -48,6 +49,7 @@ class TrainerSocket:
         self.socket: zmq.Socket[bytes] | None = None
         self._door: LocalDoor | None = None
         self._refusals = RefusalLog(FabricCounters(), self._turned_away)
+        self._of_users = RefusalLog(FabricCounters(), partial(node.events.add, "warning", "user_refused"))
         self._garbage_logged_s = float("-inf")
 
     @property
@@ -117,20 +119,44 @@ class TrainerSocket:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            process = peer_process(frames[0])
+            process, user = peer_process(frames[0]), peer_user(frames[0])
             identity, *message_frames = [frame.bytes for frame in frames]
             try:
                 envelope, message = decode(message_frames)
             except WireError as error:
                 self._garbage(identity, error)
                 continue
-            self._door.heard(fd_of_frame(frames[-1]), process)
-            self._handle(identity, envelope.id, message, process)
+            fd = fd_of_frame(frames[-1])
+            if not self._may_speak(fd, process, user):
+                self._answer(identity, envelope.id, self._no_member(process, user))
+                continue
+            self._door.heard(fd, process)
+            self._handle(identity, envelope.id, message, process, user)
 
-    def _handle(self, identity: bytes, message_id: int, message: Message, process: int) -> None:
+    def _may_speak(self, fd: int, process: int, user: int) -> bool:
+        """Whether this user may be a trainer: as the kernel says for this connection."""
+        if user in own_users() or (user < 0 and not self._node.config.isolate_users):
+            return True
+        # In a user namespace the kernel gives all users without a number here the same one.
+        if self._group is None or (user == OVERFLOW_UID and self._node.config.isolate_users):
+            return False
+        assert self._door is not None
+        return self._group in self._door.groups_of(fd, process, user)
+
+    def _no_member(self, process: int, user: int) -> Refused:
+        who = f"user {user_name(user)}" if user >= 0 else "an unknown user"
+        group = f"group {self._group} (trainer_group)" if self._group is not None else "any trainer_group"
+        text = f"process {process} of {who} is not in {group}"
+        hint = (
+            "make the user a member of the group that the daemon's setting trainer_group names, and log in "
+            "anew: a process keeps the groups that it was started with"
+        )
+        return Refused(RefusalCode.NOT_MEMBER, text, hint)
+
+    def _handle(self, identity: bytes, message_id: int, message: Message, process: int, user: int) -> None:
         answer = partial(self._answer, identity, message_id)
         try:
-            self._serve(identity, message, answer, process)
+            self._serve(identity, message, answer, process, user)
         # The loop must survive a bug in one handler: snapshots of other ranks depend on it.
         except Exception as error:
             logger.exception("serving %s failed", type(message).__name__)
@@ -140,6 +166,8 @@ class TrainerSocket:
     def _answer(self, identity: bytes, message_id: int, reply: Reply) -> None:
         if isinstance(reply, Refused):
             self._node.events.count(f"refused.{reply.code}")
+            if reply.code in _OF_USERS:
+                self._of_users.refused(reply.code, "", reply.message)
         if self.socket is None:
             return  # stopping: the client has seen the connection end
         try:

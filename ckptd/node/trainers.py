@@ -67,7 +67,7 @@ class PidWatcher(Protocol):
 
 
 class PidfdWatcher:
-    """Watches processes of this user, children or not, through their pidfds."""
+    """Watches processes, children or not, of any user, through their pidfds."""
 
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller
@@ -164,8 +164,8 @@ class Trainers:
             settings=given_settings(self._node.config),
         )
 
-    def attach(self, identity: bytes, message: m.Attach) -> m.Reply:
-        """Admit a trainer as its rank, or refuse it with a reason."""
+    def attach(self, identity: bytes, message: m.Attach, user: int | None = None) -> m.Reply:
+        """Admit a trainer of this user as its rank, or refuse it with a reason."""
         hello, process = self._hellos.get(identity, (None, -1))
         if hello is None:
             return m.Refused(RefusalCode.NO_SESSION, "Attach without Hello", "say Hello first")
@@ -210,7 +210,7 @@ class Trainers:
             return m.Refused(decision.code, decision.message, decision.hint)
         if owner is not None:
             self.sessions.remove(owner)  # the same process, on a new connection
-        return self._admit(identity, hello, process, wish, decision, owner)
+        return self._admit(identity, hello, process, wish, decision, owner, user)
 
     def _admit(
         self,
@@ -220,6 +220,7 @@ class Trainers:
         wish: AttachWish,
         decision: Admitted,
         before: TrainerSession | None,
+        user: int | None,
     ) -> m.Reply:
         previous = self.sessions.of_identity(identity)
         if previous is not None:
@@ -229,7 +230,7 @@ class Trainers:
         pid = process if process > 0 else hello.pid
         visible = process > 0 or (process < 0 and _same_pid_namespace(hello))
         session = TrainerSession(
-            identity, pid, wish.key, wish, now_s, now_s, "owner-lock", writer_pid=hello.pid
+            identity, pid, wish.key, wish, now_s, now_s, "owner-lock", writer_pid=hello.pid, user=user
         )
         self.park_events.begun(session, before)
         if visible and self._watcher.watch(pid, partial(self._process_ended, session)):

@@ -49,7 +49,7 @@ _BATCHES = 2  # per neighbour: one is read, the next is being fetched
 _AWAY_S = 60.0  # a restart of the daemon takes much less
 _AGAIN_S = 0.5
 _GRANT_S = 700.0  # longer than the session waits for memory
-_NO_MEMORY = (RefusalCode.QUOTA, RefusalCode.SEGMENT_FS)
+_NO_MEMORY = (RefusalCode.QUOTA, RefusalCode.USER_QUOTA, RefusalCode.SEGMENT_FS)
 _NOTHING_NEW = FetchState("running", "", 0, 0, 0, {})
 
 

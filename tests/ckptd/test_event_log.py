@@ -33,6 +33,15 @@ def test_pages_follow_each_other() -> None:
     assert EventLog(limit=3).page(0, 3).events == ()
 
 
+def test_a_page_of_some_jobs_is_full_although_others_have_more_events() -> None:
+    log = EventLog(limit=100)
+    for number in range(60):
+        log.add("info", "kind", str(number), RankKey("mine" if number % 20 == 7 else "theirs", "r", 0))
+    page = log.page(0, 2, lambda job: job == "mine")
+    assert [event.message for event in page.events] == ["7", "27"]
+    assert [e.message for e in log.page(page.events[-1].seq, 2, lambda job: job == "mine").events] == ["47"]
+
+
 def test_kinds_that_trainers_invent_do_not_fill_the_counters() -> None:
     log = EventLog(limit=10)
     for number in range(1000):

@@ -48,7 +48,7 @@ from ckptd.transport.access.admission import (
     TurnedAway,
     source_of,
 )
-from ckptd.transport.access.local_trust import peer_credentials
+from ckptd.transport.access.local_trust import peer_credentials, peer_groups
 from ckptd.transport.access.refusals import RefusalLog
 
 __all__ = [
@@ -482,6 +482,22 @@ class LocalDoor(Doorkeeper):
     def heard(self, fd: int, process: int) -> None:
         """A message came over this connection, from this process (0 or less: it has no number here)."""
         self.identified(fd, _source(process), _source(process) if process > 0 else "")
+
+    def groups_of(self, fd: int, process: int, user: int) -> frozenset[int]:
+        """All groups of the process that sent a message over this connection, when it connected; none if the
+        descriptor belongs to another process by now.
+
+        Args:
+            process, user: as the message says (`peer_process`, `peer_user`).
+        """
+        try:
+            with self._pin.hold(fd) as connection:
+                if self._visitor(fd, connection) is None:
+                    return frozenset()
+                pid, uid, gid = peer_credentials(connection)
+                return peer_groups(connection) | {gid} if (pid, uid) == (process, user) else frozenset()
+        except OSError:
+            return frozenset()
 
     def _visitor(self, fd: int, connection: socket.socket) -> Visitor | None:
         if connection.family != socket.AF_UNIX or connection.getsockname() != self._path:

@@ -13,6 +13,7 @@ file.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import pwd
@@ -23,19 +24,24 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 __all__ = [
+    "OVERFLOW_UID",
     "LocalFileError",
     "check_way",
     "find_listener",
     "open_file",
     "own_users",
     "peer_credentials",
+    "peer_groups",
     "user_name",
 ]
 
 _MAX_LINKS = 40
 _PROBE_S = 1.0
 _CREDENTIALS = struct.Struct("@iII")  # struct ucred: pid, uid, gid
-_OVERFLOW_UID = 65_534
+_SO_PEERGROUPS = 59  # <asm-generic/socket.h>; Python has no name for it
+_MAX_GROUPS = 65_536  # the kernel's limit
+OVERFLOW_UID = 65_534
+_libc = ctypes.CDLL(None, use_errno=True)
 _ALL_USERS = ["0", "0", "4294967295"]
 _REMEDY = (
     "if that user is to run the daemon, set CKPTD_DAEMON_USER to it; else remove what is there, "
@@ -179,7 +185,7 @@ def _check_owner(
 ) -> None:
     if info.st_uid in users:
         return
-    if on_the_way and info.st_uid == _OVERFLOW_UID and _in_user_namespace():
+    if on_the_way and info.st_uid == OVERFLOW_UID and _in_user_namespace():
         return  # most likely root's
     raise LocalFileError(
         f"{path} belongs to somebody else ({_shown(info)}); expected user {_names(users)}: {_REMEDY}"
@@ -202,6 +208,25 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(credentials)
     return pid, uid, gid
+
+
+def peer_groups(connection: socket.socket) -> frozenset[int]:
+    """The supplementary groups of the process at the other end of a local socket, when it connected.
+
+    The kernel's answer (``SO_PEERGROUPS``), as for every permission: what the group database says now may be
+    younger than the process, or be another one than that of the container in which it runs.
+
+    Raises:
+        OSError: the kernel does not say (before Linux 4.13).
+    """
+    # `socket.getsockopt` takes at most 1,024 bytes, which are 256 groups.
+    groups = (ctypes.c_uint32 * _MAX_GROUPS)()
+    size = ctypes.c_uint32(ctypes.sizeof(groups))
+    place = (socket.SOL_SOCKET, _SO_PEERGROUPS, groups, ctypes.byref(size))
+    if _libc.getsockopt(connection.fileno(), *place):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return frozenset(groups[: size.value // ctypes.sizeof(ctypes.c_uint32)])
 
 
 def _in_user_namespace() -> bool:

@@ -23,9 +23,11 @@ from ckptd.config.daemon_config import (
     render_toml,
     traces_wanted,
     trusted_users,
+    user_quotas,
 )
 from ckptd.config.runtime_dir import default_runtime_dir
 from ckptd.config.settings import DaemonConfig, parse_bytes, parse_memory
+from ckptd.core.users import UserQuotas
 from tests.ckptd.running import ROOT
 from tests.users import DAEMON, GROUP, needs_users, spawn_as
 
@@ -186,6 +188,38 @@ def test_the_documentation_carries_the_current_table() -> None:
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     between = text.split("<!-- settings -->\n")[1].split("<!-- end of settings -->")[0]
     assert between.strip() == render_table().strip()
+
+
+def test_quotas_of_users_by_name_and_number() -> None:
+    environ = {
+        "CKPTD_TRAINER_GROUP": "0",
+        "CKPTD_ISOLATE_USERS": "on",
+        "CKPTD_USER_QUOTA": "2GiB",
+        "CKPTD_USER_QUOTAS": "root=1GiB, 1003=0,",
+    }
+    config = load_config(environ=environ).config
+    assert user_quotas(config) == UserQuotas(2 << 30, {0: 1 << 30, 1003: 0})
+    assert user_quotas(load_config(environ={}).config) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"isolate_users": "true"}, "isolate_users = true needs trainer_group"),
+        ({"user_quota": "1GiB", "trainer_group": "0"}, "need isolate_users = true"),
+        ({"user_quotas": "0=1GiB"}, "need isolate_users = true"),
+        ({"user_quotas": "root"}, "not a new user=bytes"),
+        ({"user_quotas": "a=1,a=2"}, "not a new user=bytes"),
+        ({"user_quotas": "a=much"}, "a number with one of"),
+        (
+            {"isolate_users": "true", "trainer_group": "0", "user_quotas": "no-such-user=1GiB"},
+            "there is no user 'no-such-user' on this machine",
+        ),
+    ],
+)
+def test_settings_of_users_that_cannot_be_used(settings: dict[str, str], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        load_config(settings, environ={})
 
 
 def test_the_example_file_names_every_key_with_its_default() -> None:

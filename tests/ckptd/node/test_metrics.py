@@ -25,6 +25,7 @@ SECOND = 10**9
 RANK = ("job", "0", "run")  # the values of the labels, by name
 # Each label, with how many values it has at most on a node; those of a run are as many as runs and nodes.
 LABELS = {"version", "node", "job_name", "run", "rank", "peer", "tier", "kind", "reason", "socket", "phase"}
+LABELS |= {"user"}
 UNITS = ("seconds", "bytes", "iterations", "ratio", "bytes_per_second")
 
 
@@ -130,7 +131,12 @@ def full() -> NodeView:
     recoveries = RecoveryHistograms()
     recoveries.observe({RecoveryPhase.LOADED: 0.2, RecoveryPhase.REPLAYED: 3.0})
     return NodeView(
-        status(counters={"local.turned_away.flood": 1}, durable=durable(), sessions=(session(),)),
+        status(
+            counters={"local.turned_away.flood": 1},
+            durable=durable(),
+            sessions=(session(),),
+            users=(m.UserStatus(1002, 3 * MIB, 8 * MIB),),
+        ),
         peers(target("n1", 18)),
         m.Snapshots((snapshots(slot(17, 1.0), slot(18, 2.0), policy="partial"),)),
         recoveries,
@@ -347,6 +353,14 @@ def test_connections_that_were_turned_away() -> None:
     }
     page = page_of(replace(VIEW, status=status(counters=counters)))
     assert page.by_labels("ckptd_turned_away_total") == {("flood", "local"): 3, ("key", "fabric"): 4}
+
+
+def test_the_users_with_the_most_memory_have_a_series() -> None:
+    users = tuple(m.UserStatus(1000 + n, n * MIB, 0 if n else MIB) for n in range(100))
+    page = page_of(replace(VIEW, status=status(users=users)))
+    sizes = page.by_labels("ckptd_user_memory_bytes")
+    assert sizes == {(str(1000 + n),): n * MIB for n in range(36, 100)}
+    assert page.by_labels("ckptd_user_quota_bytes").keys() == sizes.keys()
 
 
 # -- names ----------------------------------------------------------------------------------------

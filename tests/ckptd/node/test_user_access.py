@@ -1,0 +1,154 @@
+"""Which user may ask for what: every message of the protocol, and what is cut from answers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, get_args
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+
+from ckptd.core.sessions import AttachWish, RankKey, TrainerSession
+from ckptd.node.user_access import RULES, Rule, UserAccess
+from ckptd.transport import messages as m
+from ckptd.transport.messages import RefusalCode
+
+ALICE, BOB = 1002, 1003
+ALICES, BOBS = f"u{ALICE}.gpt", f"u{BOB}.gpt"
+ACCESS = UserAccess(apart=True)
+KINDS = get_args(m.Request) + get_args(m.OneWay)
+
+
+def session_of(user: int, job: str) -> TrainerSession:
+    key = RankKey(job, "run", 0)
+    wish = AttachWish(key, 1, "dp1", 1, 0, "")
+    return TrainerSession(b"t", 7, key, wish, 0.0, 0.0, "pidfd", writer_pid=7, user=user)
+
+
+def about(kind: type, job: str) -> Any:
+    """A message of this kind that names a job; its other fields do not matter here."""
+    fields = msgspec.structs.fields(kind)
+    values: dict[str, object] = {field.name: None for field in fields if field.required}
+    return kind(**values | ({"job": job} if any(field.name == "job" for field in fields) else {}))
+
+
+def test_every_message_of_a_trainer_and_of_ckptctl_has_a_rule() -> None:
+    assert RULES.keys() == set(KINDS)
+
+
+def test_a_message_that_names_a_job_is_for_its_owner_or_cut() -> None:
+    named = {kind for kind in KINDS if "job" in kind.__struct_fields__}
+    assert all(RULES[kind] in (Rule.OWNER, Rule.NARROWED) for kind in named)
+    assert {kind for kind, rule in RULES.items() if rule is Rule.OWNER} <= named
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if RULES[kind] is Rule.OWNER])
+def test_only_the_owner_of_a_job_acts_on_it(kind: type) -> None:
+    assert ACCESS.refusal(ALICE, about(kind, ALICES), None) is None
+    for job in (BOBS, "gpt", "", f"x{ALICES}", f"u{ALICE}0.gpt"):
+        refused = ACCESS.refusal(ALICE, about(kind, job), None)
+        assert refused is not None
+        assert refused.code is RefusalCode.FOREIGN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operator", [0, os.geteuid(), None])
+def test_operators_may_ask_for_everything(kind: type, operator: int | None) -> None:
+    assert ACCESS.refusal(operator, about(kind, ALICES), session_of(ALICE, ALICES)) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_speaks_over_the_connection_of_another_user(kind: type) -> None:
+    """A connection gives itself its name, and could take that of a trainer."""
+    refused = ACCESS.refusal(BOB, about(kind, BOBS), session_of(ALICE, ALICES))
+    assert refused is not None
+    assert refused.code is RefusalCode.FOREIGN
+    if RULES[kind] in (Rule.SESSION, Rule.ANYBODY):
+        assert ACCESS.refusal(ALICE, about(kind, ""), session_of(ALICE, ALICES)) is None
+
+
+def test_a_refusal_says_how_the_job_has_to_be_named() -> None:
+    for job in ("gpt", BOBS):
+        refused = ACCESS.refusal(ALICE, m.Forget(job, "run"), None)
+        assert refused is not None
+        assert f"the names of this user's jobs begin with 'u{ALICE}.'" in refused.message
+        assert f"name the job '{ALICES}'" in refused.hint
+
+
+def test_the_daemon_ends_for_its_operator_only() -> None:
+    refused = ACCESS.refusal(ALICE, m.StepAside(), None)
+    assert refused is not None
+    assert "for the operator" in refused.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_users_are_not_kept_apart_all_may_do_everything(kind: type) -> None:
+    together = UserAccess(apart=False)
+    assert together.refusal(ALICE, about(kind, BOBS), session_of(BOB, BOBS)) is None
+    assert together.narrowed(ALICE, m.Pong("b", True)) == m.Pong("b", True)
+    assert together.sees(ALICE)(BOBS)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def segment(job: str) -> m.SegmentStatus:
+    return m.SegmentStatus(
+        *(job, "run", 0, 1, 0, f"/seg/{job}", 1, 1, 1, {}, -1, 1, 1, True, False, 0.0, "n", 0)
+    )
+
+
+def trainer(job: str) -> m.SessionStatus:
+    return m.SessionStatus(job, "run", 0, 1, 7, 3, {}, 1, 1, 1, 0.0, "pidfd")
+
+
+def durable(job: str) -> m.DurableRank:
+    return m.DurableRank(job, "run", 0, 1, 0, -1, 0, 0, 1, 0, 0, 0, 0.0, "")
+
+
+def test_a_status_shows_a_user_its_own_jobs_and_the_node() -> None:
+    both = (ALICES, BOBS)
+    users = tuple(m.UserStatus(user, 5, 9) for user in (ALICE, BOB))
+    status = m.Status(
+        *("0.4", "n", "b", 1, 1.0, "ipc:///x", "/run", "/seg", 64, 32, 9, 0, 0, 0, 0, 0, 0),
+        *(tuple(map(trainer, both)), tuple(map(segment, both)), {"sealed_bytes": 3}),
+        durable=m.DurableStatus("s3://b", 1, 0, 0, tuple(map(durable, both))),
+        users=users,
+    )
+    seen = ACCESS.narrowed(ALICE, status)
+    assert isinstance(seen, m.Status)
+    assert seen.durable is not None
+    assert [one.job for one in seen.sessions] == [one.job for one in seen.segments] == [ALICES]
+    assert [one.job for one in seen.durable.ranks] == [ALICES]
+    assert seen.users == users[:1]
+    assert (seen.used_bytes, seen.counters) == (32, {"sealed_bytes": 3})
+    assert ACCESS.narrowed(0, status) == status
+
+
+def test_other_answers_show_a_user_its_own_jobs() -> None:
+    both = (ALICES, BOBS, "gpt")
+    peers = m.Peers(
+        *("n", "tcp://n:1", "", (), tuple(m.ReplicationStatus(job, "run", 0, 1, 1, ()) for job in both)),
+        *(tuple(m.HostedReplica(job, job, "run", 0, 1, 1, 1) for job in both), {}),
+    )
+    snapshots = m.Snapshots(
+        tuple(m.RankSnapshots(job, "run", 0, 1, 1, 1, (), (-1, -1), "") for job in both),
+        tuple(m.RunFailures(job, "run", ()) for job in both),
+    )
+    events = m.Events(
+        tuple(m.EventInfo(n, 0, "info", "k", "", job) for n, job in enumerate(("", *both))), 0, 3
+    )
+    cut: tuple[tuple[m.Reply, tuple[str, ...]], ...] = (
+        (peers, ("ranks", "replicas")),
+        (snapshots, ("ranks", "replays")),
+        (events, ("events",)),
+    )
+    for answer, names in cut:
+        seen = ACCESS.narrowed(ALICE, answer)
+        for name in names:
+            assert [one.job for one in getattr(seen, name)] == [ALICES]
+    told = m.SeenElastic(tuple(m.ElasticTold(job, "run", 0, 0.0, Mock(spec=m.Elastic)) for job in both))
+    narrowed = ACCESS.narrowed(ALICE, told)
+    assert isinstance(narrowed, m.SeenElastic)
+    assert [one.job for one in narrowed.told] == [ALICES]
