@@ -311,7 +311,7 @@ class ReplicaLeases:
         refusal = maker.refusal(plan)
         if plan.descriptor.is_log:
             refusal = refusal or self._kept_for_snapshots()
-        elif refusal is not None:
+        elif refusal is not None and refusal.code != RefusalCode.USER_QUOTA:  # nothing of others makes room
             self._short_until_s = self._node.clock() + _SNAPSHOTS_FIRST_S
             if self._made_room(plan):
                 self._refuse(plan, p.PeerRefused("busy", "room is being made: try again"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.replication.replicas import Promise
+from ckptd.core.users import UserQuotas
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentMaker, SegmentStore
@@ -160,10 +161,12 @@ class Setting:
 
 
 @contextmanager
-def hosted(folder: Path, *, retain_s: float = 0.0, computes: bool = False) -> Iterator[Setting]:
+def hosted(
+    folder: Path, *, retain_s: float = 0.0, computes: bool = False, users: UserQuotas | None = None
+) -> Iterator[Setting]:
     """A host with 40 MiB, and its end; ``computes``: snapshots from gradients, in a process of its own."""
     fabric = Watched()
-    store = SegmentStore(folder, 40 * MIB, "host", mlock="off", hugepages="off")
+    store = SegmentStore(folder, 40 * MIB, "host", mlock="off", hugepages="off", users=users)
     setting = Setting(store, fabric, retain_s=retain_s, computes=computes)
     yield setting
     if setting.recomputation is not None:

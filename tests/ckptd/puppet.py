@@ -34,6 +34,7 @@ __all__ = ["Puppet", "begin_slot", "open_replica"]
 def open_replica(
     node: str,
     *,
+    job: str = "job",
     run: str = "run",
     generation: int = 0,
     window: int = 1,
@@ -44,7 +45,7 @@ def open_replica(
 ) -> OpenReplica:
     """Asks for a replica of a rank 0 that lives on this node, with slots of a MiB."""
     descriptor = SegmentDescriptor(
-        job="job",
+        job=job,
         run=run,
         rank=0,
         world_size=1,
@@ -57,7 +58,7 @@ def open_replica(
         num_operators=1,
     )
     origin, encoded = origin_of(descriptor), encode_descriptor(descriptor)
-    return OpenReplica("job", run, 0, origin, encoded, 1 << 20, num_slots, epoch, -1, span, boot_id)
+    return OpenReplica(job, run, 0, origin, encoded, 1 << 20, num_slots, epoch, -1, span, boot_id)
 
 
 def begin_slot(lease: int, snapshot: Snapshot, *, epoch: int = 1, **promise: int) -> BeginSlot:

@@ -101,6 +101,14 @@ def test_a_status_of_an_older_daemon_is_understood() -> None:
     assert msgspec.convert(old, m.Status) == STATUS
 
 
+def test_users_that_are_kept_apart_have_a_row_each() -> None:
+    users = (m.UserStatus(0, 3 << 30, 4 << 30), m.UserStatus(4_000_000, 1 << 30, 0))
+    text = daemon_commands.status_text(msgspec.structs.replace(STATUS, users=users))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert {"root (0) 3 GiB 4 GiB", "4000000 1 GiB none"} <= set(rows)
+    assert "quota" not in daemon_commands.status_text(STATUS)
+
+
 def test_what_is_under_way_and_what_went_wrong_is_shown() -> None:
     rank = m.DurableRank(
         job="moe",

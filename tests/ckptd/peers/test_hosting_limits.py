@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +13,17 @@ import pytest
 
 from ckptd.core.slots.segment_format import decode_descriptor, encode_descriptor, origin_of
 from ckptd.core.slots.slots import SlotState
+from ckptd.core.users import UserQuotas
+from ckptd.memory.segment_store import SegmentStore
+from ckptd.memory.user_files import readers_of
+from ckptd.peers.replica_store import ReplicaStore
 from ckptd.transport import peer_messages as p
 from tests.ckptd.hosted import Setting, hosted
 from tests.ckptd.puppet import begin_slot, open_replica
 from tests.ckptd.snapshots import snapshot_of, states_in
 
 RETAIN_S = 3600.0
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -206,3 +213,34 @@ def test_a_doubt_about_what_a_slot_no_longer_holds_is_not_followed(setting: Sett
     doubts = Doubts(setting, 2)
     doubts.tell(0, sequence=99)
     assert doubts.setting.doubted == []
+
+
+def test_replicas_belong_to_the_user_of_the_job_and_count_for_its_quota() -> None:
+    """A refusal is final: room that others have is not for this user, and nobody waits for it."""
+    folder = Path(tempfile.mkdtemp(prefix="ckptd-hosted-", dir="/dev/shm"))
+    try:
+        with hosted(folder, users=UserQuotas(8 * MIB)) as setting:
+            setting.open(job="u1002.job")
+            assert readers_of(setting.only.fd) == {1002: 4}
+            refused = setting.ask(open_replica("away", job="u1002.job", run="second"))
+            assert isinstance(refused, p.PeerRefused)
+            assert refused.code == "quota"
+            assert refused.message == (
+                "the replica of u1002.job/second rank 0 needs 6 MiB, and of the memory that user 1002 may have "
+                "here 2 MiB is free"
+            )
+            assert setting.host.leases._short_until_s == float("-inf"), "logs of others are not refused"
+            setting.open(job="u1003.job")
+            setting.open(job="job")
+            assert [readers_of(s.fd) for s in setting.replicas] == [{}, {1002: 4}, {1003: 4}]
+            for segment in setting.replicas:
+                segment.path.chmod(0o666)
+            found = ReplicaStore(
+                SegmentStore(folder, 40 * MIB, "host", mlock="off", hugepages="off", users=UserQuotas())
+            )
+            found.adopt()
+            assert [readers_of(s.fd) for s in found] == [{}, {1002: 4}, {1003: 4}]
+            for segment in found:
+                segment.close()
+    finally:
+        shutil.rmtree(folder)
