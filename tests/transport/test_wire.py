@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,8 @@ from ckptd.transport.wire import (
     WireError,
     decode,
     encode,
+    peer_process,
+    peer_user,
 )
 
 
@@ -214,3 +219,28 @@ def test_a_long_request_to_a_peer_that_was_restarted_says_so_soon(tmp_path: Path
         pytest.raises(RequestTimeout, match=r"to GetStatus: the daemon was restarted"),
     ):
         client.request(m.GetStatus(), timeout_s=60.0, alive_s=0.2)
+
+
+def test_a_client_cannot_say_whose_process_it_is(tmp_path: Path) -> None:
+    """By its own metadata in the handshake: what the kernel says counts."""
+    path = str(tmp_path / "s")
+    claimed = b":1002:1002:77"
+    ready = b"\x05READY"
+    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", b"x"), (b"Peer-Address", claimed)):
+        ready += bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(f"ipc://{path}")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as liar:
+            liar.settimeout(20)
+            liar.connect(path)
+            liar.sendall(greeting)
+            answer = b""
+            while b"READY" not in answer:
+                answer += liar.recv(1024)
+            liar.sendall(bytes([4, len(ready)]) + ready + b"\x00\x05hello")
+            assert router.poll(20_000)
+            frames = router.recv_multipart(copy=False)
+            assert frames[-1].bytes == b"hello"
+            assert (peer_user(frames[0]), peer_process(frames[0])) == (os.getuid(), os.getpid())
