@@ -7,6 +7,7 @@
 #   make test       ruff, mypy, layering contracts, pytest
 #   make gpu        all that needs a CUDA device, the most important first, within 25 minutes; results into bench/results
 #                   GPU_PYTHON=… names the interpreter (python3 if it has torch), GPU_FLAGS="--cpu-twin" tries it on the CPU
+#   make docs       the documentation as a static site, into out/site (strict: a warning is an error)
 #   make bench      every benchmark, each against its peers in the same run
 #   make campaign   a few hundred seeded kills (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
 #   make campaign-host  seeded kills of ranks, zygotes and hosts of a job under hosts (long); CKPTD_KILLS=n and CKPTD_SEED=n steer it
@@ -32,14 +33,14 @@ STAMP := $(VENV)/.ckptd-installed
 PIP_FLAGS ?=
 # Two at a time, file by file (fixtures are shared within a file): most tests wait for processes more than they compute.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
-EXTRAS := bench demo deploy release test
+EXTRAS := bench demo deploy docs release test
 CKPTD_KILLS ?= 300
 CKPTD_SCHEDULES ?= 10000
 GPU_PYTHON ?=
 GPU_OUT ?= out/gpu
 GPU_FLAGS ?=
 
-.PHONY: help setup test lint types contracts unit demo demo-nodes demo-pipeline demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
+.PHONY: help setup test lint types contracts unit docs demo demo-nodes demo-pipeline demo-elastic demo-storage demo-policies demo-ops bench gpu campaign campaign-host campaign-storage campaign-elastic campaign-matrix campaign-habits simulation lock dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -87,6 +88,9 @@ contracts: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 demo: $(STAMP)
 	$(BIN)/python -m ckptd.demo

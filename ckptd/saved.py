@@ -41,7 +41,8 @@ def saved_iterations(
     They are in memory, on peers and (the newest few) in storage.
 
     Args:
-        job, run: as in the first line of a trainer's log.
+        job: as in the first line of a trainer's log.
+        run: as in the first line of a trainer's log.
         daemon: its endpoint; None: that of this user.
         verify_iterations: as of the ``Checkpointer`` that will go back.
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("bench", "demo", "deploy", "release", "test")  # those that `make setup` installs
+EXTRAS = ("bench", "demo", "deploy", "docs", "release", "test")  # those that `make setup` installs
 
 
 def _locked() -> dict[str, list[tuple[Requirement, list[str]]]]:

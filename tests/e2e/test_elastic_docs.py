@@ -1,4 +1,7 @@
-"""The programs in docs/elastic.md run as they are printed there."""
+"""The job in docs/elastic.md runs as it is printed there, with two ranks and with three.
+
+All other blocks: tests/docs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import uuid
 from pathlib import Path
 
+from tests.docs.code_blocks import blocks_of
 from tests.e2e.harness import DaemonProcess
 from tests.long import long
 
@@ -16,24 +20,17 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/elastic.md"
 JOB = "dist.init_process_group("
 
 
-def programs() -> list[str]:
-    """Those that import what they use."""
-    found = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    return [block for block in found if block.startswith("import ")]
-
-
-def test_the_planners() -> None:
-    (program,) = [block for block in programs() if JOB not in block]
-    command = [sys.executable, "-c", program + "print(plan.method)"]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+def program_of_a_job() -> str:
+    """The block that is a whole program."""
+    (found,) = [block.text for block in blocks_of(PAGE) if JOB in block.text]
+    return found
 
 
 @long
 def test_a_job_goes_on_with_more_ranks(tmp_path: Path, daemon: DaemonProcess) -> None:
     """Two ranks that end in the middle, then three: each step is done once, and the loss falls."""
     run = uuid.uuid4().hex[:8]
-    (program,) = [block for block in programs() if JOB in block]
-    program = program.replace(
+    program = program_of_a_job().replace(
         'run=RunOptions(name="elastic", job="first")',
         f'run=RunOptions(name="{run}", job="docs"), daemon="{daemon.endpoint}"',
     )

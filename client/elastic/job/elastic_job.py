@@ -265,7 +265,10 @@ class ElasticJob:
         placement from now on.
 
         Args:
-            make_optimizer, masters, make_expert: as for ``ExpertShards``.
+            model: the model, whose mixture layers are those of `layer`.
+            make_optimizer: as for ``ExpertShards``.
+            masters: as for ``ExpertShards``.
+            make_expert: as for ``ExpertShards``.
         Raises:
             ValueError: on all ranks: some call another method; the model has other layers; the
                 experts or the optimizer do not allow shards; this incarnation already has shards

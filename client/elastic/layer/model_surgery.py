@@ -125,7 +125,9 @@ def replace_moe_blocks(
     Args:
         replicas_LRE: the placement of each block, in the order of ``model.named_modules()``: the
             result of ``split_over_ranks``.
-        group, nodes, reduce: as for ``ElasticExperts``.
+        group: as for ``ElasticExperts``.
+        nodes: as for ``ElasticExperts``.
+        reduce: as for ``ElasticExperts``.
         blocks: the form of blocks of other classes.
     Returns:
         The layers by the name of the replaced module, such as ``model.layers.0.mlp.experts``.
