@@ -1,4 +1,9 @@
-"""The code blocks of the documentation, and the pages that have them."""
+"""The code blocks of the documentation, and the pages that have them.
+
+A new block needs nothing if it is a command of ckptd, settings, or Python on the names of `tests.docs.training`. Python
+that needs more gets it from `tests.docs.preparations`; a program that no test may start is listed with the reason in
+`tests.docs.test_console_blocks`.
+"""
 
 from __future__ import annotations
 

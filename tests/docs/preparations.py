@@ -102,24 +102,6 @@ def loss_of(model, samples):
 
 # Code that runs before the block, with the names of the training.
 PREPARATIONS: dict[str, str] = {
-    "ckpt = Checkpointer(stage_module, optimizer": f"""{_STAGE}
-
-
-class Loader:
-    def __init__(self):
-        self.position = 0
-
-    def state_dict(self):
-        return dict(position=self.position)
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
-loader = Loader()
-stage_module, compute = model, lambda: torch.ones(())
-""",
-    "...  # this rank's share of the global batch": _JOB,
     "reader = LogReader(": """
 import os
 from ckptd.client.identity import identify
