@@ -412,6 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "replayed_with_frozen": replayed_with_frozen,
         "describe": ckpt.describe(),
         **ckpt.stats(),
+        **ckpt.scalars(),
     }
     if (lost := ckpt.lost_updates) is not None:
         report["lost"] = dataclasses.asdict(lost)

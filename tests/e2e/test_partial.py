@@ -166,6 +166,7 @@ def test_two_kills_lose_what_was_counted_and_nothing_else(
     assert resumed == report["resumed_from"] > end
     _check(again[resumed], timeline, resumed, lost, scope)
     assert len(lost["iterations"]) == (EXPERTS - 1) * LAYERS
+    assert report["ckptd/plt"] == lost["cumulative_plt"] > 0, "what loggers show"
 
 
 @pytest.mark.parametrize(
