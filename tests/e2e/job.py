@@ -386,10 +386,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             time.sleep(_LINGER_S)
         if args.step_ms:
             time.sleep(args.step_ms / 1e3)
+        told: dict[str, float] = {}
         while args.hold is not None and step == args.total - 1 and args.hold.exists():
             time.sleep(0.01)
-            if args.stats is not None:
-                replace_text(args.stats, json.dumps({"step": step, **ckpt.stats(), **ckpt.scalars()}))
+            if args.stats is not None and told != ckpt.scalars():
+                told = ckpt.scalars()
+                replace_text(args.stats, json.dumps({"step": step, **ckpt.stats(), **told}))
         if step < max(args.kill_at, args.patient_until) and ckpt.resumed_from is None:
             let_memory_come(ckpt)
             let_what_is_beside_come(ckpt)
