@@ -95,15 +95,18 @@ def reduced(image: memoryview, view: ImageView, newer: NewerSnapshots) -> Storab
 
     The bytes of the image must have their digests: those of the kept tensors are taken from its header.
     """
+    if not any(newer.have(tensor) for tensor in view if not tensor.name.startswith(_ALWAYS)):
+        return None
     return _keeping(image, view, lambda tensor: not newer.have(tensor), view.anchors & ~newer.anchors)
 
 
 def bare(
     image: memoryview, view: ImageView, experts: int, parameters: Collection[str], another: NewerSnapshots
 ) -> StorableImage | None:
-    """The image without the experts that it anchors; None if it has nothing of them.
+    """The image without the experts that it anchors; None if it anchors none.
 
-    What a snapshot has of experts that it does not anchor stays.
+    What a snapshot has of experts that it does not anchor stays. Experts that another rank captures have no
+    tensors here, but anchors.
 
     Args:
         experts: bitmap of the operators that are experts.
@@ -114,18 +117,18 @@ def bare(
     def stays(tensor: ImageTensor) -> bool:
         return another.have(tensor) or _parameter_of(tensor.name) not in parameters
 
+    if not view.anchors & experts:
+        return None
     return _keeping(image, view, stays, view.anchors & ~experts)
 
 
 def _keeping(
     image: memoryview, view: ImageView, stays: Callable[[ImageTensor], bool], anchors: int
-) -> StorableImage | None:
-    """The image with fewer tensors; None if it keeps all of them."""
+) -> StorableImage:
+    """The image with fewer tensors and anchors."""
     parsed = parse_header(bytes(image[: view.data_offset]))
     pairs = zip(parsed.tensors, parsed.digests, strict=True)
     kept = [(t, d) for t, d in pairs if t.name.startswith(_ALWAYS) or stays(t)]
-    if len(kept) == len(parsed.tensors):
-        return None
     bitmap = anchors.to_bytes((view.num_operators + 7) // 8, "little")
     own = {
         "digests": b"".join([digest for _, digest in kept]).hex(),

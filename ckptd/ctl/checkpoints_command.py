@@ -283,6 +283,8 @@ def _restore_text(shown: CheckpointShown) -> str:
         return "a restore cannot use it: no manifest can be read"
     if shown.damaged:
         return "a restore does not use it: a manifest is damaged"
+    if shown.partial:
+        return f"a restore loads iteration {end}, and experts from {shown.start} on, without a replay"
     replayed = count_of(shown.replayed, "iteration")
     return f"a restore loads snapshots {shown.start} to {end}, and replays {replayed}"
 

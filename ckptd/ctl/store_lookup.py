@@ -7,8 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckptd.core.slots.segment_format import decode_descriptor
+from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.ctl.command import EXIT_REFUSED, CommandError, near
 from ckptd.ctl.store_access import OpenedStore
+from ckptd.errors import SegmentError
+from ckptd.holdings import policy_of
 from ckptd.storage.checkpoints.catalog import (
     Catalog,
     CheckpointState,
@@ -416,13 +420,14 @@ class RankShown:
 @dataclass(frozen=True, slots=True)
 class CheckpointShown:
     """A checkpoint with all its ranks; a restore loads snapshots ``start`` to its iteration (-1:
-    not known).
+    not known). Of a ``partial`` one it replays nothing, and takes experts from ``start`` on.
     """
 
     checkpoint: CheckpointRow
     start: int
     replayed: int
     ranks: tuple[RankShown, ...]
+    partial: bool = False
 
     @property
     def damaged(self) -> bool:
@@ -483,16 +488,24 @@ def show_checkpoint(
 ) -> CheckpointShown:
     """A checkpoint with the details of its manifests."""
     ranks = []
-    start = -1
+    start, partial = -1, False
     for rank, info in sorted(checkpoint.manifests.items()):
         manifest = manifests.read.get(info.key)
         if manifest is None:
             ranks.append(RankShown(rank, info.key, manifests.unreadable.get(info.key, "not read")))
         else:
-            start = manifest.start  # all ranks agree on it
+            start, partial = manifest.start, _is_partial(manifest)  # all ranks agree on it
             ranks.append(_rank_shown(manifest, info.key))
     replayed = checkpoint.id.end - start if start >= 0 else -1
-    return CheckpointShown(row, start, replayed, tuple(ranks))
+    return CheckpointShown(row, start, 0 if partial else replayed, tuple(ranks), partial)
+
+
+def _is_partial(manifest: RankManifest) -> bool:
+    """Whether nothing is replayed: each expert is that of the newest image that has it."""
+    try:
+        return policy_of(decode_descriptor(manifest.descriptor)) == PolicyKind.PARTIAL
+    except SegmentError:
+        return False  # another version wrote it
 
 
 def _rank_shown(manifest: RankManifest, key: str) -> RankShown:

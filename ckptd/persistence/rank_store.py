@@ -173,6 +173,7 @@ _FORGET_S = 4 * 3600.0
 # minute each.
 _LIST_WITHIN_S = 60.0
 
+_WRITTEN = 4  # newest manifests that are remembered, to find out which one all ranks have
 _PLANS = 4  # checkpoints that are remembered: the one under way, and late answers to earlier ones
 
 _Name = tuple[int, int, int]  # iteration, epoch, sequence: unique among the snapshots of a rank
@@ -259,18 +260,16 @@ class RankStore:
         self._lock, self._planning = threading.Lock(), threading.Lock()
         self._since: dict[_Name, KeptSnapshot] = {}
         self._base: dict[_Name, KeptSnapshot] = {}
-        # The last manifest, and the last that all ranks are known to have.
-        self._last: _Written | None = None
-        self._committed: _Written | None = None
+        # The last manifests, oldest first, from the last one on that all ranks are known to have.
+        self._written: list[_Written] = []
         # Of the newest checkpoints of partial snapshots; None: all experts are stored.
         self._plans: dict[tuple[_Name, ...], _Planned | None] = {}
+        for key in dict.fromkeys([committed, base]):
+            if key:
+                manifest = read_manifest(at.store, key)
+                self._written.append(_Written(manifest, self._of_manifest(manifest)))
         if base:
-            self._last = self._written(read_manifest(at.store, base))
-            self._base = self._last.kept
-        if committed == base:
-            self._committed = self._last
-        elif committed:
-            self._committed = self._written(read_manifest(at.store, committed))
+            self._base = self._written[-1].kept
 
     def stored_of(self, iteration: int) -> list[KeptSnapshot]:
         """The snapshots of an iteration that were stored since the last manifest."""
@@ -314,19 +313,23 @@ class RankStore:
         says = newest()
         if says is None:
             return None
-        # Ranks that go by different checkpoints would choose differently.
-        last = self._last
-        if last is None or not self._is_committed(last.manifest.checkpoint):
-            last = self._committed
+        last = self._last_committed()
         if last is None or last.manifest.run_id != self._run_id:
             return None
-        self._committed = last
         now = [Listed(snapshot.iteration, phase) for snapshot, phase in checkpoint]
         choice = choice_after(last.manifest, now, says)
         if choice is None:
             return None
         kept = [each for name, each in last.kept.items() if name[0] in choice.kept]
         return _Planned(DurablePlan(choice, says, end, another), kept)
+
+    def _last_committed(self) -> _Written | None:
+        """The last checkpoint that all ranks have: ranks that go by different ones would choose differently."""
+        for number, written in reversed(list(enumerate(self._written))):
+            if self._is_committed(written.manifest.checkpoint):
+                del self._written[:number]
+                return written
+        return None
 
     def put(
         self,
@@ -357,6 +360,9 @@ class RankStore:
             wanted = view.anchors & ~newer.anchors
             if plan is not None and is_bare:
                 wanted &= ~plan.newest.experts
+                # Other ranks may have replicas of the experts that it would have.
+                if known is not None and known.snapshot.anchors & plan.newest.experts:
+                    known = None
             # It may have been reduced for a checkpoint of a history that was abandoned.
             if known is not None and not wanted & ~known.snapshot.anchors:
                 return Uploaded(known.snapshot.image_len, 0, not is_bare)
@@ -408,7 +414,7 @@ class RankStore:
         try:
             manifest = self._manifest_of(message, kept)
         except ManifestError as error:
-            if self._last is None and self._committed is None:
+            if not self._written:
                 raise
             self._forget()  # it does not go with what the last checkpoint has of experts
             raise UnknownSnapshot(f"checkpoint {message.end} must be stored anew: {error}") from error
@@ -429,7 +435,8 @@ class RankStore:
             kept = list(self._of_manifest(manifest).values())
         with self._lock:
             self._base = self._based(manifest.key, kept)
-            self._last = _Written(manifest, self._base)
+            self._written.append(_Written(manifest, self._base))
+            del self._written[1:-_WRITTEN]  # the first one is committed, unless none is
             self._since = {n: k for n, k in self._since.items() if n not in self._base}
         return manifest
 
@@ -485,7 +492,7 @@ class RankStore:
             self._since.clear()
             self._base.clear()
             self._plans.clear()
-            self._last = self._committed = None
+            self._written.clear()
 
     def _check_may_commit(self, views: Views, manifest: RankManifest, relied: frozenset[str]) -> None:
         if not (reason := views.refusal(manifest.checkpoint, relied)):
@@ -494,9 +501,6 @@ class RankStore:
             raise Overtaken(f"checkpoint {manifest.end} is not committed: {reason}")
         self._forget()
         raise UnknownSnapshot(f"checkpoint {manifest.end} must be stored anew: {reason}")
-
-    def _written(self, manifest: RankManifest) -> _Written:
-        return _Written(manifest, self._of_manifest(manifest))
 
     def _of_manifest(self, manifest: RankManifest) -> dict[_Name, KeptSnapshot]:
         headers = [read_image_header(self._at.store, s) for s in manifest.snapshots]

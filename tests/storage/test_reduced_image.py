@@ -158,7 +158,17 @@ def test_a_bare_image_has_everything_but_the_experts_that_it_anchored() -> None:
     assert view.anchors == made.anchors == 0b10
     # The other snapshot lacks what is no expert's, too: that is no reason to leave it out.
     assert names_of(stripped(newest, sample(3, "gate"), "expert.0")) == {*shared, "ckptd.scalars"}
-    assert stripped(newest, another, "expert.7") is None
+    assert names_of(stripped(newest, another, "expert.7")) == set(newest.view.names())
+    assert stripped(another, newest, "expert.1") is None  # expert 1 is no expert here
+
+
+def test_a_bare_image_anchors_no_experts_that_other_ranks_capture() -> None:
+    """Ranks load the same anchors from the same image, whichever of them has the tensors."""
+    newest = sample(4, "dense", anchors=0b11)
+    made = stripped(newest, sample(3, "dense", anchors=0b10), "expert.0")
+    assert made is not None
+    assert names_of(made) == {"dense", "ckptd.scalars"}
+    assert made.anchors == ImageView(memoryview(b"".join(made.pieces))).anchors == 0b10
 
 
 def test_a_bare_image_keeps_what_every_snapshot_has_of_experts() -> None:

@@ -201,14 +201,22 @@ def test_ranks_that_do_not_have_the_last_checkpoint_go_by_the_one_that_all_have(
     assert sorted(found.end for found in desk.find(0, 1)) == [2, 2, 7, 7]
     for number in range(2):
         assert [iteration for iteration, *_ in listed(folder, 7, number)] == [1, 6, 7]
-    # And after a restart, too.
+    # One that was late is the last one, too, although a further one was stored meanwhile.
     first.checkpoint(9)
+    first.checkpoint(10)
+    second.checkpoint(9)
+    for each in (first, second):
+        each.checkpoint(12)
+    assert 12 in {found.end for found in desk.find(0, 1)}
+    # And after a restart, too.
+    first.checkpoint(14)
     for each in (first, second):
         each.desk = Desk(f"file://{folder}")
         for number in range(2):
             each.desk.open(number)
-        each.checkpoint(11)
-    assert second.desk.find(0)[0].end == 11
+        each.checkpoint(16)
+    assert second.desk.find(0)[0].end == 16
+    assert all([i for i, *_ in listed(folder, 16, number)] < [15, 16] for number in range(2))
     for each in (first, second):
         each.segment.close()
 
@@ -281,6 +289,17 @@ def test_what_was_stored_for_one_checkpoint_is_asked_for_again(rank: Rank) -> No
     again = rank.store(6, scalars())
     assert [each.uploaded_bytes > FRESH_BYTES for each in again] == [True, True]
     assert isinstance(rank.commit(), w.Answer)
+
+
+def test_a_newest_snapshot_that_was_stored_whole_is_stored_bare_all_the_same(
+    rank: Rank, folder: Path
+) -> None:
+    """Other ranks may have replicas of its experts, and have stored it bare."""
+    rank.checkpoint(2)
+    whole = fill(rank.segment, 5, 5, partial=True, scalars=scalars())
+    assert rank.desk.put(rank.segment, 5, whole).for_later
+    assert rank.checkpoint(5)[1] > 0
+    assert listed(folder, 5)[-1] == (5, 4, REST)
 
 
 def test_a_newest_snapshot_that_is_damaged_says_nothing(rank: Rank) -> None:
