@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -29,7 +30,9 @@ from tests.systemd import Systemd
 WHY_NOT = why_no_helm() or why_no_pods()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "they can be started")]
 TOTAL, KILL_AT = 60, 40
-ALONE = {"peers": {"enabled": False}, "memory": "64Mi", "metrics": {"port": 19464}}
+ALONE = {"peers": {"enabled": False}, "memory": "64Mi"}
+# Pods have the network of this machine, and another run of these tests may have some, too.
+NETWORK = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 2}"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ class Pods:
 
     def daemon(self, values: dict[str, Any], node: str = "node-1", **more: Any) -> Pod:
         """Started, and past its startup probe."""
-        pod = Pod(self.machine, daemon_spec(values), node, **more)
+        pod = Pod(self.machine, daemon_spec(values), node, **{"address": f"{NETWORK}.1", **more})
         self._started.append(pod)
         pod.start("ckptd")
         eventually(lambda: probe(pod, "startup") == 0, "it answers")
@@ -132,7 +135,7 @@ def test_a_trainers_pod_resumes_from_the_memory_of_the_daemons_pod(
     daemon = pods.daemon(values)
     assert probe(daemon, "readiness") == probe(daemon, "liveness") == 0
     assert status(daemon)["counters"]["event.adopted"] >= 1
-    assert scrape("127.0.0.1:19464")
+    assert scrape(f"{NETWORK}.1:9464")
     again, reference = pods.trainer("again", *with_daemon, "--seed", "7"), pods.trainer("reference")
     assert again.end() == 0, again.log
     assert reference.end() == 0, reference.log
@@ -160,7 +163,7 @@ def test_a_daemon_that_is_only_busy_lives(pods: Pods) -> None:
 @long
 def test_nodes_trust_each_other_by_the_secret(pods: Pods) -> None:
     """Made as docs/kubernetes.md says; the pod of a node without keys says what is missing."""
-    nodes = {"node-1": "127.31.7.1", "node-2": "127.31.7.2"}
+    nodes = {"node-1": f"{NETWORK}.1", "node-2": f"{NETWORK}.2"}
     made = Path(tempfile.mkdtemp(prefix="ckptd-keys-"))
     for node in nodes:
         Keys.create(made / node)

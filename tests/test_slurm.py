@@ -116,7 +116,7 @@ def test_a_requeued_job_finds_its_memory_and_ends_with_the_same_bits(
     training.reach(HURT_AT)
     folder = slurm.machine.root / SEGMENTS / training.job
     slurm.requeue(training.job)
-    assert len(list(folder.glob("*.seg"))) == 1, "the epilog has kept them"
+    assert list(folder.glob("*.seg")), "the epilog has kept them"
     slurm.start_now(training.job)
     training.end()
     reference.end()
@@ -199,3 +199,47 @@ def example(slurm: Slurm) -> str:
 def two_ranks(slurm: Slurm) -> Training:
     """Undisturbed, without a daemon."""
     return Training(slurm, "two_ranks", daemon="none", ranks=2)
+
+
+@long
+def test_the_daemon_of_the_node_serves_all_jobs() -> None:
+    """`ckptd.service` as shipped, of another user than the jobs'; the prolog starts it where it is down."""
+    with Systemd() as machine:
+        slurm = Slurm(machine, settings=("CKPTD_SLURM_DAEMON=node", "CKPTD_SLURM_REQUIRED=yes"))
+        assert machine.shows("ckptd", "ActiveState") == "inactive"
+        job = slurm.submit("srun ckptctl status && env | grep CKPTD_")
+        slurm.until(job, "COMPLETED")
+        assert "ipc:///run/ckptd/ckptd.sock" in slurm.output(job)
+        assert "CKPTD_DAEMON_USER=ckptd" in slurm.output(job)
+        assert machine.shows("ckptd", "ActiveState") == "active", "the epilog leaves it"
+        assert not (machine.root / RUN).exists()
+        machine.ctl("stop", "ckptd")
+        machine.run("rm", "/etc/systemd/system/ckptd.service")
+        machine.ctl("daemon-reload")
+        slurm.submit("true")
+        eventually(lambda: slurm.nodes_that_are("drain") == ["n1"], "a failed prolog drains the node")
+
+
+@long
+def test_hosts_of_two_nodes_meet_by_the_variables_of_srun(two_ranks: Training, tmp_path: Path) -> None:
+    """Each node has folders of its own; ranks and hosts meet at the name of the first one."""
+    per_node = [
+        f"CKPTD_SLURM_RUN=/{RUN}-$SLURMD_NODENAME",
+        f"CKPTD_SLURM_SEGMENTS=/{SEGMENTS}-$SLURMD_NODENAME",
+    ]
+    with Systemd() as machine:
+        slurm = Slurm(machine, 2, settings=per_node)
+        training = Training(slurm, "nodes", "--nodes=2", "--ntasks-per-node=1", ranks=2)
+        training.reach(HURT_AT)
+        for rank, name in enumerate(slurm.names):
+            files = (machine.root / f"{SEGMENTS}-{name}" / training.job).glob("*.seg")
+            assert {file.name.split("~")[2] for file in files} == {f"r{rank}"}
+        slurm.run("kill", "-KILL", str(training.events(1, "step")[-1]["pid"]))
+        training.end()
+        assert "rank 0: all 2 hosts have joined" in training.output
+        assert "epoch 1 begins: rank 1: SIGKILL" in training.output
+        first, second = training.resumed_from()
+        assert first == {None}
+        assert_near(second, HURT_AT)
+        two_ranks.end()
+        exact(training, two_ranks, tmp_path)
