@@ -243,3 +243,17 @@ def test_hosts_of_two_nodes_meet_by_the_variables_of_srun(two_ranks: Training, t
         assert_near(second, HURT_AT)
         two_ranks.end()
         exact(training, two_ranks, tmp_path)
+
+
+@long
+def test_the_memory_of_a_job_that_does_not_come_back_is_freed() -> None:
+    with Systemd() as machine:
+        slurm = Slurm(machine, settings=["CKPTD_SLURM_KEEP_S=4"])
+        job = slurm.submit("sleep 60", "--requeue")
+        slurm.until(job, "RUNNING")
+        eventually(lambda: daemons(slurm) == [job], "its daemon")
+        slurm.requeue(job)
+        slurm.run("scontrol", "hold", job)
+        assert daemons(slurm) == [job]
+        eventually(lambda: daemons(slurm) == [], "it is stopped")
+        assert not (machine.root / SEGMENTS / job).exists()

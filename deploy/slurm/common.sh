@@ -12,7 +12,7 @@ as_owner() {
     # shellcheck disable=SC2086 # CKPTD_SLURM_EXTRA is a list
     setpriv --reuid="$uid" --regid="$gid" --init-groups env -i PATH="$PATH" HOME=/ \
         $CKPTD_SLURM_EXTRA CKPTD_RUNTIME_DIR="$run" CKPTD_SEGMENT_DIR="$segments" CKPTD_MEMORY="$CKPTD_SLURM_MEMORY" \
-        CKPTD_RETAIN_DETACHED_S="$CKPTD_SLURM_KEEP_S" CKPTD_IDLE_EXIT_S="$((CKPTD_SLURM_KEEP_S + 60))" "$@"
+        CKPTD_RETAIN_DETACHED_S="$CKPTD_SLURM_KEEP_S" "$@"
 }
 
 # Names the folders of a job: $run and $segments.
@@ -33,6 +33,14 @@ end_daemon() {
         fi
     fi
     rm -rf --one-file-system -- "$segments" "$run"
+}
+
+# Ends the daemon of a job that was requeued, and has not come back in time: $run/kept is still there.
+end_if_expired() {
+    of_job "$1"
+    [ -n "$(as_owner find "$run/kept" ! -newermt "-$CKPTD_SLURM_KEEP_S seconds" 2>/dev/null)" ] || return 0
+    end_daemon
+    rm -f "$CKPTD_SLURM_RUN/.start-$1"
 }
 
 # A folder that root owns and nobody else may write to.

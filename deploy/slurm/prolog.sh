@@ -4,16 +4,11 @@
 here=$(dirname "$(realpath "$0")")
 . "$here/common.sh"
 
-# Folders of requeued jobs that have not come back in time; their daemons have ended.
+# Also without the epilog's timer, as after a restart of the node's services.
 sweep() {
-    local kept
-    for kept in "$CKPTD_SLURM_RUN"/*/; do
-        kept=$(basename "$kept")
-        [ -n "$(find "$CKPTD_SLURM_RUN/.kept-$kept" -mmin "+$((CKPTD_SLURM_KEEP_S / 60 + 2))" 2>/dev/null)" ] || continue
-        of_job "$kept"
-        is_running && continue # its job is back
-        end_daemon
-        rm -f "$CKPTD_SLURM_RUN/.kept-$kept" "$CKPTD_SLURM_RUN/.start-$kept"
+    local folder
+    for folder in "$CKPTD_SLURM_RUN"/*/; do
+        [ ! -d "$folder" ] || end_if_expired "$(basename "$folder")"
     done
 }
 
@@ -23,11 +18,11 @@ daemon_of_the_job() {
     root_folder "$CKPTD_SLURM_RUN" && root_folder "$CKPTD_SLURM_SEGMENTS" || return 1
     sweep
     of_job "$SLURM_JOB_ID"
-    rm -f "$CKPTD_SLURM_RUN/.kept-$SLURM_JOB_ID"
     echo "${SLURM_JOB_RESTART_COUNT:-0}" >"$CKPTD_SLURM_RUN/.start-$SLURM_JOB_ID"
     for folder in "$run" "$segments"; do
         [ -d "$folder" ] || install -d -m 700 -o "$SLURM_JOB_UID" -g "$(id -g "$SLURM_JOB_UID")" "$folder" || return 1
     done
+    as_owner rm -f "$run/kept"
     is_running && return # this job's, from before its requeue
     # shellcheck disable=SC2016 # for the inner shell
     as_owner setsid --fork bash -c '
@@ -39,7 +34,7 @@ daemon_of_the_job() {
         done' "$CKPTD_SLURM_BIN/ckptd"
     as_owner "$CKPTD_SLURM_BIN/ckptctl" wait --timeout "$CKPTD_SLURM_WAIT_S" >/dev/null && return
     say "no daemon answers in $run; the end of its log:"
-    tail -n 5 "$run/ckptd.log" >&2
+    as_owner tail -n 5 "$run/ckptd.log" >&2
     return 1
 }
 
