@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["DurableChoice", "DurableTurns", "Listed", "choose_durable", "turns_of"]
+__all__ = ["DurableChoice", "DurableTurns", "Listed", "choose_durable", "slots_with_old_copies", "turns_of"]
 
 
 class Listed(NamedTuple):
@@ -74,6 +74,13 @@ class DurableChoice:
 def turns_of(experts: int, of: int, window: int) -> int:
     """The phases of a window that a checkpoint stores so that they have ``experts`` of ``of`` or more."""
     return min(window, max(1, math.ceil(window * experts / of)))
+
+
+def slots_with_old_copies(window: int) -> int:
+    """The slots that a ring needs after a recovery from storage: its images may all be needed until a whole
+    window of new snapshots is there.
+    """
+    return 2 * window + 2
 
 
 def choose_durable(

@@ -6,14 +6,18 @@ the answer follows when the memory is there (`SegmentMaker`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
+from ckptd.core.durable_experts import slots_with_old_copies
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.sessions import AttachWish, RankKey, TrainerSession
 from ckptd.core.slots.segment_format import SegmentDescriptor, decode_descriptor, unpack_slot_header
+from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.errors import SegmentError
+from ckptd.holdings import policy_of
 from ckptd.memory.segment_file import Segment
 from ckptd.node.peering import Peering
 from ckptd.node_context import NodeContext
@@ -156,7 +160,7 @@ class Reservations:
 
     def _make_generation(self, request: _Request, found: FoundDescriptor) -> None:
         """As many slots as the source has; on a node with less memory, as few as will do."""
-        least = len(request.message.pieces) + 2
+        least = _slots_for(request.message.pieces, found.descriptor)
         make = partial(
             self._make,
             request.session,
@@ -219,6 +223,20 @@ def segment_info(segment: Segment) -> m.SegmentInfo:
     """Where a trainer finds its segment."""
     geometry = segment.geometry
     return m.SegmentInfo(str(segment.path), segment.generation, geometry.slot_bytes, geometry.num_slots)
+
+
+def _slots_for(pieces: Sequence[m.FetchPiece], descriptor: SegmentDescriptor) -> int:
+    """As few slots as will do: these snapshots, one that is filled and one that is digested.
+
+    Durable images of several checkpoints do not give way one by one to new snapshots, but may all be needed
+    until a whole window is there.
+    """
+    headers = [unpack_slot_header(piece.header) for piece in pieces]
+    sequences = sorted(header.sequence for header in headers if header is not None)
+    gaps = any(after != before + 1 for before, after in pairwise(sequences))
+    if gaps and policy_of(descriptor) == PolicyKind.PARTIAL:
+        return max(len(pieces) + 2, slots_with_old_copies(descriptor.window))
+    return len(pieces) + 2
 
 
 def _answer_segment(answer: Answer, segment: Segment) -> None:

@@ -15,7 +15,13 @@ from typing import Any
 import msgspec
 import xxhash
 
-from ckptd.core.durable_experts import DurableChoice, DurableTurns, Listed, choose_durable
+from ckptd.core.durable_experts import (
+    DurableChoice,
+    DurableTurns,
+    Listed,
+    choose_durable,
+    slots_with_old_copies,
+)
 from ckptd.core.slots.segment_format import SegmentDescriptor, SlotHeader, decode_descriptor
 from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.errors import SegmentError
@@ -62,11 +68,13 @@ class NewestSnapshot:
     """What the newest snapshot of a checkpoint says.
 
     Attributes:
+        num_slots: of its ring.
         experts: bitmap of the operators that are experts; ``parameters``: their parameters.
     """
 
     turns: DurableTurns
     window: int
+    num_slots: int
     operators_id: str
     experts: int
     parameters: frozenset[str]
@@ -95,7 +103,7 @@ class DurablePlan:
 
 
 def read_newest(
-    image: memoryview, header: SlotHeader, descriptor: SegmentDescriptor
+    image: memoryview, header: SlotHeader, descriptor: SegmentDescriptor, num_slots: int
 ) -> NewestSnapshot | None:
     """None if the trainer did not ask to store some experts only, or if the image cannot be read."""
     try:
@@ -118,12 +126,21 @@ def read_newest(
     wanted = asked.durable
     turns = DurableTurns(wanted.experts, wanted.of, wanted.limit, asked.lost_iterations)
     return NewestSnapshot(
-        turns, descriptor.window, operators_id(descriptor), sum(1 << i for i in experts), parameters
+        turns,
+        descriptor.window,
+        num_slots,
+        operators_id(descriptor),
+        sum(1 << i for i in experts),
+        parameters,
     )
 
 
 def choice_after(last: RankManifest, now: Sequence[Listed], newest: NewestSnapshot) -> DurableChoice | None:
-    """What the checkpoint after ``last`` stores; None: all experts."""
+    """What the checkpoint after ``last`` stores; None: all experts, as for a ring that could not go on from
+    less.
+    """
+    if newest.num_slots < slots_with_old_copies(newest.window):
+        return None
     try:
         before = decode_descriptor(last.descriptor)
     except SegmentError:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +53,7 @@ from ckptd.storage.strong_digest import strong_digest_of
 
 __all__ = [
     "TOOL",
+    "Agreed",
     "LockedSlot",
     "Overtaken",
     "RankStore",
@@ -76,6 +78,7 @@ class LockedSlot:
     header: SlotHeader
     image: memoryview
     descriptor: SegmentDescriptor
+    num_slots: int
     digest: str = ""  # the image's cryptographic digest if it is kept in the segment, else ""
 
 
@@ -105,7 +108,13 @@ class SlotFiles:
             if found != (snapshot.iteration, snapshot.epoch, snapshot.sequence):
                 raise SlotLost(f"slot {index} of {segment.path.name} holds iteration {found[0]}")
             kept = segment.kept_digest(index, header)
-            yield LockedSlot(header, segment.image(index, header), segment.descriptor, kept)
+            yield LockedSlot(
+                header,
+                segment.image(index, header),
+                segment.descriptor,
+                segment.geometry.num_slots,
+                kept,
+            )
 
     def newest(self, place: SlotPlace | None) -> NewestSnapshot | None:
         """What the newest snapshot of a checkpoint says of durable experts; None: store all of them."""
@@ -113,7 +122,7 @@ class SlotFiles:
             return None
         try:
             with self.hold(place.path, place.index, place.snapshot) as slot:
-                return read_newest(slot.image, slot.header, slot.descriptor)
+                return read_newest(slot.image, slot.header, slot.descriptor, slot.num_slots)
         except SlotLost as error:
             logger.warning("all experts of a checkpoint are stored: %s", error)
             return None
@@ -174,9 +183,18 @@ _FORGET_S = 4 * 3600.0
 _LIST_WITHIN_S = 60.0
 
 _WRITTEN = 4  # newest manifests that are remembered, to find out which one all ranks have
+_AFTER_DISAGREEMENT = 16  # checkpoints that a rank stores with all experts, as another one does
 _PLANS = 4  # checkpoints that are remembered: the one under way, and late answers to earlier ones
 
 _Name = tuple[int, int, int]  # iteration, epoch, sequence: unique among the snapshots of a rank
+
+
+class Agreed(Enum):
+    """Whether all ranks have a checkpoint."""
+
+    YES = "yes"
+    NOT_YET = "not yet"
+    OTHERWISE = "otherwise"  # other ranks have listed other images for it
 
 
 class UnknownSnapshot(LookupError):
@@ -239,7 +257,7 @@ class RankStore:
         committed: the same of the last checkpoint that all ranks have.
         look: lists the run for a commit of the checkpoint that ends at an iteration; True: list it now.
         neighbours: the other ranks of this run on this node.
-        is_committed: whether all ranks have a checkpoint.
+        state_of: whether all ranks have a checkpoint.
     """
 
     def __init__(
@@ -252,11 +270,12 @@ class RankStore:
         committed: str,
         look: Callable[[int, bool], Seen],
         neighbours: Callable[[], Iterable[RankStore]],
-        is_committed: Callable[[CheckpointId], bool],
+        state_of: Callable[[CheckpointId], Agreed],
     ) -> None:
         self._at, self.rank = at, rank
         self._run_id, self._look, self._neighbours = run_id, look, neighbours
-        self._is_committed = is_committed
+        self._state_of = state_of
+        self._all_experts_for = 0  # so many checkpoints
         self._lock, self._planning = threading.Lock(), threading.Lock()
         self._since: dict[_Name, KeptSnapshot] = {}
         self._base: dict[_Name, KeptSnapshot] = {}
@@ -314,6 +333,9 @@ class RankStore:
         if says is None:
             return None
         last = self._last_committed()
+        if self._all_experts_for:
+            self._all_experts_for -= 1
+            return None
         if last is None or last.manifest.run_id != self._run_id:
             return None
         now = [Listed(snapshot.iteration, phase) for snapshot, phase in checkpoint]
@@ -324,11 +346,14 @@ class RankStore:
         return _Planned(DurablePlan(choice, says, end, another), kept)
 
     def _last_committed(self) -> _Written | None:
-        """The last checkpoint that all ranks have: ranks that go by different ones would choose differently."""
+        """The last checkpoint that all ranks have: ranks that go by others would choose differently."""
         for number, written in reversed(list(enumerate(self._written))):
-            if self._is_committed(written.manifest.checkpoint):
+            state = self._state_of(written.manifest.checkpoint)
+            if state is Agreed.YES:
                 del self._written[:number]
                 return written
+            if state is Agreed.OTHERWISE:  # a rank that has to store all experts, perhaps for long
+                self._all_experts_for = _AFTER_DISAGREEMENT
         return None
 
     def put(

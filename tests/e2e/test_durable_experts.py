@@ -125,6 +125,7 @@ def test_each_expert_comes_from_its_newest_durable_copy(
     assert report["resumed_from"] == newest, jobs.log(out)
     assert f"A DURABLE CHECKPOINT STORES {experts} OF {EXPERTS} PARTS" in report["describe"]
     _check(_load(second)[newest], timeline, newest, lost, scope)
+    assert report["snapshots"] > EXPERTS, "the old copies leave no slots for new snapshots"
     assert verify_run(opened, "e2e", "some").ok
     if case != "plain" or scope != "both":
         return

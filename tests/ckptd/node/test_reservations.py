@@ -13,12 +13,14 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.core.recovery.held import STORE_NODE
 from ckptd.core.sessions import RankKey
 from ckptd.core.slots.segment_format import (
     SegmentDescriptor,
+    SlotHeader,
     encode_descriptor,
     pack_slot_header,
     read_prologue,
@@ -30,6 +32,7 @@ from ckptd.memory.segment_file import Segment
 from ckptd.memory.segment_store import SegmentStore
 from ckptd.memory.slot_digests import SealVerdict, seal_slot
 from ckptd.node.peering import Peering
+from ckptd.node.reservations import _slots_for
 from ckptd.node.service import Service
 from ckptd.node_context import NodeContext, NodeWorkers
 from ckptd.transport import messages as m
@@ -338,3 +341,22 @@ def test_a_copy_in_the_middle_of_a_fetch_is_dropped(setting: Setting) -> None:
     assert "fetch_ended" in {event.kind for event in page}
     assert [event for event in page if event.level != "info"] == [], "it is no failure"
     assert setting.peering.fetches.of(RankKey("job", "run", 0), reply.segment.generation) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "sequences", "slots"),
+    [
+        ("partial", (4, 5, 6, 7), 6),
+        ("partial", (1, 3, 6, 7), 10),
+        ("partial", (1, 3, 4, 6, 7), 10),
+        ("sliding", (1, 3, 6, 7), 6),
+        ("partial", tuple(range(1, 20, 2)), 12),
+    ],
+)
+def test_images_of_several_durable_checkpoints_leave_room_for_a_window_of_new_snapshots(
+    policy: str, sequences: tuple[int, ...], slots: int
+) -> None:
+    client = msgspec.msgpack.encode({"policy": policy, "operators": []})
+    told = replace_struct(descriptor(), window=4, client=client)
+    headers = [SlotHeader(state=SlotState.SEALED, iteration=s, sequence=s) for s in sequences]
+    assert _slots_for([m.FetchPiece(pack_slot_header(h), ()) for h in headers], told) == slots

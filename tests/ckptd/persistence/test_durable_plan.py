@@ -45,21 +45,23 @@ def scalars(*, lost: float = 0.0, limit: float | None = None, experts: int = 1) 
 class Rank:
     """A rank whose checkpoints a keeper stores."""
 
-    def __init__(self, desk: Desk, folder: Path, rank: int = 0, world_size: int = 1, **told: Any) -> None:
-        self.desk = desk
+    def __init__(
+        self, desk: Desk, folder: Path, rank: int = 0, world_size: int = 1, *, slots: int = SLOTS, **told: Any
+    ) -> None:
+        self.desk, self.slots = desk, slots
         made = descriptor(rank, world_size=world_size, partial=True, client=client(**told))
-        self.segment: Segment = segment_store(folder).create(made, SLOTS, 1 << 20)
+        self.segment: Segment = segment_store(folder).create(made, slots, 1 << 20)
         self.name = w.RankName("job", "run", rank)
 
     def store(self, end: int, says: bytes, *, epoch: int = 1, without: int = -1) -> list[w.StoredSlot]:
         """Take the last window of snapshots before ``end``, and store them; ``without``: not this one."""
         taken = [
-            fill(self.segment, i % SLOTS, i, epoch=epoch, partial=True, scalars=says)
+            fill(self.segment, i % self.slots, i, epoch=epoch, partial=True, scalars=says)
             for i in range(end - WINDOW + 1, end + 1)
         ]
         self.taken = taken
         path = str(self.segment.path)
-        places = [w.SlotPlace(each, path, each.iteration % SLOTS) for each in taken]
+        places = [w.SlotPlace(each, path, each.iteration % self.slots) for each in taken]
         checkpoint = tuple((each, each.iteration % WINDOW) for each in taken)
         return [
             self.desk.ask(
@@ -89,7 +91,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def desk(folder: Path) -> Desk:
-    made = Desk(f"file://{folder}", settle_s=0.0)
+    made = Desk(f"file://{folder}")
     made.open()
     return made
 
@@ -141,7 +143,7 @@ def test_each_checkpoint_stores_an_expert_and_lists_where_the_other_one_is(
     assert 2 * FRESH_BYTES < newest < 2 * FRESH_BYTES + 20_000
     assert listed(folder, 7) == [(4, 1, {"expert.0"}), (7, 4, {*REST, "expert.1"})]
     assert verify_run(open_store(f"file://{folder}"), "job", "run").ok
-    assert [len(found.headers) for found in desk.find(0)] == [2, 3]
+    assert [len(found.headers) for found in desk.find(0)] == [2, 3, 2]
 
 
 def test_a_keeper_that_was_restarted_continues_from_what_is_in_storage(rank: Rank, folder: Path) -> None:
@@ -239,6 +241,22 @@ def test_ranks_that_chose_differently_have_no_checkpoint_in_common(
         each.segment.close()
 
 
+def test_a_rank_whose_ring_is_too_small_to_go_on_from_old_copies_stores_all_and_so_do_the_others(
+    desk: Desk, tmp_path: Path, folder: Path
+) -> None:
+    """Until a window of new snapshots is there, a ring has to keep them. They disagree once."""
+    wide, narrow = (Rank(desk, tmp_path / f"memory{i}", i, 2, slots=SLOTS - i) for i in range(2))
+    desk.open(1)
+    store = open_store(f"file://{folder}")
+    for end in range(2, 30, 3):
+        for each in (wide, narrow):
+            each.checkpoint(end)
+        newest = read_catalog(store, "job", "run").committed[0].id.end
+        assert newest == (2 if end == 5 else end)
+    for each in (wide, narrow):
+        each.segment.close()
+
+
 def test_a_history_that_was_abandoned_is_not_referred_to(rank: Rank, folder: Path) -> None:
     """A recovery went back to iteration 3: what was stored of 4 and 5 belongs to no expert any more."""
     rank.checkpoint(2)
@@ -255,6 +273,8 @@ def test_a_history_that_was_abandoned_is_not_referred_to(rank: Rank, folder: Pat
 
 def test_what_a_manifest_refers_to_is_never_deleted_and_nothing_else_stays(rank: Rank, folder: Path) -> None:
     """Retention keeps two checkpoints; all files are older than any time that protects them."""
+    rank.desk = Desk(f"file://{folder}", settle_s=0.0)
+    rank.desk.open()
     store = open_store(f"file://{folder}")
     for number, end in enumerate(range(2, 24, 3)):
         rank.store(end, scalars())
@@ -307,10 +327,10 @@ def test_a_newest_snapshot_that_is_damaged_says_nothing(rank: Rank) -> None:
     header = rank.segment.header(2)
     assert header is not None
     image = rank.segment.image(2, header)
-    says = read_newest(image, header, rank.segment.descriptor)
+    says = read_newest(image, header, rank.segment.descriptor, SLOTS)
     assert says is not None
     assert (says.turns.experts, says.window, says.experts) == (1, WINDOW, 0b011)
     assert says.parameters == {"expert.0", "expert.1"}
     image[100] ^= 1
-    assert read_newest(image, header, rank.segment.descriptor) is None
+    assert read_newest(image, header, rank.segment.descriptor, SLOTS) is None
     assert FROZEN_BYTES > FRESH_BYTES
