@@ -16,7 +16,8 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -33,6 +34,7 @@ from ckptd.storage.gradient_block import (
 )
 from ckptd.storage.image import ImageView
 from ckptd.storage.image_format import ImageError
+from ckptd.transport.fabric.short_cut import note_filling
 
 __all__ = ["DTYPES", "CannotRecompute", "Slot", "recompute", "serve"]
 
@@ -186,21 +188,41 @@ def _slot(memory: memoryview, slot_bytes: int, told: dict[str, int]) -> Slot:
     return Slot(memory[at : at + slot_bytes], told["image_len"], told["iteration"], told["sequence"])
 
 
-def _answer(files: _Files, line: str) -> dict[str, Any]:
+def _answer(files: _Files, line: str, daemon: int) -> dict[str, Any]:
     try:
         told = json.loads(line)
-        memory, size = files.memory(told["path"]), told["slot_bytes"]
-        done = recompute(_slot(memory, size, told["base"]), _slot(memory, size, told["slot"]))
+        path, size = told["path"], told["slot_bytes"]
+        with _filling(path, told["slot"]["offset"], size):
+            if os.getppid() != daemon:
+                return {"failed": "the daemon that asked is gone"}
+            memory = files.memory(path)
+            done = recompute(_slot(memory, size, told["base"]), _slot(memory, size, told["slot"]))
     except (CannotRecompute, OSError) as error:
         return {"failed": str(error)}
     return {"computed_bytes": done}
 
 
+@contextmanager
+def _filling(path: str, offset: int, length: int) -> Iterator[None]:
+    """The slot is written to in the body.
+
+    A daemon that is killed meanwhile has a successor, which must not give the slot to somebody else: it sees
+    this lock. It was taken before the daemon that asked was seen alive, so no successor can have looked
+    before.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        note_filling(fd, offset, length)
+        yield
+    finally:
+        os.close(fd)
+
+
 def serve(requests: IO[str], answers: IO[str]) -> None:
-    """Answer requests until they end."""
-    files = _Files()
+    """Answer requests of the parent process until they end."""
+    files, daemon = _Files(), os.getppid()
     for line in requests:
-        answers.write(json.dumps(_answer(files, line)) + "\n")
+        answers.write(json.dumps(_answer(files, line, daemon)) + "\n")
         answers.flush()
 
 

@@ -44,7 +44,7 @@ from contextlib import contextmanager
 from ckptd.transport.fabric.transfers import Chunk, ChunkedTransfer, ChunkUse
 from ckptd.transport.verbs import Access, FabricCounters, FileRange, RegionKey
 
-__all__ = ["CopyLane", "FileLease", "copy_chunk", "is_being_filled"]
+__all__ = ["CopyLane", "FileLease", "copy_chunk", "is_being_filled", "note_filling"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,12 @@ def is_being_filled(fd: int, offset: int, length: int) -> bool:
     return length > 0 and _is_locked(fd, _RANGES + offset, length)
 
 
+def note_filling(fd: int, offset: int, length: int) -> None:
+    """From now on `is_being_filled` is true for this part of a file, until ``fd`` is closed."""
+    if length > 0:
+        _set_lock(fd, fcntl.F_RDLCK, _RANGES + offset, length)
+
+
 def copy_chunk(node: str, key: RegionKey, access: Access, offset: int, view: memoryview) -> bool:
     """Fill the region from ``view``, or ``view`` from the region; false if the network has to carry the
     chunk, or to refuse it.
@@ -112,8 +118,8 @@ def copy_chunk(node: str, key: RegionKey, access: Access, offset: int, view: mem
     try:
         fd = _open(key.file, writable=access is Access.WRITE)
         try:
-            if access is Access.WRITE and len(view):  # the lock goes with the descriptor
-                _set_lock(fd, fcntl.F_RDLCK, _RANGES + at, len(view))
+            if access is Access.WRITE:
+                note_filling(fd, at, len(view))
             for peer in (node, ""):
                 with _copying(fd, _lease_byte(key, key.file, access, peer)) as allowed:
                     if allowed:

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from ckptd.recompute import recompute_worker
 from ckptd.recompute.recompute_worker import CannotRecompute, Slot, recompute, serve
 from ckptd.storage.gradient_block import UpdateRecord, pack_pieces, read_block, write_block
 from ckptd.storage.image import ImageView, verify
+from ckptd.transport.fabric.short_cut import is_being_filled
 from tests.ckptd.recomputed import SLOT_BYTES, Step, step_of
 
 ADAM: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
@@ -125,30 +127,64 @@ def test_a_request_is_answered_by_a_line_whatever_it_says(tmp_path: Path) -> Non
     assert "No such file" in json.loads(answers.getvalue())["failed"]
 
 
-def test_the_process_steps_as_this_one_does(tmp_path: Path) -> None:
-    """In a file, as daemons have it; what libraries print does not come between the answers."""
-    step = step_of("AdamW", **ADAM)
-    base, slot = slots_of(step)
-    path = tmp_path / "segment"
+def in_file(path: Path, base: Slot, slot: Slot) -> str:
+    """A segment file with both slots, and the request that computes the second one."""
     path.write_bytes(bytes(base.memory) + bytes(slot.memory))
-
-    def place(of: Slot, offset: int) -> dict[str, int]:
-        return {
+    places = {
+        name: {
             "offset": offset,
             "image_len": of.image_len,
             "iteration": of.iteration,
             "sequence": of.sequence,
         }
-
-    request = {
-        "path": str(path),
-        "slot_bytes": SLOT_BYTES,
-        "base": place(base, 0),
-        "slot": place(slot, SLOT_BYTES),
+        for name, of, offset in (("base", base, 0), ("slot", slot, SLOT_BYTES))
     }
+    return json.dumps({"path": str(path), "slot_bytes": SLOT_BYTES, **places}) + "\n"
+
+
+def test_the_successor_of_a_killed_daemon_sees_the_slot_that_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would give the slot to a peer whose image the old process overwrites, after it was verified."""
+    path, seen = tmp_path / "segment", []
+    request = in_file(path, *slots_of(step_of("AdamW", **ADAM)))
+
+    def look(base: Slot, slot: Slot) -> int:
+        with path.open("rb") as file:
+            fd = file.fileno()
+            seen.append((is_being_filled(fd, SLOT_BYTES, 1), is_being_filled(fd, 0, SLOT_BYTES)))
+        return recompute(base, slot)
+
+    monkeypatch.setattr(recompute_worker, "recompute", look)
+    answers = io.StringIO()
+    serve(io.StringIO(request), answers)
+    assert json.loads(answers.getvalue())["computed_bytes"] > 0
+    assert seen == [(True, False)]
+    with path.open("rb") as file:
+        assert not is_being_filled(file.fileno(), 0, 2 * SLOT_BYTES)
+
+
+def test_nothing_is_computed_for_a_daemon_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "segment"
+    request = in_file(path, *slots_of(step_of("AdamW", **ADAM)))
+    before, parents = path.read_bytes(), iter([5, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    answers = io.StringIO()
+    serve(io.StringIO(request), answers)
+    assert json.loads(answers.getvalue()) == {"failed": "the daemon that asked is gone"}
+    assert path.read_bytes() == before
+
+
+def test_the_process_steps_as_this_one_does(tmp_path: Path) -> None:
+    """In a file, as daemons have it; what libraries print does not come between the answers."""
+    step = step_of("AdamW", **ADAM)
+    base, slot = slots_of(step)
+    path = tmp_path / "segment"
     done = subprocess.run(
         [sys.executable, "-m", "ckptd.recompute.recompute_worker"],
-        input=json.dumps(request) + "\n",
+        input=in_file(path, base, slot),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
