@@ -110,21 +110,24 @@ class UserAccess:
             case Rule.OWNER:
                 return self._not_owned(user, message)
             case Rule.OPERATOR:
-                text = f"{type(message).__name__} is for the operator of this daemon, not for user"
-                text = f"{text} {user_name(user)}"
-                return m.Refused(RefusalCode.FOREIGN, text, f"run it as root or as {user_name(os.geteuid())}")
+                what = f"{type(message).__name__} is for the operator of this daemon"
+                return m.Refused(
+                    RefusalCode.FOREIGN,
+                    f"{what}, not for user {user_name(user)}",
+                    f"run it as root or as {user_name(os.geteuid())}",
+                )
         return None
 
     def _not_owned(self, user: int, message: Any) -> m.Refused | None:
         if owner_of(message.job) == user:
             return None
-        told, mine = message.job or "all jobs", job_prefix(user)
+        mine = job_prefix(user)
+        name = f"name the job {mine + _own_part(message.job)!r}" if message.job else "name one of these jobs"
         return m.Refused(
             RefusalCode.FOREIGN,
-            f"{type(message).__name__} of {told} by user {user_name(user)}: this daemon keeps users apart "
-            f"(isolate_users), and the names of this user's jobs begin with {mine!r}",
-            f"name the job {mine + _own_part(message.job)!r}, with job= in RunOptions or as an argument of "
-            "ckptctl",
+            f"{type(message).__name__} of {message.job or 'all jobs'} by user {user_name(user)}: this daemon "
+            f"keeps users apart (isolate_users), and the names of this user's jobs begin with {mine!r}",
+            f"{name}, with job= in RunOptions or as an argument of ckptctl",
         )
 
     def sees(self, user: int | None) -> Callable[[str], bool]:

@@ -11,12 +11,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from ckptd.memory.user_files import readers_of
 from tests.ckptd.running import eventually
 from tests.e2e.compare import differences
+from tests.forked import FORKED
 from tests.users import DAEMON, GROUP, STRANGER, TRAINER, needs_users, spawn_as
 
 pytestmark = needs_users
@@ -121,9 +123,14 @@ class Node:
         self._process.kill()
         self._process.communicate()
 
-    def spawn(self, user: int, script: str, *arguments: str, imports: str = IMPORTS) -> subprocess.Popen[str]:
-        env = dict(os.environ, CKPTD_DAEMON_USER=str(DAEMON), CKPTD_RUNTIME_DIR=f"{self.folder}/run")
-        return spawn_as(user, script, *arguments, imports=imports, groups=(GROUP,), env=env)
+    @property
+    def trust(self) -> dict[str, str]:
+        """What is in the environment of a trainer."""
+        return {"CKPTD_DAEMON_USER": str(DAEMON), "CKPTD_RUNTIME_DIR": f"{self.folder}/run"}
+
+    def spawn(self, user: int, script: str, *arguments: str) -> subprocess.Popen[str]:
+        env = dict(os.environ, **self.trust)
+        return spawn_as(user, script, *arguments, imports=IMPORTS, groups=(GROUP,), env=env)
 
     @contextmanager
     def holding(self, user: int) -> Iterator[dict[str, str]]:
@@ -252,24 +259,33 @@ def test_who_is_not_in_the_group_is_refused_although_the_path_is_open() -> None:
         assert here.asks(DAEMON, question, {"path": "", "job": ""}) == [{"n": 1}]
 
 
-def test_a_killed_job_of_a_user_resumes_at_the_exact_bits_beside_that_of_another(tmp_path: Path) -> None:
+def _train(user: int, arguments: list[str], environment: dict[str, str]) -> None:
+    os.setgroups([GROUP])
+    os.setgid(user)
+    os.setuid(user)
+    os.environ.update(environment)
+    from tests.e2e.job import main
+
+    main(arguments)
+
+
+def test_a_killed_job_of_a_user_resumes_at_the_exact_bits_beside_that_of_another() -> None:
     """Both have the same run, and jobs of the same name but for their users; the daemon is killed in between."""
     outs = Path(tempfile.mkdtemp(prefix="ckptd-o-", dir="/tmp"))
     outs.chmod(0o777)
-    imports = "import tests.e2e.job, tests.preload"
 
-    def train(user: int, name: str, here: Node | None, *options: str) -> subprocess.Popen[str]:
+    def train(user: int, name: str, here: Node | None, *options: str) -> BaseProcess:
         daemon = "none" if here is None else here.endpoint
         arguments = ["plain", "--out", f"{outs}/{name}.pt", "--total", str(TOTAL), "--run", "r"]
         arguments += ["--daemon", daemon, "--set", f'job="u{user}.e2e"', *options]
-        script = "tests.e2e.job.main(sys.argv[3:])"
-        if here is None:
-            return spawn_as(user, script, *arguments, imports=imports, groups=(GROUP,))
-        return here.spawn(user, script, *arguments, imports=imports)
+        told = {} if here is None else here.trust
+        life = FORKED.Process(target=_train, args=(user, arguments, told))
+        life.start()
+        return life
 
-    def end(life: subprocess.Popen[str]) -> int:
-        life.communicate(timeout=120)
-        return life.returncode
+    def end(life: BaseProcess) -> int | None:
+        life.join(120)
+        return life.exitcode
 
     try:
         with node() as here:

@@ -74,6 +74,10 @@ def test_a_refusal_says_how_the_job_has_to_be_named() -> None:
         assert refused is not None
         assert f"the names of this user's jobs begin with 'u{ALICE}.'" in refused.message
         assert f"name the job '{ALICES}'" in refused.hint
+    everything = ACCESS.refusal(ALICE, m.Park(), None)
+    assert everything is not None
+    assert everything.message.startswith(f"Park of all jobs by user {ALICE}")
+    assert everything.hint.startswith("name one of these jobs")
 
 
 def test_the_daemon_ends_for_its_operator_only() -> None:
