@@ -53,7 +53,7 @@ from ckptd.storage.strong_digest import strong_digest_of
 
 __all__ = [
     "TOOL",
-    "Agreed",
+    "Agreement",
     "LockedSlot",
     "Overtaken",
     "RankStore",
@@ -189,7 +189,7 @@ _PLANS = 4  # checkpoints that are remembered: the one under way, and late answe
 _Name = tuple[int, int, int]  # iteration, epoch, sequence: unique among the snapshots of a rank
 
 
-class Agreed(Enum):
+class Agreement(Enum):
     """Whether all ranks have a checkpoint."""
 
     YES = "yes"
@@ -270,7 +270,7 @@ class RankStore:
         committed: str,
         look: Callable[[int, bool], Seen],
         neighbours: Callable[[], Iterable[RankStore]],
-        state_of: Callable[[CheckpointId], Agreed],
+        state_of: Callable[[CheckpointId], Agreement],
     ) -> None:
         self._at, self.rank = at, rank
         self._run_id, self._look, self._neighbours = run_id, look, neighbours
@@ -349,10 +349,10 @@ class RankStore:
         """The last checkpoint that all ranks have: ranks that go by others would choose differently."""
         for number, written in reversed(list(enumerate(self._written))):
             state = self._state_of(written.manifest.checkpoint)
-            if state is Agreed.YES:
+            if state is Agreement.YES:
                 del self._written[:number]
                 return written
-            if state is Agreed.OTHERWISE:  # a rank that has to store all experts, perhaps for long
+            if state is Agreement.OTHERWISE:  # a rank that has to store all experts, perhaps for long
                 self._all_experts_for = _AFTER_DISAGREEMENT
         return None
 

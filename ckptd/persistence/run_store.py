@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from ckptd.core.slots.segment_format import WORLD_TOPOLOGY, SlotHeader, decode_descriptor, pack_slot_header
 from ckptd.core.slots.slots import SlotState
 from ckptd.persistence import keeper_wire as w
-from ckptd.persistence.rank_store import TOOL, Agreed, RankStore
+from ckptd.persistence.rank_store import TOOL, Agreement, RankStore
 from ckptd.persistence.run_in_store import RunInStore, RunRetention, Seen, SharedLook, Surveyed, newest_ns
 from ckptd.storage.checkpoints.catalog import (
     Catalog,
@@ -238,12 +238,12 @@ class RunStore:
             return False, f"the ranks do not agree: {', '.join(c.reason for c in found)}"
         return False, found[0].reason if found else "it is not listed"
 
-    def _state_of(self, checkpoint: CheckpointId) -> Agreed:
+    def _state_of(self, checkpoint: CheckpointId) -> Agreement:
         """Whether every rank has written its manifest of this checkpoint."""
         same = [c for c in self._catalog_of(checkpoint.end).checkpoints if c.id.epoch == checkpoint.epoch]
         if any(c.id == checkpoint and c.complete for c in same):
-            return Agreed.YES
-        return Agreed.OTHERWISE if any(c.id != checkpoint for c in same) else Agreed.NOT_YET
+            return Agreement.YES
+        return Agreement.OTHERWISE if any(c.id != checkpoint for c in same) else Agreement.NOT_YET
 
     def find(
         self, ranks: Iterable[int], *, left_out: frozenset[tuple[int, int]] = frozenset()
