@@ -216,7 +216,7 @@ class ControlClient:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, b"c" + secrets.token_bytes(15))
         try:
-            self._connect()
+            self.try_connect()
         except BaseException:
             self.close()
             raise
@@ -307,11 +307,14 @@ class ControlClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connect(self) -> bool:
+    def try_connect(self) -> bool:
         """Connect once a trusted process listens; false while none does.
 
         From then on libzmq renews the connection by itself: the path was checked, and only root and trusted
         users can put another socket there.
+
+        Raises:
+            WireError: the endpoint cannot be used; ``untrusted``: another user may have made it.
         """
         try:
             if not self._connected and find_listener(self.endpoint, self._users):
@@ -325,7 +328,7 @@ class ControlClient:
         return self._connected
 
     def _send(self, message_id: int, message: Message, deadline: float) -> bool:
-        while not self._connect():
+        while not self.try_connect():
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_LOOK_S)

@@ -6,7 +6,6 @@ import argparse
 import difflib
 import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,7 +140,8 @@ def connected(args: argparse.Namespace) -> ControlClient:
     """A connection to the daemon.
 
     Raises:
-        DaemonUnavailable: there is no socket, or no process listens at the socket.
+        DaemonUnavailable: there is no socket, or no process listens at it.
+        WireError: another user may have made the socket.
     """
     endpoint = endpoint_of(args)
     timeout_s = min(args.timeout, CONNECT_S)
@@ -151,29 +151,18 @@ def connected(args: argparse.Namespace) -> ControlClient:
         there = True  # in a folder that this user may not enter: connecting says so
     if not there:  # connecting would wait for the socket
         raise DaemonUnavailable(f"no daemon serves {endpoint}: there is no socket")
-    _wait_for_listener(endpoint, min(timeout_s, _LISTENER_S))
-    return connect(endpoint, timeout_s)
-
-
-def _wait_for_listener(endpoint: str, timeout_s: float) -> None:
-    """Returns as soon as the socket does not refuse connections: 0MQ would connect again without an end."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
-            probe.settimeout(timeout_s)
-            try:
-                probe.connect(endpoint.removeprefix("ipc://"))
-            except ConnectionRefusedError:
-                pass
-            except OSError:
-                return  # every other error is reported by the connection itself
-            else:
-                return
-        if time.monotonic() > deadline:
-            raise DaemonUnavailable(
-                f"no daemon serves {endpoint}: no process listens at the socket (its daemon was killed?)"
-            )
-        time.sleep(_LISTENER_POLL_S)
+    client = connect(endpoint, timeout_s)
+    deadline = time.monotonic() + min(timeout_s, _LISTENER_S)
+    try:
+        while not client.try_connect():
+            if time.monotonic() > deadline:
+                text = "no process accepts connections at the socket (was its daemon killed?)"
+                raise DaemonUnavailable(f"no daemon serves {endpoint}: {text}")
+            time.sleep(_LISTENER_POLL_S)
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 def ask(

@@ -77,7 +77,10 @@ def test_a_socket_of_a_killed_daemon_is_no_daemon(
         left.bind(str(path))
     command = ["status", "--endpoint", f"ipc://{path}"]
     assert main([*command, "--timeout", "0.2"]) == 3
-    assert f"no daemon serves ipc://{path}: no process listens at the socket" in capsys.readouterr().err
+    assert (
+        f"no daemon serves ipc://{path}: no process accepts connections at the socket"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("CKPTD_LISTEN", f"ipc://{path}")
     assert main(["checkpoints", "list"]) == 2
     assert "no store is configured here, and no daemon with a store answers" in capsys.readouterr().err
