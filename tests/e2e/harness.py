@@ -136,6 +136,8 @@ class DaemonProcess:
         deadline = time.monotonic() + 20
         while not answers(self.endpoint):
             if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                self.process.wait()
                 raise AssertionError(
                     "the daemon did not start:\n" + (self.runtime_dir.parent / "ckptd.log").read_text()
                 )
