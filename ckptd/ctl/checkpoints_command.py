@@ -24,10 +24,10 @@ from ckptd.ctl.command import (
     duration,
     records,
 )
-from ckptd.ctl.store_access import STORE_TIMEOUT_S, OpenedStore, configured_place, named_place, opened
-from ckptd.ctl.store_changes import Collected, Gone, Pinned, collect, pin, policy_of, remove, unpin
-from ckptd.ctl.store_checks import Advised, Checked, check_checkpoint, check_run, check_store
-from ckptd.ctl.store_lookup import (
+from ckptd.ctl.stores.store_access import STORE_TIMEOUT_S, OpenedStore, configured_place, named_place, opened
+from ckptd.ctl.stores.store_changes import Collected, Gone, Pinned, collect, pin, policy_of, remove, unpin
+from ckptd.ctl.stores.store_checks import Advised, Checked, check_checkpoint, check_run, check_store
+from ckptd.ctl.stores.store_lookup import (
     CheckpointRow,
     CheckpointShown,
     Family,
@@ -61,12 +61,12 @@ _StoreCommand = Callable[[OpenedStore, argparse.Namespace, DaemonConfig], Comman
 # -- arguments ------------------------------------------------------------------------------------
 
 
-def add_checkpoints_commands(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Add `checkpoints` with its subcommands, and `verify`; ``common`` has the options that all share."""
+def add_checkpoints_commands(commands: Commands) -> None:
+    """Add `checkpoints` with its subcommands, and `verify`."""
     text = "list, verify, pin and remove checkpoints in object storage"
     where = argparse.ArgumentParser(add_help=False)
     add_store_options(where, "a URL or folder (default: as configured)")
-    actions = Commands(commands.add("checkpoints", None, text), "ACTION", common, where)
+    actions = commands.of(commands.add("checkpoints", None, text), "ACTION", where)
 
     def add(name: str, function: _StoreCommand, text: str) -> argparse.ArgumentParser:
         def run(args: argparse.Namespace) -> CommandOutcome:

@@ -57,6 +57,7 @@ __all__ = [
     "settings_of",
     "show",
     "unknown_run",
+    "which_run",
 ]
 
 EXIT_FAILED = 1
@@ -216,6 +217,12 @@ class Commands:
         self._subparsers = parser.add_subparsers(required=True, metavar=metavar)
         self._parents = parents
 
+    def of(
+        self, parser: argparse.ArgumentParser, metavar: str, *parents: argparse.ArgumentParser
+    ) -> Commands:
+        """The subcommands of one of these commands, with the same options and those of ``parents``."""
+        return Commands(parser, metavar, *self._parents, *parents)
+
     def add(
         self,
         name: str,
@@ -275,6 +282,15 @@ def add_store_options(parser: argparse.ArgumentParser, store: str = "") -> None:
         parser.add_argument("--store", metavar="URL", help=store)
     parser.add_argument("--store-options", metavar="JSON", help='such as \'{"region": "eu-1"}\'')
     parser.add_argument("--store-backend", choices=BACKENDS, help="library that accesses the store")
+
+
+def which_run() -> argparse.ArgumentParser:
+    """A parser with ``--job``, ``--run`` and ``--rank``."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--job", help="only this job")
+    parser.add_argument("--run", help="only this run")
+    parser.add_argument("--rank", type=int, help="only this rank")
+    return parser
 
 
 def add_lose(parser: argparse.ArgumentParser) -> None:

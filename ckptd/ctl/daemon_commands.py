@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
-import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from ckptd.core.recovery.global_plan import VERIFY_ITERATIONS
 from ckptd.core.recovery.quarantine import describe_failure
@@ -28,13 +25,10 @@ from ckptd.ctl.command import (
     endpoint_of,
     records,
     show,
+    which_run,
 )
-from ckptd.ctl.doctor import run_doctor
 from ckptd.ctl.peers_command import check_known, choose_run
 from ckptd.ctl.usage.watching import add_watch
-from ckptd.dash.dash_poll import DaemonPoll
-from ckptd.dash.dash_server import DashServer, is_loopback
-from ckptd.dash.top_screen import screen_text, watch
 from ckptd.launch import answers
 from ckptd.saved import SavedIteration, saved_iterations
 from ckptd.transport import messages as m
@@ -42,41 +36,36 @@ from ckptd.transport.access.local_trust import user_name
 from ckptd.transport.wire import RefusedError
 from ckptd.units import format_age, format_bytes, format_table
 
-__all__ = ["add_daemon_commands", "add_wait", "parks_text", "snapshots_text", "status_text"]
+__all__ = ["add_daemon_commands", "parks_text", "snapshots_text", "status_text"]
 
 _BEYOND = 1 << 61  # above any event number: returns only the newest one
 _FOLLOW_S = 0.5
-_VIEW_S = 1.0
-_TOKEN = r"[A-Za-z0-9_-]{16,}"
 _WAIT_STEP_S = 0.2
 _SHOWN_METRICS = 6
 _OPERATORS_PER_LINE = 8
 
 
-def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> None:
-    """Add `status` to `unquarantine`; ``which`` has the options ``--job``, ``--run`` and ``--rank``."""
+def add_daemon_commands(commands: Commands) -> None:
+    """Add `status` to `wait`."""
     text = "show the daemon, its memory, its trainers and its segments"
     add_watch(commands.add("status", _status, text))
     text = "list the slots of each rank and the iteration that can be recovered"
-    snapshots = commands.add("snapshots", _snapshots, text, which)
+    snapshots = commands.add("snapshots", _snapshots, text, which_run())
     snapshots.add_argument("--operators", action="store_true", help="list operators by name")
     add_verify_iterations(snapshots)
     add_watch(snapshots)
     text = "list the iterations that a run can resume at, for RecoveryOptions(resume_at=N)"
-    iterations = commands.add("iterations", _iterations, text, which)
+    iterations = commands.add("iterations", _iterations, text, which_run())
     add_verify_iterations(iterations)
     add_watch(iterations)
     events = commands.add("events", _events, "list the events of this node")
     events.add_argument("--follow", action="store_true", help="keep printing new events")
     events.add_argument("--since", type=int, default=0, help="only events after this number")
     events.add_argument("--limit", type=int, default=1000, help="print at most this many (default 1000)")
-    _add_views(commands)
     text = "park: attached trainers copy their state to memory now, and a restart resumes from that copy"
     park = commands.add("park", _park, text, timeout_s=60.0)
     park.add_argument("job", nargs="?", help="only this job")
     park.add_argument("run", nargs="?", help="only this run of it")
-    text = "check this machine's settings, and print a fix for each problem"
-    commands.add("doctor", run_doctor, text)
     text = "allow nodes that are not members of a run to read its snapshots from this node"
     admit = _add_of_run(commands.add("admit", _admit, text))
     admit.add_argument("nodes", nargs="+", metavar="node", help="node ids whose keys are trusted")
@@ -85,33 +74,6 @@ def add_daemon_commands(commands: Commands, which: argparse.ArgumentParser) -> N
     forget.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     text = "lift the quarantine of snapshots that no replay reproduced; the next start may use them"
     _add_of_run(commands.add("unquarantine", _unquarantine, text))
-
-
-def _add_views(commands: Commands) -> None:
-    text = "show whether every rank is protected, once a second; once and as text without a terminal"
-    _add_whole_job(commands.add("top", _top, text, timeout_s=3.0))
-    text = "serve a page that shows whether every rank is protected, until it is interrupted"
-    dash = commands.add("dash", _dash, text, timeout_s=3.0)
-    _add_whole_job(dash)
-    text = "IP address to listen on; others than loopback need a token (default %(default)s)"
-    dash.add_argument("--address", default="127.0.0.1", type=_ip_address, help=text)
-    dash.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
-    text = "file with the token that viewers must have (default: a random one, where one is needed)"
-    dash.add_argument("--token-file", type=Path, metavar="FILE", help=text)
-
-
-def _add_whole_job(parser: argparse.ArgumentParser) -> None:
-    text = "every 10 s ask all nodes of the runs, to show ranks of other nodes, too"
-    parser.add_argument("--whole-job", action="store_true", help=text)
-
-
-def _ip_address(text: str) -> str:
-    is_loopback(text)  # raises for one that is none
-    return text
-
-
-def add_wait(commands: Commands) -> None:
-    """Add `wait`."""
     commands.add("wait", _wait, "wait until the daemon answers, for at most --timeout", timeout_s=60.0)
 
 
@@ -167,45 +129,6 @@ def _events(args: argparse.Namespace) -> CommandOutcome:
                 since = min(since, page.last_seq)  # a restarted daemon counts anew
                 time.sleep(_FOLLOW_S)
             page = client.ask(m.GetEvents(since=since, limit=args.limit), m.Events)
-
-
-def _top(args: argparse.Namespace) -> CommandOutcome:
-    with connected(args) as client:
-        poll = DaemonPoll(client, whole_job=args.whole_job)
-        on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
-        view = watch(poll.view) if on_terminal else poll.view()
-    return CommandOutcome(view, screen_text(view))
-
-
-def _dash(args: argparse.Namespace) -> CommandOutcome:
-    """Returns only through an exception."""
-    with connected(args) as client:
-        poll = DaemonPoll(client, whole_job=args.whole_job)
-        view = poll.view()
-        try:
-            server = DashServer(args.address, args.port, _token(args))
-        except OSError as error:
-            raise CommandError(f"{args.address} port {args.port} cannot be used: {error}") from error
-        with server:
-            server.publish(view)  # before anybody can know the address
-            show(args, CommandOutcome({"url": server.url}, f"the page is at {server.url}"))
-            sys.stdout.flush()
-            while True:
-                time.sleep(_VIEW_S)
-                server.publish(poll.view())
-
-
-def _token(args: argparse.Namespace) -> str:
-    """What viewers must have; "" on loopback unless a file is given."""
-    if args.token_file is None:
-        return "" if is_loopback(args.address) else secrets.token_urlsafe(24)
-    try:
-        token: str = args.token_file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{args.token_file} cannot be read: {error}") from error
-    if not re.fullmatch(_TOKEN, token):
-        raise CommandError(f"{args.token_file} must hold at least 16 letters, digits, - or _")
-    return token
 
 
 def _park(args: argparse.Namespace) -> CommandOutcome:

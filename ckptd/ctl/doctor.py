@@ -21,7 +21,7 @@ import ckptd
 from ckptd.config.daemon_config import LoadedConfig, trusted_users
 from ckptd.config.runtime_dir import UnusableFolder, group_number
 from ckptd.config.settings import DaemonConfig
-from ckptd.ctl.command import EXIT_FAILED, CommandOutcome, settings_of
+from ckptd.ctl.command import EXIT_FAILED, CommandOutcome, Commands, settings_of
 from ckptd.errors import DaemonUnavailable
 from ckptd.launch import answers
 from ckptd.memory.pages import filesystem_kind, is_in_memory
@@ -30,7 +30,7 @@ from ckptd.transport.access.local_trust import own_users, user_name
 from ckptd.transport.tcp.sealing import Cipher, offered_ciphers
 from ckptd.units import format_bytes
 
-__all__ = ["Grade", "run_doctor"]
+__all__ = ["Grade", "add_doctor_command", "run_doctor"]
 
 _FIRST_LOGIN_USER = 1000  # SYS_UID_MAX + 1 of systemd's usual build
 _SMALL_SHM_BYTES = 1 << 30
@@ -69,6 +69,11 @@ def _warn(detail: str, fix: str) -> Diagnosis:
 
 def _fail(detail: str, fix: str) -> Diagnosis:
     return Diagnosis(Grade.FAIL, detail, fix)
+
+
+def add_doctor_command(commands: Commands) -> None:
+    """Add `doctor`."""
+    commands.add("doctor", run_doctor, "check this machine's settings, and print a fix for each problem")
 
 
 def run_doctor(args: argparse.Namespace) -> CommandOutcome:

@@ -18,9 +18,10 @@ from ckptd.ctl.command import (
     ask,
     connected,
     settings_of,
+    which_run,
 )
 from ckptd.ctl.peers_command import ask_whereabouts
-from ckptd.ctl.store_access import STORE_TIMEOUT_S, configured_place, opened
+from ckptd.ctl.stores.store_access import STORE_TIMEOUT_S, configured_place, opened
 from ckptd.errors import DaemonUnavailable, RemoteProtocolError
 from ckptd.export.dcp import export_dcp
 from ckptd.export.exports import DEFAULT_SHARD_BYTES, ExportReport, Moved, Watch, export_file, export_hf
@@ -43,10 +44,10 @@ __all__ = ["add_export_commands"]
 _FORMATS = ("safetensors", "hf", "dcp")
 
 
-def add_export_commands(commands: Commands, which: argparse.ArgumentParser) -> None:
-    """Add `export` and `import`; ``which`` has the options ``--job``, ``--run`` and ``--rank``."""
+def add_export_commands(commands: Commands) -> None:
+    """Add `export` and `import`."""
     text = "write the model of one iteration as safetensors, Hugging Face or torch.distributed.checkpoint"
-    _add_export_arguments(commands.add("export", _export, text, which, timeout_s=STORE_TIMEOUT_S))
+    _add_export_arguments(commands.add("export", _export, text, which_run(), timeout_s=STORE_TIMEOUT_S))
     text = "convert a model from another tool into a checkpoint that a run can start from"
     _add_import_arguments(commands.add("import", _import, text, timeout_s=STORE_TIMEOUT_S))
 

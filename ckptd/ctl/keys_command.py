@@ -32,10 +32,10 @@ _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
 
 
-def add_keys_commands(commands: Commands, common: argparse.ArgumentParser) -> None:
-    """Add `keys` with its subcommands; ``common`` has the options that they share."""
+def add_keys_commands(commands: Commands) -> None:
+    """Add `keys` with its subcommands."""
     keys = commands.add("keys", None, "manage this node's keys and the peers that it trusts")
-    actions = Commands(keys, "ACTION", common)
+    actions = commands.of(keys, "ACTION")
 
     def add(name: str, function: Command, text: str) -> argparse.ArgumentParser:
         parser = actions.add(name, function, text)

@@ -12,14 +12,13 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pkgutil import resolve_name
 
 import msgspec
 
 import ckptd
 from ckptd.config.daemon_config import ConfigError
 from ckptd.core.export_plan import DamagedSnapshot, ExportError
-from ckptd.ctl.advise_command import add_advise_command
-from ckptd.ctl.checkpoints_command import add_checkpoints_commands
 from ckptd.ctl.command import (
     EXIT_DAMAGED,
     EXIT_FAILED,
@@ -34,14 +33,8 @@ from ckptd.ctl.command import (
     Commands,
     add_lose,
     show,
+    which_run,
 )
-from ckptd.ctl.daemon_commands import add_daemon_commands, add_wait
-from ckptd.ctl.export_command import add_export_commands
-from ckptd.ctl.keys_command import add_keys_commands
-from ckptd.ctl.lifecycle.process_commands import add_process_commands
-from ckptd.ctl.lifecycle.support_command import add_support_command
-from ckptd.ctl.peers_command import add_peers_commands
-from ckptd.ctl.usage.completion import add_completion_command
 from ckptd.ctl.usage.watching import watch
 from ckptd.errors import DaemonUnavailable, ElasticError
 from ckptd.printable import for_json, for_terminal
@@ -49,7 +42,26 @@ from ckptd.storage.checkpoints.signing import SigningError
 from ckptd.transport.access.keys import KeysError
 from ckptd.transport.wire import RefusedError, RequestTimeout, WireError
 
-__all__ = ["command_parser", "main", "parse"]
+__all__ = ["add_elastic_commands", "command_parser", "main", "parse"]
+
+# What adds which commands, in the order of `ckptctl --help`. Only the module of the command is imported: all
+# of them take as long again as most commands need.
+_ADDED_BY = {
+    "ckptd.ctl.daemon_commands:add_daemon_commands": (
+        *("status", "snapshots", "iterations", "events", "park", "admit", "forget", "unquarantine", "wait"),
+    ),
+    "ckptd.ctl.view_commands:add_view_commands": ("top", "dash"),
+    "ckptd.ctl.doctor:add_doctor_command": ("doctor",),
+    "ckptd.ctl.export_command:add_export_commands": ("export", "import"),
+    "ckptd.ctl.peers_command:add_peers_commands": ("peers", "whatif", "drill"),
+    "ckptd.ctl.main:add_elastic_commands": ("elastic",),
+    "ckptd.ctl.keys_command:add_keys_commands": ("keys",),
+    "ckptd.ctl.advise_command:add_advise_command": ("advise",),
+    "ckptd.ctl.checkpoints_command:add_checkpoints_commands": ("checkpoints", "verify"),
+    "ckptd.ctl.lifecycle.process_commands:add_process_commands": ("stop", "logs"),
+    "ckptd.ctl.lifecycle.support_command:add_support_command": ("support",),
+}
+_VALUED = ("--endpoint", "--timeout")  # options before the command that take the next word
 
 # The first class that fits decides.
 _EXIT_STATUS: dict[type[Exception], int] = {
@@ -100,20 +112,30 @@ def _fail(args: argparse.Namespace, status: int, message: str) -> int:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; exits with a message if they are wrong."""
-    args = command_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = command_parser(_command_in(words)).parse_args(words)
     if args.timeout is None:
         args.timeout = args.default_timeout_s
     return args
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    common = _global_options(before=False)
-    which = argparse.ArgumentParser(add_help=False)
-    which.add_argument("--job", help="only this job")
-    which.add_argument("--run", help="only this run")
-    which.add_argument("--rank", type=int, help="only this rank")
+def _command_in(words: Sequence[str]) -> str:
+    """The command that the words name; "" if that is not plain."""
+    left = iter(words)
+    for word in left:
+        if word in _VALUED:
+            next(left, None)
+        elif not word.startswith("-"):
+            return word if any(word in names for names in _ADDED_BY.values()) else ""
+    return ""
 
+
+def command_parser(only: str = "") -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        only: a command; those that other modules add than its own are left out, and are not imported.
+    """
     parser = argparse.ArgumentParser(
         prog="ckptctl",
         description="Inspect a node's daemon, its snapshots, and the checkpoints in object storage.",
@@ -121,19 +143,14 @@ def command_parser() -> argparse.ArgumentParser:
         epilog=f"Exit codes: {'; '.join(f'{code}: {text}' for code, text in EXIT_MEANINGS.items())}.",
     )
     parser.add_argument("--version", action="version", version=f"ckptctl {ckptd.__version__}")
-    commands = Commands(parser, "COMMAND", common)
-    add_daemon_commands(commands, which)
-    add_export_commands(commands, which)
-    add_peers_commands(commands, which)
-    elastic = commands.add("elastic", None, "show or plan the placement of experts, and rate it")
-    _add_elastic_commands(Commands(elastic, "QUESTION", common, which))
-    add_keys_commands(commands, common)
-    add_advise_command(commands)
-    add_checkpoints_commands(commands, common)
-    add_process_commands(commands)
-    add_support_command(commands)
-    add_wait(commands)
-    add_completion_command(commands, parser)
+    commands = Commands(parser, "COMMAND", _global_options(before=False))
+    for function, names in _ADDED_BY.items():
+        if not only or only in names:
+            resolve_name(function)(commands)
+    if not only:
+        from ckptd.ctl.usage.completion import add_completion_command  # imports what other commands need
+
+        add_completion_command(commands, parser)
     return parser
 
 
@@ -163,9 +180,13 @@ def _global_options(*, before: bool) -> argparse.ArgumentParser:
 # -- elastic: arguments here, because the other commands must not import NumPy -----------------------
 
 
-def _add_elastic_commands(commands: Commands) -> None:
+def add_elastic_commands(commands: Commands) -> None:
+    """Add `elastic` with its subcommands."""
+    elastic = commands.add("elastic", None, "show or plan the placement of experts, and rate it")
+    questions = commands.of(elastic, "QUESTION", which_run())
+
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        parser = commands.add(name, partial(_elastic, name), text)
+        parser = questions.add(name, partial(_elastic, name), text)
         parser.add_argument(
             "--layer", type=int, action="append", help="show the map of this layer (may be repeated)"
         )

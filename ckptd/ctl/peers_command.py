@@ -22,6 +22,7 @@ from ckptd.ctl.command import (
     connected,
     records,
     unknown_run,
+    which_run,
 )
 from ckptd.ctl.usage.watching import add_watch
 from ckptd.errors import RemoteProtocolError
@@ -45,15 +46,15 @@ _STORE_S = 900.0  # stores can be slow; the daemon has its own limit for them
 _MAX_RANKS = 64
 
 
-def add_peers_commands(commands: Commands, which: argparse.ArgumentParser) -> None:
-    """Add `peers`, `whatif` and `drill`; ``which`` has the options ``--job``, ``--run`` and ``--rank``."""
+def add_peers_commands(commands: Commands) -> None:
+    """Add `peers`, `whatif` and `drill`."""
     add_watch(commands.add("peers", _peers, "list the other nodes, the replicas and their lag"))
     text = "predict a recovery after the loss of nodes: sources, replay, lost iterations"
-    lose = commands.add("whatif", _what_if, text, which)
+    lose = commands.add("whatif", _what_if, text, which_run())
     add_lose(lose)
     add_verify_iterations(lose)
     text = "rehearse the recovery of --rank from other nodes"
-    commands.add("drill", _drill, text, which, timeout_s=600.0)
+    commands.add("drill", _drill, text, which_run(), timeout_s=600.0)
 
 
 def _peers(args: argparse.Namespace) -> CommandOutcome:

@@ -16,9 +16,9 @@ from ckptd.core.advice.outlook import Choice
 from ckptd.core.recovery.whatif import RankOutcome
 from ckptd.ctl.doctor import Grade
 from ckptd.ctl.elastic_answers import PlacementMove
-from ckptd.ctl.store_changes import Collected, Pinned, Removed
-from ckptd.ctl.store_checks import Checked
-from ckptd.ctl.store_lookup import CheckpointShown, RunShown
+from ckptd.ctl.stores.store_changes import Collected, Pinned, Removed
+from ckptd.ctl.stores.store_checks import Checked
+from ckptd.ctl.stores.store_lookup import CheckpointShown, RunShown
 from ckptd.dash.dash_view import DashView
 from ckptd.export.exports import ExportReport
 from ckptd.export.importing import ImportReport

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.store_access import OpenedStore, StorePlace
-from ckptd.ctl.store_checks import check_run
+from ckptd.ctl.stores.store_access import OpenedStore, StorePlace
+from ckptd.ctl.stores.store_checks import check_run
 from ckptd.storage.checkpoints.names import IncarnationName
 from ckptd.storage.checkpoints.verifier import verify_store
 from ckptd.storage.stores.objects import ObjectStore

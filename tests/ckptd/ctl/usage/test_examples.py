@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,32 @@ def test_an_example_parses(name: str, line: str) -> None:
     assert min(places) >= 0
     assert callable(found.function)
     assert found.timeout > 0
+
+
+def commands(parser: argparse.ArgumentParser) -> set[str]:
+    (group,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return set(group.choices)
+
+
+def test_a_command_is_there_without_those_of_other_modules() -> None:
+    every = commands(command_parser())
+    assert len(every) > 20, "the commands were not found"
+    for name in every - {"completion"}:  # it needs all of them
+        found = commands(command_parser(name))
+        assert name in found
+        assert found < every
+
+
+@pytest.mark.parametrize("words", [("keys", "list"), ("--json", "--endpoint", "status", "keys", "list")])
+def test_only_the_module_of_the_command_is_imported(words: tuple[str, ...]) -> None:
+    program = f"""
+import sys
+from ckptd.ctl.main import parse
+assert parse({words!r}).function.__module__ == "ckptd.ctl.keys_command"
+print(*sorted(name for name in sys.modules if name.startswith("ckptd.ctl.") and name.endswith(("command", "commands"))))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ckptd.ctl.command", "ckptd.ctl.keys_command"]
 
 
 @pytest.mark.parametrize(

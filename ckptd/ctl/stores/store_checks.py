@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ckptd.ctl.command import ProgressBar
-from ckptd.ctl.store_access import OpenedStore
-from ckptd.ctl.store_lookup import NamedCheckpoint
+from ckptd.ctl.stores.store_access import OpenedStore
+from ckptd.ctl.stores.store_lookup import NamedCheckpoint
 from ckptd.storage.checkpoints.catalog import Catalog, StoredCheckpoint
 from ckptd.storage.checkpoints.names import ObjectName, RunName, parse
 from ckptd.storage.checkpoints.reader import read_catalog

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ckptd.core.slots.segment_format import decode_descriptor
 from ckptd.core.snapshot_policy import PolicyKind
 from ckptd.ctl.command import EXIT_REFUSED, CommandError, near
-from ckptd.ctl.store_access import OpenedStore
+from ckptd.ctl.stores.store_access import OpenedStore
 from ckptd.errors import SegmentError
 from ckptd.holdings import policy_of
 from ckptd.storage.checkpoints.catalog import (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.ctl.store_access import StorePlace, opened
+from ckptd.ctl.stores.store_access import StorePlace, opened
 from ckptd.storage.checkpoints.reader import read_catalog
 from ckptd.storage.stores.objects import ObjectStore
 from tests.ckptd.running import ROOT

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from ckptd.config.settings import DaemonConfig
 from ckptd.ctl.command import EXIT_REFUSED, CommandError
-from ckptd.ctl.store_access import OpenedStore, store_clock_ns
-from ckptd.ctl.store_lookup import (
+from ckptd.ctl.stores.store_access import OpenedStore, store_clock_ns
+from ckptd.ctl.stores.store_lookup import (
     Family,
     Manifests,
     NamedCheckpoint,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.ctl.command import CommandError
-from ckptd.ctl.store_access import OpenedStore, StorePlace
-from ckptd.ctl.store_changes import collect, pin, remove
+from ckptd.ctl.stores.store_access import OpenedStore, StorePlace
+from ckptd.ctl.stores.store_changes import collect, pin, remove
 from ckptd.memory.segment_file import Segment
 from ckptd.storage.checkpoints.names import ManifestName, parse
 from ckptd.storage.checkpoints.reader import read_catalog
@@ -206,7 +206,7 @@ def test_what_was_decided_long_ago_is_not_done_any_more(monkeypatch: pytest.Monk
     before = keys_in(store)
     place = OpenedStore(StorePlace("memory://test", {}, "auto"), store, map)
     args = argparse.Namespace(job=JOB, run=RUN, dry_run=False)
-    monkeypatch.setattr("ckptd.ctl.store_changes.time", store)
+    monkeypatch.setattr("ckptd.ctl.stores.store_changes.time", store)
     with pytest.raises(CommandError, match="with objects left"):
         collect(place, args, RetentionPolicy(keep_last=1), lambda plan: None)
     with pytest.raises(CommandError, match="with objects left"):

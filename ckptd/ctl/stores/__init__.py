@@ -1,0 +1,1 @@
+"""Commands about checkpoints in object storage: which store, and what is read, checked and changed there."""
