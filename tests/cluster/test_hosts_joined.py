@@ -16,6 +16,7 @@ from tests.cluster.hosts import Cluster, Host
 from tests.cluster.network import why_no_namespaces
 from tests.cluster.torchrun import SETTINGS, TorchrunJob
 from tests.cluster.training import ClusterTraining, undisturbed
+from tests.long import long
 
 NUM_RANKS = 2
 TOTAL = 160
@@ -107,7 +108,7 @@ def test_killed_ranks_of_both_nodes_come_back_exactly(run: HostedRun, reference:
     assert len(run.events(0, "meeting")) == 4
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=long), 1])
 def test_a_killed_host_ends_all_and_torchrun_starts_them_again(
     run: HostedRun, reference: Path, rank: int
 ) -> None:
@@ -125,7 +126,7 @@ def test_a_killed_host_ends_all_and_torchrun_starts_them_again(
     run.check_end(reference)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=long)])
 def test_a_node_that_falls_silent_is_known_within_seconds(run: HostedRun, reference: Path, rank: int) -> None:
     """Nothing says that its connections end, and gloo would wait for half an hour."""
     if why := why_no_namespaces():

@@ -16,6 +16,7 @@ from ckptd.core.recovery.recovery_phases import RecoveryPhase
 from tests.e2e import host_campaign
 from tests.e2e.harness import own_daemon
 from tests.e2e.host_campaign import CASES, HostRun, Strike, Target, campaign, draw, report, table
+from tests.long import long
 
 KILLS = int(os.environ.get("CKPTD_KILLS") or 5)
 SEED = int(os.environ.get("CKPTD_SEED") or random.SystemRandom().randrange(1 << 20))
@@ -30,7 +31,7 @@ STRIKES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(14_400)
-@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=long)])
 def test_random_kills_under_hosts_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: bool
 ) -> None:
