@@ -174,6 +174,21 @@ parts, inputs, targets = [model], [inputs], targets
 """,
     "norm of all stages": f"{_STAGE}\ntrain_step((inputs, targets))\n",
     "ckpt.log_boundaries(schedule)  # or its stages": _STAGE,
+    "ckpt.copy_in_bubbles(schedule)  # any schedule": _STAGE,
+    "write_scalars(writer, ckpt.scalars(), step)": """
+from types import SimpleNamespace
+
+loss = torch.zeros(())
+writer = SimpleNamespace(add_scalar=lambda name, value, step: None)
+run = accelerator = SimpleNamespace(log=lambda values, step: None)
+""",
+    "CkptdCallback(log_scalars=True)": """
+from functools import partial
+
+from transformers import Trainer, TrainingArguments
+
+Trainer = partial(Trainer, args=TrainingArguments("out", report_to=[], use_cpu=True))
+""",
     "trainer = Trainer(model=model, args=args": f"""{_LOSS}
 from transformers import Trainer, TrainingArguments
 

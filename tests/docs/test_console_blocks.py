@@ -30,8 +30,11 @@ _LEFT_OUT = "…"  # a page shows the beginning of a key or a password
 
 # Programs that are not ours, or that a test must not start: only their syntax is checked.
 NOT_RUN = {
+    "cat": "shows or writes a file of the reader",
     "curl": "asks a daemon or a service of the reader",
     "docker": "needs a container engine",
+    "done": "the end of a loop",
+    "for": "the shell's: what it repeats is run once",
     "git": "fetches from elsewhere",
     "grep": "reads what another program prints",
     "head": "reads what another program prints",
@@ -76,12 +79,14 @@ class Command:
 
     def programs(self) -> Iterator[tuple[dict[str, str], list[str]]]:
         """The variables and the words of each program of the line."""
-        lexer = shlex.shlex(self.line, posix=True, punctuation_chars=True)
+        text = self.line.partition("\n")[0] if "<<" in self.line else self.line.replace("do\n", "do ")
+        lexer = shlex.shlex(text.replace("\n", " ; "), posix=True, punctuation_chars=True)
         lexer.whitespace_split, words = True, list[str]()
         for word in [*lexer, ";"]:
             if set(word) <= set("|&;"):
                 variables = {}
-                while words and (found := re.fullmatch(r"(\w+)=(.*)", words[0], re.DOTALL)):
+                words = words[1:] if words[:1] == ["do"] else words
+                while words and (found := re.fullmatch(r"(\w+)\+?=(.*)", words[0], re.DOTALL)):
                     variables[found[1]] = found[2]
                     words.pop(0)
                 if words or variables:
@@ -96,7 +101,9 @@ def commands() -> list[Command]:
     for block in BLOCKS:
         line, output = "", list[str]()
         for text in [*block.text.replace("\\\n", " ").splitlines(), "$ end"]:
-            if prompt := _PROMPT.match(text):
+            if _goes_on(line):
+                line += f"\n{text}"
+            elif prompt := _PROMPT.match(text):
                 if line:
                     found.append(Command(block, line, "\n".join(output).strip()))
                 line, output = prompt[1], []
@@ -104,6 +111,13 @@ def commands() -> list[Command]:
                 assert line, f"{block}: a console block begins with a prompt: {text}"
                 output.append(text.rstrip())
     return found
+
+
+def _goes_on(line: str) -> bool:
+    """Whether the next line of a page belongs to it: a loop, or a document."""
+    if found := re.search(r"<<'(\w+)'", line):
+        return not line.endswith(f"\n{found[1]}")
+    return line.startswith("for ") and not line.endswith("done")
 
 
 COMMANDS = commands()

@@ -11,8 +11,10 @@ from tests.docs.code_blocks import ROOT
 LEVELS = {"info", "warning", "error"}
 # Kinds that the code puts together.
 MADE = {
+    "dash": {"info"},
     "fetch_ended": {"info"},
     "fetched": {"info"},
+    "metrics": {"info"},
     "persist.<code>": {"warning"},
     "recovery_phases": {"info"},
     "refused.<code>": {"warning"},

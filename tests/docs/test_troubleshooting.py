@@ -46,7 +46,7 @@ def test_codes_and_events_are_known() -> None:
     text = PAGE.read_text(encoding="utf-8")
     table = text.partition("| code | meaning |")[2].partition("\n\n")[0]
     codes = {code for row in table.splitlines() for code in re.findall(r"`(\w+)`", row.split(" | ")[0])}
-    assert len(codes) == 7
+    assert len(codes) >= 7
     assert codes - set(RefusalCode) == {"model_changed"}  # said by the trainer itself
     assert '"model_changed"' in "".join(p.read_text() for p in (ROOT / "client").rglob("*.py"))
     events = {
