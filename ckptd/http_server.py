@@ -32,6 +32,7 @@ __all__ = ["HttpServer", "Page", "Site", "close_listener", "listener_at", "shown
 logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 10.0  # Prometheus' own default for a scrape
+_END_S = 0.5  # for connections that are open when the server ends
 _CONNECTIONS = 8
 _REQUEST_MAX = 8192
 _PORT_MAX = 65_535
@@ -85,7 +86,7 @@ class HttpServer:
 
     def __init__(self, name: str, sites: Sequence[Site], *, connections: int = _CONNECTIONS) -> None:
         self._sites, self._connections = sites, connections
-        self._writers: dict[asyncio.StreamWriter, None] = {}
+        self._writers: dict[asyncio.StreamWriter, asyncio.Task[object]] = {}  # oldest first
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -113,6 +114,12 @@ class HttpServer:
         await self._stopped.wait()
         for server in servers:
             server.close()
+        # Tasks that are cancelled instead would each be logged with a traceback (Python 3.11).
+        tasks = list(self._writers.values())
+        for writer in self._writers:
+            writer.transport.abort()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S)
 
     async def _open_site(self, site: Site) -> asyncio.Server:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,7 +131,9 @@ class HttpServer:
     async def _connected(
         self, site: Site, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self._writers[writer] = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._writers[writer] = task
         if len(self._writers) > self._connections:
             oldest = next(iter(self._writers))
             del self._writers[oldest]

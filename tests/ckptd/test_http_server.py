@@ -118,3 +118,14 @@ def test_a_silent_client_is_closed_at_the_deadline(
     host, _, port = one.rpartition(":")
     with socket.create_connection((host, int(port)), 20) as silent:
         assert silent.recv(1) == b""
+
+
+def test_connections_that_are_open_at_the_end_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    listener = listener_at("127.0.0.1:0")
+    server = HttpServer("test", [Site(listener, {"/": long})], connections=4)
+    host, _, port = shown_address(listener).rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as silent:
+        silent.sendall(b"GET / HTTP/1.1\r\n")
+        eventually(lambda: server.open == 1, "the connection")
+        server.close()
+    assert not caplog.records

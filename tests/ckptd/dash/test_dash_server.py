@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -121,7 +122,8 @@ def test_silent_clients_block_nobody(server: DashServer) -> None:
         each.sendall(b"GET /view.json HTTP/1.1\r\n")
     assert get(server.url, "/view.json").status == 200
     silent[0].settimeout(20)
-    assert silent[0].recv(1) == b"", "the oldest is closed"
+    with contextlib.suppress(ConnectionResetError):  # what it had sent was not read yet
+        assert silent[0].recv(1) == b"", "the oldest is closed"
     for each in silent:
         each.close()
 
