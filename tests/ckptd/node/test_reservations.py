@@ -338,7 +338,7 @@ def test_a_copy_in_the_middle_of_a_fetch_is_dropped(setting: Setting) -> None:
     assert setting.copies() == []
     assert setting.store.used_bytes == source.file_bytes
     page = setting.events.page(0, 1000).events
-    assert "fetch_ended" in {event.kind for event in page}
+    assert {"fetch_ended", "fetched"} & {event.kind for event in page}, "it may have been as quick"
     assert [event for event in page if event.level != "info"] == [], "it is no failure"
     assert setting.peering.fetches.of(RankKey("job", "run", 0), reply.segment.generation) is None
 

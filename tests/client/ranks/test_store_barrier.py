@@ -106,7 +106,7 @@ def test_ranks_whose_store_is_gone_say_so(tmp_path: Path, how: signal.Signals) -
         assert process.pid is not None
         os.kill(process.pid, how)
         ranks.call()
-        why = "it has not answered for 6 s" if how == signal.SIGSTOP else "onnection"
+        why = "it has not answered for 12 s" if how == signal.SIGSTOP else "onnection"
         for said in ranks.ended(0, 1):
             assert "the job's store is gone: " in said
             assert why in said
