@@ -25,7 +25,7 @@ from typing import Self
 import msgspec
 
 from ckptd.dash.dash_view import DashView
-from ckptd.http_server import HttpServer, Page, Site, listener_at
+from ckptd.dash.http_server import HttpServer, Page, Site, listener_at
 
 __all__ = ["DashServer", "dash_site", "is_loopback", "page_url", "view_page"]
 

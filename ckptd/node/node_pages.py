@@ -22,7 +22,7 @@ from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.dash.dash_poll import SELDOM_S, DashMemory
 from ckptd.dash.dash_server import dash_site, is_loopback, page_url, view_page
 from ckptd.dash.dash_view import view_of
-from ckptd.http_server import HttpServer, Page, Site, close_listener, listener_at, shown_address
+from ckptd.dash.http_server import HttpServer, Page, Site, close_listener, listener_at, shown_address
 from ckptd.node.admin import NodeView
 from ckptd.node_context import NodeContext
 from ckptd.private_files import new_private_file

@@ -19,11 +19,10 @@ from typing import Any, Self
 import msgspec
 import pytest
 
-from ckptd import http_server
-from ckptd.dash import dash_server
+from ckptd.dash import dash_server, http_server
 from ckptd.dash.dash_server import DashServer
 from ckptd.dash.dash_view import DashView, view_of
-from ckptd.http_server import Page
+from ckptd.dash.http_server import Page
 from ckptd.transport import messages as m
 from tests.ckptd.dash.fabricated import answers, everything
 from tests.ckptd.running import ROOT, DaemonProcess, attach, busy_daemon, eventually

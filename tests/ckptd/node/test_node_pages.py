@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd import http_server
 from ckptd.config.runtime_dir import UnusableFolder
 from ckptd.config.settings import DaemonConfig
+from ckptd.dash import http_server
 from ckptd.dash.dash_poll import DaemonPoll
 from ckptd.event_log import EventLog
 from ckptd.memory.segment_store import SegmentStore

@@ -11,8 +11,8 @@ from http.client import HTTPConnection, HTTPResponse
 
 import pytest
 
-from ckptd import http_server
-from ckptd.http_server import HttpServer, Page, Site, listener_at, shown_address
+from ckptd.dash import http_server
+from ckptd.dash.http_server import HttpServer, Page, Site, listener_at, shown_address
 from tests.ckptd.running import eventually
 
 LONG = Page(b"long " * 1000, "text/plain", {"X-Of": "long"})
